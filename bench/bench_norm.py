@@ -1,0 +1,471 @@
+"""rms_norm and layer_norm, forward and backward, beside torch, torch.compile, quack and Liger.
+
+    python -m bench.bench_norm                                            every case, results printed
+    python -m bench.bench_norm --filter 'rms_norm.bwd.*8192' --reps 30    cases whose name matches
+    python -m bench.bench_norm --save                                     and kept in bench/results/<gpu>.jsonl
+    python -m bench.bench_norm --list                                     the names of the cases
+
+A case's name is op.direction.shape.dtype.variant, like rms_norm.bwd.8192x4096.bfloat16.plain. Variants: plain;
+residual (residual added, the sum returned); save_output (backward from y instead of x, ours only: the peers run plain);
+inference (no gradient wanted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cute_kernels
+from bench import harness
+from cute_kernels.norm import reference
+
+LARGE = ((32768, 1024), (16384, 2048), (8192, 4096), (4096, 8192), (2048, 16384))
+MIDDLE = ((16384, 1024), (8192, 2048), (4096, 4096), (2048, 8192), (1024, 16384))
+SMALL = ((8192, 1024), (4096, 2048), (2048, 4096), (1024, 8192), (512, 16384))
+GOALS = {  # share of the same-bytes copy's speed, all kernels of the call included
+    "fwd": dict.fromkeys(LARGE, 0.97) | dict.fromkeys(MIDDLE, 0.95) | dict.fromkeys(SMALL, 0.92),
+    "bwd": dict.fromkeys(LARGE, 0.90) | dict.fromkeys(MIDDLE, 0.82) | dict.fromkeys(SMALL, 0.75),
+}
+OTHER_WIDTHS = (769, 1536, 2880, 3072, 5120, 6144, 7168, 12288, 32768, 131072)
+OTHER_WIDTH_ELEMENTS = 1 << 25
+HEAD_SIZES = ((1_000_000, 64), (1_000_000, 128))
+VARIANT_SHAPE = (8192, 4096)
+QUICK_SHAPES = ((8192, 4096), (4096, 4096), (2048, 4096))
+
+OPS = ("rms_norm", "layer_norm")
+DIRECTIONS = ("fwd", "bwd")
+EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+FLOPS_PER_ELEMENT = {
+    ("rms_norm", "fwd"): 4,
+    ("rms_norm", "bwd"): 9,
+    ("layer_norm", "fwd"): 7,
+    ("layer_norm", "bwd"): 13,
+}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One op at one size. layer_norm has a bias, rms_norm has none; weights are of the dtype of x."""
+
+    op: str
+    rows: int
+    cols: int
+    dtype: torch.dtype = torch.bfloat16
+    variant: str = "plain"
+
+    @property
+    def has_bias(self) -> bool:
+        return self.op == "layer_norm"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return ("fwd",) if self.variant == "inference" else DIRECTIONS
+
+    def case(self, direction: str) -> harness.Case:
+        return harness.Case(
+            family="norm",
+            op=self.op,
+            direction=direction,
+            shape=self.shape,
+            dtype=self.dtype_name,
+            variant=self.variant,
+            bytes=minimal_bytes(self, direction),
+            flops=FLOPS_PER_ELEMENT[self.op, direction] * self.rows * self.cols,
+            goal=GOALS[direction].get((self.rows, self.cols))
+            if self.dtype is torch.bfloat16 and self.variant == "plain"
+            else None,
+        )
+
+
+def minimal_bytes(norm: Norm, direction: str) -> int:
+    """The least that must pass through device memory: each input read once, each output and saved tensor written once.
+
+    Forward: x, y (x, residual, their sum and y). Backward: the saved tensor, dy, dx (and the gradient of the returned
+    sum); dx is the residual's gradient as well. Besides, per row the saved statistics (rstd; layer_norm's mean unless y
+    is saved), per column the parameters and, backward, their gradients.
+    """
+    size = norm.dtype.itemsize
+    streams = {"fwd": 2, "bwd": 3}[direction]
+    if norm.variant == "residual":
+        streams += {"fwd": 2, "bwd": 1}[direction]
+    save_output = norm.variant == "save_output"
+    statistics = 0 if norm.variant == "inference" else 2 if norm.op == "layer_norm" and not save_output else 1
+    per_column = 1 + norm.has_bias
+    if direction == "bwd":
+        per_column += 1 + (norm.has_bias and save_output)
+    return streams * norm.rows * norm.cols * size + 4 * norm.rows * statistics + per_column * norm.cols * size
+
+
+def norms(quick: bool = False) -> list[Norm]:
+    """Every case, the shapes with a goal first."""
+    shapes = QUICK_SHAPES if quick else (*LARGE, *MIDDLE, *SMALL)
+    cases = [Norm(op, *shape) for op in OPS for shape in shapes]
+    if quick:
+        return cases
+    others = [(OTHER_WIDTH_ELEMENTS // cols, cols) for cols in OTHER_WIDTHS]
+    cases += [Norm(op, *shape) for op in OPS for shape in (*others, *HEAD_SIZES)]
+    for op in OPS:
+        cases += [Norm(op, *VARIANT_SHAPE, variant=variant) for variant in ("residual", "save_output", "inference")]
+        cases.append(Norm(op, *VARIANT_SHAPE, dtype=torch.float32))
+    return cases
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an op is called with.
+
+    tensors: x, weight, bias (layer_norm), residual (variant residual), in this order
+    grad_outputs: the gradients of y and, if it is returned, of the sum
+    """
+
+    tensors: dict[str, Tensor]
+    grad_outputs: tuple[Tensor, ...]
+
+    def as_float32(self) -> Inputs:
+        tensors = {name: tensor.detach().float().requires_grad_() for name, tensor in self.tensors.items()}
+        return Inputs(tensors, tuple(grad.float() for grad in self.grad_outputs))
+
+
+def make_inputs(norm: Norm, device: str = "cuda") -> Inputs:
+    generator = torch.Generator(device).manual_seed(
+        harness.seed(f"{norm.op}.{norm.shape}.{norm.dtype_name}.{norm.variant}")
+    )
+
+    def normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).mul_(std).add_(mean).to(norm.dtype)
+
+    full = (norm.rows, norm.cols)
+    tensors = {"x": normal(*full), "weight": normal(norm.cols, mean=1.0, std=0.1)}
+    if norm.has_bias:
+        tensors["bias"] = normal(norm.cols, std=0.1)
+    if norm.variant == "residual":
+        tensors["residual"] = normal(*full)
+    if norm.variant != "inference":
+        tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    return Inputs(tensors, tuple(normal(*full) for _ in range(2 if norm.variant == "residual" else 1)))
+
+
+def fp64_truth(norm: Norm, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
+    """direction -> output's name -> the reference's result, computed in fp64 and rounded to fp32 at its end."""
+    exact = inputs.as_float32()
+    function = functools.partial(public_function(norm, reference), compute_dtype=torch.float64)
+    outputs = _as_tuple(function(**exact.tensors))
+    truth = {"fwd": {name: output.detach().double() for name, output in zip(("y", "sum"), outputs, strict=False)}}
+    if "bwd" in norm.directions:
+        grads = torch.autograd.grad(outputs, list(exact.tensors.values()), exact.grad_outputs)
+        names = {"x": "dx", "weight": "dw", "bias": "db", "residual": "dresidual"}
+        truth["bwd"] = {names[name]: grad.double() for name, grad in zip(exact.tensors, grads, strict=True)}
+    return truth
+
+
+def public_function(norm: Norm, module: object) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """The op of `cute_kernels` or of its reference with the case's options, called with the inputs by name."""
+    options: dict[str, object] = {"eps": EPS[norm.op]}
+    if norm.variant == "residual":
+        options["return_residual"] = True
+    if norm.variant == "save_output":
+        options["save"] = "output"
+    return functools.partial(getattr(module, norm.op), **options)
+
+
+# Providers: each takes a case and its inputs and gives the forward call and a factory of the backward call, or None
+# if it has no such op.
+
+Calls = tuple[harness.Call, Callable[[], harness.Call]]
+
+
+def _cute_kernels(norm: Norm, inputs: Inputs) -> Calls:
+    function = public_function(norm, cute_kernels)
+    if norm.variant == "residual":
+        return _autograd_calls(lambda *tensors: function(*tensors[:-1], residual=tensors[-1]), inputs)
+    return _autograd_calls(function, inputs)
+
+
+def _torch_function(norm: Norm) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    shape, eps = (norm.cols,), EPS[norm.op]
+    if norm.op == "rms_norm":
+        if norm.variant == "residual":
+
+            def add_rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+                total = x + residual
+                return F.rms_norm(total, shape, weight, eps), total
+
+            return add_rms_norm
+        return lambda x, weight: F.rms_norm(x, shape, weight, eps)
+    if norm.variant == "residual":
+
+        def add_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + residual
+            return F.layer_norm(total, shape, weight, bias, eps), total
+
+        return add_layer_norm
+    return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps)
+
+
+def _torch(norm: Norm, inputs: Inputs) -> Calls:
+    return _autograd_calls(_torch_function(norm), inputs)
+
+
+def _torch_compile(norm: Norm, inputs: Inputs) -> Calls:
+    # Every case is a program of its own with static sizes: nothing of the last case is left, so no recompilation
+    # limit is ever reached (fullgraph makes it an error, not a fall-back to eager). Donated buffers forbid
+    # retain_graph, which measuring a backward alone needs.
+    from torch._functorch import config
+
+    config.donated_buffer = False
+    torch._dynamo.reset()
+    return _autograd_calls(torch.compile(_torch_function(norm), dynamic=False, fullgraph=True), inputs)
+
+
+def _quack(norm: Norm, inputs: Inputs) -> Calls | None:
+    import quack
+
+    eps = EPS[norm.op]
+    if norm.op == "rms_norm":
+        if norm.variant == "residual":
+            return _autograd_calls(
+                lambda x, weight, residual: quack.rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True), inputs
+            )
+        return _autograd_calls(lambda x, weight: quack.rmsnorm(x, weight, eps=eps), inputs)
+    if norm.variant == "residual":
+        return None
+    # quack's layer_norm is a pair of functions without autograd and wants fp32 parameters: they are cast here,
+    # outside of what is timed.
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    x = inputs.tensors["x"].detach()
+    weight, bias = (inputs.tensors[name].detach().float() for name in ("weight", "bias"))
+    saves = norm.variant != "inference"
+
+    def forward() -> Sequence[Tensor]:
+        outputs = layernorm_fwd(x, weight, bias, eps=eps, return_rstd=saves, return_mean=saves)
+        return _as_tuple(outputs)[:1]
+
+    def make_backward() -> harness.Call:
+        _, rstd, mean = layernorm_fwd(x, weight, bias, eps=eps, return_rstd=True, return_mean=True)
+        return lambda: layernorm_bwd(x, weight, inputs.grad_outputs[0], rstd, mean)
+
+    return forward, make_backward
+
+
+def _liger(norm: Norm, inputs: Inputs) -> Calls | None:
+    eps = EPS[norm.op]
+    # in_place=False: by default dx overwrites dy, which is wrong where dy has another reader, and would let repeated
+    # calls measure other data.
+    if norm.op == "rms_norm":
+        if norm.variant == "residual":
+            from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+            return _autograd_calls(
+                lambda x, weight, residual: LigerFusedAddRMSNormFunction.apply(
+                    x, residual, weight, eps, 0.0, "llama", False
+                ),
+                inputs,
+            )
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        return _autograd_calls(
+            lambda x, weight: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False), inputs
+        )
+    if norm.variant == "residual":
+        return None
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return _autograd_calls(lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, eps), inputs)
+
+
+PROVIDERS: dict[str, Callable[[Norm, Inputs], Calls | None]] = {
+    "cute_kernels": _cute_kernels,
+    "torch": _torch,
+    "torch_compile": _torch_compile,
+    "quack": _quack,
+    "liger": _liger,
+}
+PACKAGES = {"quack": "quack", "liger": "liger_kernel"}  # what a provider imports, where it is not torch
+
+
+def installed(providers: Iterable[str]) -> list[str]:
+    """Those of the providers that can be imported; says which cannot."""
+    found = []
+    for provider in providers:
+        if provider in PACKAGES and importlib.util.find_spec(PACKAGES[provider]) is None:
+            print(f"{provider}: not installed, skipped")
+        else:
+            found.append(provider)
+    return found
+
+
+def compile_own_kernels(cases: Iterable[Norm]) -> None:
+    """Compiles our kernels of these cases.
+
+    Done before any peer is imported: quack changes classes of the CuTe DSL process-wide.
+    """
+    for norm in dict.fromkeys(dataclasses.replace(norm, rows=128) for norm in cases):
+        with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
+            forward, make_backward = _cute_kernels(norm, make_inputs(norm))
+            forward()
+            if "bwd" in norm.directions:
+                make_backward()()
+    torch.cuda.synchronize()
+
+
+def measure_norm(
+    norm: Norm,
+    directions: Sequence[str],
+    providers: Sequence[str],
+    device: harness.Device,
+    *,
+    repetitions: int,
+    breakdown: bool,
+) -> list[harness.Measurement]:
+    """One measurement for each direction. A provider is set up once for both, so that torch.compile compiles once."""
+    inputs = make_inputs(norm, device.name)
+    truth = fp64_truth(norm, inputs)
+    makers: dict[str, dict[str, Callable[[], harness.Call]]] = {direction: {} for direction in directions}
+    failures: dict[str, str] = {}
+    for provider in providers:
+        try:
+            calls = PROVIDERS[provider](norm, inputs)
+        except Exception as error:  # a peer that cannot even be imported
+            failures[provider] = harness.describe(error)
+            continue
+        if calls is not None:
+            forward, make_backward = calls
+            for direction in directions:
+                makers[direction][provider] = functools.partial(_same, forward) if direction == "fwd" else make_backward
+    measurements = []
+    for direction in directions:
+        measurement = harness.measure(
+            norm.case(direction),
+            makers[direction],
+            truth[direction],
+            device,
+            repetitions=repetitions,
+            breakdown=breakdown,
+        )
+        measurements.append(dataclasses.replace(measurement, failures=failures | measurement.failures))
+    return measurements
+
+
+def run(
+    cases: Sequence[Norm],
+    providers: Sequence[str],
+    *,
+    pattern: str = "",
+    repetitions: int = harness.REPETITIONS,
+    breakdown: bool = True,
+    time_limit: float | None = None,
+    commit: str | None = None,
+    outputs: Sequence[Path] = (),
+) -> list[harness.Measurement]:
+    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
+
+    time_limit: seconds after which no further case is begun
+    """
+    started = time.monotonic()
+    providers = installed(dict.fromkeys([*providers, "torch"]))  # torch's error is the yardstick
+    selected = [(norm, [d for d in norm.directions if re.search(pattern, norm.case(d).name)]) for norm in cases]
+    selected = [(norm, directions) for norm, directions in selected if directions]
+    console = harness.wide_console()
+    measurements: list[harness.Measurement] = []
+    with harness.bench_stream():
+        device = harness.CudaDevice()
+        environment = harness.environment(commit)
+        if "cute_kernels" in providers:
+            compile_own_kernels(norm for norm, _ in selected)
+            console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
+        for done, (norm, directions) in enumerate(selected):
+            if time_limit is not None and time.monotonic() - started > time_limit:
+                left = len(selected) - done
+                console.print(f"time limit: {left} of {len(selected)} cases left, from {norm.op} {norm.shape} on")
+                break
+            found = measure_norm(norm, directions, providers, device, repetitions=repetitions, breakdown=breakdown)
+            measurements += found
+            for measurement in found:
+                harness.print_failures(measurement, console)
+                for path in outputs:
+                    harness.append_lines(path, harness.lines(measurement, environment))
+            torch.cuda.empty_cache()
+    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
+    return measurements
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_norm", description=__doc__.splitlines()[0])
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only the cases whose name matches")
+    parser.add_argument(
+        "--providers", default=",".join(PROVIDERS), help="separated by commas; default: all (%(default)s)"
+    )
+    parser.add_argument("--reps", type=int, help=f"repetitions, default {harness.REPETITIONS}")
+    parser.add_argument(
+        "--quick", action="store_true", help="three shapes an op, fewer repetitions, no per-kernel times"
+    )
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
+    parser.add_argument("--save", action="store_true", help="append the lines to bench/results/<gpu>.jsonl")
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--commit", help="commit that the lines name; default: the checkout's, else $COMMIT")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    options = parser.parse_args(arguments)
+    cases = norms(options.quick)
+    if options.list:
+        names = [norm.case(direction).name for norm in cases for direction in norm.directions]
+        print("\n".join(name for name in names if re.search(options.filter, name)))
+        return 0
+    providers = options.providers.split(",")
+    if unknown := set(providers) - set(PROVIDERS):
+        parser.error(f"unknown providers: {', '.join(sorted(unknown))}; known: {', '.join(PROVIDERS)}")
+    if not torch.cuda.is_available():
+        print("bench_norm measures on a GPU, and torch sees none here", file=sys.stderr)
+        return 1
+    outputs = [options.out] if options.out else []
+    if options.save:
+        outputs.append(harness.results_path(torch.cuda.get_device_name()))
+    measurements = run(
+        cases,
+        providers,
+        pattern=options.filter,
+        repetitions=options.reps or (harness.QUICK_REPETITIONS if options.quick else harness.REPETITIONS),
+        breakdown=not options.quick,
+        time_limit=options.time_limit,
+        commit=options.commit,
+        outputs=outputs,
+    )
+    harness.print_table(measurements)
+    return int(not measurements or any("cute_kernels" in measurement.failures for measurement in measurements))
+
+
+def _autograd_calls(function: Callable[..., Tensor | Sequence[Tensor]], inputs: Inputs) -> Calls:
+    return harness.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
+
+
+def _same(call: harness.Call) -> harness.Call:
+    return call
+
+
+def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,449 @@
+"""Measures GPU calls and writes what was found as JSON lines.
+
+What a time is: the call is captured in a CUDA graph of its own; the graph is replayed between two CUDA events after a
+256 MiB buffer has been zeroed, so the L2 cache holds nothing of the inputs. All providers of a case, and an elementwise
+copy kernel that moves as many bytes as the op must move at least, take turns in one run; the median over the
+repetitions is reported. What is checked is what was timed: the outputs of the graph are overwritten with NaN, the graph
+is replayed once more and the result is compared with an fp64 reference. A wrong result is reported and never saved.
+NOTES.md says why each choice was made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from cute_kernels import _env
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "bench" / "results"
+
+L2_FLUSH_BYTES = 256 << 20
+REPETITIONS = 100
+QUICK_REPETITIONS = 30
+WARM_UP_SECONDS = 0.05  # after a compilation the GPU has been idle for seconds and its clocks are down
+ERROR_FACTOR = 3.0  # a result may be this many times as far from fp64 as torch's own op in the same dtype
+
+Call = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured, whoever computes it.
+
+    bytes: the least that the op must move through device memory; flops: floating-point operations;
+    goal: the share of the same-bytes copy's speed that we aim at (1.0 = as fast as the copy), None if there is no goal.
+    """
+
+    family: str
+    op: str
+    direction: str
+    shape: str
+    dtype: str
+    variant: str
+    bytes: int
+    flops: int
+    goal: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}.{self.direction}.{self.shape}.{self.dtype}.{self.variant}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found for one provider.
+
+    Times in microseconds; error: output's name -> relative rms against fp64; kernels: name -> us, L2 warm.
+    """
+
+    us: float
+    us_min: float
+    us_max: float
+    host_us: float
+    peak_bytes: int
+    error: dict[str, float]
+    kernels: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All that one run found for one case; failures: provider -> what went wrong."""
+
+    case: Case
+    copy_us: float
+    results: dict[str, Result]
+    failures: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured call: replay() enqueues it, outputs are the tensors that it writes."""
+
+    replay: Callable[[], None]
+    outputs: tuple[Tensor, ...]
+
+
+class Device(Protocol):
+    """What `measure` needs of a device; the tests put a stand-in here."""
+
+    name: str
+
+    def warm_up(self, call: Call) -> None: ...
+    def capture(self, call: Call) -> Captured: ...
+    def copy(self, num_bytes: int) -> Captured: ...
+    def time_us(self, calls: Sequence[Captured], repetitions: int) -> list[list[float]]: ...
+    def host_us(self, call: Call) -> float: ...
+    def peak_bytes(self, call: Call) -> int: ...
+    def kernels(self, call: Call) -> dict[str, float]: ...
+    def synchronize(self) -> None: ...
+
+
+def measure(
+    case: Case,
+    makers: Mapping[str, Callable[[], Call]],
+    truth: Mapping[str, Tensor],
+    device: Device,
+    *,
+    repetitions: int = REPETITIONS,
+    breakdown: bool = True,
+) -> Measurement:
+    """Times and checks the providers of one case.
+
+    makers: provider -> a function that makes its call: no arguments, tensors in the order of `truth` returned;
+        must hold "torch", whose error is the yardstick
+    truth: output's name -> fp64 reference
+    breakdown: whether to profile the kernels of each call
+    A provider that raises or is wrong goes to `failures` and does not stop the others.
+    """
+    calls: dict[str, Call] = {}
+    captured: dict[str, Captured] = {}
+    host_us: dict[str, float] = {}
+    peak_bytes: dict[str, int] = {}
+    failures: dict[str, str] = {}
+    for provider, make in makers.items():
+        try:
+            call = calls[provider] = make()
+            device.warm_up(call)
+            peak_bytes[provider] = device.peak_bytes(call)
+            host_us[provider] = device.host_us(call)
+            captured[provider] = device.capture(call)
+        except Exception as error:  # any provider may fail in its own way; the others are still worth measuring
+            failures[provider] = describe(error)
+
+    order = [*captured.values(), device.copy(case.bytes)]
+    *times, copy_times = device.time_us(order, repetitions)
+    errors = {provider: replayed_error(graph, truth, device) for provider, graph in captured.items()}
+    limit = error_limits(errors.get("torch"), captured.get("torch"), truth)
+
+    results: dict[str, Result] = {}
+    for provider, samples in zip(captured, times, strict=True):
+        wrong = [
+            f"{name} {errors[provider][name]:.1e} > {limit[name]:.1e}"
+            for name in truth
+            if not errors[provider][name] <= limit[name]
+        ]
+        if wrong:
+            failures[provider] = "wrong result: " + ", ".join(wrong)
+            continue
+        results[provider] = Result(
+            us=statistics.median(samples),
+            us_min=min(samples),
+            us_max=max(samples),
+            host_us=host_us[provider],
+            peak_bytes=peak_bytes[provider],
+            error=errors[provider],
+            kernels=device.kernels(calls[provider]) if breakdown else {},
+        )
+    return Measurement(case, statistics.median(copy_times), results, failures)
+
+
+def replayed_error(graph: Captured, truth: Mapping[str, Tensor], device: Device) -> dict[str, float]:
+    """Relative rms error of what a replay writes into outputs that held NaN before; inf for a wrong shape or number."""
+    if len(graph.outputs) != len(truth):
+        return dict.fromkeys(truth, float("inf"))
+    for output in graph.outputs:
+        output.fill_(float("nan"))
+    graph.replay()
+    device.synchronize()
+    return {name: relative_rms(output, truth[name]) for name, output in zip(truth, graph.outputs, strict=True)}
+
+
+def relative_rms(output: Tensor, truth: Tensor) -> float:
+    """rms(output - truth) / rms(truth), in fp64. NaN if the output holds one."""
+    if output.shape != truth.shape:
+        return float("inf")
+    difference = torch.linalg.vector_norm(output.double() - truth)
+    return float(difference / torch.linalg.vector_norm(truth))
+
+
+def error_limits(
+    torch_error: Mapping[str, float] | None, torch_call: Captured | None, truth: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The largest error that still counts as right: a small multiple of torch's, or of the rounding to the dtype."""
+    if torch_error is None or torch_call is None:
+        raise RuntimeError("torch's own op failed: there is nothing to compare the errors with")
+    rounding = (torch.finfo(output.dtype).eps / 4 for output in torch_call.outputs)
+    return {name: ERROR_FACTOR * max(torch_error[name], least) for name, least in zip(truth, rounding, strict=True)}
+
+
+class CudaDevice:
+    """Measures on the current CUDA device.
+
+    Use inside `bench_stream()`: autograd runs a backward on the stream of its forward.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._l2_flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def warm_up(self, call: Call) -> None:
+        """Lets the call compile, tune and allocate whatever its first runs need."""
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+
+    def capture(self, call: Call) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            outputs = call()
+        return Captured(graph.replay, tuple(output.detach() for output in outputs))
+
+    def copy(self, num_bytes: int) -> Captured:
+        """An elementwise kernel (not a memcpy) that reads half of the bytes and writes the other half."""
+        numel = num_bytes // (2 * torch.float32.itemsize)
+        source = torch.randn(numel, device="cuda")
+        target = torch.empty_like(source)
+        return self.capture(lambda: (torch.neg(source, out=target),))
+
+    def time_us(self, calls: Sequence[Captured], repetitions: int) -> list[list[float]]:
+        """Device time of each repetition of each call, in microseconds; each round starts from another call."""
+        warm_until = time.perf_counter() + WARM_UP_SECONDS
+        while time.perf_counter() < warm_until:
+            self._round(calls, first=0)
+        rounds = [self._round(calls, first=repetition % len(calls)) for repetition in range(repetitions)]
+        return [list(samples) for samples in zip(*rounds, strict=True)]
+
+    def _round(self, calls: Sequence[Captured], first: int) -> list[float]:
+        # Zeroing takes about 70 us on an H200, longer than the host needs to enqueue the replay: the GPU never waits
+        # for the host in between.
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
+        for index in [*range(first, len(calls)), *range(first)]:
+            start, end = events[index]
+            self._l2_flush.zero_()
+            start.record()
+            calls[index].replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in events]
+
+    def host_us(self, call: Call, batches: int = 10, calls_per_batch: int = 10) -> float:
+        """Median time that the caller's thread spends in one call, in microseconds.
+
+        The queue is emptied often, so no launch waits for room.
+        """
+        samples = []
+        for _ in range(batches):
+            torch.cuda.synchronize()
+            for _ in range(calls_per_batch):
+                start = time.perf_counter_ns()
+                outputs = call()
+                samples.append((time.perf_counter_ns() - start) / 1e3)
+                del outputs
+        torch.cuda.synchronize()
+        return statistics.median(samples)
+
+    def peak_bytes(self, call: Call) -> int:
+        """Most device memory held at once during the call, outputs and saved tensors included, inputs not."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outputs = call()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del outputs
+        return peak
+
+    def kernels(self, call: Call, calls: int = 5) -> dict[str, float]:
+        """Device time of each kernel of one call, in microseconds, L2 warm, mean over a few calls, longest first."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+        times: dict[str, float] = {}
+        for event in profile.key_averages():
+            if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0:
+                name = event.key[:100]
+                times[name] = times.get(name, 0.0) + event.self_device_time_total / calls
+        return {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1])}
+
+
+def bench_stream() -> torch.cuda.StreamContext:
+    """The stream on which everything is made, warmed up, captured and timed (the default stream cannot be captured)."""
+    torch.cuda.synchronize()
+    return torch.cuda.stream(torch.cuda.Stream())
+
+
+def autograd_calls(
+    function: Callable[..., Tensor | Sequence[Tensor]], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
+) -> tuple[Call, Callable[[], Call]]:
+    """The two calls of a differentiable function: its forward, and a factory of its backward.
+
+    The factory runs the forward once, untimed. The backward returns the gradients of `inputs`, in that order.
+    """
+
+    def forward() -> Sequence[Tensor]:
+        outputs = function(*inputs)
+        return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+    def make_backward() -> Call:
+        outputs = forward()
+        return lambda: torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True)
+
+    return forward, make_backward
+
+
+def seed(name: str) -> int:
+    """A seed that depends on the case's name only, so that every run of a case sees the same inputs."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+
+
+def environment(commit: str | None) -> dict[str, str]:
+    """The fields of a line that say when, where and with what it was measured."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit or current_commit(),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _env.driver_version() or "unknown",
+        "torch": torch.__version__,
+        "dsl": _env.dsl_version(),
+    }
+
+
+def current_commit() -> str:
+    """The checkout's commit ("+" behind it: changed since, results apart); else $COMMIT; else "unknown"."""
+    git = ["git", "-C", str(REPOSITORY)]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
+    return commit + ("+" if changed.strip() else "")
+
+
+def lines(measurement: Measurement, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One JSON object for each provider that was right."""
+    case = measurement.case
+    return [
+        {
+            **environment,
+            "family": case.family,
+            "op": case.op,
+            "direction": case.direction,
+            "shape": case.shape,
+            "dtype": case.dtype,
+            "variant": case.variant,
+            "provider": provider,
+            "us": round(result.us, 2),
+            "us_min": round(result.us_min, 2),
+            "us_max": round(result.us_max, 2),
+            "bytes": case.bytes,
+            "flops": case.flops,
+            "copy_us": round(measurement.copy_us, 2),
+            "host_us": round(result.host_us, 2),
+            "kernels": result.kernels,
+            "error": {name: float(f"{error:.3e}") for name, error in result.error.items()},
+            "peak_bytes": result.peak_bytes,
+        }
+        for provider, result in measurement.results.items()
+    ]
+
+
+def results_path(gpu: str) -> Path:
+    """ "NVIDIA H200" -> bench/results/h200.jsonl"""
+    return RESULTS / (re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-") + ".jsonl")
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def print_table(measurements: Sequence[Measurement], *, title: str = "", console: Console | None = None) -> None:
+    """One row a case: our time, its share of the copy's speed and the goal, the peers' times, our worst error."""
+    console = console or wide_console()
+    peers = list(
+        dict.fromkeys(
+            provider for m in measurements for provider in [*m.results, *m.failures] if provider != "cute_kernels"
+        )
+    )
+    table = Table(title=title or None, box=None, pad_edge=False)
+    for column in ("op", "dir", "shape", "variant"):
+        table.add_column(column, no_wrap=True)
+    for column in ("ours us", "copy us", "copy/ours", "goal", *peers, "best peer/ours", "error", "host us"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for m in measurements:
+        ours = m.results.get("cute_kernels")
+        peer_us = {peer: m.results[peer].us for peer in peers if peer in m.results}
+        variant = m.case.variant if m.case.dtype == "bfloat16" else f"{m.case.variant} {m.case.dtype}"
+        share = m.copy_us / ours.us if ours else None
+        table.add_row(
+            m.case.op,
+            m.case.direction,
+            m.case.shape,
+            variant,
+            _number(ours and ours.us, ".1f", "FAILED" if "cute_kernels" in m.failures else "-"),
+            _number(m.copy_us, ".1f"),
+            _number(share, ".3f"),
+            "-"
+            if m.case.goal is None
+            else f"{m.case.goal:.2f}" + ("" if share is None else " ok" if share >= m.case.goal else " --"),
+            *(_number(peer_us.get(peer), ".1f", "failed" if peer in m.failures else "-") for peer in peers),
+            _number(min(peer_us.values()) / ours.us if ours and peer_us else None, ".2f"),
+            _number(max(ours.error.values()) if ours else None, ".1e"),
+            _number(ours and ours.host_us, ".1f"),
+        )
+    console.print(table)
+
+
+def print_failures(measurement: Measurement, console: Console) -> None:
+    for provider, reason in measurement.failures.items():
+        console.print(f"  {measurement.case.name}: {provider} failed: {reason}", markup=False, highlight=False)
+
+
+def describe(error: Exception) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+def wide_console() -> Console:
+    """A console that does not fold tables when its output goes to a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def _number(value: float | None, form: str, absent: str = "-") -> str:
+    return absent if value is None else format(value, form)

@@ -1,0 +1,216 @@
+"""Makes bench/results/README.md and its plots from the saved lines.
+
+    python -m bench.report
+
+Of each GPU and family the lines of the newest commit are shown, of each case and provider the latest. The same lines
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+from bench.harness import RESULTS
+
+Line = dict[str, Any]
+OURS = "cute_kernels"
+PROVIDER_STYLES = {  # provider -> colour, marker; also the order of columns
+    "cute_kernels": ("#1b7837", "o"),
+    "torch": ("#999999", "s"),
+    "torch_compile": ("#e08214", "^"),
+    "quack": ("#2166ac", "v"),
+    "liger": ("#8073ac", "D"),
+}
+OTHER_STYLE = ("#000000", "x")
+CASE_FIELDS = ("op", "direction", "dtype", "variant", "shape")
+
+
+def read_lines(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def newest(lines: Iterable[Line]) -> list[Line]:
+    """Of each family the lines of the commit measured last, of each case and provider the latest; in table order."""
+    lines = sorted(lines, key=lambda line: line["date"])
+    newest_commit = {line["family"]: line["commit"] for line in lines}
+    latest = {
+        (line["family"], *(line[field] for field in CASE_FIELDS), line["provider"]): line
+        for line in lines
+        if line["commit"] == newest_commit[line["family"]]
+    }
+    return sorted(latest.values(), key=_table_order)
+
+
+def report(results: Path) -> str:
+    """The text of README.md for the `*.jsonl` files in `results`; writes the plots beside them."""
+    parts = [
+        "# Results\n",
+        "Made by `python -m bench.report`; how it was measured: [`../NOTES.md`](../NOTES.md).",
+        "Device times in µs: cold L2, CUDA-graph replay, median. `copy` is an elementwise copy kernel that moves the",
+        "bytes that the op must move at least, timed in the same run; `copy/ours` is the share of its speed that we",
+        "reach. `error` is the worst relative rms of our outputs against fp64, `host` the time of one call on the",
+        "caller's thread, `peak` the device memory of one call in MiB, `kernels` the times of our kernels, L2 warm.\n",
+    ]
+    for path in sorted(results.glob("*.jsonl")):
+        lines = newest(read_lines(path))
+        for family in dict.fromkeys(line["family"] for line in lines):
+            of_family = [line for line in lines if line["family"] == family]
+            last = max(of_family, key=lambda line: line["date"])
+            parts.append(
+                f"## {family} on {last['gpu']}\n\nCommit `{last['commit']}`, {last['date'][:10]}, "
+                f"driver {last['driver']}, torch {last['torch']}, DSL {last['dsl']}.\n"
+            )
+            plot = results / f"{path.stem}-{family}"
+            if draw(of_family, plot, f"{family} on {last['gpu']}"):
+                parts.append(f"![{family}: share of the same-bytes copy's speed]({plot.name}.svg)\n")
+            for op, direction in dict.fromkeys((line["op"], line["direction"]) for line in of_family):
+                parts.append(f"### {op} {direction}\n")
+                parts.append(table([line for line in of_family if (line["op"], line["direction"]) == (op, direction)]))
+    return "\n".join(parts)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """A Markdown table of one op and direction; one row a case, one column a provider."""
+    peers = [provider for provider in _providers(lines) if provider != OURS]
+    head = [
+        "shape",
+        "dtype",
+        "variant",
+        "ours",
+        "copy",
+        "copy/ours",
+        *peers,
+        "best peer/ours",
+        "error",
+        "host",
+        "peak",
+        "kernels",
+    ]
+    rows = [head, ["---"] * 3 + ["---:"] * (len(head) - 4) + ["---"]]
+    for case in dict.fromkeys(_case(line) for line in lines):
+        by_provider = {line["provider"]: line for line in lines if _case(line) == case}
+        ours = by_provider.get(OURS)
+        peer_us = [by_provider[peer]["us"] for peer in peers if peer in by_provider]
+        any_line = ours or next(iter(by_provider.values()))
+        rows.append(
+            [
+                any_line["shape"],
+                any_line["dtype"],
+                any_line["variant"],
+                f"**{ours['us']:.1f}**" if ours else "–",
+                f"{any_line['copy_us']:.1f}",
+                f"{ours['copy_us'] / ours['us']:.2f}" if ours else "–",
+                *(f"{by_provider[peer]['us']:.1f}" if peer in by_provider else "–" for peer in peers),
+                f"{min(peer_us) / ours['us']:.2f}" if ours and peer_us else "–",
+                f"{max(ours['error'].values()):.1e}" if ours else "–",
+                f"{ours['host_us']:.1f}" if ours else "–",
+                f"{ours['peak_bytes'] / 2**20:.1f}" if ours else "–",
+                " + ".join(f"{us:.1f}" for us in ours["kernels"].values()) if ours else "–",
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
+    """Writes path.svg and path.png: the share of the copy's speed over the shapes, one panel an op and direction."""
+    plain = [line for line in lines if line["variant"] == "plain" and line["dtype"] == "bfloat16"]
+    panels = list(dict.fromkeys((line["op"], line["direction"]) for line in plain))
+    if not panels:
+        return False
+    style = {
+        "svg.hashsalt": "cute_kernels",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(
+            len(panels), 1, figsize=(11, 3.1 * len(panels)), squeeze=False, layout="constrained"
+        )
+        for axis, (op, direction) in zip(axes[:, 0], panels, strict=True):
+            of_panel = [line for line in plain if (line["op"], line["direction"]) == (op, direction)]
+            shapes = list(dict.fromkeys(line["shape"] for line in of_panel))
+            for provider in _providers(of_panel):
+                share = {
+                    line["shape"]: line["copy_us"] / line["us"] for line in of_panel if line["provider"] == provider
+                }
+                colour, marker = PROVIDER_STYLES.get(provider, OTHER_STYLE)
+                axis.plot(
+                    [shapes.index(shape) for shape in share],
+                    list(share.values()),
+                    color=colour,
+                    marker=marker,
+                    markersize=6 if provider == OURS else 4,
+                    linewidth=1.8 if provider == OURS else 0.8,
+                    label=provider,
+                    zorder=3 if provider == OURS else 2,
+                )
+            axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+            axis.set_xticks(range(len(shapes)), shapes, rotation=40, ha="right")
+            axis.set_ylim(0, 1.15)
+            axis.grid(axis="y", linewidth=0.3)
+            axis.set_title(f"{op} {direction}", loc="left", fontweight="bold")
+            axis.set_ylabel("share of copy's speed")
+        handles, labels = max(
+            (axis.get_legend_handles_labels() for axis in axes[:, 0]), key=lambda found: len(found[1])
+        )
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.suptitle(
+            f"{title}: speed as a share of a copy of the same bytes (1.0 = dotted line)", x=0.01, ha="left", fontsize=10
+        )
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(path.with_suffix(".png"), dpi=90, metadata={"Software": None})
+        plt.close(figure)
+    return True
+
+
+def _providers(lines: Iterable[Line]) -> list[str]:
+    present = {line["provider"] for line in lines}
+    return [name for name in PROVIDER_STYLES if name in present] + sorted(present - set(PROVIDER_STYLES))
+
+
+def _case(line: Line) -> tuple[str, ...]:
+    return tuple(line[field] for field in CASE_FIELDS)
+
+
+def _table_order(line: Line) -> tuple[Any, ...]:
+    """Plain bf16 cases first, large before small (by powers of two of the bytes), narrow before wide."""
+    sizes = tuple(int(size) for size in line["shape"].split("x"))
+    special = line["variant"] != "plain" or line["dtype"] != "bfloat16"
+    return (
+        line["family"],
+        line["op"],
+        line["direction"] != "fwd",
+        special,
+        line["variant"],
+        line["dtype"],
+        -round(math.log2(line["bytes"])),
+        sizes[::-1],
+        line["provider"],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder with the *.jsonl files; default: %(default)s"
+    )
+    results = parser.parse_args(arguments).results
+    readme = results / "README.md"
+    readme.write_text(report(results))
+    print(readme)
+
+
+if __name__ == "__main__":
+    main()

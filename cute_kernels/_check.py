@@ -1,0 +1,31 @@
+"""Errors for bad input, in one wording: ``op: argument must be ..., got ...``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def expect(condition: bool, op: str, argument: str, expected: str, got: object, error: type = ValueError) -> None:
+    """Raise ``error`` unless ``condition`` holds."""
+    if not condition:
+        raise error(f"{op}: {argument} must {expected}, got {got}")
+
+
+def expect_tensor(op: str, argument: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a tensor."""
+    expect(isinstance(value, Tensor), op, argument, "be a torch.Tensor", type(value).__name__, TypeError)
+
+
+def expect_dtype(op: str, argument: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise TypeError unless ``dtype`` is one of ``allowed``."""
+    names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+    expect(dtype in allowed, op, argument, f"have dtype {names}", dtype, TypeError)
+
+
+def expect_like(op: str, argument: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError unless ``tensor`` has this shape and lies on this device."""
+    expect(tuple(tensor.shape) == tuple(shape), op, argument, f"have shape {tuple(shape)}", tuple(tensor.shape))
+    expect(tensor.device == device, op, argument, f"be on {device}", tensor.device)

@@ -1,0 +1,30 @@
+"""The one bridge to torch.library: operators that only mutate; their outputs are allocated by the caller.
+
+Eager calls on plain tensors do not need the dispatcher: ``is_plain`` says so, and the caller then runs the operator's own
+function with a plan it has looked up. While a graph is traced, or for tensor subclasses, the registered operator is
+called; its fake does nothing, since nothing is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_library = torch.library.Library("cute_kernels", "DEF")
+_PLAIN = (Tensor, Parameter)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is an ordinary tensor in eager mode, whose memory may be given to a kernel."""
+    return type(x) in _PLAIN and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Register ``function`` for CUDA as ``cute_kernels::name`` and return the operator; ``schema`` is its argument list."""
+    _library.define(f"{name}({schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CUDA")
+    torch.library.register_fake(f"cute_kernels::{name}", lambda *args: None, lib=_library)
+    return getattr(torch.ops.cute_kernels, name).default

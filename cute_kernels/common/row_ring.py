@@ -1,0 +1,149 @@
+"""Rows through shared memory: a ring of stages that the bulk-copy engine fills while a team computes.
+
+``cp.async.bulk`` is the TMA engine without a tensor map: rows are contiguous, so one instruction moves a whole row, of
+any length, and its completion is counted in bytes on an mbarrier. One thread of a team issues; nobody spends registers
+on data in flight. Rows that do not start on 16 bytes are fetched with the bytes around them that complete the first and
+last 16-byte unit (these lie in the same 16 bytes as wanted data, so inside the same allocation), and read from shared
+memory at the offset.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from cute_kernels.common.row_layout import RowLayout
+
+BULK_ALIGNMENT = 16
+
+
+@cute.jit
+def bulk_load(dst: cute.Pointer, src: Int64, num_bytes: Int32, mbar: cute.Pointer):
+    """Start copying ``num_bytes`` (a multiple of 16) from global address ``src`` to shared memory ``dst``."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[Int32(dst.toint()), Int64(src), Int32(num_bytes), Int32(mbar.toint())],
+    )
+
+
+class RowRing:
+    """Ring of ``layout.stages`` tiles per team for several streamed matrices (``sources``, always in the same order)."""
+
+    def __init__(self, layout: RowLayout):
+        self.layout = layout
+
+    def allocate(self, smem, sources):
+        """Shared-memory tensors (pitch, tile_rows, stages * teams), one a stream, and the mbarriers (stages * teams)."""
+        layout = self.layout
+        slots = layout.stages * layout.teams
+        tiles = []
+        for source in sources:
+            dtype = source.element_type
+            pitch = layout.pitch(dtype.width // 8)
+            tile_layout = cute.make_layout(
+                (pitch, layout.tile_rows, slots), stride=(1, pitch, pitch * layout.tile_rows)
+            )
+            tiles.append(smem.allocate_tensor(dtype, tile_layout, byte_alignment=128))
+        mbars = smem.allocate_tensor(Int64, cute.make_layout(slots), byte_alignment=8)
+        return tiles, mbars.iterator
+
+    @cute.jit
+    def init(self, mbars: cute.Pointer):
+        """Arm all mbarriers; the caller synchronises the CTA afterwards."""
+        if cute.arch.thread_idx()[0] == 0:
+            for slot in cutlass.range_constexpr(self.layout.stages * self.layout.teams):
+                cute.arch.mbarrier_init(mbars + slot, 1)
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def fetch(self, sources, tiles, mbars: cute.Pointer, slot: Int32, row: Int32, column):
+        """Fill ``slot`` with the tile that begins at ``row``; called by all lanes of a team's first warp."""
+        layout = self.layout
+        lane = cute.arch.lane_idx()
+        mbar = mbars + slot
+        num_rows = cutlass.min(sources[0].shape[0] - row, layout.tile_rows)
+        num_columns = Int32(layout.columns_per_cta)
+        if const_expr(layout.columns_per_cta * layout.cluster != layout.n):
+            num_columns = cutlass.min(num_columns, layout.n - column)
+        if const_expr(layout.aligned):
+            if lane == 0:
+                row_bytes = num_columns * sum(source.element_type.width // 8 for source in sources)
+                cute.arch.mbarrier_arrive_and_expect_tx(mbar, num_rows * row_bytes)
+            if const_expr(layout.tile_rows > 1):
+                cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(len(sources)):
+                source, tile = sources[i], tiles[i]
+                itemsize = const_expr(source.element_type.width // 8)
+                if const_expr(layout.packed):
+                    if lane == 0:
+                        dst = cute.make_tensor(tile.iterator, tile.layout)[None, 0, slot].iterator
+                        bulk_load(dst, row_address(source, row, column), num_rows * num_columns * itemsize, mbar)
+                else:
+                    if lane < num_rows:
+                        dst = tile[None, lane, slot].iterator
+                        bulk_load(dst, row_address(source, row + lane, column), num_columns * itemsize, mbar)
+        else:
+            if lane == 0:
+                total = Int32(0)
+                for i in cutlass.range_constexpr(len(sources)):
+                    total += span(row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8))[1]
+                cute.arch.mbarrier_arrive_and_expect_tx(mbar, total)
+                for i in cutlass.range_constexpr(len(sources)):
+                    begin, size = span(
+                        row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8)
+                    )
+                    bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar)
+
+    @cute.jit
+    def fill(self, sources, tiles, mbars, team: Int32, first_tile: Int32, step: Int32, num_tiles: Int32, column):
+        """Request a team's first tiles, one a stage."""
+        for stage in cutlass.range_constexpr(self.layout.stages):
+            slot = team * self.layout.stages + stage
+            self.refill(sources, tiles, mbars, slot, first_tile + stage * step, num_tiles, column)
+
+    @cute.jit
+    def refill(self, sources, tiles, mbars, slot: Int32, tile: Int32, num_tiles: Int32, column):
+        """Request ``tile`` into a slot that every thread of the team has read, if there is such a tile."""
+        if tile < num_tiles:
+            cute.arch.sync_warp()
+            self.fetch(sources, tiles, mbars, slot, tile * self.layout.tile_rows, column)
+
+    @cute.jit
+    def advance(self, slot: Int32, phase: Int32, team: Int32):
+        """The team's next slot and the phase to wait for on it."""
+        slot += 1
+        if slot == (team + 1) * self.layout.stages:
+            slot = team * self.layout.stages
+            phase ^= 1
+        return slot, phase
+
+    @cute.jit
+    def row(self, source: cute.Tensor, tile: cute.Tensor, slot: Int32, tile_row: Int32, row: Int32, column):
+        """This CTA's part of a row in shared memory, as (vec, threads_per_row, chunks)."""
+        layout = self.layout
+        pointer = tile[None, tile_row, slot].iterator
+        if const_expr(not layout.aligned):
+            itemsize = const_expr(source.element_type.width // 8)
+            pointer = pointer + Int32(row_address(source, row, column) & (BULK_ALIGNMENT - 1)) // itemsize
+            pointer = pointer.align(layout.vec * itemsize)
+        return cute.make_tensor(pointer, thread_chunks(layout))
+
+
+def thread_chunks(layout: RowLayout):
+    """CuTe layout (vec, threads_per_row, chunks) of one CTA's part of a row."""
+    vec, threads = layout.vec, layout.threads_per_row
+    return cute.make_layout((vec, threads, layout.chunks), stride=(1, vec, vec * threads))
+
+
+@cute.jit
+def row_address(source: cute.Tensor, row: Int32, column) -> Int64:
+    """Global address of ``source[row, column]``, in 64 bits."""
+    itemsize = const_expr(source.element_type.width // 8)
+    return source.iterator.toint() + (Int64(row) * source.stride[0] + column) * itemsize
+
+
+@cute.jit
+def span(address: Int64, num_bytes: Int32):
+    """The 16-byte units that hold ``num_bytes`` bytes from ``address``: their address and size."""
+    begin = address & ~(BULK_ALIGNMENT - 1)
+    size = Int32(address - begin) + num_bytes
+    return begin, (size + BULK_ALIGNMENT - 1) & ~(BULK_ALIGNMENT - 1)

@@ -1,0 +1,5 @@
+"""torch.nn modules over the operators."""
+
+from cute_kernels.nn.norm import LayerNorm, RMSNorm
+
+__all__ = ["LayerNorm", "RMSNorm"]

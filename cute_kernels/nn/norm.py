@@ -1,0 +1,130 @@
+"""RMSNorm and LayerNorm: drop-ins for torch.nn's, over one last dimension, with a fused residual and main_grad."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels._check import expect
+from cute_kernels.norm import layer_norm, rms_norm
+
+
+class _Norm(nn.Module):
+    def __init__(self, normalized_shape, eps, weight_offset, save, out_dtype) -> None:
+        super().__init__()
+        name = type(self).__name__
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        expect(len(shape) == 1 and shape[0] > 0, name, "normalized_shape", "be one positive size", normalized_shape)
+        self.normalized_shape = shape
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.save = save
+        self.out_dtype = out_dtype
+
+    def reset_parameters(self) -> None:
+        """weight + weight_offset = 1, bias = 0."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.weight is not None}"
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        if self.save != "input":
+            text += f", save={self.save!r}"
+        return text
+
+
+class RMSNorm(_Norm):
+    """``torch.nn.RMSNorm`` over the last dimension, on ``cute_kernels.rms_norm``.
+
+    Args:
+        normalized_shape: C, or (C,).
+        eps: added to the mean square; 1e-6 if None (torch: the dtype's machine epsilon).
+        elementwise_affine: learn a weight (C,).
+        device, dtype: of the weight.
+        weight_offset, save, out_dtype: see ``cute_kernels.rms_norm``.
+
+    If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        save: str = "input",
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, 1e-6 if eps is None else eps, weight_offset, save, out_dtype)
+        make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", make)
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """y of x's shape (..., C); with a residual (y, x + residual)."""
+        return rms_norm(
+            x,
+            self.weight,
+            residual=residual,
+            eps=self.eps,
+            weight_offset=self.weight_offset,
+            save=self.save,
+            out_dtype=self.out_dtype,
+            return_residual=residual is not None,
+        )
+
+
+class LayerNorm(_Norm):
+    """``torch.nn.LayerNorm`` over the last dimension, on ``cute_kernels.layer_norm``.
+
+    Args:
+        normalized_shape: C, or (C,).
+        eps: added to the variance.
+        elementwise_affine: learn a weight (C,) and, unless ``bias`` is False, a bias (C,).
+        bias: learn a bias.
+        device, dtype: of the parameters.
+        weight_offset, save, out_dtype: see ``cute_kernels.layer_norm``.
+
+    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        save: str = "input",
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, weight_offset, save, out_dtype)
+        for name, present in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if present else None
+            self.register_parameter(name, make)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """y of x's shape (..., C); with a residual (y, x + residual)."""
+        return layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            eps=self.eps,
+            weight_offset=self.weight_offset,
+            save=self.save,
+            out_dtype=self.out_dtype,
+            return_residual=residual is not None,
+        )

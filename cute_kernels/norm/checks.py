@@ -1,0 +1,48 @@
+"""The argument contract of layer_norm and rms_norm, shared by the kernels and the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
+
+MAX_COLUMNS = 262_144
+MAX_ROWS = 2**31 - 2**24  # row indices are 32-bit and run ahead of the last row by the tiles in flight
+
+
+def check_norm(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    save: str,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    expect_tensor(op, "x", x)
+    expect_dtype(op, "x", x.dtype)
+    expect(x.dim() >= 1, op, "x", "have at least one dimension", f"shape {tuple(x.shape)}")
+    n = x.shape[-1]
+    expect(1 <= n <= MAX_COLUMNS, op, "x", f"have between 1 and {MAX_COLUMNS} columns", n)
+    expect(x.numel() // n <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", x.numel() // n)
+    expect(n == 1 or x.stride(-1) == 1, op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            expect_tensor(op, name, vector)
+            expect_dtype(op, name, vector.dtype)
+            expect_like(op, name, vector, (n,), x.device)
+            expect(vector.is_contiguous(), op, name, "be contiguous", f"stride {vector.stride()}")
+    if residual is not None:
+        expect_tensor(op, "residual", residual)
+        expect_dtype(op, "residual", residual.dtype, (x.dtype, torch.float32))
+        expect_like(op, "residual", residual, tuple(x.shape), x.device)
+        contiguous = n == 1 or residual.stride(-1) == 1
+        expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
+    expect(isinstance(eps, float) and eps > 0.0, op, "eps", "be a positive float", eps)
+    expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
+    expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype)

@@ -1,0 +1,31 @@
+"""The norm kernels that an installation needs: the widths of common models in bf16, training and inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cute_kernels.norm.config import backward_config, forward_config
+
+# Hidden sizes of widely used models from 1B to 700B parameters, and head sizes of per-head norms
+WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+
+
+def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
+    """(builder, arguments) of each kernel: bf16 x, y and parameters; rms_norm, layer_norm with bias; with residual."""
+    from cutlass import BFloat16 as bf16
+
+    from cute_kernels.norm.kernel import norm_backward, norm_forward
+
+    for n in WIDTHS:
+        for kind in ("rms", "layer"):
+            bias = bf16 if kind == "layer" else None
+            for residual in (None, bf16):
+                streams = (2,) if residual is None else (2, 2)
+                layout = forward_config(arch, kind, n, streams, 8, True, True).layout
+                for training in (True, False):
+                    keeps = (residual is not None, training and kind == "layer", training)
+                    yield norm_forward, (arch, kind, bf16, residual, bf16, bias, bf16, 0.0, *keeps, 16, layout)
+                layout = backward_config(arch, kind, "input", n, (2, *streams), 8, True, True).layout
+                dtypes = (bf16, bf16, residual, bf16, None, bf16, None, bf16, bias)
+                yield norm_backward, (arch, kind, "input", *dtypes, 0.0, (False, False), 16, layout)

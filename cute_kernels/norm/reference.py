@@ -1,0 +1,77 @@
+"""layer_norm and rms_norm in plain torch: the specification of the kernels, and what runs without a supported GPU.
+
+h = x (+ residual, rounded to the residual's dtype);  W = weight + weight_offset (1 without weight);
+rms:    y = h * rsqrt(mean(h^2) + eps) * W + bias
+layer:  y = (h - mean(h)) * rsqrt(var(h) + eps) * W + bias      (population variance)
+
+All in ``compute_dtype``, rounded once at the end. ``save`` chooses what the kernels keep for the backward and changes
+nothing here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.norm.checks import check_norm
+
+Norm = Tensor | tuple[Tensor, Tensor]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    save: str = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: bool = False,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Norm:
+    """Root-mean-square norm; see ``cute_kernels.rms_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
+    check_norm("rms_norm", x, weight, bias, residual, eps, save, out_dtype)
+    h, stored = _residual_stream(x, residual, compute_dtype)
+    x_hat = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    y = _affine(x_hat, weight, bias, weight_offset, out_dtype or x.dtype)
+    return (y, stored) if return_residual else y
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    save: str = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: bool = False,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Norm:
+    """Layer norm; see ``cute_kernels.layer_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
+    check_norm("layer_norm", x, weight, bias, residual, eps, save, out_dtype)
+    h, stored = _residual_stream(x, residual, compute_dtype)
+    centred = h - h.mean(-1, keepdim=True)
+    x_hat = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = _affine(x_hat, weight, bias, weight_offset, out_dtype or x.dtype)
+    return (y, stored) if return_residual else y
+
+
+def _residual_stream(x: Tensor, residual: Tensor | None, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(h in compute_dtype, h as it is stored)."""
+    if residual is None:
+        return x.to(compute_dtype), x
+    stored = (x.to(compute_dtype) + residual.to(compute_dtype)).to(residual.dtype)
+    return stored.to(compute_dtype), stored
+
+
+def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor:
+    if weight is not None:
+        x_hat = x_hat * (weight.to(x_hat.dtype) + offset)
+    if bias is not None:
+        x_hat = x_hat + bias.to(x_hat.dtype)
+    return x_hat.to(dtype)

@@ -1,0 +1,24 @@
+"""Compile a CuTe kernel once, keep it, load it: a cache of native code for kernels in NVIDIA's CuTe Python DSL.
+
+compiled, Program     decorate a builder; its call returns the loaded function
+prewarm               compile many kernels beforehand, in parallel, without a GPU
+load_shared           load a kernel in a process without the compiler
+stats                 what this process compiled and loaded
+`python -m jit_cache` info | list | explain | prewarm | verify | gc | clear | export | import
+"""
+
+from .bundle import load_shared
+from .compile import Compiled, ForkedProcessError, KernelCompileError, MissingKernelError, Program, compiled, stats
+from .prewarm import prewarm
+
+__all__ = [
+    "Compiled",
+    "ForkedProcessError",
+    "KernelCompileError",
+    "MissingKernelError",
+    "Program",
+    "compiled",
+    "load_shared",
+    "prewarm",
+    "stats",
+]

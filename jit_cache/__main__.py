@@ -1,0 +1,280 @@
+"""Command line: python -m jit_cache info | list | explain | prewarm | verify | gc | clear | export | import"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .store import Damaged, Entry, Store, settings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 if something failed or is missing, 2 for wrong usage."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (OSError, ValueError, LookupError, ImportError, Damaged) as error:
+        print(f"jit_cache: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jit_cache", description="The cache of compiled CuTe kernels.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    def filters(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--arch", action="append", default=[], help="architecture, e.g. sm_90a; may be repeated")
+        sub.add_argument(
+            "--only", action="append", default=[], help="kernels whose module or name contains this; may be repeated"
+        )
+
+    command("info", _info, "Where the cache is, how large, and the settings.")
+    sub = command("list", _list, "The stored kernels.")
+    filters(sub)
+    sub.add_argument("--json", action="store_true", help="all records, as one JSON list")
+    sub = command("explain", _explain, "Why kernels that a package names are not stored.")
+    sub.add_argument("package", help="top-level package, e.g. cute_kernels")
+    filters(sub)
+    sub = command("prewarm", _prewarm, "Compile all kernels that a package names; needs no GPU.")
+    sub.add_argument("package", help="top-level package, e.g. cute_kernels")
+    filters(sub)
+    sub.add_argument("--workers", type=_positive, help="processes; default by processors and memory (1 GB each)")
+    sub.add_argument("--check", action="store_true", help="compile nothing, only report what is missing")
+    command("verify", _verify, "Check all stored files against their records.")
+    sub = command("gc", _gc, "Remove leftovers, what was not used for long, and the oldest beyond a size.")
+    sub.add_argument("--max-size", type=_size, default="2G", help="keep at most this much (default 2G)")
+    sub.add_argument("--max-age", type=float, default=90.0, help="days since the last use (default 90)")
+    command("clear", _clear, "Remove all stored kernels.")
+    sub = command("export", _export, "Write stored kernels to one archive and print its digest.")
+    sub.add_argument("file", type=Path)
+    filters(sub)
+    sub.add_argument(
+        "--shared", action="store_true", help="also as shared libraries, for machines without the compiler"
+    )
+    sub = command("import", _import, "Unpack an archive of kernels into the cache or a bundle directory.")
+    sub.add_argument("file", type=Path)
+    sub.add_argument("--digest", required=True, help="the sha256 that export printed")
+    sub.add_argument("--into", type=Path, help="directory for JIT_CACHE_BUNDLE; default: the cache")
+    return parser
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    now = settings()
+    entries = list(Store(now.root).entries())
+    rows = {
+        "directory": f"{now.root}{'' if now.root.exists() else ' (not there yet)'}",
+        "kernels": f"{len(entries)}, {_bytes(sum(_entry_size(entry) for entry in entries))}",
+        "architectures": ", ".join(sorted({entry.record["key"]["arch"] for entry in entries})) or "none",
+        "bundles": ", ".join(map(str, now.bundles)) or "none",
+        "mode": now.mode,
+    }
+    for name, value in rows.items():
+        print(f"{name:15}{value}")
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    problems: list[str] = []
+    entries = _selected(Store(settings().root).entries(problems), arguments)
+    if arguments.json:
+        print(json.dumps([{"name": entry.name, **entry.record} for entry in entries], indent=1))
+    else:
+        for entry in entries:
+            print(f"{entry.name}  {_facts(entry.record)}\n    {_plain(entry.record['key']['arguments'])}")
+    for problem in problems:
+        print(f"jit_cache: {problem}", file=sys.stderr)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from .prewarm import Result, discover
+
+    missing = 0
+    for builder, args in discover(arguments.package, _archs(arguments), arguments.only):
+        lines = builder.explain(*args)
+        if lines:
+            missing += 1
+            print(Result(builder.kernel, args, "missing", 0.0))
+            print("".join(f"    {line}\n" for line in lines), end="")
+    print(f"{missing} not stored")
+    return 0
+
+
+def _prewarm(arguments: argparse.Namespace) -> int:
+    from .prewarm import Report, Result, discover, prewarm
+
+    jobs = discover(arguments.package, _archs(arguments), arguments.only)
+    if not jobs:
+        raise LookupError("no kernel matches")
+
+    def run(show: Callable[[str], None], advance: Callable[[int, int], None]) -> Report:
+        def progress(result: Result, done: int, total: int) -> None:
+            facts = result.error or (_facts(result.record) if result.record else "")
+            show(f"{result.status:9}{result.seconds:6.1f} s  {result}  {facts}")
+            advance(done, total)
+
+        return prewarm(jobs, workers=arguments.workers, progress=progress, check=arguments.check)
+
+    if sys.stdout.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        with Progress(TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+            task = bar.add_task("", total=len(jobs))
+            report = run(
+                lambda line: bar.console.print(line, markup=False, highlight=False, soft_wrap=True),
+                lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    else:
+        report = run(lambda line: print(line, flush=True), lambda done, total: None)
+    counts: dict[str, int] = {}
+    for result in report.results:
+        counts[result.status] = counts.get(result.status, 0) + 1
+    summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    print(f"{len(report.results)} kernels: {summary}; {report.seconds:.1f} s")
+    return 0 if report.ok else 1
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    problems: list[str] = []
+    count = 0
+    for store in (Store(settings().root), *(Store(path, writable=False) for path in settings().bundles)):
+        for entry in store.entries(problems):
+            count += 1
+            for suffix in entry.record["files"]:
+                try:
+                    entry.read(suffix)
+                except Damaged as error:
+                    problems.append(str(error))
+    for problem in problems:
+        print(problem)
+    print(f"{count} kernels, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    removed = Store(settings().root).gc(arguments.max_size, arguments.max_age * 86400)
+    for name, size in removed:
+        print(f"removed {name}  {_bytes(size)}")
+    print(f"{len(removed)} removed, {_bytes(sum(size for _, size in removed))}")
+    return 0
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    print(f"{Store(settings().root).clear()} kernels removed")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from .bundle import export_bundle
+
+    entries = _selected(Store(settings().root).entries(), arguments)
+    digest, count = export_bundle(arguments.file, entries, shared=arguments.shared)
+    print(f"{count} kernels, {_bytes(arguments.file.stat().st_size)}\n{digest}")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from .bundle import import_bundle
+    from .key import stack
+
+    root = (arguments.into or settings().root).absolute()
+    entries = import_bundle(arguments.file, arguments.digest, Store(root))
+    print(f"{len(entries)} kernels in {root}")
+    others = sum(entry.record["key"]["stack"] != stack() for entry in entries)
+    if others and not arguments.into:
+        print(f"{others} are of other wheels or another processor: for these use --into DIR and JIT_CACHE_BUNDLE=DIR")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ helpers
+
+
+def _archs(arguments: argparse.Namespace) -> list[str]:
+    """--arch, else this machine's GPU, else JIT_CACHE_ARCH."""
+    archs = arguments.arch or _gpu_archs() or list(settings().archs)
+    if not archs:
+        raise ValueError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
+    return archs
+
+
+def _gpu_archs() -> list[str]:
+    """The architectures of the GPUs at hand, without initialising CUDA in this process."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    capabilities = re.findall(r"^(\d+)\.(\d)$", text, re.MULTILINE)
+    return sorted({f"sm_{major}{minor}a" for major, minor in capabilities if int(major) >= 9})
+
+
+def _selected(entries: Iterable[Entry], arguments: argparse.Namespace) -> list[Entry]:
+    return [
+        entry
+        for entry in entries
+        if (not arguments.arch or entry.record["key"]["arch"] in arguments.arch)
+        and (not arguments.only or any(word in entry.record["key"]["kernel"] for word in arguments.only))
+    ]
+
+
+def _facts(record: dict[str, Any]) -> str:
+    """Size, registers, local and shared memory of a kernel, in one line."""
+    texts = [_bytes(record["files"][".o"]["size"])]
+    for kernel in record["kernels"]:
+        shared = kernel["static_smem_bytes"] + kernel.get("dynamic_smem_bytes", 0)
+        texts.append(f"{kernel['registers']} registers, {kernel['stack_bytes']} B stack, {_bytes(shared)} shared")
+    return "; ".join(texts)
+
+
+def _plain(value: Any) -> str:
+    """Encoded arguments as a person writes them."""
+    if isinstance(value, list):
+        return f"({', '.join(map(_plain, value))})"
+    if not isinstance(value, dict):
+        return repr(value)
+    if "dataclass" in value:
+        return f"{value['dataclass'].rpartition('.')[2]}({_plain(value['fields'])})"
+    if "enum" in value:
+        return f"{value['enum'].rpartition('.')[2]}.{value['member']}"
+    if value.keys() <= {"dtype", "float"}:
+        return str(next(iter(value.values()), ""))
+    return ", ".join(f"{name}={_plain(item)}" for name, item in value.items())
+
+
+def _entry_size(entry: Entry) -> int:
+    return sum(file["size"] for file in entry.record["files"].values())
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500M or 2G")
+    return int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]])
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

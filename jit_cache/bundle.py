@@ -1,0 +1,190 @@
+"""Bundles: compiled kernels in one archive, for machines that must not compile.
+
+An archive is a plain tar: manifest.json first, then the files that it lists; equal kernels give equal bytes. It is unpacked
+into a directory with the layout of a cache, which JIT_CACHE_BUNDLE names, or into the cache itself. With `shared=True` it
+also holds each kernel as a shared library, which `load_shared` loads without the compiler: that needs apache-tvm-ffi and
+the DSL's runtime library (libcute_dsl_runtime.so) only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .key import FORMAT, digest, machine, runs_on
+from .store import NAME, Damaged, Entry, Store
+
+_MANIFEST = "manifest.json"
+_RUNTIME = "libcute_dsl_runtime.so"
+
+
+class BundleError(ValueError):
+    """An archive that is not what its digest or its manifest says, or that cannot be made."""
+
+
+def export_bundle(path: Path, entries: Iterable[Entry], shared: bool = False) -> tuple[str, int]:
+    """Writes an archive.
+
+    Args:
+        path: the file to write.
+        entries: stored kernels.
+        shared: also link each kernel as a shared library; needs a C compiler (cc) and the DSL.
+
+    Returns:
+        the sha256 of the archive, which `import_bundle` asks for, and the number of kernels.
+
+    Raises:
+        BundleError: no kernels, or linking failed.
+        Damaged: a stored object is not what was stored.
+    """
+    files: dict[str, bytes] = {}
+    kernels = []
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        suffixes = {".o": entry.read()}
+        if shared:
+            suffixes[".so"] = _link(suffixes[".o"])
+        files |= {entry.name + suffix: data for suffix, data in suffixes.items()}
+        # The time of compiling is left out, so that archives of the same kernels are equal.
+        record = {name: value for name, value in entry.record.items() if name not in ("created", "seconds")}
+        record["files"] = {suffix: _describe(data) for suffix, data in suffixes.items()}
+        kernels.append({"name": entry.name, "record": record})
+    if not kernels:
+        raise BundleError("there is no kernel to export")
+    manifest = json.dumps({"format": FORMAT, "kernels": kernels}, indent=1, sort_keys=True).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in [(_MANIFEST, manifest), *files.items()]:
+            member = tarfile.TarInfo(name)  # owner, time and mode stay at constant defaults
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    path.write_bytes(buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest(), len(kernels)
+
+
+def import_bundle(path: Path, wanted: str, store: Store) -> list[Entry]:
+    """Unpacks an archive into a store; writes nothing unless all of it is right.
+
+    Args:
+        path: the archive.
+        wanted: its sha256, as `export` printed it. Objects are native code: take the digest from where you trust it.
+        store: where to; existing entries of the same name are replaced.
+
+    Returns:
+        the entries written.
+
+    Raises:
+        BundleError: another digest; a member that is no regular file, not in the manifest, or not as it says.
+        OSError: the archive cannot be read or the store not be written.
+    """
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != wanted.lower():
+        raise BundleError(f"{path}: the digest is {found}, not {wanted}")
+    try:
+        kernels = _unpack(data)
+    except (tarfile.TarError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BundleError(f"{path}: {error}") from error
+    return [store.write(name, record, files) for name, record, files in kernels]
+
+
+def _unpack(archive_bytes: bytes) -> list[tuple[str, dict[str, Any], dict[str, bytes]]]:
+    """Reads and checks all of an archive: (name, record, files) of each kernel."""
+    members: dict[str, bytes] = {}
+    with tarfile.open(fileobj=io.BytesIO(archive_bytes), mode="r:") as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isreg() else None
+            if file is None or member.name in members:
+                raise BundleError(f"{member.name} is no regular file, or is there twice")
+            members[member.name] = file.read()
+    manifest = json.loads(members.pop(_MANIFEST))
+    if manifest["format"] != FORMAT:
+        raise BundleError(f"its format is {manifest['format']}, not {FORMAT}")
+    kernels = []
+    for kernel in manifest["kernels"]:
+        name, record = kernel["name"], kernel["record"]
+        arch, _, rest = name.partition("/")
+        if not NAME.fullmatch(name) or arch != record["key"]["arch"]:
+            raise BundleError(f"{name!r} is no name of a kernel of {record['key']['arch']}")
+        if not digest(record["key"]).startswith(rest.rpartition("-")[2]):
+            raise BundleError(f"{name} has the key of another kernel")
+        if not {".o"} <= record["files"].keys() <= {".o", ".so"}:
+            raise BundleError(f"{name} has the files {sorted(record['files'])}")
+        files = {suffix: members.pop(name + suffix) for suffix in record["files"]}
+        if record["files"] != {suffix: _describe(data) for suffix, data in files.items()}:
+            raise BundleError(f"{name}: not the bytes that the manifest says")
+        kernels.append((name, record, files))
+    if members:
+        raise BundleError(f"{sorted(members)[0]} is not in the manifest")
+    return kernels
+
+
+def _describe(data: bytes) -> dict[str, Any]:
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def load_shared(directory: str | Path, name: str) -> Any:
+    """Loads a kernel from a bundle's shared library, without cutlass.
+
+    Args:
+        directory: where a bundle that was exported with `--shared` has been unpacked.
+        name: the kernel, as `python -m jit_cache list` prints it: `sm_90a/softmax_forward-<32 hex>`.
+
+    Returns:
+        the same positional `tvm_ffi.Function` that the builder returns.
+
+    Raises:
+        FileNotFoundError: there is no such kernel, no shared library of it, or no runtime library.
+        PermissionError: others may write to the directory.
+        Damaged: the file is not what was stored, or was built for a newer processor.
+    """
+    import tvm_ffi
+
+    store = Store(Path(directory).absolute(), writable=False)
+    entry = store.entry(name)
+    if entry is None or ".so" not in entry.record["files"]:
+        raise FileNotFoundError(f"{directory} holds no shared library {name}")
+    entry.read(".so")
+    if not runs_on(entry.record["key"]["stack"]["machine"], machine()):
+        raise Damaged(f"{name} was built for {entry.record['key']['stack']['machine']}, this is {machine()}")
+    ctypes.CDLL(str(_runtime_library([store.root])))  # the kernel's dependency on it is then met, by its soname
+    return tvm_ffi.load_module(str(store.path(name, ".so"))).get_function("func")
+
+
+def _link(data: bytes) -> bytes:
+    """Links an object as a shared library that depends on the DSL's runtime library and libtvm_ffi by name only."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise BundleError("linking shared libraries needs a C compiler (cc, gcc or clang)")
+    tvm_ffi = importlib.util.find_spec("tvm_ffi")
+    libraries = [_runtime_library([])]
+    libraries += [
+        Path(place, "lib", "libtvm_ffi.so") for place in (tvm_ffi and tvm_ffi.submodule_search_locations) or ()
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        source, target = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
+        source.write_bytes(data)
+        command = [compiler, "-shared", "-s", "-Wl,--build-id=none", "-o", str(target), str(source)]
+        command += [word for library in libraries for word in (f"-L{library.parent}", f"-l:{library.name}")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise BundleError(f"linking failed: {done.stderr.strip()}")
+        return target.read_bytes()
+
+
+def _runtime_library(places: Sequence[Path]) -> Path:
+    """Finds libcute_dsl_runtime.so: in `places`, in the installed DSL, else where the dynamic loader looks."""
+    found = [place / _RUNTIME for place in places]
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    for place in (spec and spec.submodule_search_locations) or ():
+        found += sorted(Path(place).glob(f"cu*/lib/{_RUNTIME}"), reverse=True)  # the newest CUDA flavour first
+    return next((path for path in found if path.is_file()), Path(_RUNTIME))

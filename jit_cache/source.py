@@ -1,0 +1,113 @@
+"""The hash of a kernel's own source: the module that defines it and what that imports, found without running it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from .key import digest
+
+_NOT_FOLLOWED = sys.stdlib_module_names | {"cutlass", "jit_cache", "numpy", "torch", "tvm_ffi"}
+
+
+def source_digest(modules: Iterable[ModuleType], imported_at: float) -> str | None:
+    """Returns the sha256 over the sources of `modules` and of what they import, also inside functions.
+
+    Followed are imports of
+    - modules of the same top-level package, or for a script or lone module, of the same directory;
+    - modules of other packages that mention cutlass, such as the device-side helpers of a kernel library.
+    `from package import module` counts package/__init__.py only if the module's name occurs in it, so that a package's
+    table of contents does not tie all its kernels together.
+
+    Returns:
+        None if a source cannot be read, or is younger than `imported_at`: then the running code may not be what the
+        file says, and an object stored under the file's hash would be wrong for the next process.
+    """
+    hashes: dict[str, str] = {}
+    for module in modules:
+        name, file = module_name(module), getattr(module, "__file__", None)
+        if file is None:
+            return None
+        alone = "." not in name and not file.endswith("__init__.py")
+        pending = [(name, Path(file), name)]
+        while pending:
+            name, path, importer = pending.pop()
+            if name in hashes:
+                continue
+            try:
+                status = path.stat()
+                hashed, device_code, imports = _scan(name, path, status.st_mtime_ns, status.st_size)
+            except (OSError, SyntaxError, ValueError):
+                return None
+            own = _top(name) == _top(importer) or (alone and path.resolve().parent == Path(file).resolve().parent)
+            if not own and not device_code:
+                continue
+            if status.st_mtime > imported_at:
+                return None
+            hashes[name] = hashed
+            pending += [(target, place, name) for source in imports for target, place in _resolve(*source)]
+    return digest(hashes)
+
+
+def module_name(module: ModuleType) -> str:
+    """The name under which a module is imported, also for one that runs as a script."""
+    if module.__name__ not in ("__main__", "__mp_main__"):
+        return module.__name__
+    spec = getattr(module, "__spec__", None)  # set by python -m
+    return spec.name if spec else Path(getattr(module, "__file__", None) or "__main__").stem
+
+
+@functools.cache
+def _scan(name: str, path: Path, mtime_ns: int, size: int) -> tuple[str, bool, tuple[tuple[str, str | None], ...]]:
+    """Hash of a file, whether it mentions cutlass, and its imports as (module, name or None)."""
+    data = path.read_bytes()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    imports: list[tuple[str, str | None]] = []
+    for node in ast.walk(ast.parse(data)):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            imports += [(module, alias.name) for alias in node.names]
+    return hashlib.sha256(data).hexdigest(), b"cutlass" in data, tuple(imports)
+
+
+def _resolve(module: str, name: str | None) -> Iterator[tuple[str, Path]]:
+    """The source files behind `import module` or `from module import name`."""
+    if not module or _top(module) in _NOT_FOLLOWED:
+        return
+    path = _locate(module)
+    submodule = _locate(f"{module}.{name}") if name else None
+    if name and submodule:
+        yield f"{module}.{name}", submodule
+    if path and not (name and submodule and not re.search(rf"\b{name}\b", path.read_text())):
+        yield module, path
+
+
+@functools.cache
+def _locate(name: str) -> Path | None:
+    """The source file of a module. Imports nothing."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        for part in rest:
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    except (ImportError, ValueError):
+        return None
+    origin = spec.origin if spec else None
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]

@@ -1,0 +1,395 @@
+"""Directories of compiled kernels: who may write, how a file gets in whole, how damage is noticed, what is thrown away.
+
+Layout: `<root>/v1/<arch>/<builder>-<32 hex>` with the suffixes .o (the object), .json (its record), .lock, and .so (a
+shared library, in bundles only). The .json is written last: an object without it does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .key import FORMAT, Key, runs_here
+
+log = logging.getLogger("jit_cache")
+NAME = re.compile(r"sm_\d+[af]?/\w+-[0-9a-f]{32}")
+_SUFFIXES = (".json", ".o", ".so", ".lock")  # .json first: without it the entry is gone, whatever happens to the rest
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All environment variables of jit_cache, read once a process.
+
+    JIT_CACHE_DIR: root of the cache; default $XDG_CACHE_HOME/jit_cache or ~/.cache/jit_cache.
+    JIT_CACHE_BUNDLE: read-only directories to look in before, separated by ':'.
+    JIT_CACHE_MODE: `on`, `warn` (say so when compiling) or `off` (never compile: MissingKernelError).
+    JIT_CACHE_ARCH: architectures for the command line on a machine without GPU, separated by ','.
+    JIT_CACHE_WORKERS: processes that prewarm.
+    JIT_CACHE_LOG: `debug`, `info` or `warning`: log to stderr at that level.
+    """
+
+    root: Path
+    bundles: tuple[Path, ...]
+    mode: str
+    archs: tuple[str, ...]
+    workers: int | None
+    log: str
+
+    @staticmethod
+    def read(environ: Mapping[str, str] = os.environ) -> Settings:
+        """Raises ValueError for a value outside of those above."""
+        import platformdirs
+
+        def words(name: str, separator: str) -> list[str]:
+            return [word.strip() for word in environ.get(name, "").split(separator) if word.strip()]
+
+        mode = environ.get("JIT_CACHE_MODE") or "on"
+        if mode not in ("on", "warn", "off"):
+            raise ValueError(f"JIT_CACHE_MODE must be on, warn or off, got {mode!r}")
+        level = environ.get("JIT_CACHE_LOG", "").lower()
+        if level not in ("", "debug", "info", "warning"):
+            raise ValueError(f"JIT_CACHE_LOG must be debug, info or warning, got {level!r}")
+        workers = environ.get("JIT_CACHE_WORKERS") or None
+        if workers is not None and not (workers.isdecimal() and int(workers) > 0):
+            raise ValueError(f"JIT_CACHE_WORKERS must be a positive integer, got {workers!r}")
+        return Settings(
+            root=Path(environ.get("JIT_CACHE_DIR") or platformdirs.user_cache_dir("jit_cache")).absolute(),
+            bundles=tuple(Path(path).absolute() for path in words("JIT_CACHE_BUNDLE", os.pathsep)),
+            mode=mode,
+            archs=tuple(words("JIT_CACHE_ARCH", ",")),
+            workers=int(workers) if workers else None,
+            log=level,
+        )
+
+
+@functools.cache
+def settings() -> Settings:
+    """The settings of this process. Tests that change the environment call `settings.cache_clear()`."""
+    result = Settings.read()
+    if result.log:
+        log.setLevel(result.log.upper())
+        if not log.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            log.addHandler(handler)
+            log.propagate = False
+    return result
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logged, not `warnings.warn`: under `-W error` a full disk must not become an exception."""
+    log.warning("jit_cache: %s", message)
+
+
+class Damaged(Exception):
+    """A stored kernel that must not be used."""
+
+
+class Untrusted(OSError):
+    """A directory in which others may write native code, or that is not a directory of ours."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored kernel: its name (`<arch>/<builder>-<hex>`) and JSON record."""
+
+    store: Store
+    name: str
+    record: dict[str, Any]
+
+    def read(self, suffix: str = ".o") -> bytes:
+        """Returns the bytes of the object (.o) or shared library (.so).
+
+        Raises:
+            Damaged: the file is not there, or its size and sha256 are not those of the record.
+        """
+        try:
+            data = self.store.read_file(self.name + suffix)
+        except OSError as error:
+            raise Damaged(f"{self.store.path(self.name, suffix)}: {error.strerror}") from error
+        wanted = self.record["files"][suffix]
+        if len(data) != wanted["size"] or hashlib.sha256(data).hexdigest() != wanted["sha256"]:
+            raise Damaged(f"{self.store.path(self.name, suffix)}: not the bytes that were stored")
+        return data
+
+
+class Store:
+    """A root directory. `writable=False` is a bundle: it may belong to root, and is never written."""
+
+    def __init__(self, root: Path, writable: bool = True) -> None:
+        self.root = root
+        self.writable = writable
+        self.base = root / f"v{FORMAT}"
+
+    def path(self, name: str, suffix: str = "") -> Path:
+        return self.base / (name + suffix)
+
+    # ---------------------------------------------------------------------------------------------------------- reading
+
+    def find(self, key: Key) -> Entry | None:
+        """Returns the entry for a key, or None. Raises Damaged if there is one that cannot be used."""
+        if self.writable:
+            entry = self.entry(key.name)
+            if entry is not None and entry.record["key"] != key.record:
+                raise Damaged(f"{self.path(key.name, '.json')}: the record is of another kernel")
+            return entry
+        for entry in self._by_kernel.get(key.record["kernel"], ()):
+            if runs_here(entry.record["key"], key.record):
+                return entry
+        return None
+
+    def entries(self, problems: list[str] | None = None) -> Iterator[Entry]:
+        """Yields all entries, by name. What is wrong with the others is appended to `problems`."""
+        for path in sorted(self.base.glob("sm_*/*.json")):
+            name = f"{path.parent.name}/{path.stem}"
+            if not NAME.fullmatch(name):
+                continue
+            try:
+                entry = self.entry(name)
+            except Damaged as error:
+                if problems is not None:
+                    problems.append(str(error))
+                continue
+            if entry is not None:
+                yield entry
+
+    @functools.cached_property
+    def _by_kernel(self) -> dict[str, list[Entry]]:
+        index: dict[str, list[Entry]] = {}
+        for entry in self.entries():
+            index.setdefault(entry.record["key"]["kernel"], []).append(entry)
+        return index
+
+    def entry(self, name: str) -> Entry | None:
+        """Returns the entry of a name, or None. Raises Damaged for a record that cannot be read."""
+        try:
+            data = self.read_file(name + ".json")
+        except FileNotFoundError:
+            return None
+        except Untrusted:
+            raise
+        except OSError as error:
+            raise Damaged(f"{self.path(name, '.json')}: {error.strerror}") from error
+        try:
+            record = json.loads(data)
+            complete = all(isinstance(record["key"][field], str) for field in ("kernel", "arch", "source"))
+            complete &= isinstance(record["key"]["stack"], dict) and ".o" in record["files"]
+            complete &= all(
+                isinstance(f["size"], int) and isinstance(f["sha256"], str) for f in record["files"].values()
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            complete = False
+        if not complete:
+            raise Damaged(f"{self.path(name, '.json')}: not a record")
+        return Entry(self, name, record)
+
+    def read_file(self, name: str) -> bytes:
+        """Reads a file of ours. What others own or may write is refused: it becomes native code in this process."""
+        path = self.path(name)
+        self._check(path.parent)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            self._trust(path, os.fstat(file.fileno()), stat.S_ISREG)
+            return file.read()
+
+    # ---------------------------------------------------------------------------------------------------------- writing
+
+    def write(self, name: str, record: dict[str, Any], files: Mapping[str, bytes]) -> Entry:
+        """Stores a kernel's files (suffix -> bytes) and then its record, completed by their sizes and hashes.
+
+        Raises:
+            OSError: nothing was stored; no temporary file is left.
+        """
+        directory = self.path(name).parent
+        self._make(directory)
+        described = {s: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for s, d in files.items()}
+        record = {**record, "files": described}
+        for suffix, data in files.items():
+            self._replace(self.path(name, suffix), data)
+        self._replace(self.path(name, ".json"), json.dumps(record, indent=1, sort_keys=True).encode())
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:  # the names, too, must survive a crash (and be seen by other NFS clients)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return Entry(self, name, record)
+
+    @staticmethod
+    def _replace(path: Path, data: bytes) -> None:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def touch(self, name: str) -> None:
+        """Notes the use of an entry for `gc`, once an hour at most."""
+        path = self.path(name, ".json")
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _HOUR:
+                os.utime(path)
+
+    # ----------------------------------------------------------------------------------------------------------- safety
+
+    def _make(self, directory: Path) -> None:
+        """Creates root/v1/arch as private directories, and checks them."""
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        for level in (self.root, self.base, directory):
+            with contextlib.suppress(FileExistsError):
+                level.mkdir(mode=0o700)
+        self._check(directory)
+
+    def _check(self, directory: Path) -> None:
+        """Raises Untrusted unless root, root/v1 and directory are ours alone. The root may be a link to such a one."""
+        for level in (self.root, self.base, directory):
+            status = os.stat(level, follow_symlinks=level == self.root)
+            self._trust(level, status, stat.S_ISDIR)
+
+    def _trust(self, path: Path, status: os.stat_result, right_type: Any) -> None:
+        owners = (os.geteuid(),) if self.writable else (os.geteuid(), 0)
+        if not right_type(status.st_mode):
+            raise Untrusted(
+                errno.EPERM, f"{path} is a link or no {'file' if right_type is stat.S_ISREG else 'directory'}"
+            )
+        if status.st_uid not in owners:
+            raise Untrusted(errno.EPERM, f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+        if status.st_mode & 0o022:
+            raise Untrusted(errno.EPERM, f"{path} is writable by others: chmod go-w {path}")
+
+    # ---------------------------------------------------------------------------------------------------------- locking
+
+    @contextlib.contextmanager
+    def lock(self, name: str, timeout: float = 600.0) -> Iterator[None]:
+        """Holds the inter-process lock of an entry.
+
+        Goes on without it where locking does not work (read-only, full, no flock) and after `timeout` seconds: two
+        processes may then compile the same kernel, which is harmless.
+        """
+        descriptor = -1
+        try:
+            self._make(self.path(name).parent)
+            descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _held.add(descriptor)
+            end = time.monotonic() + timeout
+            while not _try_lock(descriptor):
+                if time.monotonic() > end:
+                    warn_once(f"gave up waiting for {self.path(name, '.lock')} after {timeout:.0f} s")
+                    break
+                time.sleep(0.02)
+        except OSError as error:
+            log.debug("no lock for %s: %s", name, error)
+        try:
+            yield
+        finally:
+            if descriptor in _held:  # else a fork closed it
+                _held.discard(descriptor)
+                os.close(descriptor)
+
+    # ---------------------------------------------------------------------------------------------------------- removal
+
+    def remove(self, name: str) -> int:
+        """Removes an entry; returns the bytes freed. A lock that is held stays, and so does its entry."""
+        freed = 0
+        lock = self.path(name, ".lock")
+        with contextlib.ExitStack() as stack:
+            if lock.exists():
+                descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                if not _try_lock(descriptor):
+                    return 0
+            for suffix in _SUFFIXES:
+                path = self.path(name, suffix)
+                with contextlib.suppress(FileNotFoundError):
+                    size = path.stat().st_size
+                    path.unlink()
+                    freed += size
+        return freed
+
+    def gc(self, max_bytes: int, max_age: float) -> list[tuple[str, int]]:
+        """Removes temporary files older than an hour, incomplete entries, entries not used for `max_age` seconds, then
+        the least recently used ones until `max_bytes` remain.
+
+        Returns:
+            (name, bytes) of what was removed.
+        """
+        removed: list[tuple[str, int]] = []
+        now = time.time()
+        used: dict[str, float] = {}
+        sizes: dict[str, int] = {}
+        for path in sorted(self.base.glob("sm_*/*")):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
+            name = f"{path.parent.name}/{path.stem}"
+            if path.suffix == ".tmp":
+                if now - status.st_mtime > _HOUR:
+                    path.unlink(missing_ok=True)
+                    removed.append((path.name, status.st_size))
+            elif path.suffix in _SUFFIXES and NAME.fullmatch(name):
+                sizes[name] = sizes.get(name, 0) + status.st_size
+                if path.suffix == ".json":
+                    used[name] = status.st_mtime
+                elif now - status.st_mtime < _HOUR:
+                    used.setdefault(name, status.st_mtime)  # perhaps its record is being written
+        total = sum(sizes.values())
+        for name in sorted(sizes, key=lambda name: used.get(name, 0.0)):
+            if now - used.get(name, 0.0) > max_age or total > max_bytes:
+                freed = self.remove(name)
+                total -= freed
+                removed.append((name, freed))
+        return removed
+
+    def clear(self) -> int:
+        """Removes all that jit_cache wrote here; returns the number of entries. Foreign files stay."""
+        names = {f"{path.parent.name}/{path.stem}" for path in self.base.glob("sm_*/*") if path.suffix in _SUFFIXES}
+        names = {name for name in names if NAME.fullmatch(name)}
+        for name in names:
+            self.remove(name)
+        for path in self.base.glob("sm_*/*.tmp"):
+            path.unlink(missing_ok=True)
+        for directory in (*self.base.glob("sm_*"), self.base):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        return len(names)
+
+
+_held: set[int] = set()
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Only EAGAIN (EWOULDBLOCK) means that another holds the lock; any other failure is an OSError for the caller."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def close_inherited_locks() -> None:
+    """In a forked child: a lock lives as long as any copy of its descriptor, so the copies must go."""
+    for descriptor in _held:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()

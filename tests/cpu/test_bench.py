@@ -1,0 +1,346 @@
+"""The benchmark's logic on the CPU: a stand-in device takes the place of graphs and events."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import bench_norm, harness, report
+from bench.bench_norm import Norm
+
+CASE = harness.Case("norm", "rms_norm", "fwd", "4x8", "bfloat16", "plain", bytes=128, flops=1, goal=0.9)
+ENVIRONMENT = {
+    "date": "2026-01-01T00:00:00Z",
+    "commit": "c1",
+    "gpu": "NVIDIA T",
+    "driver": "1",
+    "torch": "2",
+    "dsl": "4",
+}
+SCHEMA = [
+    *("date", "commit", "gpu", "driver", "torch", "dsl"),
+    *("family", "op", "direction", "shape", "dtype", "variant", "provider"),
+    *("us", "us_min", "us_max", "bytes", "flops", "copy_us", "host_us", "kernels", "error", "peak_bytes"),
+]
+
+
+class StandIn:
+    """Runs calls on the CPU; the times are 10, 20, ... us in the order of the calls, the copy last."""
+
+    name = "cpu"
+
+    def warm_up(self, call: harness.Call) -> None:
+        call()
+
+    def capture(self, call: harness.Call) -> harness.Captured:
+        outputs = tuple(output.detach().clone() for output in call())
+
+        def replay() -> None:
+            for output, result in zip(outputs, call(), strict=True):
+                output.copy_(result.detach())
+
+        return harness.Captured(replay, outputs)
+
+    def copy(self, num_bytes: int) -> harness.Captured:
+        return harness.Captured(lambda: None, ())
+
+    def time_us(self, calls: Sequence[harness.Captured], repetitions: int) -> list[list[float]]:
+        return [[10.0 * index + spread for spread in (1, 0, -1)] for index in range(1, len(calls) + 1)]
+
+    def host_us(self, call: harness.Call) -> float:
+        return 3.0
+
+    def peak_bytes(self, call: harness.Call) -> int:
+        return 64
+
+    def kernels(self, call: harness.Call) -> dict[str, float]:
+        return {"kernel": 9.0}
+
+    def synchronize(self) -> None:
+        pass
+
+
+def returns(*outputs: Tensor):
+    """A provider's maker whose call returns these tensors."""
+    return lambda: lambda: outputs
+
+
+@pytest.fixture
+def exact() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_measure_reports_median_and_error(exact):
+    rounded = exact.bfloat16()
+    makers = {"cute_kernels": returns(rounded), "torch": returns(rounded)}
+    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    assert measurement.failures == {}
+    assert measurement.copy_us == 30.0
+    ours = measurement.results["cute_kernels"]
+    assert (ours.us, ours.us_min, ours.us_max, ours.host_us, ours.peak_bytes) == (10.0, 9.0, 11.0, 3.0, 64)
+    assert ours.error == {"y": harness.relative_rms(rounded, exact)}
+    assert ours.kernels == {"kernel": 9.0}
+    assert 1e-3 < ours.error["y"] < 3e-3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda y: y * 1.01,
+        lambda y: y.clone().index_fill_(0, torch.tensor([1]), float("nan")),
+        lambda y: y[:2],
+    ],
+    ids=["one percent off", "NaN", "shape"],
+)
+def test_wrong_result_is_refused(exact, damage):
+    rounded = exact.bfloat16()
+    makers = {"torch": returns(rounded), "cute_kernels": returns(damage(rounded))}
+    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    assert "wrong result: y" in measurement.failures["cute_kernels"]
+    assert [line["provider"] for line in harness.lines(measurement, ENVIRONMENT)] == ["torch"]
+
+
+def test_missing_output_is_refused(exact):
+    rounded = exact.bfloat16()
+    makers = {"torch": returns(rounded, rounded), "cute_kernels": returns(rounded)}
+    measurement = harness.measure(CASE, makers, {"y": exact, "sum": exact}, StandIn())
+    assert "wrong result" in measurement.failures["cute_kernels"]
+
+
+def test_output_that_the_replay_does_not_write_is_refused(exact):
+    """Work captured only in part (launched on another stream, say) leaves the NaN that is put there first."""
+
+    class CapturesOnlyTorch(StandIn):
+        def capture(self, call):
+            captured = super().capture(call)
+            return captured if call is torch_call else dataclasses.replace(captured, replay=lambda: None)
+
+    rounded = exact.bfloat16()
+    torch_call = returns(rounded)()
+    makers = {"torch": lambda: torch_call, "cute_kernels": returns(rounded)}
+    measurement = harness.measure(CASE, makers, {"y": exact}, CapturesOnlyTorch())
+    assert list(measurement.results) == ["torch"]
+    assert "wrong result" in measurement.failures["cute_kernels"]
+
+
+def test_failing_provider_does_not_stop_the_others(exact):
+    rounded = exact.bfloat16()
+
+    def fails():
+        raise RuntimeError("no kernel for this size\nand a long trace")
+
+    makers = {"quack": fails, "torch": returns(rounded), "liger": lambda: fails, "cute_kernels": returns(rounded)}
+    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    assert list(measurement.results) == ["torch", "cute_kernels"]
+    assert measurement.failures == dict.fromkeys(["quack", "liger"], "RuntimeError: no kernel for this size")
+    assert measurement.copy_us == 30.0
+
+
+def test_lines_have_the_schema(exact):
+    measurement = harness.measure(CASE, {"torch": returns(exact.float())}, {"y": exact}, StandIn())
+    (line,) = harness.lines(measurement, ENVIRONMENT)
+    assert list(line) == SCHEMA
+    assert json.loads(json.dumps(line)) == line
+
+
+def test_append_lines(tmp_path):
+    path = tmp_path / "results" / "gpu.jsonl"
+    harness.append_lines(path, [{"us": 1.0}])
+    harness.append_lines(path, [{"us": 2.0}])
+    assert [line["us"] for line in report.read_lines(path)] == [1.0, 2.0]
+
+
+def test_results_path():
+    assert harness.results_path("NVIDIA H200").name == "h200.jsonl"
+    assert harness.results_path("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3.jsonl"
+
+
+def test_seed_depends_on_the_name_only():
+    assert harness.seed("rms_norm.8192x4096") == 2389648171405175141
+    assert harness.seed("rms_norm.8192x4097") != harness.seed("rms_norm.8192x4096")
+
+
+def test_commit_without_git(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert harness.current_commit() == "unknown"
+    monkeypatch.setenv("COMMIT", "abc")
+    assert harness.current_commit() == "abc"
+
+
+def test_table(exact, capsys):
+    rounded = exact.bfloat16()
+    makers = {"cute_kernels": returns(rounded), "torch": returns(rounded), "quack": lambda: exact.no_such_method}
+    harness.print_table([harness.measure(CASE, makers, {"y": exact}, StandIn())])
+    head, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head[:4] == ["op", "dir", "shape", "variant"]
+    assert row[:9] == ["rms_norm", "fwd", "4x8", "plain", "10.0", "30.0", "3.000", "0.90", "ok"]
+    assert row[9:12] == ["20.0", "failed", "2.00"]
+
+
+# bench_norm
+
+
+def test_cases_are_those_of_the_specification():
+    cases = [norm.case(direction) for norm in bench_norm.norms() for direction in norm.directions]
+    assert len({case.name for case in cases}) == len(cases)
+    for op in bench_norm.OPS:
+        for direction, goals in (("fwd", (0.97, 0.95, 0.92)), ("bwd", (0.90, 0.82, 0.75))):
+            found = [
+                case.goal for case in cases if (case.op, case.direction) == (op, direction) and case.goal is not None
+            ]
+            assert found == [goal for goal in goals for _ in range(5)]
+            shapes = {case.shape for case in cases if (case.op, case.direction) == (op, direction)}
+            assert {"1000000x64", "1000000x128", "43633x769", "256x131072"} <= shapes
+
+
+def test_minimal_bytes():
+    def num_bytes(op, direction, variant="plain", dtype=torch.bfloat16):
+        return bench_norm.minimal_bytes(Norm(op, 1024, 512, dtype, variant), direction)
+
+    stream, row, column = 1024 * 512 * 2, 1024 * 4, 512 * 2
+    assert num_bytes("rms_norm", "fwd") == 2 * stream + row + column
+    assert num_bytes("rms_norm", "bwd") == 3 * stream + row + 2 * column
+    assert num_bytes("layer_norm", "fwd") == 2 * stream + 2 * row + 2 * column
+    assert num_bytes("layer_norm", "bwd") == 3 * stream + 2 * row + 3 * column
+    assert num_bytes("layer_norm", "bwd", "save_output") == 3 * stream + row + 4 * column
+    assert num_bytes("rms_norm", "bwd", "save_output") == num_bytes("rms_norm", "bwd")
+    assert num_bytes("rms_norm", "fwd", "residual") == 4 * stream + row + column
+    assert num_bytes("rms_norm", "bwd", "residual") == 4 * stream + row + 2 * column
+    assert num_bytes("rms_norm", "fwd", "inference") == 2 * stream + column
+    assert num_bytes("rms_norm", "fwd", dtype=torch.float32) == 4 * stream + row + 2 * column
+    assert bench_norm.minimal_bytes(Norm("rms_norm", 8192, 4096), "bwd") == pytest.approx(201.4e6, rel=1e-3)
+
+
+def test_inputs_depend_on_the_case_only():
+    norm = Norm("layer_norm", 8, 16)
+    first, second = bench_norm.make_inputs(norm, "cpu"), bench_norm.make_inputs(norm, "cpu")
+    assert list(first.tensors) == ["x", "weight", "bias"]
+    for name, tensor in first.tensors.items():
+        assert torch.equal(tensor, second.tensors[name]) and tensor.requires_grad
+    assert not torch.equal(first.tensors["x"], bench_norm.make_inputs(Norm("rms_norm", 8, 16), "cpu").tensors["x"])
+
+
+@pytest.mark.parametrize("op", bench_norm.OPS)
+@pytest.mark.parametrize(
+    "variant, dtype",
+    [(variant, torch.bfloat16) for variant in ("plain", "residual", "save_output", "inference")]
+    + [("plain", torch.float32)],
+)
+def test_providers_agree_with_fp64(op, variant, dtype):
+    """Ours (the reference, on the CPU) and torch compute the same outputs and the same set of gradients."""
+    norm = Norm(op, 64, 256, dtype, variant)
+    providers = ["cute_kernels", "torch"]
+    found = bench_norm.measure_norm(norm, norm.directions, providers, StandIn(), repetitions=3, breakdown=False)
+    assert [measurement.case.direction for measurement in found] == list(norm.directions)
+    for measurement in found:
+        assert measurement.failures == {}
+        assert list(measurement.results) == providers
+    forward, *backward = (list(measurement.results["torch"].error) for measurement in found)
+    assert forward == (["y", "sum"] if variant == "residual" else ["y"])
+    gradients = ["dx", "dw", *["db"] * (op == "layer_norm"), *["dresidual"] * (variant == "residual")]
+    assert backward == ([] if variant == "inference" else [gradients])
+
+
+def test_provider_that_cannot_be_set_up_is_reported(monkeypatch):
+    def broken(norm, inputs):
+        raise ImportError("No module named 'einops'")
+
+    monkeypatch.setitem(bench_norm.PROVIDERS, "quack", broken)
+    monkeypatch.setitem(bench_norm.PROVIDERS, "liger", lambda norm, inputs: None)
+    found = bench_norm.measure_norm(
+        Norm("rms_norm", 8, 16), ["fwd", "bwd"], ["torch", "quack", "liger"], StandIn(), repetitions=3, breakdown=False
+    )
+    for measurement in found:
+        assert list(measurement.results) == ["torch"]
+        assert measurement.failures == {"quack": "ImportError: No module named 'einops'"}
+
+
+def test_provider_that_is_not_installed_is_skipped_with_a_word(monkeypatch, capsys):
+    monkeypatch.setitem(bench_norm.PACKAGES, "quack", "no_such_package")
+    assert bench_norm.installed(["torch", "quack"]) == ["torch"]
+    assert capsys.readouterr().out == "quack: not installed, skipped\n"
+
+
+def test_list_and_filter(capsys):
+    assert bench_norm.main(["--list", "--filter", r"rms_norm.*bwd.*8192x4096.*plain"]) == 0
+    assert capsys.readouterr().out.split() == [
+        "rms_norm.bwd.8192x4096.bfloat16.plain",
+        "rms_norm.bwd.8192x4096.float32.plain",
+    ]
+
+
+def test_unknown_provider_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        bench_norm.main(["--providers", "cute_kernels,apex"])
+    assert "apex" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure")
+def test_without_gpu(capsys):
+    assert bench_norm.main([]) == 1
+    assert "GPU" in capsys.readouterr().err
+
+
+# report
+
+
+def line(**fields):
+    return {
+        **ENVIRONMENT,
+        **{"family": "norm", "op": "rms_norm", "direction": "bwd", "shape": "8192x4096", "dtype": "bfloat16"},
+        **{"variant": "plain", "provider": "cute_kernels", "us": 50.0, "us_min": 49.0, "us_max": 60.0},
+        **{"bytes": 201_400_000, "flops": 1, "copy_us": 45.0, "host_us": 7.0, "kernels": {"main": 40.0, "sum": 4.0}},
+        **{"error": {"dx": 1.6e-3, "dw": 1.7e-3}, "peak_bytes": 2**20},
+        **fields,
+    }
+
+
+def test_report_shows_the_newest_commit_and_the_latest_line():
+    lines = [
+        line(commit="new", date="2026-01-03T00:00:00Z", us=60.0),
+        line(commit="old", date="2026-01-01T00:00:00Z", us=10.0, provider="torch"),
+        line(commit="new", date="2026-01-04T00:00:00Z", us=55.0),
+        line(commit="new", date="2026-01-03T00:00:00Z", us=90.0, provider="torch"),
+        line(commit="older", date="2025-01-01T00:00:00Z", family="gemm", op="gemm"),
+    ]
+    shown = [(found["family"], found["commit"], found["provider"], found["us"]) for found in report.newest(lines)]
+    assert shown == [
+        ("gemm", "older", "cute_kernels", 50.0),
+        ("norm", "new", "cute_kernels", 55.0),
+        ("norm", "new", "torch", 90.0),
+    ]
+
+
+def test_report_table():
+    text = report.table([line(), line(provider="torch", us=100.0), line(provider="liger", us=75.0, shape="8192x1024")])
+    head, _, first, second = ([cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines())
+    assert head[:8] == ["shape", "dtype", "variant", "ours", "copy", "copy/ours", "torch", "liger"]
+    assert head[8:] == ["best peer/ours", "error", "host", "peak", "kernels"]
+    assert first[:8] == ["8192x4096", "bfloat16", "plain", "**50.0**", "45.0", "0.90", "100.0", "–"]
+    assert first[8:] == ["2.00", "1.7e-03", "7.0", "1.0", "40.0 + 4.0"]
+    assert second == ["8192x1024", "bfloat16", "plain", "–", "45.0", "–", "–", "75.0", "–", "–", "–", "–", "–"]
+
+
+def test_report_files_are_reproducible(tmp_path):
+    lines = [
+        line(direction=direction, shape=shape, provider=provider, us=us)
+        for direction in ("fwd", "bwd")
+        for shape in ("32768x1024", "8192x4096")
+        for provider, us in (("cute_kernels", 50.0), ("torch", 90.0), ("somebody", 70.0))
+    ]
+    made = []
+    for order in (lines, lines[::-1]):
+        folder = tmp_path / str(len(made))
+        harness.append_lines(folder / "t.jsonl", order)
+        report.main(["--results", str(folder)])
+        made.append({path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".jsonl"})
+    assert made[0] == made[1]
+    assert set(made[0]) == {"README.md", "t-norm.svg", "t-norm.png"}
+    text = made[0]["README.md"].decode()
+    assert "## norm on NVIDIA T" in text and "](t-norm.svg)" in text
+    assert text.index("32768x1024") < text.index("8192x4096")

@@ -1,0 +1,131 @@
+"""python -m cute_kernels env | demo | bench, without a GPU."""
+
+import importlib
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from rich.console import Console
+
+from cute_kernels import __main__ as cli
+from cute_kernels import _demo, _env
+from jit_cache.prewarm import Report, Result
+
+prewarm_module = importlib.import_module("jit_cache.prewarm")  # the package's attribute of that name is the function
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure")
+
+
+def test_runs_as_a_module():
+    found = subprocess.run([sys.executable, "-m", "cute_kernels", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in found.stdout for command in ("env", "demo", "bench"))
+
+
+def test_env_names_what_a_bug_report_needs(capsys, monkeypatch):
+    monkeypatch.setenv("JIT_CACHE_MODE", "warn")
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        torch.__version__,
+        _env.dsl_version(),
+        "driver",
+        "apache-tvm-ffi",
+        "kernel cache",
+        "JIT_CACHE_MODE",
+    ):
+        assert expected in text
+
+
+def test_dsl_version_names_the_flavour(monkeypatch):
+    installed = {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
+    monkeypatch.setattr(_env, "version", installed.get)
+    assert _env.dsl_version() == "4.8.1 cu13"
+    installed.clear()
+    assert _env.dsl_version() == "not installed"
+
+
+@pytest.mark.parametrize("heading", ["CUDA Version: 13.0", "CUDA UMD Version: 13.0"])
+def test_driver_cuda_version(monkeypatch, heading):
+    monkeypatch.setattr(
+        _env, "_nvidia_smi", lambda *arguments: ["| NVIDIA-SMI 580.1  Driver Version: 580.1", f"| {heading} |"]
+    )
+    assert _env.driver_cuda_version() == "13.0"
+    monkeypatch.setattr(_env, "_nvidia_smi", lambda *arguments: [])
+    assert _env.driver_cuda_version() is None
+
+
+def test_bench_of_an_unknown_family(capsys):
+    assert cli.main(["bench", "nothing"]) == 1
+    assert "no such family: nothing; there are: norm" in capsys.readouterr().err
+
+
+def test_bench_outside_a_checkout(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    assert cli.main(["bench"]) == 1
+    assert "checkout of the repository" in capsys.readouterr().err
+
+
+@without_gpu
+def test_bench_without_gpu(capsys):
+    assert cli.main(["bench", "norm", "--quick"]) == 1
+    assert "GPU" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Layout:
+    n: int
+    vec: int
+
+
+def result(status="compiled", stack_bytes=0):
+    record = {
+        "seconds": 0.5,
+        "files": {".o": {"size": 20480}},
+        "kernels": [
+            {
+                "name": "k",
+                "registers": 96,
+                "stack_bytes": stack_bytes,
+                "static_smem_bytes": 8,
+                "dynamic_smem_bytes": 1024,
+            }
+        ],
+    }
+    failed = status == "failed"
+    return Result(
+        builder="cute_kernels.norm.kernel.norm_forward",
+        arguments=("sm_90a", "rms", None, Layout(4096, 8)),
+        status=status,
+        seconds=0.6,
+        record=None if failed else record,
+        error="ptxas: too many registers" if failed else None,
+    )
+
+
+@pytest.mark.parametrize("status, ok", [("compiled", True), ("disk", True), ("failed", False)])
+def test_demo_without_gpu(monkeypatch, capsys, status, ok):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(prewarm_module, "discover", lambda package, archs: [None])
+    monkeypatch.setattr(prewarm_module, "prewarm", lambda jobs, progress: Report((result(status),), 1.0))
+    assert _demo.run() == (0 if ok else 1)
+    text = capsys.readouterr().out
+    assert "norm_forward(rms, -, n=4096)" in text
+    assert "Nothing was run on a GPU" in text
+    if ok:
+        assert "96" in text and "1032" in text and "20" in text
+    else:
+        assert "ptxas: too many registers" in text and "FAILED" in text
+
+
+def test_references_are_within_their_limits(capsys):
+    assert _demo._check_references(Console(width=120))
+    text = capsys.readouterr().out
+    assert "rms_norm" in text and "layer_norm" in text
+
+
+def test_a_wrong_reference_fails(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "cute_kernels.rms_norm", lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 0.1)
+    )
+    assert not _demo._check_references(Console(width=120))

@@ -1,0 +1,90 @@
+"""Every test has a cache directory of its own; `run` runs code in a fresh interpreter, which is what most events are about."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from jit_cache.compile import reset
+
+ROOT = Path(__file__).resolve().parents[2]
+# tvm_ffi imports torch if it is there, which takes a second or two.
+PRELUDE = """
+import sys
+sys.modules["torch"] = None
+import jit_cache
+from jit_cache import compile as jc, stats
+from jit_cache.store import Store, settings
+from tests.jit_cache import kernels
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The cache directory, not there yet."""
+    for name in list(os.environ):
+        if name.startswith(("JIT_CACHE_", "CUTE_DSL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("JIT_CACHE_DIR", str(tmp_path / "cache"))
+    reset()
+    yield tmp_path / "cache"
+    reset()
+
+
+def _environment(env):
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1", **env}
+
+
+@pytest.fixture
+def start():
+    """Starts a fresh interpreter on code; kills it at the end of the test."""
+    started = []
+
+    def start(code, *, user=None, **env):
+        command = [sys.executable, "-c", PRELUDE + code]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=_environment(env), cwd=ROOT, stdout=pipe, stderr=pipe, text=True, user=user)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run(start):
+    """Runs code in a fresh interpreter; returns (stdout, stderr); fails if it fails."""
+
+    def run(code, *, status=0, **env):
+        process = start(code, **env)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == status, err
+        return out.strip(), err
+
+    return run
+
+
+@pytest.fixture
+def command():
+    """Runs `python -m jit_cache ...`; returns (status, stdout, stderr)."""
+
+    def command(*words, **env):
+        words = [sys.executable, "-m", "jit_cache", *map(str, words)]
+        done = subprocess.run(words, env=_environment(env), cwd=ROOT, capture_output=True, text=True, timeout=240)
+        return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+    return command
+
+
+@pytest.fixture
+def open_tmp():
+    """A directory that other users can reach (pytest's own cannot be)."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)

@@ -1,0 +1,275 @@
+"""What the key tells apart: arguments, types, environment, wheels, processor."""
+
+import dataclasses
+import enum
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import cutlass
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jit_cache import Program, compiled
+from jit_cache import key as key_module
+from jit_cache.compile import Compiled, Kernel, reset
+from jit_cache.key import digest, encode, flavour, machine, runs_here, runs_on, same, stack
+from tests.jit_cache import kernels
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    left: object
+    right: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    left: object
+    right: object
+
+
+@compiled
+def build(arch: str, a=None, b=None, c=None) -> Program:
+    raise AssertionError("keys need no compilation")
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3) | st.integers(),
+    st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")]) | st.floats(),
+    st.text(st.characters(), max_size=3) | st.sampled_from(["", "1", "None", "\ud83d\ude00", "😀"]),
+    st.sampled_from([*Color, *Level, cutlass.Float32, cutlass.BFloat16, cutlass.Float16]),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.builds(Pair, inner, inner) | st.builds(Other, inner, inner),
+    max_leaves=5,
+)
+
+
+def exact(value):
+    """An independent account of identity: the type of everything, and floats by their text."""
+    if isinstance(value, float):
+        return float, repr(value)
+    if isinstance(value, tuple):
+        return tuple, tuple(map(exact, value))
+    if dataclasses.is_dataclass(value):
+        return type(value), exact(value.left), exact(value.right)
+    return type(value), value
+
+
+@given(values, values)
+@settings(max_examples=1500, deadline=None)
+def test_encodings_are_equal_exactly_if_the_values_are(left, right):
+    equal = exact(left) == exact(right)
+    assert (digest(encode(left)) == digest(encode(right))) == equal
+    if left == right or equal:
+        assert same(left, right) == equal
+
+
+@given(st.tuples(values, values, values), st.integers(0, 2), values)
+@settings(max_examples=500, deadline=None)
+def test_any_change_of_any_argument_changes_the_key(args, position, new):
+    changed = (*args[:position], new, *args[position + 1 :])
+    assert (build.key("sm_90a", *args).digest == build.key("sm_90a", *changed).digest) == (exact(args) == exact(changed))
+    assert build.key("sm_90a", *args).digest == build.key("sm_90a", c=args[2], b=args[1], a=args[0]).digest
+    assert build.key("sm_90a", *args).digest != build.key("sm_100a", *args).digest
+
+
+@given(st.lists(st.tuples(values, values), min_size=1, max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_memory_never_confuses_arguments(calls):
+    builder = Compiled(build.build)
+    builder._obtain = lambda key, args, load: Kernel("compiled", {}, b"", key.digest)
+    for args in calls * 2:
+        assert builder("sm_90a", *args) == build.key("sm_90a", *args).digest
+
+
+@pytest.mark.parametrize(
+    "left, right",
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ((1,), (True,)),
+        ((0.0,), (-0.0,)),
+        (Pair(1, 2), Pair(True, 2)),
+        (Pair(1, 2), Pair(1.0, 2)),
+        (Level.LOW, 1),
+        ("1", 1),
+        ((), None),
+    ],
+)
+def test_memory_tells_apart_what_python_calls_equal(left, right):
+    builder = Compiled(build.build)
+    builder._obtain = lambda key, args, load: Kernel("compiled", {}, b"", object())
+    first, second = builder("sm_90a", left), builder("sm_90a", right)
+    assert first is not second
+    assert builder("sm_90a", left) is first and builder("sm_90a", right) is second
+    assert builder(arch="sm_90a", b=None, a=left) is first
+
+
+def test_not_a_number_and_unhashable_dataclasses_hit_the_same_kernel():
+    @dataclasses.dataclass(frozen=True)
+    class Unhashable:
+        n: int
+        __hash__ = None
+
+    builder = Compiled(build.build)
+    builder._obtain = lambda key, args, load: Kernel("compiled", {}, b"", object())
+    assert builder("sm_90a", float("nan")) is builder("sm_90a", float("nan"))
+    assert builder("sm_90a", Unhashable(1)) is builder("sm_90a", Unhashable(1))
+    assert builder("sm_90a", Unhashable(1)) is not builder("sm_90a", Unhashable(2))
+
+
+@dataclasses.dataclass
+class Mutable:
+    n: int = 1
+
+
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value", [[1], {"a": 1}, {1}, b"x", 1j, object(), int, len, Mutable(), Text("x"), range(3), (1, [2]), Pair(1, [2])]
+)
+def test_other_types_are_refused_by_name(value):
+    with pytest.raises(TypeError, match=r"^build: argument `b` must be .*, got "):
+        build("sm_90a", 1, value)
+
+
+def test_wrong_calls():
+    with pytest.raises(TypeError, match="build: .*missing.* 'arch'"):
+        build()
+    with pytest.raises(TypeError, match="build: .*unexpected keyword argument 'd'"):
+        build("sm_90a", d=1)
+    with pytest.raises(TypeError, match="`arch` must be a str such as 'sm_90a', got 90"):
+        build(90)
+    with pytest.raises(ValueError, match="`arch` must be like 'sm_90a', got 'hopper'"):
+        build("hopper")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: None,
+        lambda n, arch: None,
+        lambda arch, *rest: None,
+        lambda arch, **rest: None,
+        lambda arch, *, n: None,
+        lambda arch, /: None,
+    ],
+)
+def test_builders_whose_arguments_are_no_key_are_refused(function):
+    with pytest.raises(TypeError, match="compiled builder"):
+        compiled(function)
+
+
+def test_builders_are_pickled_by_name():
+    assert pickle.loads(pickle.dumps(kernels.add)) is kernels.add
+
+
+def test_a_builder_keeps_its_name_and_docstring():
+    assert kernels.add.__name__ == "add" and kernels.add.kernel == "tests.jit_cache.kernels.add"
+
+
+@pytest.mark.parametrize("name, counts", [("LINEINFO", True), ("COMPILER_OPT", True), ("NOT_KNOWN_YET", True), ("LOG_LEVEL", False)])
+def test_compiler_variables(monkeypatch, name, counts):
+    before = build.key("sm_90a").digest
+    monkeypatch.setenv(f"CUTE_DSL_{name}", "1")
+    reset()
+    assert (build.key("sm_90a").digest != before) == counts
+
+
+@pytest.fixture
+def wheels(monkeypatch):
+    """Replaces the installed distributions by (name, version) pairs."""
+
+    class Distribution:
+        def __init__(self, name, version):
+            self.metadata, self.version = {"Name": name}, version
+
+    def replace(**versions):
+        found = [Distribution(name, version) for name, version in versions.items()]
+        monkeypatch.setattr(key_module.importlib.metadata, "distributions", lambda: found)
+        stack.cache_clear()
+
+    yield replace
+    monkeypatch.undo()
+    stack.cache_clear()
+
+
+def test_every_wheel_of_the_stack_is_in_the_key(wheels):
+    base = {"nvidia_cutlass_dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu12": "4.8.1", "apache-tvm-ffi": "0.1", "torch": "2"}
+    digests = []
+    for change in ({}, {"nvidia_cutlass_dsl": "4.8.2"}, {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"}, {"apache-tvm-ffi": "0.2"}):
+        wheels(**{**base, **change})
+        digests.append(build.key("sm_90a").digest)
+    assert len(set(digests)) == 4
+    wheels(**{**base, "torch": "3"})
+    assert build.key("sm_90a").digest == digests[0]
+
+
+CU12 = {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu12": "4.8.1"}
+CU13 = {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
+BOTH = {**CU12, **CU13}
+
+
+@pytest.mark.parametrize(
+    "built, here, runs",
+    [
+        ({}, {}, True),
+        ({"dsl": CU12}, {"dsl": CU13}, True),
+        ({"dsl": CU12}, {"dsl": BOTH}, True),
+        ({"dsl": CU13}, {"dsl": BOTH}, True),
+        ({"dsl": CU13}, {"dsl": CU12}, False),
+        ({"dsl": BOTH}, {"dsl": CU12}, False),
+        ({"dsl": CU12}, {"dsl": {**CU12, "nvidia-cutlass-dsl": "4.8.2"}}, False),
+        ({"dsl": CU12}, {"dsl": {**CU13, "nvidia-cutlass-dsl-libs-cu13": "4.8.2"}}, False),
+        ({"tvm_ffi": "1"}, {"tvm_ffi": "2"}, False),
+        ({"format": 1}, {"format": 2}, False),
+        ({"machine": "x86_64-v3"}, {"machine": "x86_64-v4"}, True),
+        ({"machine": "x86_64-v4"}, {"machine": "x86_64-v3"}, False),
+        ({"machine": "aarch64-1"}, {"machine": "x86_64-v4"}, False),
+    ],
+)
+def test_where_a_bundle_runs(built, here, runs):
+    record = build.key("sm_90a").record
+    base = {**stack(), "dsl": CU12}
+    assert runs_here({**record, "stack": {**base, **built}}, {**record, "stack": {**base, **here}}) == runs
+
+
+@pytest.mark.parametrize("field", ["kernel", "arguments", "arch", "environment", "source"])
+def test_a_bundle_must_match_in_every_other_field(field):
+    record = build.key("sm_90a").record
+    assert runs_here(record, record) and not runs_here({**record, field: "x"}, record)
+
+
+def test_flavour():
+    assert flavour(CU12) == (12, {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs": "4.8.1"})
+    assert flavour(BOTH)[0] == 13
+
+
+def test_the_processor_is_known():
+    assert runs_on(machine(), machine())
+    assert machine() in ("x86_64-v1", "x86_64-v2", "x86_64-v3", "x86_64-v4") or not machine().startswith("x86_64")
+
+
+def test_importing_jit_cache_imports_nothing_heavy():
+    code = "import sys, jit_cache, jit_cache.__main__; print(sorted({'torch', 'cutlass', 'tvm_ffi', 'cute_kernels', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(kernels.__file__).parents[2])
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,144 @@
+"""Which edits rebuild a kernel."""
+
+import importlib
+import os
+import sys
+import time
+
+import pytest
+
+from jit_cache import source
+from jit_cache.source import module_name, source_digest
+
+FILES = {
+    "fam/__init__.py": "from .norm import kernel\nfrom .mhc import kernel as other\n",
+    "fam/norm/__init__.py": '"""The norm family."""\nfrom .kernel import build\n',
+    "fam/norm/kernel.py": "from ..common import reduce\nfrom .config import Config\nimport foreign.device\nimport plain\n"
+    "def build():\n    from fam.common.late import late\n    from .. import settings\n    from . import here\n",
+    "fam/norm/config.py": "Config = 1\n",
+    "fam/norm/here.py": "",
+    "fam/settings.py": "from fam.package import thing\n",
+    "fam/package/__init__.py": "thing = 1\n",
+    "fam/common/__init__.py": '"""Helpers."""\n',
+    "fam/common/reduce.py": "import fam.common.deep\n",
+    "fam/common/deep.py": "",
+    "fam/common/late.py": "late = 1\n",
+    "fam/mhc/__init__.py": "",
+    "fam/mhc/kernel.py": "",
+    "foreign/__init__.py": "",
+    "foreign/device.py": "import cutlass\nfrom . import helper\n",
+    "foreign/helper.py": "",
+    "plain.py": "",
+    "script.py": "import sibling\nimport plain\n",
+    "sibling.py": "from foreign import device\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """The packages above, importable; gives a function that edits a file."""
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for cached in (source._locate, source._scan):
+        cached.cache_clear()
+
+    def edit(name, text="# edited\n"):
+        with (tmp_path / name).open("a") as file:
+            file.write(text)
+
+    yield edit
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("fam", "foreign", "plain", "script", "sibling")]:
+        del sys.modules[name]
+    source._locate.cache_clear()
+
+
+def module(name, tmp_path):
+    """A module object as if imported, without running it (the files import what is not there)."""
+    spec = importlib.machinery.ModuleSpec(name, None, origin=str(tmp_path / (name.replace(".", "/") + ".py")))
+    result = importlib.util.module_from_spec(spec)
+    result.__file__ = spec.origin
+    return result
+
+
+def later():
+    return time.time() + 100
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fam/norm/kernel.py",
+        "fam/norm/config.py",  # from .config import
+        "fam/norm/here.py",  # from . import, inside a function
+        "fam/settings.py",  # from .. import, inside a function
+        "fam/package/__init__.py",  # a name that a package defines
+        "fam/common/reduce.py",
+        "fam/common/deep.py",  # transitively
+        "fam/common/late.py",  # absolute, inside a function
+        "foreign/device.py",  # device code of another package
+        "foreign/helper.py",  # and its own imports
+    ],
+)
+def test_what_a_kernel_imports_rebuilds_it(tree, tmp_path, name):
+    kernel = module("fam.norm.kernel", tmp_path)
+    before = source_digest([kernel], later())
+    assert before is not None and before == source_digest([kernel], later())
+    tree(name)
+    assert source_digest([kernel], later()) != before
+
+
+@pytest.mark.parametrize("name", ["fam/mhc/kernel.py", "fam/__init__.py", "fam/norm/__init__.py", "plain.py", "script.py"])
+def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
+    kernel = module("fam.norm.kernel", tmp_path)
+    before = source_digest([kernel], later())
+    tree(name)
+    assert source_digest([kernel], later()) == before
+
+
+@pytest.mark.parametrize("name, counts", [("script.py", 1), ("sibling.py", 1), ("plain.py", 1), ("foreign/helper.py", 1), ("fam/settings.py", 0)])
+def test_a_script_counts_with_its_neighbours(tree, tmp_path, name, counts):
+    script = module("script", tmp_path)
+    before = source_digest([script], later())
+    tree(name)
+    assert (source_digest([script], later()) != before) == bool(counts)
+
+
+def test_the_place_of_the_source_does_not_count(tree, tmp_path, monkeypatch):
+    before = source_digest([module("fam.norm.kernel", tmp_path)], later())
+    moved = tmp_path.with_name("moved")
+    tmp_path.rename(moved)
+    monkeypatch.syspath_prepend(str(moved))
+    source._locate.cache_clear()
+    assert source_digest([module("fam.norm.kernel", moved)], later()) == before
+    moved.rename(tmp_path)
+
+
+def test_a_source_that_changed_after_the_import_has_no_hash(tree, tmp_path):
+    kernel = module("fam.norm.kernel", tmp_path)
+    now = time.time()
+    assert source_digest([kernel], now + 1)
+    os.utime(tmp_path / "fam/common/deep.py", (now + 60, now + 60))
+    assert source_digest([kernel], now + 1) is None
+    os.utime(tmp_path / "plain.py", (now + 60, now + 60))
+    os.utime(tmp_path / "fam/common/deep.py", (now - 60, now - 60))
+    assert source_digest([kernel], now + 1)
+
+
+def test_an_unreadable_source_has_no_hash(tree, tmp_path):
+    assert source_digest([module("fam.nowhere", tmp_path)], later()) is None
+    tree("fam/norm/config.py", "def (:\n")
+    assert source_digest([module("fam.norm.kernel", tmp_path)], later()) is None
+    notebook = module("fam.norm.here", tmp_path)
+    del notebook.__file__
+    assert source_digest([notebook], later()) is None
+
+
+def test_a_script_has_the_name_under_which_it_is_imported(tmp_path):
+    script = module("script", tmp_path)
+    script.__name__, script.__spec__ = "__main__", None
+    assert module_name(script) == "script"
+    script.__spec__ = importlib.machinery.ModuleSpec("package.tool", None)
+    assert module_name(script) == "package.tool"

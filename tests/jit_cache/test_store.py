@@ -1,0 +1,353 @@
+"""Files of compiled kernels: whole or not there, private, locked, collected."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+
+import pytest
+
+from jit_cache.key import Key, stack
+from jit_cache.store import Damaged, Settings, Store, Untrusted
+
+DATA = b"native code" * 500
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def key(n=1, arch="sm_90a"):
+    return Key({"kernel": "package.kernel.build", "arguments": {"n": n}, "arch": arch, "stack": stack(), "environment": {}, "source": "s"})
+
+
+def put(store, key, data=DATA):
+    return store.write(key.name, {"key": key.record, "kernels": []}, {".o": data})
+
+
+@pytest.fixture
+def store(cache):
+    return Store(cache)
+
+
+def files(store):
+    return sorted(path.name for path in store.base.glob("*/*"))
+
+
+def test_what_is_written_is_found(store):
+    assert store.find(key()) is None
+    put(store, key())
+    assert store.find(key()).read() == DATA
+    assert store.find(key(2)) is None and store.find(key(arch="sm_100a")) is None
+    assert [entry.name for entry in store.entries()] == [key().name]
+    assert key().name.startswith("sm_90a/build-") and len(key().name) == len("sm_90a/build-") + 32
+
+
+def test_directories_and_files_are_private(store):
+    os.umask(0)
+    try:
+        put(store, key())
+    finally:
+        os.umask(0o022)
+    for directory in (store.root, store.base, store.base / "sm_90a"):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for path in (store.base / "sm_90a").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("suffix", [".o", ".json"])
+@pytest.mark.parametrize("damage", ["empty", "half", "garbage", "flipped bit", "directory", "link", "missing"])
+def test_damage_is_noticed(store, suffix, damage, tmp_path):
+    put(store, key())
+    path = store.path(key().name, suffix)
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif damage != "missing":
+        middle = len(data) // 2
+        changed = {"empty": b"", "half": data[:middle], "garbage": b"\x80" * 100}
+        path.write_bytes(changed.get(damage, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]))
+    if suffix == ".json" and damage == "missing":
+        assert store.find(key()) is None  # no record, no kernel
+        return
+    with pytest.raises((Damaged, Untrusted)):
+        store.find(key()).read()
+    put_path = path if path.is_file() and not path.is_symlink() else None
+    if put_path:
+        put(store, key())
+        assert store.find(key()).read() == DATA
+
+
+def test_any_flipped_bit_of_the_object_or_of_the_key_is_noticed(store):
+    put(store, key(), DATA[:64])
+    path = store.path(key().name, ".o")
+    for bit in range(64 * 8):
+        changed = bytearray(DATA[:64])
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(Damaged):
+            store.find(key()).read()
+
+
+@pytest.mark.parametrize("other", [key(2), key(arch="sm_100a")])
+def test_the_record_must_be_of_the_key(store, other):
+    put(store, key())
+    put(store, other)
+    for suffix in (".o", ".json"):
+        shutil.copy(store.path(other.name, suffix), store.path(key().name, suffix))
+    with pytest.raises(Damaged, match="of another kernel"):
+        store.find(key())
+
+
+@pytest.mark.parametrize("level", ["root", "base", "arch"])
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_directories_that_others_may_write_are_refused(store, level, mode):
+    put(store, key())
+    directory = {"root": store.root, "base": store.base, "arch": store.base / "sm_90a"}[level]
+    directory.chmod(mode)
+    with pytest.raises(Untrusted, match="writable by others: chmod go-w"):
+        store.find(key())
+    with pytest.raises(Untrusted):
+        put(store, key(2))
+
+
+@as_root
+@pytest.mark.parametrize("level", ["root", "base", "arch", "file"])
+def test_what_belongs_to_another_user_is_refused(store, level):
+    put(store, key())
+    path = {"root": store.root, "base": store.base, "arch": store.base / "sm_90a"}.get(level, store.path(key().name, ".o"))
+    os.chown(path, 12345, -1)
+    with pytest.raises((Untrusted, Damaged), match="belongs to user 12345"):
+        store.find(key()).read()
+    if level != "file":
+        with pytest.raises(Untrusted):
+            put(store, key(2))
+
+
+@as_root
+def test_a_bundle_may_belong_to_root(store, open_tmp):
+    put(Store(open_tmp / "bundle"), key())
+    for path in (open_tmp / "bundle").rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (open_tmp / "bundle").chmod(0o755)
+    child = os.fork()
+    if child == 0:  # as another user
+        try:
+            os.setuid(65534)
+            assert Store(open_tmp / "bundle", writable=False).find(key()).read() == DATA
+            try:
+                Store(open_tmp / "bundle").find(key())
+            except Untrusted:
+                os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_root_may_be_a_link_but_nothing_below(store, tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    store.root.symlink_to(tmp_path / "real")
+    put(store, key())
+    assert store.find(key()).read() == DATA
+    (store.base / "sm_90a").rename(tmp_path / "moved")
+    (store.base / "sm_90a").symlink_to(tmp_path / "moved")
+    with pytest.raises(Untrusted, match="is a link"):
+        store.find(key())
+    with pytest.raises(Untrusted, match="is a link"):
+        put(store, key(2))
+
+
+@as_root
+def test_a_link_into_a_foreign_directory_is_refused(store, tmp_path):
+    (tmp_path / "foreign").mkdir(mode=0o700)
+    os.chown(tmp_path / "foreign", 12345, -1)
+    store.root.symlink_to(tmp_path / "foreign")
+    with pytest.raises(Untrusted, match="belongs to user 12345"):
+        put(store, key())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 64 KB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_leaves_nothing_behind(small_disk):
+    store = Store(small_disk / "cache")
+    put(store, key(1), b"x" * 20000)
+    with pytest.raises(OSError) as info:
+        put(store, key(2), b"x" * 60000)
+    assert info.value.errno == errno.ENOSPC
+    assert store.find(key(1)).read() == b"x" * 20000 and store.find(key(2)) is None
+    assert not any(name.endswith(".tmp") for name in files(store))
+
+
+@pytest.mark.parametrize("when", ["first replace", "second replace", "fsync"])
+def test_a_writer_that_is_killed_leaves_no_entry(store, when, run):
+    code = f"""
+import os, signal
+calls = 0
+def kill(*arguments):
+    global calls
+    calls += 1
+    if calls == {2 if when == "second replace" else 1}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+name = "{"fsync" if when == "fsync" else "replace"}"
+original = getattr(os, name)
+setattr(os, name, kill)
+from tests.jit_cache.test_store import *
+put(Store(settings().root), key())
+"""
+    run(code, status=-signal.SIGKILL)
+    assert store.find(key()) is None
+    assert sum(name.endswith(".tmp") for name in files(store)) == 1
+    put(store, key())
+    assert store.find(key()).read() == DATA
+    store.gc(10**9, 10**9)
+    assert sum(name.endswith(".tmp") for name in files(store)) == 1, "a young one may be in use"
+    age(store, 7200)
+    store.gc(10**9, 10**9)
+    assert not any(name.endswith(".tmp") for name in files(store))
+    assert store.find(key()).read() == DATA
+
+
+def age(store, seconds, pattern="*"):
+    """Makes files look as if they had last been used so long ago."""
+    past = time.time() - seconds
+    for path in store.base.glob(f"*/{pattern}"):
+        os.utime(path, (past, past))
+
+
+def test_gc_by_age_and_by_size(store):
+    for n in range(4):
+        put(store, key(n))
+        age(store, 86400 * (10 - n), f"{key(n).name.partition('/')[2]}*")
+    store.touch(key(0).name)  # used just now
+    removed = store.gc(10**9, 86400 * 9.5)
+    assert removed == []
+    assert [name for name, _ in store.gc(10**9, 86400 * 8.5)] == [key(1).name]
+    size = sum(path.stat().st_size for path in store.base.glob("*/*"))
+    assert [name for name, _ in store.gc(size - 1, 10**9)] == [key(2).name]
+    assert {entry.name for entry in store.entries()} == {key(0).name, key(3).name}
+
+
+def test_gc_takes_objects_without_record_but_not_what_is_being_written_or_compiled(store):
+    for n in range(3):
+        put(store, key(n))
+        store.path(key(n).name, ".json").unlink()
+    age(store, 7200, f"{key(0).name.partition('/')[2]}*")
+    age(store, 7200, f"{key(1).name.partition('/')[2]}*")
+    with store.lock(key(1).name):
+        age(store, 7200, f"{key(1).name.partition('/')[2]}*")
+        store.gc(10**9, 86400)
+        assert not store.path(key(0).name, ".o").exists()
+        assert store.path(key(1).name, ".o").exists() and store.path(key(2).name, ".o").exists()
+
+
+def test_clear_leaves_foreign_files(store):
+    put(store, key())
+    (store.base / "sm_90a" / "mine.txt").write_text("x")
+    assert store.clear() == 1
+    assert files(store) == ["mine.txt"]
+
+
+def test_touch_writes_once_an_hour(store):
+    put(store, key())
+    path = store.path(key().name, ".json")
+    before = path.stat().st_mtime
+    store.touch(key().name)
+    assert path.stat().st_mtime == before
+    age(store, 7200)
+    store.touch(key().name)
+    assert time.time() - path.stat().st_mtime < 60
+
+
+HOLD = """
+with Store(settings().root).lock("sm_90a/x"):
+    print("held", flush=True)
+    import time; time.sleep(60)
+"""
+
+
+def test_a_lock_excludes_other_processes_until_its_holder_dies(store, start):
+    holder = start(HOLD)
+    assert holder.stdout.readline() == "held\n"
+    begin = time.monotonic()
+    with store.lock("sm_90a/x", timeout=0.3):
+        assert time.monotonic() - begin > 0.29, "taken while it was held"
+    holder.send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    with store.lock("sm_90a/x", timeout=60):
+        assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO, errno.ENOSYS, errno.EPERM, errno.EINVAL])
+def test_only_eagain_is_contention(store, monkeypatch, code):
+    def fail(descriptor, flags):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    begin = time.monotonic()
+    with store.lock("sm_90a/x", timeout=60):
+        assert time.monotonic() - begin < 5
+
+
+def test_a_forked_child_does_not_keep_a_lock(store, start):
+    """A lock lives as long as any copy of its descriptor."""
+    parent = start(
+        """
+import os, time
+with Store(settings().root).lock("sm_90a/x"):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(60)
+"""
+    )
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait()
+        begin = time.monotonic()
+        with store.lock("sm_90a/x", timeout=20):
+            assert time.monotonic() - begin < 15
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_settings():
+    read = Settings.read
+    home = {"HOME": "/home/x"}
+    assert read({**home, "JIT_CACHE_DIR": "/a"}).root.as_posix() == "/a"
+    now = read({"JIT_CACHE_BUNDLE": "/a:/b:", "JIT_CACHE_ARCH": "sm_90a, sm_100a", "JIT_CACHE_WORKERS": "3"})
+    assert [path.as_posix() for path in now.bundles] == ["/a", "/b"]
+    assert now.archs == ("sm_90a", "sm_100a") and now.workers == 3 and now.mode == "on"
+    for wrong in ({"JIT_CACHE_MODE": "maybe"}, {"JIT_CACHE_WORKERS": "0"}, {"JIT_CACHE_LOG": "loud"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            read(wrong)
+
+
+@pytest.mark.parametrize("variables, root", [({"XDG_CACHE_HOME": "/x"}, "/x/jit_cache"), ({"HOME": "/h"}, "/h/.cache/jit_cache")])
+def test_default_directory(run, variables, root):
+    out, _ = run("print(settings().root)", JIT_CACHE_DIR="", XDG_CACHE_HOME=variables.get("XDG_CACHE_HOME", ""), HOME=variables.get("HOME", "/h"))
+    assert out == root
+
+
+def test_records_are_readable_json(store):
+    put(store, key())
+    record = json.loads(store.path(key().name, ".json").read_text())
+    assert record["key"] == key().record and record["files"][".o"]["size"] == len(DATA)
