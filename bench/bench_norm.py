@@ -316,18 +316,18 @@ def installed(providers: Iterable[str]) -> list[str]:
     return found
 
 
-def compile_own_kernels(cases: Iterable[Norm]) -> None:
+def compile_own_kernels(cases: Iterable[Norm], device: harness.Device) -> None:
     """Compiles our kernels of these cases.
 
     Done before any peer is imported: quack changes classes of the CuTe DSL process-wide.
     """
     for norm in dict.fromkeys(dataclasses.replace(norm, rows=128) for norm in cases):
         with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
-            forward, make_backward = _cute_kernels(norm, make_inputs(norm))
+            forward, make_backward = _cute_kernels(norm, make_inputs(norm, device.name))
             forward()
             if "bwd" in norm.directions:
                 make_backward()()
-    torch.cuda.synchronize()
+    device.synchronize()
 
 
 def measure_norm(
@@ -393,7 +393,7 @@ def run(
         device = harness.CudaDevice()
         environment = harness.environment(commit)
         if "cute_kernels" in providers:
-            compile_own_kernels(norm for norm, _ in selected)
+            compile_own_kernels((norm for norm, _ in selected), device)
             console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
         for done, (norm, directions) in enumerate(selected):
             if time_limit is not None and time.monotonic() - started > time_limit:
@@ -403,7 +403,7 @@ def run(
             found = measure_norm(norm, directions, providers, device, repetitions=repetitions, breakdown=breakdown)
             measurements += found
             for measurement in found:
-                harness.print_failures(measurement, console)
+                harness.print_progress(measurement, console)
                 for path in outputs:
                     harness.append_lines(path, harness.lines(measurement, environment))
             torch.cuda.empty_cache()

@@ -93,8 +93,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured call: replay() enqueues it, outputs are the tensors that it writes."""
+    """A captured call: replay() enqueues it, outputs are the tensors that it writes.
 
+    The call is held because it holds the tensors that the replay reads: a graph keeps only what it allocated itself.
+    """
+
+    call: Call
     replay: Callable[[], None]
     outputs: tuple[Tensor, ...]
 
@@ -131,14 +135,13 @@ def measure(
     breakdown: whether to profile the kernels of each call
     A provider that raises or is wrong goes to `failures` and does not stop the others.
     """
-    calls: dict[str, Call] = {}
     captured: dict[str, Captured] = {}
     host_us: dict[str, float] = {}
     peak_bytes: dict[str, int] = {}
     failures: dict[str, str] = {}
     for provider, make in makers.items():
         try:
-            call = calls[provider] = make()
+            call = make()
             device.warm_up(call)
             peak_bytes[provider] = device.peak_bytes(call)
             host_us[provider] = device.host_us(call)
@@ -168,7 +171,7 @@ def measure(
             host_us=host_us[provider],
             peak_bytes=peak_bytes[provider],
             error=errors[provider],
-            kernels=device.kernels(calls[provider]) if breakdown else {},
+            kernels=device.kernels(captured[provider].call) if breakdown else {},
         )
     return Measurement(case, statistics.median(copy_times), results, failures)
 
@@ -226,7 +229,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             outputs = call()
-        return Captured(graph.replay, tuple(output.detach() for output in outputs))
+        return Captured(call, graph.replay, tuple(output.detach() for output in outputs))
 
     def copy(self, num_bytes: int) -> Captured:
         """An elementwise kernel (not a memcpy) that reads half of the bytes and writes the other half."""
@@ -429,9 +432,13 @@ def print_table(measurements: Sequence[Measurement], *, title: str = "", console
     console.print(table)
 
 
-def print_failures(measurement: Measurement, console: Console) -> None:
+def print_progress(measurement: Measurement, console: Console) -> None:
+    """One line with the times, and one for each failure."""
+    times = [f"{provider} {result.us:.1f}" for provider, result in measurement.results.items()]
+    found = ", ".join([*times, f"copy {measurement.copy_us:.1f}"])
+    console.print(f"{measurement.case.name}: {found}", markup=False, highlight=False)
     for provider, reason in measurement.failures.items():
-        console.print(f"  {measurement.case.name}: {provider} failed: {reason}", markup=False, highlight=False)
+        console.print(f"    {provider} failed: {reason}", markup=False, highlight=False)
 
 
 def describe(error: Exception) -> str:

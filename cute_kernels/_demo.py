@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from cute_kernels._target import UnsupportedDeviceError, arch_of
+
 ARCHS = ("sm_90a", "sm_100a")
 TOKENS = 8192
 MODELS = {"Llama-3-8B": 4096, "Qwen3-32B": 5120, "DeepSeek-V3": 7168}  # hidden sizes
+
+DTYPE_NAMES = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32"}
 
 # Relative rms error against fp64 that counts as right: one rounding to bf16 has 1.7e-3.
 ERROR_LIMITS = {torch.bfloat16: 1.8e-3, torch.float32: 1e-5}
@@ -26,19 +30,31 @@ def run() -> int:
     """Runs the demo; returns the exit status: 0, or 1 if anything failed."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=200)
     started = time.monotonic()
-    if torch.cuda.is_available():
+    if _has_supported_gpu():
         ok = _measure_models(console)
     else:
         console.print(
-            "No GPU: every kernel is compiled for " + " and ".join(ARCHS) + ", and the references are checked.\n"
+            "No supported GPU: every kernel is compiled for "
+            + " and ".join(ARCHS)
+            + ", and the references are checked.\n"
         )
         # Both are run, so that one failure does not hide another.
         ok = all([_compile_everything(console), _check_references(console)])
         console.print("Nothing was run on a GPU: this shows that the kernels compile, not that they are right or fast.")
     console.print(f"{'OK' if ok else 'FAILED'} after {time.monotonic() - started:.0f} s", style="bold")
     return int(not ok)
+
+
+def _has_supported_gpu() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        arch_of(torch.cuda.current_device())
+    except UnsupportedDeviceError:
+        return False
+    return True
 
 
 # With a GPU
@@ -107,8 +123,7 @@ def _compile_everything(console: Console) -> bool:
     for column in ("registers", "local bytes", "shared bytes", "seconds", "KB"):
         table.add_column(column, justify="right")
     for result in report.results:
-        for row in _rows(result):
-            table.add_row(*row)
+        table.add_row(*_row(result))
     console.print(table)
     compiled = sum(result.status == "compiled" for result in report.results)
     console.print(
@@ -120,32 +135,35 @@ def _compile_everything(console: Console) -> bool:
     return report.ok
 
 
-def _rows(result: Any) -> Iterator[list[str]]:
-    """One row for each CUDA kernel of a compiled object."""
+def _row(result: Any) -> list[str]:
+    """The cells of one compiled object; of an object with several CUDA kernels the numbers of each."""
     arguments = ", ".join(_short(value) for value in result.arguments[1:])
     name = escape(f"{result.builder.rpartition('.')[2]}({arguments})")
     if result.record is None:
-        yield [name, result.arch, "failed"]
-        return
-    kilobytes = result.record["files"][".o"]["size"] / 1024
-    for kernel in result.record["kernels"]:
-        shared = kernel["static_smem_bytes"] + kernel.get("dynamic_smem_bytes", 0)
-        numbers = (
-            kernel["registers"],
-            kernel["stack_bytes"],
-            shared,
-            f"{result.record['seconds']:.2f}",
-            f"{kilobytes:.0f}",
-        )
-        yield [name, result.arch, *map(str, numbers)]
+        return [name, result.arch, "failed"]
+    kernels = result.record["kernels"]
+    shared = [kernel["static_smem_bytes"] + kernel.get("dynamic_smem_bytes", 0) for kernel in kernels]
+    return [
+        name,
+        result.arch,
+        ", ".join(str(kernel["registers"]) for kernel in kernels),
+        ", ".join(str(kernel["stack_bytes"]) for kernel in kernels),
+        ", ".join(map(str, shared)),
+        f"{result.record['seconds']:.2f}",
+        f"{result.record['files']['.o']['size'] / 1024:.0f}",
+    ]
 
 
 def _short(value: Any) -> str:
-    """A builder's argument in few letters: a dtype by its name, a dataclass by its first field."""
+    """A builder's argument in few letters: a dtype by its usual name, a dataclass by its first field."""
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, type):
-        return value.__name__
+        return DTYPE_NAMES.get(value.__name__, value.__name__)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_short, value))})"
     if dataclasses.is_dataclass(value):
         first = dataclasses.fields(value)[0].name
         return f"{first}={getattr(value, first)}"

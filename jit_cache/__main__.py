@@ -49,12 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("prewarm", _prewarm, "Compile all kernels that a package names; needs no GPU.")
     sub.add_argument("package", help="top-level package, e.g. cute_kernels")
     filters(sub)
-    sub.add_argument("--workers", type=_positive, help="processes; default by processors and memory (1 GB each)")
+    sub.add_argument("--workers", type=int, help="processes; default by processors and memory (1 GB each)")
     sub.add_argument("--check", action="store_true", help="compile nothing, only report what is missing")
     command("verify", _verify, "Check all stored files against their records.")
     sub = command("gc", _gc, "Remove leftovers, what was not used for long, and the oldest beyond a size.")
-    sub.add_argument("--max-size", type=_size, default="2G", help="keep at most this much (default 2G)")
-    sub.add_argument("--max-age", type=float, default=90.0, help="days since the last use (default 90)")
+    sub.add_argument("--max-gb", type=float, default=2.0, help="keep at most this much (default 2)")
+    sub.add_argument("--max-days", type=float, default=90.0, help="days since the last use (default 90)")
     command("clear", _clear, "Remove all stored kernels.")
     sub = command("export", _export, "Write stored kernels to one archive and print its digest.")
     sub.add_argument("file", type=Path)
@@ -92,7 +92,7 @@ def _list(arguments: argparse.Namespace) -> int:
     else:
         for entry in entries:
             print(f"{entry.name}  {_facts(entry.record)}\n    {_plain(entry.record['key']['arguments'])}")
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         print(f"jit_cache: {problem}", file=sys.stderr)
     return 0
 
@@ -156,14 +156,14 @@ def _verify(arguments: argparse.Namespace) -> int:
                     entry.read(suffix)
                 except Damaged as error:
                     problems.append(str(error))
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         print(problem)
     print(f"{count} kernels, {len(problems)} problems")
     return 1 if problems else 0
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    removed = Store(settings().root).gc(arguments.max_size, arguments.max_age * 86400)
+    removed = Store(settings().root).gc(arguments.max_gb * 10**9, arguments.max_days * 86400)
     for name, size in removed:
         print(f"removed {name}  {_bytes(size)}")
     print(f"{len(removed)} removed, {_bytes(sum(size for _, size in removed))}")
@@ -197,7 +197,7 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------------------------------ helpers
+# -------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _archs(arguments: argparse.Namespace) -> list[str]:
@@ -261,19 +261,6 @@ def _bytes(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size} B"
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.strip().upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500M or 2G")
-    return int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]])
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
 
 
 if __name__ == "__main__":

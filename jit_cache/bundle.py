@@ -1,9 +1,9 @@
 """Bundles: compiled kernels in one archive, for machines that must not compile.
 
-An archive is a plain tar: manifest.json first, then the files that it lists; equal kernels give equal bytes. It is unpacked
-into a directory with the layout of a cache, which JIT_CACHE_BUNDLE names, or into the cache itself. With `shared=True` it
-also holds each kernel as a shared library, which `load_shared` loads without the compiler: that needs apache-tvm-ffi and
-the DSL's runtime library (libcute_dsl_runtime.so) only.
+An archive is a plain tar: manifest.json first, then the files that it lists; equal kernels give equal bytes. It is
+unpacked into a directory with the layout of a cache, which JIT_CACHE_BUNDLE names, or into the cache itself. With
+`shared=True` it also holds each kernel as a shared library, which `load_shared` loads without the compiler: that needs
+apache-tvm-ffi and the DSL's runtime library (libcute_dsl_runtime.so) only.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from . import resources
 from .key import ARCH, Key, Unsupported, classes_in, differences, encode, environment, is_flat, same, stack
 from .source import module_name, source_digest
-from .store import Damaged, Store, Untrusted, close_inherited_locks, log, settings, warn_once
+from .store import Damaged, Store, close_inherited_locks, log, settings, warn_once
 
 
 class MissingKernelError(RuntimeError):
@@ -79,8 +79,9 @@ class Kernel:
     """A kernel found or compiled: where it came from, its record, its object's bytes, its function if it was loaded.
 
     Fields of the record: `key`; `options`; `seconds` (to compile) and `created` (neither in bundles);
-    `files`: {".o": {"size", "sha256"}}; `kernels`: for each CUDA kernel `name`, `registers`, `stack_bytes` (local memory
-    a thread: spills, indexed arrays), `static_smem_bytes` and, if the launch is static, `dynamic_smem_bytes`, `threads`.
+    `files`: {".o": {"size", "sha256"}}; `kernels`: for each CUDA kernel `name`, `registers`, `stack_bytes` (local
+    memory a thread: spills, indexed arrays), `static_smem_bytes` and, for a static launch, `dynamic_smem_bytes`,
+    `threads`.
     """
 
     origin: Literal["compiled", "disk", "bundle"]
@@ -183,9 +184,8 @@ class Compiled:
             return []
         found: list[list[str]] = []
         for store in _stores():
-            with contextlib.suppress(OSError):
-                records = (entry.record["key"] for entry in store.entries())
-                found += [differences(key.record, record) for record in records if record["kernel"] == self.kernel]
+            records = (entry.record["key"] for entry in store.entries())
+            found += [differences(key.record, record) for record in records if record["kernel"] == self.kernel]
         # Another specialization is farther away than another version of the same one.
         near = min(
             found,
@@ -231,8 +231,10 @@ class Compiled:
                     function = _load_object(data) if load else None
                     store.touch(entry.name)
                     return Kernel("disk" if store.writable else "bundle", entry.record, data, function)
-            except (Damaged, Untrusted) as error:
+            except Damaged as error:
                 warn_once(f"not used: {error}")
+            except OSError as error:
+                warn_once(f"not used: {store.root}: {error.strerror}")
             except Exception as error:  # the DSL's loader raises errors of many types
                 warn_once(f"not used: {store.path(key.name, '.o')} does not load: {error}")
         return None
@@ -278,7 +280,7 @@ class Compiled:
             modules = {sys.modules[cls.__module__] for cls in classes if not cls.__module__.startswith("cutlass.")}
             digest = source_digest(modules | {self._module}, self._imported_at)
             if digest is None:
-                warn_once(f"{self.kernel}: source unreadable or changed since imported; compiled for this process only")
+                warn_once(f"{self.kernel}: source unreadable or changed after the import: not stored")
             self._sources[classes] = digest
         return self._sources[classes]
 
@@ -296,7 +298,7 @@ class Compiled:
         mode = settings().mode
         if mode == "off":
             raise MissingKernelError(
-                f"{self._call(args)} is not stored and JIT_CACHE_MODE=off forbids to compile it. Compile it beforehand: "
+                f"{self._call(args)} is not stored and JIT_CACHE_MODE=off forbids to compile it. Compile it before: "
                 f"python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
             )
         if mode == "warn":
@@ -328,7 +330,7 @@ def format_arguments(args: tuple[Any, ...]) -> str:
     return f"({', '.join(value.__name__ if isinstance(value, type) else repr(value) for value in args)})"
 
 
-# --------------------------------------------------------------------------------------------------- with the compiler
+# ---------------------------------------------------------------------------------------------------- with the compiler
 
 
 def _compile_program(program: Program, arch: str) -> tuple[bytes, list[resources.Launch]]:
@@ -363,7 +365,7 @@ def _memory_file() -> Iterator[tuple[int, str]]:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------------- state of this process
+# ------------------------------------------------------------------------------------------------ state of this process
 
 _stats = Stats()
 _process_lock = threading.RLock()  # cute.compile is not thread-safe: four threads end in internal compiler errors

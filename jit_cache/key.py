@@ -26,8 +26,9 @@ ARCH = re.compile(r"sm_\d+[af]?")
 
 # CUTE_DSL_* variables that only choose where things are written or what is printed. Any other one, an unknown one too,
 # is in the key. CUTE_DSL_ARCH is here because --gpu-arch is always passed (byte-identical objects, measured).
-_HARMLESS = """ARCH CACHE_DIR DISABLE_FILE_CACHING DUMP_DIR FILTER_STACKTRACE JIT_CACHE_MAX_ELEMS JIT_TIME_PROFILING KEEP
-    LOG_LEVEL LOG_TO_CONSOLE LOG_TO_FILE NO_CACHE PRINT_AFTER_PREPROCESSOR PRINT_IR SHOW_STACKTRACE WARNINGS_IGNORE"""
+_HARMLESS = """ARCH CACHE_DIR DISABLE_FILE_CACHING DUMP_DIR FILTER_STACKTRACE JIT_CACHE_MAX_ELEMS JIT_TIME_PROFILING
+    KEEP LOG_LEVEL LOG_TO_CONSOLE LOG_TO_FILE NO_CACHE PRINT_AFTER_PREPROCESSOR PRINT_IR SHOW_STACKTRACE
+    WARNINGS_IGNORE"""
 _HARMLESS_VARIABLES = {"CUTE_DSL_" + name for name in _HARMLESS.split()}
 
 
@@ -187,8 +188,8 @@ _X86_LEVELS = (
 def machine() -> str:
     """Returns the host processor's class, such as `x86_64-v4`.
 
-    The host half of an object is compiled for the processor at hand (AVX in a plain launch, seen in the disassembly; the
-    DSL refuses another host target together with tvm-ffi): on an older processor it can die of SIGILL.
+    The host half of an object is compiled for the processor at hand (AVX in a plain launch, seen in the disassembly;
+    the DSL refuses another host target together with tvm-ffi): on an older processor it can die of SIGILL.
     """
     name = platform.machine()
     try:

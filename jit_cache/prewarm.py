@@ -1,7 +1,7 @@
 """Compile many kernels beforehand: in parallel, bounded by memory, without a GPU.
 
-A package says what it needs in modules named `prewarm` (`<package>.<family>.prewarm`), or in the top-level module itself, by
-`specializations(arch) -> Iterable[tuple[builder, arguments]]`; the arguments include arch.
+A package says what it needs in modules named `prewarm` (`<package>.<family>.prewarm`), or in the top-level module
+itself, by `specializations(arch) -> Iterable[tuple[builder, arguments]]`; the arguments include arch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prewarm(
     progress: Callable[[Result, int, int], None] | None = None,
     check: bool = False,
 ) -> Report:
-    """Makes sure that kernels are stored.
+    """Makes sure that kernels are stored. A script calls this under `if __name__ == "__main__"`: workers import it.
 
     Args:
         jobs: (builder, arguments) pairs; equal ones are done once.
@@ -117,7 +117,7 @@ def prewarm(
             finish(digest, _obtain(job))
     else:
         left = _run_pool(missing, workers, finish)
-        # A worker died and took the pool with it: one process for each kernel that is left finds out whose fault it was.
+        # A worker died and took the pool with it: a process for each kernel that is left finds out whose fault it was.
         for digest, job in left.items():
             if _run_pool({digest: job}, 1, finish):
                 error = "the process that compiled it died (crash, or out of memory)"
@@ -130,7 +130,8 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
     context = multiprocessing.get_context("forkserver")  # not fork: this process may have threads and CUDA
     context.set_forkserver_preload(["cutlass.cute"])
     left = dict(jobs)
-    with ProcessPoolExecutor(workers, context) as pool:
+    # The server that workers are forked from may be older than this process's environment.
+    with ProcessPoolExecutor(workers, context, initializer=_set_environment, initargs=(dict(os.environ),)) as pool:
         futures = {pool.submit(_obtain, job): digest for digest, job in jobs.items()}
         for future in as_completed(futures):
             digest = futures[future]
@@ -144,6 +145,11 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
             del left[digest]
             finish(digest, result)
     return left
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _obtain(job: Job) -> Result:

@@ -1,8 +1,8 @@
 """What a compiled kernel needs from the GPU, read out of the object: registers, local memory, shared memory, threads.
 
-An object holds each CUDA module as a cubin, an ELF file of machine CUDA (190), whose section .nv.info lists attributes of
-its functions. Dynamic shared memory and block size are arguments of the launch, not in the cubin; they are taken from the
-host code when it is compiled.
+An object holds each CUDA module as a cubin, an ELF file of machine CUDA (190), whose section .nv.info lists attributes
+of its functions. Dynamic shared memory and block size are arguments of the launch, not in the cubin; they are taken
+from the host code when it is compiled.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def _kernels(cubin: bytes) -> list[dict[str, Any]]:
             if len(payload) == 8:
                 symbol, value = struct.unpack("<II", payload)
                 attributes[attribute, symbols[symbol]] = value
+    # Since sm_90 the size of a kernel's shared memory includes what the system reserves (ptxas does not count it).
+    reserved = 1024 if ".nv.shared.reserved.0" in by_name else 0
     result = []
     for section in sections:
         if not section.name.startswith(".text."):
@@ -77,7 +79,7 @@ def _kernels(cubin: bytes) -> list[dict[str, Any]]:
                 "name": name,
                 "registers": attributes[_REGCOUNT, name],
                 "stack_bytes": stack,
-                "static_smem_bytes": shared.size if shared else 0,
+                "static_smem_bytes": shared.size - reserved if shared else 0,
             }
         )
     return result
@@ -101,7 +103,7 @@ def _string(data: bytes, start: int) -> str:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Attributes of an .nv.info section: format, attribute, 16-bit value, which in format 4 is the size of a payload."""
+    """Attributes of an .nv.info section: format, attribute, 16-bit value, which in format 4 is a payload's size."""
     position = 0
     while position + 4 <= len(data):
         kind, attribute, size = struct.unpack_from("<BBH", data, position)

@@ -39,7 +39,7 @@ class Settings:
     JIT_CACHE_BUNDLE: read-only directories to look in before, separated by ':'.
     JIT_CACHE_MODE: `on`, `warn` (say so when compiling) or `off` (never compile: MissingKernelError).
     JIT_CACHE_ARCH: architectures for the command line on a machine without GPU, separated by ','.
-    JIT_CACHE_WORKERS: processes that prewarm.
+    JIT_CACHE_WORKERS: processes that prewarm; default what processors and memory allow.
     JIT_CACHE_LOG: `debug`, `info` or `warning`: log to stderr at that level.
     """
 
@@ -47,7 +47,7 @@ class Settings:
     bundles: tuple[Path, ...]
     mode: str
     archs: tuple[str, ...]
-    workers: int | None
+    workers: int
     log: str
 
     @staticmethod
@@ -55,31 +55,31 @@ class Settings:
         """Raises ValueError for a value outside of those above."""
         import platformdirs
 
+        def choice(name: str, default: str, *others: str) -> str:
+            value = environ.get(name, "").lower() or default
+            if value not in (default, *others):
+                raise ValueError(f"{name} must be {' or '.join((default or 'unset', *others))}, got {value!r}")
+            return value
+
         def words(name: str, separator: str) -> list[str]:
             return [word.strip() for word in environ.get(name, "").split(separator) if word.strip()]
 
-        mode = environ.get("JIT_CACHE_MODE") or "on"
-        if mode not in ("on", "warn", "off"):
-            raise ValueError(f"JIT_CACHE_MODE must be on, warn or off, got {mode!r}")
-        level = environ.get("JIT_CACHE_LOG", "").lower()
-        if level not in ("", "debug", "info", "warning"):
-            raise ValueError(f"JIT_CACHE_LOG must be debug, info or warning, got {level!r}")
-        workers = environ.get("JIT_CACHE_WORKERS") or None
-        if workers is not None and not (workers.isdecimal() and int(workers) > 0):
-            raise ValueError(f"JIT_CACHE_WORKERS must be a positive integer, got {workers!r}")
+        workers = environ.get("JIT_CACHE_WORKERS") or "0"
+        if not workers.isdecimal():
+            raise ValueError(f"JIT_CACHE_WORKERS must be a number, got {workers!r}")
         return Settings(
             root=Path(environ.get("JIT_CACHE_DIR") or platformdirs.user_cache_dir("jit_cache")).absolute(),
             bundles=tuple(Path(path).absolute() for path in words("JIT_CACHE_BUNDLE", os.pathsep)),
-            mode=mode,
+            mode=choice("JIT_CACHE_MODE", "on", "warn", "off"),
             archs=tuple(words("JIT_CACHE_ARCH", ",")),
-            workers=int(workers) if workers else None,
-            log=level,
+            workers=int(workers),
+            log=choice("JIT_CACHE_LOG", "", "debug", "info", "warning"),
         )
 
 
 @functools.cache
 def settings() -> Settings:
-    """The settings of this process. Tests that change the environment call `settings.cache_clear()`."""
+    """The settings of this process. Tests that change the environment call `compile.reset()`."""
     result = Settings.read()
     if result.log:
         log.setLevel(result.log.upper())
@@ -162,7 +162,7 @@ class Store:
                 continue
             try:
                 entry = self.entry(name)
-            except Damaged as error:
+            except (Damaged, OSError) as error:
                 if problems is not None:
                     problems.append(str(error))
                 continue
@@ -171,28 +171,29 @@ class Store:
 
     @functools.cached_property
     def _by_kernel(self) -> dict[str, list[Entry]]:
+        """The entries of a bundle, which does not change."""
+        if not self.base.is_dir():
+            raise Untrusted(errno.ENOENT, f"{self.root} is no bundle: it has no directory {self.base.name}")
+        problems: list[str] = []
         index: dict[str, list[Entry]] = {}
-        for entry in self.entries():
+        for entry in self.entries(problems):
             index.setdefault(entry.record["key"]["kernel"], []).append(entry)
+        for problem in problems:
+            warn_once(f"not used: {problem}")
         return index
 
     def entry(self, name: str) -> Entry | None:
-        """Returns the entry of a name, or None. Raises Damaged for a record that cannot be read."""
+        """Returns the entry of a name, or None. Raises Damaged for a record that makes no sense, OSError, Untrusted."""
         try:
             data = self.read_file(name + ".json")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except Untrusted:
-            raise
-        except OSError as error:
-            raise Damaged(f"{self.path(name, '.json')}: {error.strerror}") from error
         try:
             record = json.loads(data)
-            complete = all(isinstance(record["key"][field], str) for field in ("kernel", "arch", "source"))
-            complete &= isinstance(record["key"]["stack"], dict) and ".o" in record["files"]
-            complete &= all(
-                isinstance(f["size"], int) and isinstance(f["sha256"], str) for f in record["files"].values()
-            )
+            texts = [record["key"][field] for field in ("kernel", "arch", "source")]
+            texts += [file["sha256"] for file in record["files"].values()]
+            complete = all(isinstance(text, str) for text in texts) and ".o" in record["files"]
+            complete &= isinstance(record["key"]["stack"]["dsl"], dict)
         except (ValueError, KeyError, TypeError, AttributeError):
             complete = False
         if not complete:
@@ -203,9 +204,13 @@ class Store:
         """Reads a file of ours. What others own or may write is refused: it becomes native code in this process."""
         path = self.path(name)
         self._check(path.parent)
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            self._trust(path, os.fstat(file.fileno()), stat.S_ISREG)
-            return file.read()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._trust(path, os.fstat(descriptor), stat.S_ISREG)
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
 
     # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -247,31 +252,29 @@ class Store:
         """Notes the use of an entry for `gc`, once an hour at most."""
         path = self.path(name, ".json")
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _HOUR:
+            if self.writable and time.time() - path.stat().st_mtime > _HOUR:
                 os.utime(path)
 
     # ----------------------------------------------------------------------------------------------------------- safety
 
     def _make(self, directory: Path) -> None:
-        """Creates root/v1/arch as private directories, and checks them."""
+        """Creates root/v1/arch as private directories; checks each before it makes the next."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
         for level in (self.root, self.base, directory):
             with contextlib.suppress(FileExistsError):
                 level.mkdir(mode=0o700)
-        self._check(directory)
+            self._check(level)
 
     def _check(self, directory: Path) -> None:
-        """Raises Untrusted unless root, root/v1 and directory are ours alone. The root may be a link to such a one."""
-        for level in (self.root, self.base, directory):
-            status = os.stat(level, follow_symlinks=level == self.root)
-            self._trust(level, status, stat.S_ISDIR)
+        """Raises Untrusted unless all levels from the root down to directory are ours alone. The root may be a link."""
+        for level in (self.root, self.base, directory)[: 1 + len(directory.relative_to(self.root).parts)]:
+            self._trust(level, os.stat(level, follow_symlinks=level == self.root), stat.S_ISDIR)
 
     def _trust(self, path: Path, status: os.stat_result, right_type: Any) -> None:
         owners = (os.geteuid(),) if self.writable else (os.geteuid(), 0)
         if not right_type(status.st_mode):
-            raise Untrusted(
-                errno.EPERM, f"{path} is a link or no {'file' if right_type is stat.S_ISREG else 'directory'}"
-            )
+            kind = "file" if right_type is stat.S_ISREG else "directory"
+            raise Untrusted(errno.EPERM, f"{path} is a link or no {kind}")
         if status.st_uid not in owners:
             raise Untrusted(errno.EPERM, f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
         if status.st_mode & 0o022:
@@ -309,24 +312,22 @@ class Store:
     # ---------------------------------------------------------------------------------------------------------- removal
 
     def remove(self, name: str) -> int:
-        """Removes an entry; returns the bytes freed. A lock that is held stays, and so does its entry."""
+        """Removes an entry; returns the bytes freed. While another process holds its lock, it stays."""
         freed = 0
-        lock = self.path(name, ".lock")
-        with contextlib.ExitStack() as stack:
-            if lock.exists():
-                descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-                stack.callback(os.close, descriptor)
-                if not _try_lock(descriptor):
-                    return 0
-            for suffix in _SUFFIXES:
-                path = self.path(name, suffix)
-                with contextlib.suppress(FileNotFoundError):
-                    size = path.stat().st_size
-                    path.unlink()
-                    freed += size
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            if not _try_lock(descriptor):
+                return 0
+        for suffix in _SUFFIXES:
+            path = self.path(name, suffix)
+            with contextlib.suppress(FileNotFoundError):
+                size = path.lstat().st_size
+                path.unlink()
+                freed += size
         return freed
 
-    def gc(self, max_bytes: int, max_age: float) -> list[tuple[str, int]]:
+    def gc(self, max_bytes: float, max_age: float) -> list[tuple[str, int]]:
         """Removes temporary files older than an hour, incomplete entries, entries not used for `max_age` seconds, then
         the least recently used ones until `max_bytes` remain.
 
@@ -337,42 +338,45 @@ class Store:
         now = time.time()
         used: dict[str, float] = {}
         sizes: dict[str, int] = {}
-        for path in sorted(self.base.glob("sm_*/*")):
-            try:
+        for path, name in self._files():
+            with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
-            except FileNotFoundError:
-                continue
-            name = f"{path.parent.name}/{path.stem}"
-            if path.suffix == ".tmp":
-                if now - status.st_mtime > _HOUR:
-                    path.unlink(missing_ok=True)
+                old = now - status.st_mtime > _HOUR
+                if path.suffix != ".tmp":
+                    sizes[name] = sizes.get(name, 0) + status.st_size
+                    # An entry was last used when its record was touched; a young object may be about to get its record.
+                    if path.suffix == ".json" or not old:
+                        used[name] = max(used.get(name, 0.0), status.st_mtime)
+                elif old:
+                    path.unlink()
                     removed.append((path.name, status.st_size))
-            elif path.suffix in _SUFFIXES and NAME.fullmatch(name):
-                sizes[name] = sizes.get(name, 0) + status.st_size
-                if path.suffix == ".json":
-                    used[name] = status.st_mtime
-                elif now - status.st_mtime < _HOUR:
-                    used.setdefault(name, status.st_mtime)  # perhaps its record is being written
         total = sum(sizes.values())
         for name in sorted(sizes, key=lambda name: used.get(name, 0.0)):
-            if now - used.get(name, 0.0) > max_age or total > max_bytes:
-                freed = self.remove(name)
+            if (now - used.get(name, 0.0) > max_age or total > max_bytes) and (freed := self.remove(name)):
                 total -= freed
                 removed.append((name, freed))
         return removed
 
     def clear(self) -> int:
         """Removes all that jit_cache wrote here; returns the number of entries. Foreign files stay."""
-        names = {f"{path.parent.name}/{path.stem}" for path in self.base.glob("sm_*/*") if path.suffix in _SUFFIXES}
-        names = {name for name in names if NAME.fullmatch(name)}
+        names = set()
+        for path, name in self._files():
+            if path.suffix == ".tmp":
+                path.unlink(missing_ok=True)
+            else:
+                names.add(name)
         for name in names:
             self.remove(name)
-        for path in self.base.glob("sm_*/*.tmp"):
-            path.unlink(missing_ok=True)
         for directory in (*self.base.glob("sm_*"), self.base):
             with contextlib.suppress(OSError):
                 directory.rmdir()
         return len(names)
+
+    def _files(self) -> list[tuple[Path, str]]:
+        """Our files with the names of their entries, and temporary files."""
+        files = [(path, f"{path.parent.name}/{path.stem}") for path in sorted(self.base.glob("sm_*/*"))]
+        ours = [path.suffix in _SUFFIXES and NAME.fullmatch(name) for path, name in files]
+        return [file for file, own in zip(files, ours, strict=True) if own or file[0].suffix == ".tmp"]
 
 
 _held: set[int] = set()

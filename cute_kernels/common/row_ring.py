@@ -47,12 +47,19 @@ class RowRing:
         return tiles, mbars.iterator
 
     @cute.jit
-    def init(self, mbars: cute.Pointer):
-        """Arm all mbarriers; the caller synchronises the CTA afterwards."""
-        if cute.arch.thread_idx()[0] == 0:
-            for slot in cutlass.range_constexpr(self.layout.stages * self.layout.teams):
-                cute.arch.mbarrier_init(mbars + slot, 1)
+    def start(self, sources, tiles, mbars, team: Int32, first_tile: Int32, step: Int32, num_tiles: Int32, column):
+        """Arm a team's mbarriers and request its first tiles, one a stage; called by all lanes of its first warp.
+
+        The rest of the team may touch the ring after the CTA has synchronised.
+        """
+        layout = self.layout
+        if cute.arch.lane_idx() == 0:
+            for stage in cutlass.range_constexpr(layout.stages):
+                cute.arch.mbarrier_init(mbars + (team * layout.stages + stage), 1)
         cute.arch.mbarrier_init_fence()
+        for stage in cutlass.range_constexpr(layout.stages):
+            slot = team * layout.stages + stage
+            self.refill(sources, tiles, mbars, slot, first_tile + stage * step, num_tiles, column)
 
     @cute.jit
     def fetch(self, sources, tiles, mbars: cute.Pointer, slot: Int32, row: Int32, column):
@@ -85,20 +92,15 @@ class RowRing:
             if lane == 0:
                 total = Int32(0)
                 for i in cutlass.range_constexpr(len(sources)):
-                    total += span(row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8))[1]
+                    total += span(
+                        row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8)
+                    )[1]
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar, total)
                 for i in cutlass.range_constexpr(len(sources)):
                     begin, size = span(
                         row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8)
                     )
                     bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar)
-
-    @cute.jit
-    def fill(self, sources, tiles, mbars, team: Int32, first_tile: Int32, step: Int32, num_tiles: Int32, column):
-        """Request a team's first tiles, one a stage."""
-        for stage in cutlass.range_constexpr(self.layout.stages):
-            slot = team * self.layout.stages + stage
-            self.refill(sources, tiles, mbars, slot, first_tile + stage * step, num_tiles, column)
 
     @cute.jit
     def refill(self, sources, tiles, mbars, slot: Int32, tile: Int32, num_tiles: Int32, column):

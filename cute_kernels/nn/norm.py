@@ -63,7 +63,9 @@ class RMSNorm(_Norm):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, 1e-6 if eps is None else eps, weight_offset, save, out_dtype)
-        make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if elementwise_affine else None
+        make = (
+            nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if elementwise_affine else None
+        )
         self.register_parameter("weight", make)
         self.register_parameter("bias", None)
         self.reset_parameters()

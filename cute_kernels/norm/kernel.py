@@ -83,13 +83,11 @@ class NormForward:
         smem = SmemAllocator()
         tiles, mbars = self.ring.allocate(smem, streams)
         messages, message_mbars = self.row_sum.allocate(smem)
-        self.ring.init(mbars)
-        self.row_sum.init(message_mbars)
-        synchronize_cluster(layout)
-
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         if leads:
-            self.ring.fill(streams, tiles, mbars, team, first_tile, step, num_tiles, column)
+            self.ring.start(streams, tiles, mbars, team, first_tile, step, num_tiles, column)
+        self.row_sum.init(message_mbars)
+        synchronize_cluster(layout)
 
         has_column = valid_columns(column, t, layout)
         if const_expr(weight is not None):
@@ -237,13 +235,11 @@ class NormBackward:
         smem = SmemAllocator()
         tiles, mbars = self.ring.allocate(smem, streams)
         messages, message_mbars = self.row_sum.allocate(smem)
-        self.ring.init(mbars)
-        self.row_sum.init(message_mbars)
-        synchronize_cluster(layout)
-
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         if leads:
-            self.ring.fill(streams, tiles, mbars, team, first_tile, step, num_tiles, column)
+            self.ring.start(streams, tiles, mbars, team, first_tile, step, num_tiles, column)
+        self.row_sum.init(message_mbars)
+        synchronize_cluster(layout)
 
         has_column = valid_columns(column, t, layout)
         if const_expr(weight is not None):
@@ -353,10 +349,10 @@ class NormBackward:
 
         if const_expr(partials is not None):
             cute.arch.griddepcontrol_launch_dependents()
-            if const_expr(needs_dw):
-                self.store_partial(rdW, partials, 0, tiles[0], team, t, rank, column)
+            gradients = [rdW] if const_expr(needs_dw) else []
             if const_expr(needs_db):
-                self.store_partial(rdB, partials, 1 if const_expr(needs_dw) else 0, tiles[0], team, t, rank, column)
+                gradients = [*gradients, rdB]
+            self.store_partials(gradients, partials, tiles[0], team, t, has_column, rank, column)
         leave_cluster(layout)
 
     @cute.jit
@@ -386,33 +382,45 @@ class NormBackward:
                     rMu[j] = mean[row + j * self.layout.rows_per_pass]
 
     @cute.jit
-    def store_partial(self, rD, partials, index, scratch, team, t, rank, column):
-        """Add the rows of a warp and then the teams of the CTA, in order, and write one row of ``partials[index]``."""
+    def store_partials(self, gradients, partials, scratch, team, t, has_column, rank, column):
+        """Add the rows of a warp and then the teams of the CTA, in order, and write one row of each ``partials[i]``."""
         layout = self.layout
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        for k in cutlass.range_constexpr(layout.chunks):
-            for v in cutlass.range_constexpr(layout.vec):
-                value = rD[v, k]
-                for step in cutlass.range_constexpr(LOG2[WARP_SIZE // min(layout.threads_per_row, WARP_SIZE)]):
-                    value = value + cute.arch.shuffle_sync_bfly(value, offset=layout.threads_per_row << step)
-                rD[v, k] = value
-        padded = const_expr(layout.chunks * layout.threads_per_row * layout.vec)
+        cluster_index = bidx // layout.cluster
+        pitch = const_expr(layout.chunks * layout.threads_per_row * layout.vec)
         scratch = cute.make_tensor(
-            cute.recast_ptr(scratch.iterator, dtype=Float32), cute.make_layout((padded, layout.teams))
+            cute.recast_ptr(scratch.iterator, dtype=Float32), cute.make_layout((pitch, layout.teams, len(gradients)))
         )
-        cute.arch.barrier()
-        mine = cute.make_tensor(scratch[None, team].iterator, thread_chunks(layout))
-        if tidx % layout.team_threads < layout.threads_per_row:
-            cute.autovec_copy(rD, mine[None, t, None])
-        cute.arch.barrier()
-        for first in cutlass.range(0, layout.columns_per_cta, layout.threads):
-            c = first + tidx
-            if c < layout.columns_per_cta and column + c < layout.n:
-                total = scratch[c, 0]
-                for other in cutlass.range_constexpr(1, layout.teams):
-                    total = total + scratch[c, other]
-                partials[index, bidx // layout.cluster, column + c] = total
+        if const_expr(layout.teams > 1):
+            cute.arch.barrier()
+        for i in cutlass.range_constexpr(len(gradients)):
+            rD = gradients[i]
+            for step in cutlass.range_constexpr(LOG2[WARP_SIZE // min(layout.threads_per_row, WARP_SIZE)]):
+                for k in cutlass.range_constexpr(layout.chunks):
+                    for v in cutlass.range_constexpr(layout.vec):
+                        neighbour = cute.arch.shuffle_sync_bfly(rD[v, k], offset=layout.threads_per_row << step)
+                        rD[v, k] = rD[v, k] + neighbour
+            target = cute.make_tensor(
+                (partials.iterator + partials.layout((i, cluster_index, column))).align(4 * min(layout.vec, 4)),
+                thread_chunks(layout),
+            )
+            if const_expr(layout.teams > 1):
+                target = cute.make_tensor(scratch[None, team, i].iterator, thread_chunks(layout))
+            if tidx % layout.team_threads < layout.threads_per_row:
+                for k in cutlass.range_constexpr(layout.chunks):
+                    if has_column[k] if const_expr(layout.teams == 1) else True:
+                        cute.autovec_copy(rD[None, k], target[None, t, k])
+        if const_expr(layout.teams > 1):
+            cute.arch.barrier()
+            for i in cutlass.range_constexpr(len(gradients)):
+                for first in cutlass.range(4 * tidx, layout.columns_per_cta, 4 * layout.threads):
+                    total = cute.make_rmem_tensor((4,), Float32)
+                    total.fill(0.0)
+                    for team_index in cutlass.range_constexpr(layout.teams):
+                        total.store(total.load() + load_quad(scratch[None, team_index, i].iterator + first).load())
+                    quad = partials.iterator + partials.layout((i, cluster_index, column + first))
+                    cute.autovec_copy(total, cute.make_tensor(quad.align(16), cute.make_layout(4)))
 
     @cute.kernel
     def sum_partials(
@@ -434,10 +442,10 @@ class NormBackward:
             source = partials.iterator + (
                 (Int64(index) * partials.shape[1] + row) * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
             )
-            value = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), value)
-            total.store(total.load() + value.load())
-        cute.autovec_copy(total, cute.make_tensor((sums.iterator + part * SUM_COLUMNS + quad * 4).align(16), cute.make_layout(4)))
+            total.store(total.load() + load_quad(source).load())
+        cute.autovec_copy(
+            total, cute.make_tensor((sums.iterator + part * SUM_COLUMNS + quad * 4).align(16), cute.make_layout(4))
+        )
         cute.arch.barrier()
         column = bidx * SUM_COLUMNS + tidx
         if tidx < SUM_COLUMNS and column < self.layout.n:
@@ -509,6 +517,14 @@ def leave_cluster(layout: cutlass.Constexpr):
         cute.arch.cluster_wait()
 
 
+@cute.jit
+def load_quad(pointer: cute.Pointer):
+    """Four fp32 values from a 16-byte aligned address."""
+    quad = cute.make_rmem_tensor((4,), Float32)
+    cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(4)), quad)
+    return quad
+
+
 def valid_columns(column, t, layout: RowLayout) -> list:
     """Whether each of this thread's chunks lies inside the matrix; Python's True where that is always so."""
     if layout.full:
@@ -557,7 +573,9 @@ def load_chunk(source: cute.Tensor, t, k: cutlass.Constexpr[int], inside, layout
 
 
 @cute.jit
-def store_chunk(value, matrix: cute.Tensor, row, column, t, k: cutlass.Constexpr[int], inside, layout: cutlass.Constexpr):
+def store_chunk(
+    value, matrix: cute.Tensor, row, column, t, k: cutlass.Constexpr[int], inside, layout: cutlass.Constexpr
+):
     """Write one chunk of a row if it lies inside the matrix."""
     if inside:
         pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)

@@ -1,5 +1,6 @@
 """The benchmark's logic on the CPU: a stand-in device takes the place of graphs and events."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -42,10 +43,10 @@ class StandIn:
             for output, result in zip(outputs, call(), strict=True):
                 output.copy_(result.detach())
 
-        return harness.Captured(replay, outputs)
+        return harness.Captured(call, replay, outputs)
 
     def copy(self, num_bytes: int) -> harness.Captured:
-        return harness.Captured(lambda: None, ())
+        return harness.Captured(tuple, lambda: None, ())
 
     def time_us(self, calls: Sequence[harness.Captured], repetitions: int) -> list[list[float]]:
         return [[10.0 * index + spread for spread in (1, 0, -1)] for index in range(1, len(calls) + 1)]
@@ -264,6 +265,36 @@ def test_provider_that_is_not_installed_is_skipped_with_a_word(monkeypatch, caps
     monkeypatch.setitem(bench_norm.PACKAGES, "quack", "no_such_package")
     assert bench_norm.installed(["torch", "quack"]) == ["torch"]
     assert capsys.readouterr().out == "quack: not installed, skipped\n"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """`run` measures with the stand-in."""
+    monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
+    monkeypatch.setattr(harness, "CudaDevice", StandIn)
+    monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
+
+
+def test_run_writes_each_case_as_it_is_done(on_cpu, tmp_path, capsys):
+    cases = [Norm(op, 16, 32) for op in bench_norm.OPS]
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    found = bench_norm.run(cases, ["cute_kernels"], pattern="bwd", commit="abc", outputs=files)
+    assert [measurement.case.name for measurement in found] == [
+        "rms_norm.bwd.16x32.bfloat16.plain",
+        "layer_norm.bwd.16x32.bfloat16.plain",
+    ]
+    written = report.read_lines(files[0])
+    assert [(line["op"], line["provider"], line["commit"]) for line in written] == [
+        (op, provider, "abc") for op in bench_norm.OPS for provider in ("cute_kernels", "torch")
+    ]
+    assert written == report.read_lines(files[1])
+    assert "rms_norm.bwd.16x32.bfloat16.plain: cute_kernels 10.0, torch 20.0, copy 30.0" in capsys.readouterr().out
+
+
+def test_time_limit(on_cpu, capsys):
+    cases = [Norm("rms_norm", 16, 32), Norm("rms_norm", 16, 64)]
+    assert bench_norm.run(cases, ["cute_kernels"], time_limit=0.0) == []
+    assert "time limit: 2 of 2 cases left, from rms_norm 16x32 on" in capsys.readouterr().out
 
 
 def test_list_and_filter(capsys):

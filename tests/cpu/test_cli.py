@@ -1,5 +1,6 @@
 """python -m cute_kernels env | demo | bench, without a GPU."""
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -7,11 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 
+from bench import bench_norm, harness
 from cute_kernels import __main__ as cli
 from cute_kernels import _demo, _env
 from jit_cache.prewarm import Report, Result
+from tests.cpu.test_bench import StandIn
 
 prewarm_module = importlib.import_module("jit_cache.prewarm")  # the package's attribute of that name is the function
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure")
@@ -95,7 +99,7 @@ def result(status="compiled", stack_bytes=0):
     failed = status == "failed"
     return Result(
         builder="cute_kernels.norm.kernel.norm_forward",
-        arguments=("sm_90a", "rms", None, Layout(4096, 8)),
+        arguments=("sm_90a", "rms", None, (True, False), Layout(4096, 8)),
         status=status,
         seconds=0.6,
         record=None if failed else record,
@@ -110,12 +114,34 @@ def test_demo_without_gpu(monkeypatch, capsys, status, ok):
     monkeypatch.setattr(prewarm_module, "prewarm", lambda jobs, progress: Report((result(status),), 1.0))
     assert _demo.run() == (0 if ok else 1)
     text = capsys.readouterr().out
-    assert "norm_forward(rms, -, n=4096)" in text
+    assert "norm_forward(rms, -, (yes, no), n=4096)" in text
     assert "Nothing was run on a GPU" in text
     if ok:
         assert "96" in text and "1032" in text and "20" in text
     else:
         assert "ptxas: too many registers" in text and "FAILED" in text
+
+
+def test_demo_with_gpu(monkeypatch, capsys):
+    """With stand-ins for the GPU and for torch.compile: the table, and the status when our result is wrong."""
+    monkeypatch.setattr(_demo, "_has_supported_gpu", lambda: True)
+    monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
+    monkeypatch.setattr(_demo, "TOKENS", 16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
+    monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
+    monkeypatch.setattr(harness, "CudaDevice", StandIn)
+    monkeypatch.setattr(harness, "environment", lambda commit: {})
+    monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
+    assert _demo.run() == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("Small")]
+    assert [row[1:4] for row in rows] == [
+        [op, direction, "16x64"] for op in ("rms_norm", "layer_norm") for direction in ("fwd", "bwd")
+    ]
+    assert all(row[5:] == ["10.0", "400%", "2.00", "3.00"] for row in rows)
+
+    monkeypatch.setattr("cute_kernels.rms_norm", lambda x, weight, eps: 1.01 * F.rms_norm(x, x.shape[-1:], weight, eps))
+    assert _demo.run() == 1
+    assert "wrong result" in capsys.readouterr().out
 
 
 def test_references_are_within_their_limits(capsys):
@@ -125,7 +151,5 @@ def test_references_are_within_their_limits(capsys):
 
 
 def test_a_wrong_reference_fails(monkeypatch, capsys):
-    monkeypatch.setattr(
-        "cute_kernels.rms_norm", lambda x, weight: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 0.1)
-    )
+    monkeypatch.setattr("cute_kernels.rms_norm", lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1))
     assert not _demo._check_references(Console(width=120))

@@ -1,4 +1,4 @@
-"""Every test has a cache directory of its own; `run` runs code in a fresh interpreter, which is what most events are about."""
+"""Every test has a cache directory of its own; `run` runs code in a fresh interpreter."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jit_cache.__main__ import main
 from jit_cache.compile import reset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,6 @@ sys.modules["torch"] = None
 import jit_cache
 from jit_cache import compile as jc, stats
 from jit_cache.store import Store, settings
-from tests.jit_cache import kernels
 """
 
 
@@ -44,10 +44,11 @@ def start():
     """Starts a fresh interpreter on code; kills it at the end of the test."""
     started = []
 
-    def start(code, *, user=None, **env):
-        command = [sys.executable, "-c", PRELUDE + code]
+    def start(code, **env):
+        imports = "from tests.jit_cache import kernels\n" if "kernels." in code else ""  # imports cutlass: a second
+        command = [sys.executable, "-c", PRELUDE + imports + code]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=_environment(env), cwd=ROOT, stdout=pipe, stderr=pipe, text=True, user=user)
+        process = subprocess.Popen(command, env=_environment(env), cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
         started.append(process)
         return process
 
@@ -71,13 +72,20 @@ def run(start):
 
 
 @pytest.fixture
-def command():
-    """Runs `python -m jit_cache ...`; returns (status, stdout, stderr)."""
+def command(capsys, monkeypatch):
+    """Runs a command of `python -m jit_cache` in this process; returns (status, stdout, stderr)."""
 
     def command(*words, **env):
-        words = [sys.executable, "-m", "jit_cache", *map(str, words)]
-        done = subprocess.run(words, env=_environment(env), cwd=ROOT, capture_output=True, text=True, timeout=240)
-        return done.returncode, done.stdout.strip(), done.stderr.strip()
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            reset()
+            try:
+                status = main([str(word) for word in words])
+            except SystemExit as error:
+                status = error.code
+        out, err = capsys.readouterr()
+        return status, out.strip(), err.strip()
 
     return command
 

@@ -1,4 +1,4 @@
-"""The smallest kernels that go all the way. Each compilation appends a byte to the file that COMPILES names, if it does."""
+"""The smallest kernels that go all the way. Each compilation appends a byte to the file that COMPILES names, if any."""
 
 import enum
 import os

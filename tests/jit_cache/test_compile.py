@@ -2,17 +2,19 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import time
 
 import pytest
 
-from jit_cache.compile import Compiled, stats
+from jit_cache import KernelCompileError, MissingKernelError
+from jit_cache.compile import Compiled, reset, stats
 from jit_cache.store import Store
 from tests.jit_cache import kernels
+from tests.jit_cache.test_store import HOLD
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 CALL = "f = kernels.add('sm_90a')\n"
 # A loaded function refuses a wrong number of arguments by itself: the code runs.
 WORKS = """
@@ -28,9 +30,23 @@ print(stats().compiles, stats().disk_loads, stats().bundle_loads, stats().misses
 """
 
 
-def fresh():
-    """The builder of kernels.add as a new process has it: with an empty memory."""
-    return Compiled(kernels.add.build)
+def works(function):
+    with pytest.raises(TypeError, match=r"Expects 3 parameters when calling: .*x: Tensor\(\[n0\], float32\)"):
+        function(1)
+
+
+def fresh(builder=kernels.add):
+    """The builder as a new process has it: with an empty memory, settings not read, no warning given."""
+    reset()
+    return Compiled(builder.build)
+
+
+def counted(call):
+    """Runs a call that gives a function which works; returns how many compilations and loads from disk it took."""
+    before = stats()
+    works(call())
+    after = stats()
+    return after.compiles - before.compiles, after.disk_loads - before.disk_loads
 
 
 def warnings(err):
@@ -51,14 +67,25 @@ def test_compiled_once_then_loaded_by_every_process(run):
     assert run(CALL + CALL + "assert kernels.add(arch='sm_90a', config=kernels.Config()) is f" + WORKS)[0] == "0 1 0 0"
 
 
-def test_the_loaded_function_is_positional_and_not_the_compilers(run):
-    out, _ = run(CALL + "print(type(f).__module__, type(f).__name__)")
-    assert out == "tvm_ffi.core Function"
+def test_keywords_and_defaults_are_the_same_call():
+    builder = fresh()
+    function = builder("sm_90a")
+    assert type(function).__name__ == "Function" and type(function).__module__.startswith("tvm_ffi")
+    assert counted(lambda: builder(config=kernels.Config(), arch="sm_90a")) == (0, 0)
+    assert builder("sm_90a", kernels.cutlass.Float32, kernels.Config()) is function
 
 
-def test_every_argument_that_differs_has_an_object_of_its_own(run, cache):
-    code = "import cutlass\nfor c in (kernels.Config(), kernels.Config(threads=128), kernels.Config(scale=-0.0), kernels.Config(scale=0.0)):\n"
-    run(code + "    kernels.add('sm_90a', config=c)\nkernels.add('sm_90a', cutlass.BFloat16)\nkernels.add('sm_100a')")
+def test_every_argument_that_differs_has_an_object_of_its_own(cache):
+    builder = fresh()
+    for config in (
+        kernels.Config(),
+        kernels.Config(threads=128),
+        kernels.Config(scale=-0.0),
+        kernels.Config(scale=0.0),
+    ):
+        builder.obtain("sm_90a", config=config)
+    builder.obtain("sm_90a", kernels.cutlass.BFloat16)
+    builder.obtain("sm_100a")
     assert len(list(Store(cache).entries())) == 6
 
 
@@ -83,11 +110,11 @@ def test_objects_do_not_depend_on_process_or_cache(run, stored, tmp_path):
     assert Store(tmp_path / "other").find(key).read() == store.find(key).read()
 
 
-# ----------------------------------------------------------------------------------------------------------------- damage
+# --------------------------------------------------------------------------------------------------------------- damage
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped bit", "garbage", "record", "other arch", "other flavour"])
-def test_what_is_damaged_or_of_another_is_rebuilt_with_one_warning(run, stored, damage):
+def test_what_is_damaged_or_of_another_is_rebuilt_with_one_warning(stored, damage, caplog):
     store, key = stored
     object_file, record_file = store.path(key.name, ".o"), store.path(key.name, ".json")
     data = object_file.read_bytes()
@@ -105,27 +132,37 @@ def test_what_is_damaged_or_of_another_is_rebuilt_with_one_warning(run, stored, 
         middle = len(data) // 2
         flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         object_file.write_bytes({"half": data[:middle], "flipped bit": flipped, "garbage": b"x"}[damage])
-    out, err = run(CALL + WORKS)
-    assert out == "1 0 0 1" and len(warnings(err)) == 1 and "not used" in err
-    out, err = run(CALL + WORKS)
-    assert out == "0 1 0 0" and not warnings(err)
-    assert object_file.read_bytes() == data
+    builder = fresh()
+    assert counted(lambda: builder("sm_90a")) == (1, 0)
+    assert len(caplog.messages) == 1 and "not used" in caplog.text
+    builder = fresh()
+    assert counted(lambda: builder("sm_90a")) == (0, 1)
+    assert len(caplog.messages) == 1 and object_file.read_bytes() == data
 
 
-def test_an_object_with_a_right_hash_that_does_not_load_is_rebuilt(run, stored):
+def test_an_object_with_a_right_hash_that_does_not_load_is_rebuilt(stored, caplog):
     store, key = stored
     store.write(key.name, store.find(key).record, {".o": b"no object at all"})
-    out, err = run(CALL + WORKS)
-    assert out == "1 0 0 1" and len(warnings(err)) == 1 and "does not load" in err
+    builder = fresh()
+    assert counted(lambda: builder("sm_90a")) == (1, 0)
+    assert len(caplog.messages) == 1 and "does not load" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------- directories that fail
-
-UNCACHED = CALL + "kernels.add('sm_90a', config=kernels.Config(threads=32))" + WORKS
+# ------------------------------------------------------------------------------------------------ directories that fail
 
 
-@pytest.mark.parametrize("event", ["world-writable", "foreign-owned", "file instead", "linked below", "missing parent is a file"])
-def test_directories_that_cannot_be_used_cost_one_warning(run, cache, event, tmp_path):
+def two_kernels():
+    """Two kernels work; returns how many compilations and loads from disk that took."""
+    builder = fresh()
+    first = counted(lambda: builder("sm_90a"))
+    second = counted(lambda: builder("sm_90a", config=kernels.Config(threads=32)))
+    return first[0] + second[0], first[1] + second[1]
+
+
+@pytest.mark.parametrize(
+    "event", ["world-writable", "foreign-owned", "file instead", "linked below", "missing parent is a file"]
+)
+def test_directories_that_cannot_be_used_cost_one_warning(cache, event, tmp_path, caplog, monkeypatch):
     if event == "foreign-owned":
         if os.geteuid() != 0:
             pytest.skip("only root can give files away")
@@ -142,128 +179,156 @@ def test_directories_that_cannot_be_used_cost_one_warning(run, cache, event, tmp
         (cache / "v1").symlink_to(tmp_path / "elsewhere")
     else:
         (tmp_path / "plain").write_text("")
-        cache = tmp_path / "plain" / "cache"
-    out, err = run(UNCACHED, JIT_CACHE_DIR=str(cache))
-    assert out == "2 0 0 2"
-    assert 1 <= len(set(warnings(err))) == len(warnings(err)) <= 2, err
-    assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
+        monkeypatch.setenv("JIT_CACHE_DIR", str(tmp_path / "plain" / "cache"))
+    assert two_kernels() == (2, 0)
+    # At most one for reading and one for writing.
+    assert 1 <= len(caplog.messages) <= 2, caplog.text
+    assert not list(tmp_path.glob("elsewhere/*"))
 
 
-def test_a_missing_directory_is_made(run, tmp_path):
-    out, err = run(CALL + WORKS, JIT_CACHE_DIR=str(tmp_path / "a" / "b" / "c"))
-    assert out == "1 0 0 1" and not warnings(err) and list(Store(tmp_path / "a" / "b" / "c").entries())
+def test_a_missing_directory_is_made(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("JIT_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
+    assert two_kernels() == (2, 0) and not caplog.messages
+    assert len(list(Store(tmp_path / "a" / "b" / "c").entries())) == 2
 
 
-@as_root
 @pytest.mark.parametrize("filled", [False, True])
-def test_a_read_only_directory(run, filled, open_tmp, tmp_path):
-    """Root writes everywhere, so this runs as another user in a directory of its own with mode 0500."""
-    place = open_tmp / "cache"
-    place.mkdir(mode=0o700)
-    os.chown(place, 65534, -1)
-    if filled:
-        run(CALL, JIT_CACHE_DIR=str(place), user=65534, HOME=str(open_tmp))
-    for path in [place, *(path for path in place.rglob("*") if path.is_dir())]:
-        path.chmod(0o500)
-    out, err = run(UNCACHED, JIT_CACHE_DIR=str(place), user=65534, HOME=str(open_tmp))
-    assert out == ("1 1 0 1" if filled else "2 0 0 2")
-    assert len(warnings(err)) == 1 and "Permission denied" in err
-
-
-@pytest.mark.parametrize("how", ["small disk", "file size limit"])
-def test_a_full_disk_costs_one_warning(run, tmp_path, how):
-    place, limit = tmp_path / "small", ""
+def test_a_read_only_directory(filled, tmp_path, monkeypatch, caplog):
+    place = tmp_path / "disk"
     place.mkdir()
-    if how == "small disk":
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", place], capture_output=True).returncode:
-            pytest.skip("mounting is not permitted here")
-    else:  # memory files count as files: the object goes through, the second half of the limit is for it
-        limit = (
-            "import tempfile\n"
-            "def mkstemp(real=tempfile.mkstemp, **words):\n"
-            "    import resource\n"
-            "    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))\n"
-            "    return real(**words)\n"
-            "tempfile.mkstemp = mkstemp\n"
-            "import jit_cache.store as s, resource\n"
-            "def replace(path, data, real=s.Store._replace):\n"
-            "    try:\n"
-            "        real(path, data)\n"
-            "    finally:\n"
-            "        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
-            "s.Store._replace = staticmethod(replace)\n"
-        )
+    root = os.geteuid() == 0  # who writes everywhere but on a file system that is mounted read-only
+    if root and subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
     try:
-        out, err = run(limit + UNCACHED, JIT_CACHE_DIR=str(place / "cache"))
-        assert out == "2 0 0 2" and len(warnings(err)) == 1
-        assert "No space left" in err or "File too large" in err
-        assert not [path for path in place.rglob("*") if path.suffix in (".tmp", ".o", ".json")]
+        cache = place / "cache"
+        cache.mkdir(mode=0o700)
+        monkeypatch.setenv("JIT_CACHE_DIR", str(cache))
+        if filled:
+            fresh().obtain("sm_90a")
+        if root:
+            subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        else:
+            [path.chmod(0o500) for path in (cache, *cache.rglob("*")) if path.is_dir()]
+        assert two_kernels() == ((1, 1) if filled else (2, 0))
+        assert len(caplog.messages) == 1
+        assert "Read-only file system" in caplog.text or "Permission denied" in caplog.text
     finally:
-        if how == "small disk":
+        if root:
             subprocess.run(["umount", place], check=True)
 
 
-def test_a_source_that_changed_after_the_import_is_not_stored(run, cache):
-    code = "import os, time\nkernels.add._imported_at = os.stat(kernels.__file__).st_mtime - 1\n"
-    out, err = run(code + CALL + WORKS)
-    assert out == "1 0 0 1" and len(warnings(err)) == 1 and "source unreadable or changed" in err
+def test_a_full_disk_costs_one_warning(tmp_path, monkeypatch, caplog):
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        monkeypatch.setenv("JIT_CACHE_DIR", str(place / "cache"))
+        assert two_kernels() == (2, 0)
+        assert len(caplog.messages) == 1 and "No space left" in caplog.text
+        assert not [path for path in place.rglob("*") if path.suffix in (".tmp", ".o", ".json")]
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_file_size_limit_costs_one_warning(cache, monkeypatch, caplog):
+    real = Store._replace
+
+    def limited(path, data):  # the limit counts for memory files, too, so it is set for the disk alone
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        try:
+            real(path, data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    monkeypatch.setattr(Store, "_replace", staticmethod(limited))
+    assert two_kernels() == (2, 0)
+    assert len(caplog.messages) == 1 and "File too large" in caplog.text
+    assert not [path for path in cache.rglob("*") if path.suffix in (".tmp", ".o", ".json")]
+
+
+def test_a_source_that_changed_after_the_import_is_not_stored(cache, caplog):
+    builder = fresh()
+    builder._imported_at = os.stat(kernels.__file__).st_mtime - 1
+    assert counted(lambda: builder("sm_90a")) == (1, 0)
+    assert len(caplog.messages) == 1 and "source unreadable or changed" in caplog.text
     assert not list(cache.rglob("*.o"))
 
 
-# ---------------------------------------------------------------------------------------------------- errors and modes
+# ----------------------------------------------------------------------------------------------------- errors and modes
 
 
-def test_compile_errors_name_the_call_and_are_never_cached(run, cache, tmp_path):
-    code = """
-for _ in range(2):
-    for call in (lambda: kernels.broken("sm_90a", 3), lambda: kernels.broken_kernel("sm_100a")):
-        try:
-            call()
-        except jit_cache.KernelCompileError as error:
-            print(error, repr(error.__cause__) != "None")
-"""
-    out, _ = run(code, COMPILES=str(tmp_path / "compiles"))
-    lines = [line for line in out.splitlines() if line.startswith("tests.")]
-    assert lines[0] == lines[2] == "tests.jit_cache.kernels.broken('sm_90a', 3): RuntimeError: the builder is broken True"
-    assert lines[1].startswith("tests.jit_cache.kernels.broken_kernel('sm_100a'): ")
+def test_compile_errors_name_the_call_and_are_never_cached(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPILES", str(tmp_path / "compiles"))
+    broken, broken_kernel = fresh(kernels.broken), fresh(kernels.broken_kernel)
+    for _ in range(2):
+        with pytest.raises(KernelCompileError) as info:
+            broken("sm_90a", 3)
+        assert str(info.value) == "tests.jit_cache.kernels.broken('sm_90a', 3): RuntimeError: the builder is broken"
+        assert isinstance(info.value.__cause__, RuntimeError)
+        with pytest.raises(KernelCompileError, match=r"^tests.jit_cache.kernels.broken_kernel\('sm_100a'\): "):
+            broken_kernel("sm_100a")
     assert (tmp_path / "compiles").read_bytes() == b"...."
     assert not list(cache.rglob("*.o"))
+    assert counted(lambda: fresh()("sm_90a")) == (1, 0), "and the next kernel compiles"
 
 
-def test_an_architecture_that_the_compiler_does_not_know_names_the_call(run):
-    code = "try:\n    kernels.add('sm_91x'[:5])\nexcept jit_cache.KernelCompileError as error:\n    print(error)"
-    assert run(code)[0].startswith("tests.jit_cache.kernels.add('sm_91', Float32, Config(")
+def test_an_architecture_that_the_compiler_does_not_know_names_the_call():
+    with pytest.raises(KernelCompileError, match=r"^tests.jit_cache.kernels.add\('sm_91a', Float32, Config\("):
+        fresh()("sm_91a")
 
 
-def test_a_builder_must_return_a_program(run):
-    code = """
-builder = jit_cache.Compiled(kernels.Add.__init__.__class__(kernels._note.__code__.replace(co_name="x"), {}, "x"))
-"""
-    code = "kernels.add.build = lambda *args: None\ntry:\n    kernels.add('sm_90a')\nexcept jit_cache.KernelCompileError as error:\n    print(error)"
-    assert "must return a Program, got NoneType" in run(code)[0]
+def test_a_builder_must_return_a_program():
+    builder = fresh()
+    builder.build = lambda *args: None
+    with pytest.raises(KernelCompileError, match="must return a Program, got NoneType"):
+        builder("sm_90a")
 
 
-def test_mode_off_loads_but_never_compiles(run):
-    call = "try:\n    f = kernels.add('sm_90a')\nexcept jit_cache.MissingKernelError as error:\n    print(error)\n"
-    out, _ = run(call, JIT_CACHE_MODE="off")
-    assert "tests.jit_cache.kernels.add('sm_90a', Float32" in out
-    assert "python -m jit_cache prewarm tests --arch sm_90a" in out
-    run(CALL)
-    assert run(CALL + WORKS, JIT_CACHE_MODE="off")[0] == "0 1 0 0"
+def test_options_reach_the_compiler_and_the_record():
+    builder = fresh()
+    plain = builder.obtain("sm_90a").data
+    build = builder.build
+
+    def with_options(*args):
+        program = build(*args)
+        program.options = "--generate-line-info"
+        return program
+
+    builder.build = with_options
+    kernel = builder.obtain("sm_100a")
+    assert kernel.record["options"] == "--generate-line-info" and b".debug_line" in kernel.data
+    assert b".debug_line" not in plain
 
 
-def test_mode_warn_says_what_it_compiles(run):
-    _, err = run(CALL, JIT_CACHE_MODE="warn")
-    assert len(warnings(err)) == 1 and "compiling tests.jit_cache.kernels.add('sm_90a'" in err
-    assert not warnings(run(CALL, JIT_CACHE_MODE="warn")[1])
+def test_mode_off_loads_but_never_compiles(monkeypatch):
+    monkeypatch.setenv("JIT_CACHE_MODE", "off")
+    with pytest.raises(MissingKernelError) as info:
+        fresh()("sm_90a")
+    assert "tests.jit_cache.kernels.add('sm_90a', Float32" in str(info.value)
+    assert "python -m jit_cache prewarm tests --arch sm_90a" in str(info.value)
+    monkeypatch.setenv("JIT_CACHE_MODE", "on")
+    fresh().obtain("sm_90a")
+    monkeypatch.setenv("JIT_CACHE_MODE", "off")
+    builder = fresh()
+    assert counted(lambda: builder("sm_90a")) == (0, 1)
 
 
-def test_explain_names_what_differs(run, stored, monkeypatch):
+def test_mode_warn_says_what_it_compiles(monkeypatch, caplog):
+    monkeypatch.setenv("JIT_CACHE_MODE", "warn")
+    fresh()("sm_90a")
+    assert len(caplog.messages) == 1 and "compiling tests.jit_cache.kernels.add('sm_90a'" in caplog.text
+    fresh()("sm_90a")
+    assert len(caplog.messages) == 1
+
+
+def test_explain_names_what_differs(stored):
     builder = fresh()
     assert builder.explain("sm_90a") == []
     assert builder.explain("sm_100a") == ["arch: wanted sm_100a, stored sm_90a"]
     (line,) = builder.explain("sm_90a", config=kernels.Config(threads=32))
     assert line == "arguments.config.fields.threads: wanted 32, stored 64"
+    builder = fresh()
     builder._imported_at = 0.0
     assert "changed after it was imported" in builder.explain("sm_90a")[0]
     other = Compiled(kernels.broken.build)
@@ -273,7 +338,10 @@ def test_explain_names_what_differs(run, stored, monkeypatch):
 def test_a_miss_is_logged_with_its_reason(run, stored):
     _, err = run(CALL, JIT_CACHE_LOG="info", CUTE_DSL_LINEINFO="1")
     (line,) = warnings(err)
-    assert "compiling tests.jit_cache.kernels.add" in line and "environment.CUTE_DSL_LINEINFO: wanted 1, stored nothing" in line
+    assert (
+        "compiling tests.jit_cache.kernels.add" in line
+        and "environment.CUTE_DSL_LINEINFO: wanted 1, stored nothing" in line
+    )
     assert not warnings(run(CALL)[1])
 
 
@@ -367,7 +435,11 @@ assert os.waitpid(child, 0)[1] == 0
 jc._compiling = 0
 kernels.add("sm_100a")
 """
-    code = code.replace("import cutlass, tvm_ffi\n", "") if danger == "compiling" else "import cutlass, tvm_ffi\n" + code.replace("import cutlass, tvm_ffi\n", "")
+    code = (
+        code.replace("import cutlass, tvm_ffi\n", "")
+        if danger == "compiling"
+        else "import cutlass, tvm_ffi\n" + code.replace("import cutlass, tvm_ffi\n", "")
+    )
     out, _ = run(code)
     word = "CUDA was in use" if danger == "cuda" else "another thread was compiling"
     assert out.count(word) == 2 and "spawn or forkserver" in out and "kernels.add('sm_100a'" in out
@@ -376,7 +448,7 @@ kernels.add("sm_100a")
 def test_a_lock_holder_that_dies_hands_over(start, run, stored, tmp_path):
     store, key = stored
     store.remove(key.name)
-    holder = start(f"with Store(settings().root).lock({key.name!r}):\n    print('held', flush=True)\n    import time; time.sleep(60)")
+    holder = start(f"name = {key.name!r}" + HOLD.replace("'sm_90a/x'", "name"))
     assert holder.stdout.readline() == "held\n"
     waiter = start(CALL + WORKS)
     time.sleep(3)

@@ -13,7 +13,8 @@ from jit_cache.source import module_name, source_digest
 FILES = {
     "fam/__init__.py": "from .norm import kernel\nfrom .mhc import kernel as other\n",
     "fam/norm/__init__.py": '"""The norm family."""\nfrom .kernel import build\n',
-    "fam/norm/kernel.py": "from ..common import reduce\nfrom .config import Config\nimport foreign.device\nimport plain\n"
+    "fam/norm/kernel.py": "from ..common import reduce\nfrom .config import Config\n"
+    "import foreign.device\nimport plain\n"
     "def build():\n    from fam.common.late import late\n    from .. import settings\n    from . import here\n",
     "fam/norm/config.py": "Config = 1\n",
     "fam/norm/here.py": "",
@@ -50,7 +51,9 @@ def tree(tmp_path, monkeypatch):
             file.write(text)
 
     yield edit
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("fam", "foreign", "plain", "script", "sibling")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("fam", "foreign", "plain", "script", "sibling")
+    ]:
         del sys.modules[name]
     source._locate.cache_clear()
 
@@ -90,7 +93,9 @@ def test_what_a_kernel_imports_rebuilds_it(tree, tmp_path, name):
     assert source_digest([kernel], later()) != before
 
 
-@pytest.mark.parametrize("name", ["fam/mhc/kernel.py", "fam/__init__.py", "fam/norm/__init__.py", "plain.py", "script.py"])
+@pytest.mark.parametrize(
+    "name", ["fam/mhc/kernel.py", "fam/__init__.py", "fam/norm/__init__.py", "plain.py", "script.py"]
+)
 def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
     kernel = module("fam.norm.kernel", tmp_path)
     before = source_digest([kernel], later())
@@ -98,7 +103,10 @@ def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
     assert source_digest([kernel], later()) == before
 
 
-@pytest.mark.parametrize("name, counts", [("script.py", 1), ("sibling.py", 1), ("plain.py", 1), ("foreign/helper.py", 1), ("fam/settings.py", 0)])
+@pytest.mark.parametrize(
+    "name, counts",
+    [("script.py", 1), ("sibling.py", 1), ("plain.py", 1), ("foreign/helper.py", 1), ("fam/settings.py", 0)],
+)
 def test_a_script_counts_with_its_neighbours(tree, tmp_path, name, counts):
     script = module("script", tmp_path)
     before = source_digest([script], later())

@@ -1,0 +1,267 @@
+"""Plans and launches: from a call's signature to a compiled kernel, once; from then on one dict lookup.
+
+A plan is found by everything a kernel is specialised on (dtypes, width, strides and alignment class, device), so a new
+number of rows finds the same plan. The registered operators ``cute_kernels::norm_forward`` and ``norm_backward`` run the
+same functions for traced graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect
+from cute_kernels._op import mutating_op
+from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.norm.checks import check_norm
+from cute_kernels.norm.config import SUM_COLUMNS, NormConfig, backward_config, forward_config
+
+
+class Plan(NamedTuple):
+    """A compiled kernel and how many clusters of it to launch."""
+
+    function: Callable[..., None]
+    rows_per_cluster: int
+    max_clusters: int
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def forward_plan(
+    kind: str,
+    eps: float,
+    weight_offset: float,
+    save: str,
+    out_dtype: torch.dtype | None,
+    keeps_h: bool,
+    keeps_mean: bool,
+    keeps_rstd: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Plan:
+    """The plan of a forward call; checks the arguments where no call of this signature has been checked.
+
+    Raises: as ``check_norm``; UnsupportedDeviceError.
+    """
+    key = (
+        kind,
+        eps,
+        weight_offset,
+        save,
+        out_dtype,
+        keeps_h,
+        keeps_mean,
+        keeps_rstd,
+        _rows_key(x),
+        None if residual is None else _rows_key(residual),
+        None if weight is None else _vector_key(weight),
+        None if bias is None else _vector_key(bias),
+    )
+    plan = _plans.get(key)
+    if plan is None or (residual is not None and residual.shape != x.shape):
+        check_norm(f"{kind}_norm", x, weight, bias, residual, eps, save, out_dtype)
+        plan = _plans[key] = _plan_forward(
+            kind, weight_offset, out_dtype or x.dtype, keeps_h, keeps_mean, keeps_rstd, x, residual, weight, bias
+        )
+    return plan
+
+
+def run_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    h: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    kind: str,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Fill y, h, mean and rstd (matrices and vectors of at least one row) from x, residual, weight and bias."""
+    keeps = (h is not None, mean is not None, rstd is not None)
+    plan = forward_plan(kind, eps, weight_offset, "input", y.dtype, *keeps, x, residual, weight, bias)
+    launch_forward(plan, x.shape[0], x, residual, weight, bias, y, h, mean, rstd, eps)
+
+
+def launch_forward(plan: Plan, rows: int, x, residual, weight, bias, y, h, mean, rstd, eps: float) -> None:
+    """``run_forward`` with a plan at hand."""
+    function, rows_per_cluster, max_clusters = plan
+    clusters = -(-rows // rows_per_cluster)
+    function(x, residual, weight, bias, y, h, mean, rstd, eps, clusters if clusters < max_clusters else max_clusters)
+
+
+def run_backward(
+    saved: Tensor,
+    dy: Tensor,
+    dh_out: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor | None,
+    dresidual: Tensor | None,
+    dw: Tensor | None,
+    db: Tensor | None,
+    kind: str,
+    save: str,
+    eps: float,
+    weight_offset: float,
+    accumulate_w: bool,
+    accumulate_b: bool,
+) -> None:
+    """Fill dx, dresidual, dw and db (at least one row); dw and db are added to where ``accumulate_*`` says so."""
+    key = (
+        kind,
+        save,
+        weight_offset,
+        accumulate_w,
+        accumulate_b,
+        _rows_key(saved),
+        _rows_key(dy),
+        None if dh_out is None else _rows_key(dh_out),
+        None if weight is None else _vector_key(weight),
+        None if bias is None else _vector_key(bias),
+        None if dx is None else dx.dtype,
+        None if dresidual is None else dresidual.dtype,
+        None if dw is None else dw.dtype,
+        None if db is None else db.dtype,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        gradients = (saved, dy, dh_out, weight, bias, dx, dresidual, dw, db)
+        plan = _plans[key] = _plan_backward(kind, save, weight_offset, (accumulate_w, accumulate_b), *gradients)
+    function, rows_per_cluster, max_clusters = plan
+    rows, n = saved.shape
+    clusters = min(-(-rows // rows_per_cluster), max_clusters)
+    partials = None
+    if dw is not None or db is not None:
+        shape = (2 if dw is not None and db is not None else 1, clusters, -(-n // SUM_COLUMNS) * SUM_COLUMNS)
+        partials = rstd.new_empty(shape)
+    function(saved, dy, dh_out, weight, bias, mean, rstd, dx, dresidual, partials, dw, db, eps, clusters)
+
+
+forward_op = mutating_op(
+    "norm_forward",
+    "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!) y, Tensor(b!)? h, Tensor(c!)? mean, "
+    "Tensor(d!)? rstd, str kind, float eps, float weight_offset",
+    run_forward,
+)
+backward_op = mutating_op(
+    "norm_backward",
+    "Tensor saved, Tensor dy, Tensor? dh_out, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, "
+    "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dw, Tensor(d!)? db, str kind, str save, float eps, "
+    "float weight_offset, bool accumulate_w, bool accumulate_b",
+    run_backward,
+)
+
+
+def as_rows(op: str, name: str, t: Tensor) -> Tensor:
+    """``t`` as a matrix of rows, without a copy.
+
+    Raises:
+        ValueError: its leading dimensions do not collapse to rows of one stride.
+    """
+    if t.dim() == 2:
+        return t
+    try:
+        return t.view(-1, t.shape[-1])
+    except RuntimeError:
+        expected = "have leading dimensions that collapse to rows of one stride"
+        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
+        raise
+
+
+def _rows_key(t: Tensor) -> tuple:
+    """All that a kernel is specialised on and all that is checked of a matrix, but for its number of rows."""
+    if t.is_contiguous():
+        return t.dtype, t.shape[-1], t.get_device(), t.data_ptr() & 15
+    return t.dtype, t.shape, t.get_device(), t.data_ptr() & 15, t.stride()
+
+
+def _vector_key(t: Tensor) -> tuple:
+    return t.dtype, t.shape, t.get_device(), t.data_ptr() & 15, t.is_contiguous()
+
+
+def _plan_forward(kind, weight_offset, y_dtype, keeps_h, keeps_mean, keeps_rstd, x, residual, weight, bias) -> Plan:
+    from cute_kernels.norm.kernel import norm_forward
+
+    index, n = x.get_device(), x.shape[-1]
+    streams = [as_rows(f"{kind}_norm", "x", x)]
+    if residual is not None:
+        streams.append(as_rows(f"{kind}_norm", "residual", residual))
+    arch = arch_of(index)
+    geometry = _geometry(n, streams, [y_dtype])
+    config = forward_config(arch, kind, n, tuple(t.element_size() for t in streams), *geometry)
+    function = norm_forward(
+        arch,
+        kind,
+        *_dtypes(x, residual, weight, bias),
+        cutlass_dtype(y_dtype),
+        weight_offset,
+        keeps_h,
+        keeps_mean,
+        keeps_rstd,
+        _column_alignment(weight, bias),
+        config.layout,
+    )
+    return _plan(function, config, index)
+
+
+def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, weight, bias, *gradients) -> Plan:
+    from cute_kernels.norm.kernel import norm_backward
+
+    index, n = saved.get_device(), saved.shape[-1]
+    streams = [t for t in (saved, dy, dh_out) if t is not None]
+    arch = arch_of(index)
+    geometry = _geometry(n, streams, [t.dtype for t in gradients[:2] if t is not None])
+    config = backward_config(arch, kind, save, n, tuple(t.element_size() for t in streams), *geometry)
+    function = norm_backward(
+        arch,
+        kind,
+        save,
+        *_dtypes(saved, dy, dh_out, weight, bias, *gradients),
+        weight_offset,
+        accumulate,
+        _column_alignment(weight, bias),
+        config.layout,
+    )
+    return _plan(function, config, index)
+
+
+def _plan(function, config: NormConfig, device_index: int) -> Plan:
+    return Plan(function, config.rows_per_cluster, config.max_clusters(sm_count(device_index)))
+
+
+def _dtypes(*tensors: Tensor | None) -> list:
+    return [None if t is None else cutlass_dtype(t.dtype) for t in tensors]
+
+
+def _geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tuple[int, bool, bool]:
+    """(elements that move together, rows start and end on 16 bytes, rows of all matrices are back to back).
+
+    16 bytes of the widest dtype move together: a wider access would leave half of each 32-byte sector to the next
+    instruction (H200, 8192x4096 fp32 forward: 89 us with 32 bytes a thread).
+    """
+    vec = 16 // max(dtype.itemsize for dtype in (*outputs, *(t.dtype for t in streams)))
+    aligned = True
+    for t in streams:
+        itemsize = t.element_size()
+        stride = t.stride(0) if t.shape[0] > 1 else n
+        vec = math.gcd(vec, n, stride, t.data_ptr() // itemsize)
+        aligned = aligned and all(size % 16 == 0 for size in (n * itemsize, stride * itemsize, t.data_ptr()))
+    packed = aligned and all(t.stride(0) == n or t.shape[0] == 1 for t in streams)
+    return vec, aligned, packed
+
+
+def _column_alignment(*vectors: Tensor | None) -> int:
+    """16 if all per-column vectors start on 16 bytes, else 0."""
+    return 16 if all(v is None or v.data_ptr() % 16 == 0 for v in vectors) else 0

@@ -1,0 +1,198 @@
+"""Prewarming: what a package names is compiled in parallel; failures are reported, not fatal."""
+
+import sys
+
+import cutlass
+import pytest
+
+import jit_cache.__main__
+from jit_cache import prewarm
+from jit_cache.prewarm import available_memory, default_workers, discover
+from tests.jit_cache import kernels
+
+MODULE = "tests.jit_cache.kernels"
+ARCHS = ["sm_90a", "sm_100a"]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with two families, the second of which must not be imported whole."""
+    for name, text in {
+        "warm/__init__.py": "",
+        "warm/norm/__init__.py": "",
+        "warm/norm/prewarm.py": "from tests.jit_cache.kernels import specializations\n",
+        "warm/deep/__init__.py": "",
+        "warm/deep/er/__init__.py": "",
+        "warm/deep/er/prewarm.py": "from tests.jit_cache import kernels\n"
+        "def specializations(arch):\n    yield kernels.broken, (arch, 1)\n    yield kernels.broken, (arch, 1)\n",
+        "warm/deep/kernel.py": "raise AssertionError('imported')\n",
+        "empty/__init__.py": "",
+        "wrong/__init__.py": "",
+        "wrong/part/__init__.py": "import nothing_of_this_name\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield str(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("warm", "empty", "wrong")]:
+        del sys.modules[name]
+
+
+def test_discovery(package):
+    jobs = discover("warm", ARCHS)
+    assert [(builder.__name__, args[0]) for builder, args in jobs] == [
+        (name, arch) for arch in ARCHS for name in ("broken", "broken", "add", "add")
+    ]
+    assert {builder.__name__ for builder, _ in discover("warm", ARCHS, only=["kernels.add"])} == {"add"}
+    assert [args[1] for _, args in discover(MODULE, ["sm_90a"])] == [cutlass.Float32, cutlass.BFloat16]
+
+
+def test_discovery_fails_loudly(package):
+    with pytest.raises(LookupError, match="empty has no module named `prewarm`"):
+        discover("empty", ARCHS)
+    with pytest.raises(ImportError, match="nothing_of_this_name"):
+        discover("wrong", ARCHS)
+    with pytest.raises(ImportError):
+        discover("not_there_at_all", ARCHS)
+
+
+def test_workers_compile_store_and_report(cache):
+    jobs = discover(MODULE, ARCHS)
+    seen = []
+    report = prewarm(
+        [*jobs, jobs[0]], workers=2, progress=lambda result, done, total: seen.append((result, done, total))
+    )
+    assert report.ok and [result.status for result in report.results] == ["compiled"] * 4
+    assert [(done, total) for _, done, total in seen] == [(n, 4) for n in (1, 2, 3, 4)]
+    assert {str(result) for result, _, _ in seen} == {str(result) for result in report.results}
+    for result, (builder, args) in zip(report.results, jobs, strict=True):
+        assert result.builder == builder.kernel and result.arguments == args and result.arch == args[0]
+        assert result.seconds > 0 and result.record["kernels"][0]["registers"] > 0
+        assert result.record["files"][".o"]["size"] > 1000
+    again = prewarm(jobs)
+    assert [result.status for result in again.results] == ["disk"] * 4
+    assert [result.record for result in again.results] == [result.record for result in report.results]
+
+
+def test_check_compiles_nothing(cache):
+    report = prewarm(discover(MODULE, ["sm_90a"]), check=True)
+    assert [result.status for result in report.failed] == ["missing"] * 2 and not cache.exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_failure_does_not_stop_the_others(workers):
+    jobs = [
+        (kernels.broken, ("sm_90a", 1)),
+        (kernels.add, ("sm_90a", cutlass.Float32)),
+        (kernels.broken, ("sm_90a", 2)),
+    ]
+    report = prewarm(jobs, workers=workers)
+    assert [result.status for result in report.results] == ["failed", "compiled", "failed"]
+    assert "broken('sm_90a', 2): RuntimeError: the builder is broken" in report.results[2].error
+    assert str(report.failed[0]) == "tests.jit_cache.kernels.broken('sm_90a', 1)"
+
+
+def test_a_worker_that_dies_takes_only_its_own_kernel_along():
+    jobs = [(kernels.dies, ("sm_90a",)), *discover(MODULE, ["sm_90a"])]
+    report = prewarm(jobs, workers=2)
+    assert [result.status for result in report.results][0] == "failed"
+    assert "died" in report.results[0].error
+    assert all(result.ok for result in report.results[1:])
+
+
+def test_wrong_arguments_raise_at_once():
+    with pytest.raises(TypeError, match="argument `n` must be"):
+        prewarm([(kernels.broken, ("sm_90a", [1]))])
+
+
+GB = 2**30
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, 8 * GB),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}, 8 * GB),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/memory.max": f"{4 * GB}\n",
+                "sys/fs/cgroup/a/memory.current": f"{3 * GB}\n",
+                "sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {GB}\n",
+            },
+            2 * GB,
+        ),
+        (  # in a container: the path is the host's
+            {
+                "proc/self/cgroup": "0::/of/the/host\n",
+                "sys/fs/cgroup/memory.max": f"{3 * GB}\n",
+                "sys/fs/cgroup/memory.current": f"{GB}\n",
+            },
+            2 * GB,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n0::/\n",
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": f"{2 * GB}\n",
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": f"{GB}\n",
+                "sys/fs/cgroup/memory/x/memory.stat": "total_inactive_file 0\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GB}\n",
+            },
+            GB,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": f"{GB}\n",
+                "sys/fs/cgroup/memory.current": f"{2 * GB}\n",
+            },
+            0,
+        ),
+    ],
+)
+def test_memory_that_control_groups_leave(tmp_path, files, expected):
+    for name, text in {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {8 * 2**20} kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory(tmp_path) == expected
+
+
+def test_default_workers():
+    assert default_workers() >= 1
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def test_prewarm_command(command, package, monkeypatch):
+    status, out, _ = command("prewarm", MODULE, "--arch", "sm_90a", "--check")
+    assert status == 1 and "2 kernels: 2 missing" in out
+    status, out, err = command("prewarm", MODULE, "--arch", "sm_90a", "--workers", 2)
+    lines = out.splitlines()
+    assert status == 0 and len(lines) == 3 and "2 kernels: 2 compiled" in lines[-1], err
+    assert all(line.startswith("compiled") and " registers" in line for line in lines[:2])
+    monkeypatch.setattr(jit_cache.__main__, "_gpu_archs", lambda: [])
+    status, out, _ = command("prewarm", MODULE, JIT_CACHE_ARCH="sm_90a")
+    assert status == 0 and "2 disk" in out
+    status, out, _ = command("prewarm", "warm", "--arch", "sm_90a", "--workers", 1)
+    assert status == 1 and "1 failed" in out and "the builder is broken" in out
+    status, out, _ = command("prewarm", "warm", "--arch", "sm_90a", "--only", "kernels.add")
+    assert status == 0 and "2 kernels: 2 disk" in out
+
+
+def test_prewarm_command_without_a_gpu_asks_for_the_architecture(command):
+    status, _, err = command("prewarm", MODULE, PATH="/nowhere")
+    assert status == 1 and "--arch sm_90a" in err
+
+
+def test_explain_command(command):
+    status, out, _ = command("explain", MODULE, "--arch", "sm_90a")
+    assert status == 0 and "nothing is stored of this builder" in out and out.endswith("2 not stored")
+    kernels.add.obtain("sm_90a")
+    status, out, _ = command("explain", MODULE, "--arch", "sm_90a", CUTE_DSL_LINEINFO="1")
+    assert "environment.CUTE_DSL_LINEINFO: wanted 1, stored nothing" in out and out.endswith("2 not stored")
+    status, out, _ = command("explain", MODULE, "--arch", "sm_90a")
+    assert "arguments.dtype.dtype: wanted BFloat16, stored Float32" in out and out.endswith("1 not stored")
