@@ -223,7 +223,7 @@ class Compiled:
 
     def _find(self, key: Key, load: bool) -> Kernel | None:
         """Looks in the bundles, then in the cache. What is damaged, or does not load, is not there."""
-        for store in _stores() if key.storable else ():
+        for store in _stores():
             try:
                 entry = store.find(key)
                 if entry is not None:

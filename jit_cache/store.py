@@ -53,8 +53,6 @@ class Settings:
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Settings:
         """Raises ValueError for a value outside of those above."""
-        import platformdirs
-
         def choice(name: str, default: str, *others: str) -> str:
             value = environ.get(name, "").lower() or default
             if value not in (default, *others):
@@ -64,11 +62,15 @@ class Settings:
         def words(name: str, separator: str) -> list[str]:
             return [word.strip() for word in environ.get(name, "").split(separator) if word.strip()]
 
+        home = os.path.expanduser("~")  # stays as it is for a user without home: then nothing can be stored
+        default = Path(home if os.path.isabs(home) else "/", ".cache")
+        if os.path.isabs(environ.get("XDG_CACHE_HOME", "")):
+            default = Path(environ["XDG_CACHE_HOME"])
         workers = environ.get("JIT_CACHE_WORKERS") or "0"
         if not workers.isdecimal():
             raise ValueError(f"JIT_CACHE_WORKERS must be a number, got {workers!r}")
         return Settings(
-            root=Path(environ.get("JIT_CACHE_DIR") or platformdirs.user_cache_dir("jit_cache")).absolute(),
+            root=Path(environ.get("JIT_CACHE_DIR") or default / "jit_cache").absolute(),
             bundles=tuple(Path(path).absolute() for path in words("JIT_CACHE_BUNDLE", os.pathsep)),
             mode=choice("JIT_CACHE_MODE", "on", "warn", "off"),
             archs=tuple(words("JIT_CACHE_ARCH", ",")),

@@ -10,90 +10,129 @@ from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 
 
 class RowSum:
-    """Sum of one to four fp32 values over the threads of a row; every thread of the row gets the same bits.
+    """Sums, or mean and spread, over the threads of a row; every thread of the row gets the same bits.
 
-    Within a warp by xor shuffles. Across warps each warp publishes its sums to all warps of the row and each thread adds
-    them in ascending order of (CTA, warp): through shared memory and the team's named barrier when the row lies in one
+    Within a warp by xor shuffles. Across warps each warp publishes its values to all warps of the row and each thread
+    combines them in ascending order of (CTA, warp): through shared memory and the team's barrier when the row lies in one
     CTA, through ``st.async`` to all CTAs of the cluster and an mbarrier that counts bytes when it does not. Two buffers
     alternate: a warp can only be one round ahead, because a round ends when every warp's message of it has arrived, and
     a warp sends that message after it has read the round before.
+
+    ``max_values``: the most values that one round carries. ``round_index`` counts a team's rounds from 0.
     """
 
-    def __init__(self, layout: RowLayout, num_values: int):
+    def __init__(self, layout: RowLayout, max_values: int):
         self.layout = layout
-        self.num_values = num_values
+        self.max_values = max_values
+        self.width = min(layout.threads_per_row, WARP_SIZE)
         self.warps_per_row = layout.warps_per_team * layout.cluster
-        self.crosses_warps = self.warps_per_row > 1
-        self.crosses_ctas = layout.cluster > 1
 
     def allocate(self, smem):
         """Shared memory: messages (value, warp, team, buffer) and mbarriers (team, buffer)."""
-        if not self.crosses_warps:
-            return None, None
-        layout = cute.make_layout((self.num_values, self.warps_per_row, self.layout.teams, 2))
-        messages = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        mbars = None
-        if self.crosses_ctas:
+        messages = mbars = None
+        if self.warps_per_row > 1:
+            shape = (self.max_values, self.warps_per_row, self.layout.teams, 2)
+            messages = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+        if self.layout.cluster > 1:
             mbars = smem.allocate_tensor(Int64, cute.make_layout((self.layout.teams, 2)), byte_alignment=8)
         return messages, mbars
 
     @cute.jit
     def init(self, mbars):
         """Arm the mbarriers; the caller synchronises the cluster afterwards."""
-        if const_expr(self.crosses_ctas):
+        if const_expr(self.layout.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
                 for i in cutlass.range_constexpr(2 * self.layout.teams):
                     cute.arch.mbarrier_init(mbars.iterator + i, 1)
             cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def __call__(self, values, messages, mbars, team: Int32, round_index: Int32):
-        """Sums of ``values`` (a tuple of Float32). ``round_index`` counts this team's calls from 0."""
-        layout = self.layout
-        width = const_expr(min(layout.threads_per_row, WARP_SIZE))
-        sums = tuple(cute.arch.warp_reduction(value, operator.add, threads_in_group=width) for value in values)
-        if const_expr(self.crosses_warps):
-            lane = cute.arch.lane_idx()
-            warp = cute.arch.warp_idx() % layout.warps_per_team
-            buffer = round_index % 2
-            if const_expr(self.crosses_ctas):
-                rank = cute.arch.block_idx_in_cluster()
-                mbar = mbars.iterator + mbars.layout((team, buffer))
-                if warp == 0 and lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(mbar, 4 * self.num_values * self.warps_per_row)
-                if lane < layout.cluster:
-                    for i in cutlass.range_constexpr(self.num_values):
-                        target = messages.iterator + messages.layout(
-                            (i, rank * layout.warps_per_team + warp, team, buffer)
-                        )
-                        cute.arch.store_async_dsmem(target, float_bits(sums[i]), mbar, lane)
-                cute.arch.mbarrier_wait(mbar, (round_index // 2) % 2)
-            else:
-                if lane == 0:
-                    for i in cutlass.range_constexpr(self.num_values):
-                        messages[i, warp, team, buffer] = sums[i]
-                team_barrier(layout, team)
-            sums = self._add_messages(messages, team, buffer)
-        return sums
+    def sum(self, values, messages, mbars, team: Int32, round_index: Int32):
+        """Sums of ``values``, a tuple of fp32 values of this thread."""
+        totals = [cute.arch.warp_reduction(value, operator.add, threads_in_group=self.width) for value in values]
+        if const_expr(self.warps_per_row > 1):
+            self._exchange(totals, messages, mbars, team, round_index)
+            gathered = self._gather(len(values), messages, team, round_index)
+            totals = [self._add([gathered[i, w] for w in range(self._gathered())]) for i in range(len(values))]
+        return tuple(totals)
 
     @cute.jit
-    def _add_messages(self, messages, team: Int32, buffer: Int32):
-        count = const_expr(self.warps_per_row)
-        totals = [Float32(0.0)] * self.num_values
-        if const_expr(count <= 16):
-            gathered = cute.make_rmem_tensor((self.num_values, count), Float32)
+    def moments(self, mean: Float32, spread: Float32, count: cutlass.Constexpr[int], messages, mbars, team, round_index):
+        """Mean, and sum of squared distances from it, of a row whose threads each hold them for ``count`` elements.
+
+        Two parts of k elements combine to the mean of their means and
+        spread_a + spread_b + (mean_a - mean_b)^2 k/2 (Chan, Golub and LeVeque, Updating formulae and a pairwise
+        algorithm for computing sample variances, 1979): as accurate as centring in a second round, in one.
+        """
+        for step in cutlass.range_constexpr(self.width.bit_length() - 1):
+            other_mean = cute.arch.shuffle_sync_bfly(mean, offset=1 << step)
+            other_spread = cute.arch.shuffle_sync_bfly(spread, offset=1 << step)
+            distance = other_mean - mean
+            mean = (mean + other_mean) * 0.5
+            spread = (spread + other_spread) + distance * distance * (0.5 * (count << step))
+        if const_expr(self.warps_per_row > 1):
+            self._exchange([mean, spread], messages, mbars, team, round_index)
+            gathered = self._gather(2, messages, team, round_index)
+            warps = const_expr(range(self._gathered()))
+            mean = self._add([gathered[0, w] for w in warps]) * (1.0 / self.warps_per_row)
+            spread = self._add(
+                [
+                    gathered[1, w] + (gathered[0, w] - mean) * (gathered[0, w] - mean) * (1.0 * count * WARP_SIZE)
+                    for w in warps
+                ]
+            )
+        return mean, spread
+
+    @cute.jit
+    def _exchange(self, values, messages, mbars, team: Int32, round_index: Int32):
+        """Publish a warp's values to the row's warps and wait for theirs."""
+        layout = self.layout
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.warp_idx() % layout.warps_per_team
+        buffer = round_index % 2
+        if const_expr(layout.cluster > 1):
+            rank = cute.arch.block_idx_in_cluster()
+            mbar = mbars.iterator + mbars.layout((team, buffer))
+            if warp == 0 and lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(mbar, 4 * len(values) * self.warps_per_row)
+            if lane < layout.cluster:
+                for i in cutlass.range_constexpr(len(values)):
+                    target = messages.layout((i, rank * layout.warps_per_team + warp, team, buffer))
+                    cute.arch.store_async_dsmem(messages.iterator + target, float_bits(values[i]), mbar, lane)
+            cute.arch.mbarrier_wait(mbar, (round_index // 2) % 2)
+        else:
+            if lane == 0:
+                for i in cutlass.range_constexpr(len(values)):
+                    messages[i, warp, team, buffer] = values[i]
+            team_barrier(layout, team)
+
+    def _gathered(self) -> int:
+        """Warps' messages that one thread reads: all of few, every 32nd of many."""
+        return self.warps_per_row if self.warps_per_row <= 16 else -(-self.warps_per_row // WARP_SIZE)
+
+    @cute.jit
+    def _gather(self, num_values: cutlass.Constexpr[int], messages, team: Int32, round_index: Int32):
+        """Messages (value, warp) of a round that this thread adds up."""
+        buffer = round_index % 2
+        gathered = cute.make_rmem_tensor((self.max_values, self._gathered()), Float32)
+        if const_expr(self.warps_per_row <= 16):
             cute.autovec_copy(messages[None, None, team, buffer], gathered)
-            for warp in cutlass.range_constexpr(count):
-                for i in cutlass.range_constexpr(self.num_values):
-                    totals[i] = totals[i] + gathered[i, warp]
         else:
             lane = cute.arch.lane_idx()
-            for first in cutlass.range_constexpr(0, count, WARP_SIZE):
-                if first + lane < count:
-                    for i in cutlass.range_constexpr(self.num_values):
-                        totals[i] = totals[i] + messages[i, first + lane, team, buffer]
-            totals = [cute.arch.warp_reduction(total, operator.add) for total in totals]
-        return tuple(totals)
+            for w in cutlass.range_constexpr(self._gathered()):
+                for i in cutlass.range_constexpr(num_values):
+                    gathered[i, w] = messages[i, w * WARP_SIZE + lane, team, buffer]
+        return gathered
+
+    @cute.jit
+    def _add(self, values):
+        """Sum of gathered values over the row's warps, in order."""
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        if const_expr(self.warps_per_row > 16):
+            total = cute.arch.warp_reduction(total, operator.add)
+        return total
 
 
 @cute.jit

@@ -126,7 +126,7 @@ def test_what_is_damaged_or_of_another_is_rebuilt_with_one_warning(stored, damag
             shutil.copy(store.path(fresh().key("sm_100a").name, suffix), store.path(key.name, suffix))
     elif damage == "other flavour":
         record = json.loads(record_file.read_text())
-        record["key"]["stack"]["dsl"]["nvidia-cutlass-dsl-libs-cu13"] = "4.8.1"
+        record["key"]["stack"]["dsl"]["nvidia-cutlass-dsl-libs-cu99"] = "4.8.1"
         record_file.write_text(json.dumps(record))
     else:
         middle = len(data) // 2

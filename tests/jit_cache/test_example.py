@@ -14,7 +14,7 @@ def test_a_users_script_is_cached_until_it_changes(tmp_path):
     shutil.copy(ROOT / "examples" / "cached_vector_add.py", script)
 
     def run():
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         return subprocess.run(
             [sys.executable, script], env=environment, capture_output=True, text=True, check=True
         ).stdout

@@ -183,6 +183,19 @@ def test_builders_whose_arguments_are_no_key_are_refused(function):
         compiled(function)
 
 
+def test_strings_are_told_apart_by_their_code_points():
+    texts = ["\ud800", "\ud801", "?", "??", "\ufffd", "\ud83d\ude00", "😀", "\\ud83d"]
+    assert len({build.key("sm_90a", text).digest for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("value", [Pair(1, 2), Color.RED, (1, (Color.RED,)), kernels.Config(mode=Color.RED)])
+def test_the_source_of_the_arguments_classes_counts(value):
+    """Their methods and properties take part in building the kernel."""
+    own = kernels.add.key("sm_90a", config=kernels.Config()).record["source"]
+    assert kernels.add.key("sm_90a", config=1).record["source"] == own
+    assert kernels.add.key("sm_90a", config=value).record["source"] != own
+
+
 def test_builders_are_pickled_by_name():
     assert pickle.loads(pickle.dumps(kernels.add)) is kernels.add
 
