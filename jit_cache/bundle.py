@@ -54,9 +54,9 @@ def export_bundle(path: Path, entries: Iterable[Entry], shared: bool = False) ->
         if shared:
             suffixes[".so"] = _link(suffixes[".o"])
         files |= {entry.name + suffix: data for suffix, data in suffixes.items()}
-        # The time of compiling is left out, so that archives of the same kernels are equal.
-        record = {name: value for name, value in entry.record.items() if name not in ("created", "seconds")}
-        record["files"] = {suffix: _describe(data) for suffix, data in suffixes.items()}
+        # Without the time of compiling, archives of the same kernels are equal.
+        record = {name: value for name, value in entry.record.items() if name != "created"}
+        record |= {"seconds": 0.0, "files": {suffix: _describe(data) for suffix, data in suffixes.items()}}
         kernels.append({"name": entry.name, "record": record})
     if not kernels:
         raise BundleError("there is no kernel to export")

@@ -78,7 +78,7 @@ def stats() -> Stats:
 class Kernel:
     """A kernel found or compiled: where it came from, its record, its object's bytes, its function if it was loaded.
 
-    Fields of the record: `key`; `options`; `seconds` (to compile) and `created` (neither in bundles);
+    Fields of the record: `key`; `options`; `seconds` (to compile; 0 in a bundle); `created` (not in a bundle);
     `files`: {".o": {"size", "sha256"}}; `kernels`: for each CUDA kernel `name`, `registers`, `stack_bytes` (local
     memory a thread: spills, indexed arrays), `static_smem_bytes` and, for a static launch, `dynamic_smem_bytes`,
     `threads`.
@@ -108,7 +108,7 @@ class Compiled:
         self._module = sys.modules[build.__module__]
         self._imported_at = time.time()
         self.kernel = f"{module_name(self._module)}.{build.__qualname__}"
-        self._memory: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...] | None]] = {}
+        self._memory = functools.lru_cache(maxsize=None, typed=True)(self._load)  # in C: half the time of a dict
         self._loaded: dict[str, Kernel] = {}
         self._sources: dict[frozenset[type], str | None] = {}
 
@@ -124,15 +124,15 @@ class Compiled:
         """
         if kwargs:
             args = self._bind(args, kwargs)
-        index = (args, *map(type, args))
         try:
-            function, exact = self._memory[index]
-        except (KeyError, TypeError):  # TypeError: an argument without hash; the key will name it
-            return self._load(args)
+            found = self._memory(*args)
+        except TypeError:  # an argument without hash: the key accepts or names it
+            found = None
+        function, exact = found or self._load(*args)
         # The lookup has compared the types of the arguments; `same` compares what is nested, and the sign of zero.
         if exact is None or same(exact, args):
             return function
-        return self._load(args)
+        return self._load(*args)[0]
 
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by name, like a function
@@ -196,17 +196,14 @@ class Compiled:
 
     # ------------------------------------------------------------------------------------------------- finding, loading
 
-    def _load(self, args: tuple[Any, ...]) -> Any:
+    def _load(self, *args: Any) -> tuple[Any, tuple[Any, ...] | None]:
+        """Returns the function of these arguments, and the arguments if equal ones may mean another function."""
         full = self._bind(args, {})
         key = self.key(*full)
         with _process_lock:
             if key.digest not in self._loaded:
                 self._loaded[key.digest] = self._obtain(key, full, load=True)
-            function = self._loaded[key.digest].function
-        index = (args, *map(type, args))
-        with contextlib.suppress(TypeError):  # an accepted dataclass may have no hash
-            self._memory[index] = function, None if all(map(is_flat, args)) else args
-        return function
+            return self._loaded[key.digest].function, None if all(map(is_flat, args)) else args
 
     def _obtain(self, key: Key, args: tuple[Any, ...], load: bool) -> Kernel:
         kernel = self._find(key, load)
@@ -341,7 +338,7 @@ def _compile_program(program: Program, arch: str) -> tuple[bytes, list[resources
     with _memory_file() as (descriptor, path):
         binary.export_to_c(path, function_name="func")
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    return data, resources.launches(str(binary.ir_module))
+    return data, resources.launches(str(getattr(binary, "ir_module", "")))
 
 
 def _load_object(data: bytes) -> Any:

@@ -19,6 +19,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 FORMAT = 1
@@ -161,13 +162,14 @@ def stack() -> dict[str, Any]:
     the CUDA 12 and CUDA 13 wheels have the same version and differ only in their names.
     """
     dsl: dict[str, str] = {}
-    tvm_ffi = None
-    for distribution in importlib.metadata.distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if name.startswith("nvidia-cutlass-dsl"):
-            dsl.setdefault(name, distribution.version)
-        elif name == "apache-tvm-ffi":
-            tvm_ffi = tvm_ffi or distribution.version
+    for place in sys.path:  # by the directories' names: reading the metadata of all that is installed takes 25 ms
+        for path in sorted(Path(place or ".").glob("nvidia_cutlass_dsl*.dist-info")):
+            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+            dsl.setdefault(name.replace("_", "-"), version)
+    try:
+        tvm_ffi = importlib.metadata.version("apache-tvm-ffi")
+    except importlib.metadata.PackageNotFoundError:
+        tvm_ffi = None
     return {"format": FORMAT, "machine": machine(), "dsl": dsl, "tvm_ffi": tvm_ffi}
 
 

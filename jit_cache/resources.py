@@ -29,7 +29,10 @@ class Launch:
 def describe(data: bytes, launches: list[Launch]) -> list[dict[str, Any]]:
     """Returns `name`, `registers`, `stack_bytes` and `static_smem_bytes` of each CUDA kernel in an object, and from its
     launch `dynamic_smem_bytes` and `threads` where they are static."""
-    kernels = [kernel for cubin in _cubins(data) for kernel in _kernels(cubin)]
+    try:
+        kernels = [kernel for cubin in _cubins(data) for kernel in _kernels(cubin)]
+    except (struct.error, KeyError, IndexError, ValueError):  # a layout not known here must not stop a kernel
+        return []
     for kernel in kernels:
         for launch in launches:
             if launch.kernel == kernel["name"]:

@@ -53,6 +53,7 @@ class Settings:
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Settings:
         """Raises ValueError for a value outside of those above."""
+
         def choice(name: str, default: str, *others: str) -> str:
             value = environ.get(name, "").lower() or default
             if value not in (default, *others):

@@ -75,12 +75,12 @@ class RowSum:
             gathered = self._gather(2, messages, team, round_index)
             warps = const_expr(range(self._gathered()))
             mean = self._add([gathered[0, w] for w in warps]) * (1.0 / self.warps_per_row)
-            spread = self._add(
-                [
-                    gathered[1, w] + (gathered[0, w] - mean) * (gathered[0, w] - mean) * (1.0 * count * WARP_SIZE)
-                    for w in warps
-                ]
-            )
+            distances = [gathered[0, w] - mean for w in warps]
+            if const_expr(self.warps_per_row > 16):
+                lane = cute.arch.lane_idx()
+                distances = [d * Float32(w * WARP_SIZE + lane < self.warps_per_row) for w, d in zip(warps, distances)]
+            weight = const_expr(1.0 * count * WARP_SIZE)
+            spread = self._add([gathered[1, w] + d * d * weight for w, d in zip(warps, distances)])
         return mean, spread
 
     @cute.jit
@@ -121,7 +121,9 @@ class RowSum:
             lane = cute.arch.lane_idx()
             for w in cutlass.range_constexpr(self._gathered()):
                 for i in cutlass.range_constexpr(num_values):
-                    gathered[i, w] = messages[i, w * WARP_SIZE + lane, team, buffer]
+                    gathered[i, w] = Float32(0.0)
+                    if w * WARP_SIZE + lane < self.warps_per_row:
+                        gathered[i, w] = messages[i, w * WARP_SIZE + lane, team, buffer]
         return gathered
 
     @cute.jit

@@ -457,11 +457,16 @@ class NormBackward:
         total = cute.make_rmem_tensor((4,), Float32)
         total.fill(0.0)
         cute.arch.griddepcontrol_wait()
-        for row in cutlass.range(part, num_partials, SUM_PARTS, unroll=4):
-            source = partials.iterator + (
-                (Int64(index) * partials.shape[1] + row) * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
-            )
-            total.store(total.load() + load_quad(source).load())
+        source = partials.iterator + (Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4)
+        for first in cutlass.range(part, num_partials, SUM_PARTS * SUM_BATCH):
+            batch = cute.make_rmem_tensor((4, SUM_BATCH), Float32)
+            batch.fill(0.0)
+            for b in cutlass.range_constexpr(SUM_BATCH):
+                row = first + b * SUM_PARTS
+                if row < num_partials:
+                    batch[None, b].store(load_quad(source + Int64(row) * partials.shape[2]).load())
+            for b in cutlass.range_constexpr(SUM_BATCH):
+                total.store(total.load() + batch[None, b].load())
         cute.autovec_copy(
             total, cute.make_tensor((sums.iterator + part * SUM_COLUMNS + quad * 4).align(16), cute.make_layout(4))
         )
@@ -489,6 +494,7 @@ class NormBackward:
 
 
 SUM_PARTS = 32
+SUM_BATCH = 8  # loads in flight a thread: up to 256 partial rows cost one trip to L2
 SUM_THREADS = SUM_COLUMNS // 4 * SUM_PARTS
 LOG2 = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5}
 

@@ -12,7 +12,6 @@ import tarfile
 import pytest
 
 from jit_cache import MissingKernelError
-from jit_cache import key as key_module
 from jit_cache.bundle import BundleError, export_bundle, import_bundle
 from jit_cache.compile import Compiled, reset, stats
 from jit_cache.key import stack
@@ -41,7 +40,8 @@ def archive(store, tmp_path):
 def test_an_archive_is_deterministic(store, archive, tmp_path):
     path, digest = archive
     for n in (1, 2):  # stored again, in another order, at another time
-        put(store, key(n), bytes([n]) * 100)
+        record = {"key": key(n).record, "kernels": [], "created": f"at {n}", "seconds": n}
+        store.write(key(n).name, record, {".o": bytes([n]) * 100})
     assert export_bundle(tmp_path / "b.tar", reversed(list(store.entries()))) == (digest, 2)
     assert path.read_bytes() == (tmp_path / "b.tar").read_bytes()
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
@@ -117,26 +117,36 @@ def add_member(name, kind=tarfile.REGTYPE, target=""):
 
 
 def replace_by_link(members):
-    name = f"{key(1).name}.o"
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    members[name] = member, b""
+    """The second object becomes a link to the first, whose bytes the manifest says it has."""
+    manifest = json.loads(members["manifest.json"][1])
+    first, second = manifest["kernels"]
+    second["record"]["files"] = first["record"]["files"]
+    member = tarfile.TarInfo(second["name"] + ".o")
+    member.type, member.linkname = tarfile.SYMTYPE, os.path.basename(first["name"]) + ".o"
+    members[member.name] = member, b""
+    members["manifest.json"] = members["manifest.json"][0], json.dumps(manifest).encode()
 
 
-def escape(manifest):
-    manifest["kernels"][0]["name"] = "../../escaped/build-" + "0" * 32
+def rename(directory):
+    """Moves an object to another directory, in the manifest, too; its name has the right digest."""
 
+    def change(members):
+        manifest = json.loads(members["manifest.json"][1])
+        kernel = manifest["kernels"][0]
+        old = kernel["name"]
+        kernel["name"] = directory + os.path.basename(old)
+        members[old + ".o"][0].name = kernel["name"] + ".o"
+        members["manifest.json"] = members["manifest.json"][0], json.dumps(manifest).encode()
 
-def rename_to_escape(members):
-    edit_manifest(escape)(members)
-    first = next(name for name in members if name.endswith(".o"))
-    members[first][0].name = "../../escaped/build-" + "0" * 32 + ".o"
+    return change
 
 
 CHANGES = {
     "a path that escapes": add_member("../escaped.o"),
     "an absolute path": add_member("/tmp/escaped.o"),
-    "an escaping name in the manifest": rename_to_escape,
+    "an escaping name in the manifest": rename("../../escaped/"),
+    "an absolute name in the manifest": rename("/tmp/"),
+    "a name of another arch": rename("sm_100a/"),
     "a symbolic link": add_member("sm_90a/link", tarfile.SYMTYPE, "/etc"),
     "a link in place of an object": replace_by_link,
     "a hard link": add_member("sm_90a/link", tarfile.LNKTYPE, "manifest.json"),
@@ -246,8 +256,8 @@ def test_a_bundle_that_cannot_be_used_costs_one_warning(bundle, event, caplog):
 @pytest.mark.parametrize("built, here, serves", [(12, 13, True), (13, 12, False)])
 def test_flavours_in_the_direction_that_works(cache, tmp_path, monkeypatch, built, here, serves):
     def install(cuda):
-        monkeypatch.setattr(key_module.importlib.metadata, "distributions", lambda: [])
         stack.cache_clear()
+        stack()["dsl"].clear()
         stack()["dsl"].update({"nvidia-cutlass-dsl": "4.8.1", f"nvidia-cutlass-dsl-libs-cu{cuda}": "4.8.1"})
 
     try:

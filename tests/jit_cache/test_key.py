@@ -2,9 +2,11 @@
 
 import dataclasses
 import enum
+import importlib.metadata
 import pickle
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import cutlass
@@ -13,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jit_cache import Program, compiled
-from jit_cache import key as key_module
 from jit_cache.compile import Compiled, Kernel, reset
 from jit_cache.key import digest, encode, flavour, machine, runs_here, runs_on, same, stack
 from tests.jit_cache import kernels
@@ -215,17 +216,18 @@ def test_compiler_variables(monkeypatch, name, counts):
 
 
 @pytest.fixture
-def wheels(monkeypatch):
+def wheels(tmp_path, monkeypatch):
     """Replaces the installed distributions by (name, version) pairs."""
 
-    class Distribution:
-        def __init__(self, name, version):
-            self.metadata, self.version = {"Name": name}, version
-
     def replace(**versions):
-        found = [Distribution(name, version) for name, version in versions.items()]
-        monkeypatch.setattr(key_module.importlib.metadata, "distributions", lambda: found)
+        place = Path(tempfile.mkdtemp(dir=tmp_path))
+        for name, version in versions.items():
+            directory = place / f"{name}-{version}.dist-info"
+            directory.mkdir()
+            (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.setattr(sys, "path", [str(place)])
         stack.cache_clear()
+        return stack()
 
     yield replace
     monkeypatch.undo()
@@ -235,22 +237,26 @@ def wheels(monkeypatch):
 def test_every_wheel_of_the_stack_is_in_the_key(wheels):
     base = {
         "nvidia_cutlass_dsl": "4.8.1",
-        "nvidia-cutlass-dsl-libs-cu12": "4.8.1",
-        "apache-tvm-ffi": "0.1",
+        "nvidia_cutlass_dsl_libs_cu12": "4.8.1",
+        "apache_tvm_ffi": "0.1",
         "torch": "2",
     }
+    assert wheels(**base)["dsl"] == CU12 and stack()["tvm_ffi"] == "0.1"
+    changes = [{"nvidia_cutlass_dsl": "4.8.2"}, {"nvidia_cutlass_dsl_libs_cu13": "4.8.1"}, {"apache_tvm_ffi": "0.2"}]
     digests = []
-    for change in (
-        {},
-        {"nvidia_cutlass_dsl": "4.8.2"},
-        {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"},
-        {"apache-tvm-ffi": "0.2"},
-    ):
+    for change in ({}, *changes):
         wheels(**{**base, **change})
         digests.append(build.key("sm_90a").digest)
     assert len(set(digests)) == 4
     wheels(**{**base, "torch": "3"})
     assert build.key("sm_90a").digest == digests[0]
+    assert wheels()["dsl"] == {} and stack()["tvm_ffi"] is None
+
+
+def test_the_installed_wheels_are_found():
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    assert stack()["dsl"] == {name: v for name, v in installed.items() if name.startswith("nvidia-cutlass-dsl")}
+    assert stack()["dsl"] and stack()["tvm_ffi"] == installed["apache-tvm-ffi"]
 
 
 CU12 = {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu12": "4.8.1"}

@@ -53,6 +53,11 @@ def test_same_as_ptxas(tmp_path, arch):
     assert found == wanted
 
 
+@pytest.mark.parametrize("rest", [bytes(200), b"\xff" * 200, bytes(range(200))])
+def test_a_cubin_of_an_unknown_layout_is_left_out(rest):
+    assert describe(b"\x7fELF" + bytes(14) + (190).to_bytes(2, "little") + rest, []) == []
+
+
 def test_bytes_without_a_cubin_hold_no_kernels():
     assert describe(b"", []) == describe(b"\x7fELF", []) == describe(b"\x7fELF" + bytes(100), []) == []
 
