@@ -120,8 +120,8 @@ def _prewarm(arguments: argparse.Namespace) -> int:
 
     def run(show: Callable[[str], None], advance: Callable[[int, int], None]) -> Report:
         def progress(result: Result, done: int, total: int) -> None:
-            facts = result.error or (_facts(result.record) if result.record else "")
-            show(f"{result.status:9}{result.seconds:6.1f} s  {result}  {facts}")
+            facts = f"{_facts(result.record)}  " if result.record else ""
+            show(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.error or result}")
             advance(done, total)
 
         return prewarm(jobs, workers=arguments.workers, progress=progress, check=arguments.check)

@@ -31,8 +31,8 @@ def describe(data: bytes, launches: list[Launch]) -> list[dict[str, Any]]:
     launch `dynamic_smem_bytes` and `threads` where they are static."""
     try:
         kernels = [kernel for cubin in _cubins(data) for kernel in _kernels(cubin)]
-    except (struct.error, KeyError, IndexError, ValueError):  # a layout not known here must not stop a kernel
-        return []
+    except (struct.error, KeyError, IndexError, OverflowError, ValueError):
+        return []  # a layout not known here must not stop a kernel
     for kernel in kernels:
         for launch in launches:
             if launch.kernel == kernel["name"]:

@@ -57,7 +57,9 @@ class RowSum:
         return tuple(totals)
 
     @cute.jit
-    def moments(self, mean: Float32, spread: Float32, count: cutlass.Constexpr[int], messages, mbars, team, round_index):
+    def moments(
+        self, mean: Float32, spread: Float32, count: cutlass.Constexpr[int], messages, mbars, team, round_index
+    ):
         """Mean, and sum of squared distances from it, of a row whose threads each hold them for ``count`` elements.
 
         Two parts of k elements combine to the mean of their means and

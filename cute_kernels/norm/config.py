@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 
 SUM_COLUMNS = 32  # columns of one CTA of the kernel that adds the partial gradients; their buffer is padded to it
-RING_BYTES = 200 * 1024  # of 227 KB of shared memory a CTA, leaving room for the messages of the row sums
+RING_BYTES = 200 * 1024  # of the 227 KB of shared memory of an SM, leaving room for the messages of the row sums
 MAX_CLUSTER = 16
 MAX_STAGES = 4
 MIN_WARPS = 7  # fewer do not hide the latency of a row's reduction
+MIN_FILL = 0.9  # of a row's elements over those that its threads could hold
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class NormConfig:
 
     @property
     def rows_per_cluster(self) -> int:
+        """Rows that a cluster holds at once."""
         return self.layout.teams * self.layout.tile_rows
 
     def max_clusters(self, num_sms: int) -> int:
@@ -38,11 +40,22 @@ def forward_config(
 ) -> NormConfig:
     """Geometry of the forward kernel; ``itemsizes`` are those of the streamed matrices (x and residual).
 
-    Two CTAs of 8 warps an SM (up to 127 registers at 32 elements a thread), one of 16 where a row needs them: while one
-    CTA waits for its row's sums the other computes. H200, bf16, us, rms_norm: 32768x1024 37.6 with two CTAs, 38.6 with
-    one; 8192x4096 38.1, 39.0; 4096x8192 38.3, 39.9.
+    Several CTAs an SM: while one waits for its row's sums the others compute. rms_norm holds x and the weight (80
+    registers at 32 elements: 3 CTAs of 8 warps), with a mean also the bias, or a residual (128: 4 CTAs of 4 warps).
+    H200, bf16, share of the same-bytes copy, rms: 32768x1024 0.973 with 3 CTAs, 0.954 with one of 12 warps;
+    8192x4096 0.974, 0.942; layer: 8192x1024 1.009 with 4 CTAs of 4 warps, 0.986 with 2 of 8; 2048x16384 0.882 with 32
+    warps of 16 elements, 0.872 with 16 of 32.
     """
-    return _config(n, itemsizes, vec, aligned, packed, warps={32: 8}, wide={32: 16})
+    light = kind == "rms" and len(itemsizes) == 1
+    if n <= 4096:
+        warps, ctas_per_sm = ({32: 8}, 3) if light else ({32: 4}, 4)
+    elif n <= 8192:
+        warps, ctas_per_sm = {32: 8}, 3 if light else 2
+    elif n <= 16384:
+        warps, ctas_per_sm = ({32: 16}, 2) if light else ({16: 32}, 1)
+    else:
+        warps, ctas_per_sm = {32: 16}, 1
+    return _config(n, itemsizes, vec, aligned, packed, _clusters(n, 16384), warps, ctas_per_sm)
 
 
 def backward_config(
@@ -50,15 +63,29 @@ def backward_config(
 ) -> NormConfig:
     """Geometry of the backward kernel; ``itemsizes`` are those of saved, dy and the gradient of the returned h.
 
-    Warps of a CTA by elements a thread: what the registers hold without spills. One column needs in fp32 x, dy, weight
-    and dw (rms: 158 registers at 32 elements, 12 warps), with a mean also db (layer: 239 registers, 8 warps), and with
-    a saved output the inverse of the weight (238, 255).
-    H200, bf16, main kernel alone, us: 32768x1024 rms 56.6 with 12 warps, 57.7 with 8; layer 58.0 with 8 of 32 elements
-    and with 16 of 16; 8192x4096 rms 56.2, layer 57.0; 4096x8192 56.7, 57.7; 2048x16384 57.9, 59.1 (cluster of 2).
+    Warps of a CTA by elements a thread: what the registers hold without spills. A column needs x, dy, weight and dw in
+    fp32 (rms: 158 registers at 32 elements, 12 warps), with a mean also db (layer: 230 registers, 8 warps; 125 at 16
+    elements, 16 warps), with a saved output the inverse of the weight (254, 8 warps).
+    A CTA gets about 4096 columns: the partial gradients then have few rows, and several rows are in flight beside the
+    one whose sums cross the cluster. H200, bf16, share of the same-bytes copy with all kernels:
+    rms 2048x16384 0.916 in clusters of 8, 0.898 of 4, 0.875 of 2; layer 0.890 of 4, 0.871 of 8, 0.853 of 2;
+    layer 8192x2048 0.821 with 16 warps of 16 elements, 0.803 with 8 of 32; 8192x1024 0.755, 0.766.
     """
-    heavy = kind == "layer" or save == "output"
-    warps = {32: 8, 24: 8, 16: 12} if heavy else {32: 12, 24: 12, 16: 16}
-    return _config(n, itemsizes, vec, aligned, packed, warps)
+    if save == "output":
+        warps = {32: 8, 24: 8, 16: 12}
+    elif kind == "rms":
+        warps = {32: 12, 24: 12, 16: 16}
+    elif 2048 <= n <= 4096:
+        warps = {16: 16, 24: 8, 32: 8}
+    else:
+        warps = {32: 8, 24: 8, 16: 12}
+    columns = 2048 if kind == "rms" and 8192 < n <= 16384 else 4096
+    return _config(n, itemsizes, vec, aligned, packed, _clusters(n, columns), warps, 1)
+
+
+def _clusters(n: int, columns: int) -> int:
+    """Smallest cluster (a power of two) whose CTAs have at most so many columns each, if there is one."""
+    return min(MAX_CLUSTER, 1 << (-(-n // columns) - 1).bit_length())
 
 
 def _config(
@@ -67,23 +94,15 @@ def _config(
     vec: int,
     aligned: bool,
     packed: bool,
+    cluster: int,
     warps: dict[int, int],
-    wide: dict[int, int] | None = None,
+    ctas_per_sm: int,
 ) -> NormConfig:
-    """``warps``: elements a thread may hold -> warps a CTA can then have, in order of preference.
-
-    With ``wide``, an SM holds two CTAs of ``warps``, or one of ``wide`` for rows that need it.
-    """
-    ctas_per_sm = 1
-    if wide is not None:
-        if all(n > elements * count * WARP_SIZE for elements, count in warps.items()):
-            warps = wide
-        else:
-            ctas_per_sm = 2
+    """``warps``: elements a thread may hold -> warps a CTA can then have, in order of preference."""
     if n <= WARP_SIZE * max(warps):
         layout = _narrow(n, vec, aligned, packed, warps[max(warps)])
     else:
-        layout = _wide(n, vec, aligned, warps)
+        layout = _wide(n, vec, aligned, cluster, warps)
     return NormConfig(_with_stages(layout, itemsizes, RING_BYTES // ctas_per_sm), ctas_per_sm)
 
 
@@ -100,9 +119,8 @@ def _narrow(n: int, vec: int, aligned: bool, packed: bool, warps: int) -> RowLay
     return RowLayout(n, vec, threads, rows_per_thread, warps, 1, 1, aligned, packed)
 
 
-def _wide(n: int, vec: int, aligned: bool, warps: dict[int, int]) -> RowLayout:
-    """Rows of a warp and more: teams of whole warps, over the CTAs of a cluster if one CTA cannot hold the columns."""
-    cluster = 1
+def _wide(n: int, vec: int, aligned: bool, cluster: int, warps: dict[int, int]) -> RowLayout:
+    """Rows of a warp and more: teams of whole warps, over the CTAs of a cluster."""
     while cluster <= MAX_CLUSTER:
         columns = n if cluster == 1 else -(-n // (cluster * 8)) * 8
         layouts = []
@@ -110,12 +128,14 @@ def _wide(n: int, vec: int, aligned: bool, warps: dict[int, int]) -> RowLayout:
             threads = -(-columns // (elements * WARP_SIZE)) * WARP_SIZE
             teams = max_warps * WARP_SIZE // threads
             if teams:
-                layouts.append(RowLayout(n, vec, threads, 1, teams, 1, cluster, aligned, False))
-        for layout in layouts:
-            if layout.threads >= MIN_WARPS * WARP_SIZE:
+                layouts.append(
+                    (columns / (threads * elements), RowLayout(n, vec, threads, 1, teams, 1, cluster, aligned, False))
+                )
+        for fill, layout in layouts:
+            if fill >= MIN_FILL and layout.threads >= min(MIN_WARPS, min(warps.values())) * WARP_SIZE:
                 return layout
         if layouts:
-            return max(layouts, key=lambda layout: layout.threads)
+            return max(layouts, key=lambda candidate: candidate[0] * candidate[1].threads)[1]
         cluster *= 2
     # Wider than registers can hold: read each row twice from shared memory, 16 warps of 32 elements
     return RowLayout(n, vec, 512, 1, 1, 1, MAX_CLUSTER, aligned, False, reload=True)

@@ -18,7 +18,7 @@ from cutlass.utils import SmemAllocator
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 from cute_kernels.common.row_ring import RowRing, thread_chunks
-from cute_kernels.norm.config import SUM_COLUMNS
+from cute_kernels.norm.config import SUM_COLUMNS, NormConfig
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -31,10 +31,11 @@ class NormForward:
     once the first row sum is known, since that took every thread's elements: the next tile is requested there.
     """
 
-    def __init__(self, kind: str, weight_offset: float, layout: RowLayout):
+    def __init__(self, kind: str, weight_offset: float, config: NormConfig):
         self.kind = kind
         self.weight_offset = weight_offset
-        self.layout = layout
+        self.ctas_per_sm = config.ctas_per_sm
+        self.layout = layout = config.layout
         self.ring = RowRing(layout)
         self.row_sum = RowSum(layout, 2)
 
@@ -58,6 +59,8 @@ class NormForward:
             grid=[num_clusters * layout.cluster, 1, 1],
             block=[layout.threads, 1, 1],
             cluster=[layout.cluster, 1, 1] if const_expr(layout.cluster > 1) else None,
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -117,17 +120,20 @@ class NormForward:
                         if const_expr(h_out is not None):
                             store_chunk(h, h_out, row, column, t, k, both(in_range, has_column[k]), layout)
 
+                # rH + shift is h - mean
                 mu = Float32(0.0)
+                shift = Float32(0.0)
                 if const_expr(self.kind == "layer" and layout.full):
-                    mu, spread = self.moments(rH, messages, message_mbars, team, round_index)
+                    mu, spread, shift = self.moments(rH, messages, message_mbars, team, round_index)
                     round_index += 1
-                    self.centre(rH, mu, has_column)
                 else:
                     if const_expr(self.kind == "layer"):
                         total = self.row_sum.sum((sum_elements(rH),), messages, message_mbars, team, round_index)
                         round_index += 1
                         mu = total[0] * (1.0 / n)
-                        self.centre(rH, mu, has_column)
+                        for k in cutlass.range_constexpr(layout.chunks):
+                            if has_column[k]:
+                                rH[None, k].store(rH[None, k].load() - mu)
                     squares = self.row_sum.sum((dot_elements(rH, rH),), messages, message_mbars, team, round_index)
                     round_index += 1
                     spread = squares[0]
@@ -144,6 +150,8 @@ class NormForward:
                         mean[row] = mu
                 for k in cutlass.range_constexpr(layout.chunks):
                     value = rH[None, k].load() * s
+                    if const_expr(self.kind == "layer" and layout.full):
+                        value = value + shift * s
                     if const_expr(weight is not None):
                         value = value * offset_weight(rW[None, k], self.weight_offset)
                     if const_expr(bias is not None):
@@ -155,23 +163,18 @@ class NormForward:
 
     @cute.jit
     def moments(self, rH, messages, message_mbars, team, round_index):
-        """Mean of a row and sum of squared distances from it, in one round: each thread centres its own elements first."""
-        count = const_expr(self.layout.chunks * self.layout.vec)
-        mean = sum_elements(rH) * (1.0 / count)
-        lanes = rH[None, 0].load() - mean
-        squares = lanes * lanes
-        for k in cutlass.range_constexpr(1, self.layout.chunks):
-            lanes = rH[None, k].load() - mean
-            squares = squares + lanes * lanes
-        spread = squares.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        return self.row_sum.moments(mean, spread, count, messages, message_mbars, team, round_index)
+        """(mean of a row, sum of squared distances from it, thread's mean - mean), in one round of messages.
 
-    @cute.jit
-    def centre(self, rH, mu, has_column):
-        """Subtract the mean from the elements inside the row; those beyond its end stay zero."""
+        Each thread first centres its own elements, in place.
+        """
+        count = const_expr(self.layout.chunks * self.layout.vec)
+        own_mean = sum_elements(rH) * (1.0 / count)
         for k in cutlass.range_constexpr(self.layout.chunks):
-            if has_column[k]:
-                rH[None, k].store(rH[None, k].load() - mu)
+            rH[None, k].store(rH[None, k].load() - own_mean)
+        mean, spread = self.row_sum.moments(
+            own_mean, dot_elements(rH, rH), count, messages, message_mbars, team, round_index
+        )
+        return mean, spread, own_mean - mean
 
 
 class NormBackward:
@@ -188,12 +191,13 @@ class NormBackward:
     When the output was saved, x_hat = (y - bias) / W replaces xc * rstd, and sum(dy (y - bias)) needs no division.
     """
 
-    def __init__(self, kind: str, saved: str, weight_offset: float, layout: RowLayout, accumulate: tuple[bool, bool]):
+    def __init__(self, kind: str, saved: str, weight_offset: float, accumulate: tuple[bool, bool], config: NormConfig):
         self.kind = kind
         self.saved = saved
         self.weight_offset = weight_offset
-        self.layout = layout
         self.accumulate = accumulate
+        self.ctas_per_sm = config.ctas_per_sm
+        self.layout = layout = config.layout
         self.ring = RowRing(layout)
         self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
 
@@ -223,6 +227,8 @@ class NormBackward:
             grid=[num_clusters * layout.cluster, 1, 1],
             block=[layout.threads, 1, 1],
             cluster=[layout.cluster, 1, 1] if const_expr(layout.cluster > 1) else None,
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,
             stream=stream,
         )
         if const_expr(partials is not None):
@@ -457,7 +463,9 @@ class NormBackward:
         total = cute.make_rmem_tensor((4,), Float32)
         total.fill(0.0)
         cute.arch.griddepcontrol_wait()
-        source = partials.iterator + (Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4)
+        source = partials.iterator + (
+            Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
+        )
         for first in cutlass.range(part, num_partials, SUM_PARTS * SUM_BATCH):
             batch = cute.make_rmem_tensor((4, SUM_BATCH), Float32)
             batch.fill(0.0)
@@ -671,12 +679,12 @@ def norm_forward(
     keeps_mean: bool,
     keeps_rstd: bool,
     column_alignment: int,
-    layout: RowLayout,
+    config: NormConfig,
 ) -> Program:
     """Forward kernel of one width; ``column_alignment`` is the alignment of weight and bias in bytes (0: an element)."""
-    rows = cute.sym_int()
+    rows, layout = cute.sym_int(), config.layout
     return Program(
-        NormForward(kind, weight_offset, layout),
+        NormForward(kind, weight_offset, config),
         symbolic_rows(x, rows, layout),
         symbolic_rows(residual, rows, layout),
         symbolic_vector(weight, layout.n, column_alignment),
@@ -708,17 +716,17 @@ def norm_backward(
     weight_offset: float,
     accumulate: tuple[bool, bool],
     column_alignment: int,
-    layout: RowLayout,
+    config: NormConfig,
 ) -> Program:
     """Backward kernels of one width; a gradient whose dtype is None is not computed."""
-    rows, partial_rows = cute.sym_int(), cute.sym_int()
+    rows, partial_rows, layout = cute.sym_int(), cute.sym_int(), config.layout
     partials = None
     if dw is not None or db is not None:
         columns = -(-layout.n // SUM_COLUMNS) * SUM_COLUMNS
         shape = ((dw is not None) + (db is not None), partial_rows, columns)
         partials = cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=16)
     return Program(
-        NormBackward(kind, saved, weight_offset, layout, accumulate),
+        NormBackward(kind, saved, weight_offset, accumulate, config),
         symbolic_rows(saved_dtype, rows, layout),
         symbolic_rows(dy, rows, layout),
         symbolic_rows(dh_out, rows, layout),

@@ -211,7 +211,7 @@ def _plan_forward(kind, weight_offset, y_dtype, keeps_h, keeps_mean, keeps_rstd,
         keeps_mean,
         keeps_rstd,
         _column_alignment(weight, bias),
-        config.layout,
+        config,
     )
     return _plan(function, config, index)
 
@@ -232,7 +232,7 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
         weight_offset,
         accumulate,
         _column_alignment(weight, bias),
-        config.layout,
+        config,
     )
     return _plan(function, config, index)
 

@@ -22,10 +22,10 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             bias = bf16 if kind == "layer" else None
             for residual in (None, bf16):
                 streams = (2,) if residual is None else (2, 2)
-                layout = forward_config(arch, kind, n, streams, 8, True, True).layout
+                config = forward_config(arch, kind, n, streams, 8, True, True)
                 for training in (True, False):
                     keeps = (residual is not None, training and kind == "layer", training)
-                    yield norm_forward, (arch, kind, bf16, residual, bf16, bias, bf16, 0.0, *keeps, 16, layout)
-                layout = backward_config(arch, kind, "input", n, (2, *streams), 8, True, True).layout
+                    yield norm_forward, (arch, kind, bf16, residual, bf16, bias, bf16, 0.0, *keeps, 16, config)
+                config = backward_config(arch, kind, "input", n, (2, *streams), 8, True, True)
                 dtypes = (bf16, bf16, residual, bf16, None, bf16, None, bf16, bias)
-                yield norm_backward, (arch, kind, "input", *dtypes, 0.0, (False, False), 16, layout)
+                yield norm_backward, (arch, kind, "input", *dtypes, 0.0, (False, False), 16, config)
