@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WARP_SIZE = 32
+SUM_COLUMNS = 32  # columns of one CTA of ColumnSums; the buffer of partial rows is padded to it
 
 
 @dataclass(frozen=True)

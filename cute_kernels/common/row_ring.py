@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.common.row_layout import RowLayout
+from cute_kernels.common.rows import thread_chunks
 
 BULK_ALIGNMENT = 16
 
@@ -128,12 +129,6 @@ class RowRing:
             pointer = pointer + Int32(row_address(source, row, column) & (BULK_ALIGNMENT - 1)) // itemsize
             pointer = pointer.align(layout.vec * itemsize)
         return cute.make_tensor(pointer, thread_chunks(layout))
-
-
-def thread_chunks(layout: RowLayout):
-    """CuTe layout (vec, threads_per_row, chunks) of one CTA's part of a row."""
-    vec, threads = layout.vec, layout.threads_per_row
-    return cute.make_layout((vec, threads, layout.chunks), stride=(1, vec, vec * threads))
 
 
 @cute.jit

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 
-SUM_COLUMNS = 32  # columns of one CTA of the kernel that adds the partial gradients; their buffer is padded to it
 RING_BYTES = 200 * 1024  # of the 227 KB of shared memory of an SM, leaving room for the messages of the row sums
 MAX_CLUSTER = 16
 MAX_STAGES = 4

@@ -12,13 +12,30 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.utils import SmemAllocator
 
+from cute_kernels.common.column_sums import ColumnSums
 from cute_kernels.common.reduce import RowSum, team_barrier
-from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
-from cute_kernels.common.row_ring import RowRing, thread_chunks
-from cute_kernels.norm.config import SUM_COLUMNS, NormConfig
+from cute_kernels.common.row_layout import SUM_COLUMNS
+from cute_kernels.common.row_ring import RowRing
+from cute_kernels.common.rows import (
+    both,
+    dot_elements,
+    leave_cluster,
+    load_chunk,
+    load_columns,
+    load_row,
+    store_chunk,
+    sum_elements,
+    symbolic_rows,
+    symbolic_vector,
+    synchronize_cluster,
+    thread_coordinates,
+    tiles_of_team,
+    valid_columns,
+)
+from cute_kernels.norm.config import NormConfig
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -195,11 +212,11 @@ class NormBackward:
         self.kind = kind
         self.saved = saved
         self.weight_offset = weight_offset
-        self.accumulate = accumulate
         self.ctas_per_sm = config.ctas_per_sm
         self.layout = layout = config.layout
         self.ring = RowRing(layout)
         self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
+        self.column_sums = ColumnSums(layout, accumulate)
 
     @cute.jit
     def __call__(
@@ -232,12 +249,7 @@ class NormBackward:
             stream=stream,
         )
         if const_expr(partials is not None):
-            self.sum_partials(partials, dw, db, num_clusters).launch(
-                grid=[cute.ceil_div(layout.n, SUM_COLUMNS), partials.shape[0], 1],
-                block=[SUM_THREADS, 1, 1],
-                stream=stream,
-                use_pdl=True,
-            )
+            self.column_sums.launch(partials, dw, db, num_clusters, stream)
 
     @cute.kernel
     def kernel(
@@ -382,7 +394,7 @@ class NormBackward:
             gradients = [rdW] if const_expr(needs_dw) else []
             if const_expr(needs_db):
                 gradients = [*gradients, rdB]
-            self.store_partials(gradients, partials, tiles[0], team, t, column)
+            self.column_sums.store(gradients, partials, tiles[0], team, t, column)
         leave_cluster(layout)
 
     @cute.jit
@@ -411,212 +423,6 @@ class NormBackward:
                 if const_expr(mean is not None):
                     rMu[j] = mean[row + j * self.layout.rows_per_pass]
 
-    @cute.jit
-    def store_partials(self, gradients, partials, scratch, team, t, column):
-        """Add the rows of a warp and then the teams of the CTA, in order, and write one row of each ``partials[i]``.
-
-        Through shared memory also where a CTA has one team: written from the registers, a warp's 16-byte accesses would
-        leave half of each sector to the next instruction (H200, 512x16384 layer_norm: 28.7 us instead of 24.5).
-        """
-        layout = self.layout
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        pitch = const_expr(layout.chunks * layout.threads_per_row * layout.vec)
-        scratch = cute.make_tensor(
-            cute.recast_ptr(scratch.iterator, dtype=Float32), cute.make_layout((pitch, layout.teams, len(gradients)))
-        )
-        cute.arch.barrier()
-        for i in cutlass.range_constexpr(len(gradients)):
-            rD = gradients[i]
-            for step in cutlass.range_constexpr(LOG2[WARP_SIZE // min(layout.threads_per_row, WARP_SIZE)]):
-                for k in cutlass.range_constexpr(layout.chunks):
-                    for v in cutlass.range_constexpr(layout.vec):
-                        neighbour = cute.arch.shuffle_sync_bfly(rD[v, k], offset=layout.threads_per_row << step)
-                        rD[v, k] = rD[v, k] + neighbour
-            if tidx % layout.team_threads < layout.threads_per_row:
-                mine = cute.make_tensor(scratch[None, team, i].iterator, thread_chunks(layout))
-                cute.autovec_copy(rD, mine[None, t, None])
-        cute.arch.barrier()
-        num_columns = cutlass.min(layout.columns_per_cta, partials.shape[2] - column)
-        for i in cutlass.range_constexpr(len(gradients)):
-            for first in cutlass.range(4 * tidx, num_columns, 4 * layout.threads):
-                total = cute.make_rmem_tensor((4,), Float32)
-                total.fill(0.0)
-                for team_index in cutlass.range_constexpr(layout.teams):
-                    total.store(total.load() + load_quad(scratch[None, team_index, i].iterator + first).load())
-                quad = partials.iterator + partials.layout((i, bidx // layout.cluster, column + first))
-                cute.autovec_copy(total, cute.make_tensor(quad.align(16), cute.make_layout(4)))
-
-    @cute.kernel
-    def sum_partials(
-        self, partials: cute.Tensor, dw: Optional[cute.Tensor], db: Optional[cute.Tensor], num_partials: Int32
-    ):
-        """dw, db = sums over the partial rows: 32 threads a column take every 32nd row, then are added in order.
-
-        Launched before the main kernel ends (programmatic dependent launch) and waits for its memory.
-        """
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, index, _ = cute.arch.block_idx()
-        quad, part = tidx % (SUM_COLUMNS // 4), tidx // (SUM_COLUMNS // 4)
-        smem = SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout((SUM_COLUMNS, SUM_PARTS)), byte_alignment=16)
-        total = cute.make_rmem_tensor((4,), Float32)
-        total.fill(0.0)
-        cute.arch.griddepcontrol_wait()
-        source = partials.iterator + (
-            Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
-        )
-        for first in cutlass.range(part, num_partials, SUM_PARTS * SUM_BATCH):
-            batch = cute.make_rmem_tensor((4, SUM_BATCH), Float32)
-            batch.fill(0.0)
-            for b in cutlass.range_constexpr(SUM_BATCH):
-                row = first + b * SUM_PARTS
-                if row < num_partials:
-                    batch[None, b].store(load_quad(source + Int64(row) * partials.shape[2]).load())
-            for b in cutlass.range_constexpr(SUM_BATCH):
-                total.store(total.load() + batch[None, b].load())
-        cute.autovec_copy(
-            total, cute.make_tensor((sums.iterator + part * SUM_COLUMNS + quad * 4).align(16), cute.make_layout(4))
-        )
-        cute.arch.barrier()
-        column = bidx * SUM_COLUMNS + tidx
-        if tidx < SUM_COLUMNS and column < self.layout.n:
-            result = Float32(0.0)
-            for p in cutlass.range_constexpr(SUM_PARTS):
-                result = result + sums[tidx, p]
-            if const_expr(dw is not None and db is not None):
-                if index == 0:
-                    self.store_gradient(dw, column, result, self.accumulate[0])
-                else:
-                    self.store_gradient(db, column, result, self.accumulate[1])
-            elif const_expr(dw is not None):
-                self.store_gradient(dw, column, result, self.accumulate[0])
-            else:
-                self.store_gradient(db, column, result, self.accumulate[1])
-
-    @cute.jit
-    def store_gradient(self, gradient, column, value, accumulate: cutlass.Constexpr[bool]):
-        if const_expr(accumulate):
-            value = value + gradient[column]
-        gradient[column] = value.to(gradient.element_type)
-
-
-SUM_PARTS = 32
-SUM_BATCH = 8  # loads in flight a thread: up to 256 partial rows cost one trip to L2
-SUM_THREADS = SUM_COLUMNS // 4 * SUM_PARTS
-LOG2 = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5}
-
-
-@cute.jit
-def thread_coordinates(layout: cutlass.Constexpr):
-    """(CTA of the cluster, team of the CTA, thread of the row, row of the pass, whether this warp feeds the ring)."""
-    tidx, _, _ = cute.arch.thread_idx()
-    bidx, _, _ = cute.arch.block_idx()
-    team = cute.arch.make_warp_uniform(tidx // layout.team_threads)
-    in_team = tidx % layout.team_threads
-    return (
-        bidx % layout.cluster,
-        team,
-        tidx % layout.threads_per_row,
-        in_team // layout.threads_per_row,
-        cute.arch.make_warp_uniform(in_team // WARP_SIZE) == 0,
-    )
-
-
-@cute.jit
-def tiles_of_team(rows, team, layout: cutlass.Constexpr):
-    """Number of tiles, and this team's first one and step."""
-    bidx, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
-    step = grid // layout.cluster * layout.teams
-    return cute.ceil_div(rows, layout.tile_rows), bidx // layout.cluster * layout.teams + team, step
-
-
-@cute.jit
-def synchronize_cluster(layout: cutlass.Constexpr):
-    """All threads that may touch each other's barriers see them initialised."""
-    if const_expr(layout.cluster > 1):
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
-    else:
-        cute.arch.barrier()
-
-
-@cute.jit
-def leave_cluster(layout: cutlass.Constexpr):
-    """A CTA stays while its neighbours may still write to its shared memory."""
-    if const_expr(layout.cluster > 1):
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-
-@cute.jit
-def load_quad(pointer: cute.Pointer):
-    """Four fp32 values from a 16-byte aligned address."""
-    quad = cute.make_rmem_tensor((4,), Float32)
-    cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(4)), quad)
-    return quad
-
-
-def valid_columns(column, t, layout: RowLayout) -> list:
-    """Whether each of this thread's chunks lies inside the matrix; Python's True where that is always so."""
-    if layout.full:
-        return [True] * layout.chunks
-    local = [(k * layout.threads_per_row + t) * layout.vec for k in range(layout.chunks)]
-    return [(c < layout.columns_per_cta) & (column + c < layout.n) for c in local]
-
-
-def both(a, b):
-    """``a and b`` for conditions that are Python's True or run-time values."""
-    if a is True or b is True:
-        return b if a is True else a
-    return a & b
-
-
-@cute.jit
-def load_columns(vector: cute.Tensor, column, t, has_column, layout: cutlass.Constexpr):
-    """This thread's elements of a per-column vector, in the vector's dtype; zero beyond the last column."""
-    source = cute.make_tensor(vector.iterator + column, thread_chunks(layout))
-    fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), vector.element_type)
-    fragment.fill(0)
-    for k in cutlass.range_constexpr(layout.chunks):
-        if has_column[k]:
-            cute.autovec_copy(source[None, t, k], fragment[None, k])
-    return fragment
-
-
-@cute.jit
-def load_row(source: cute.Tensor, t, has_column, in_range, layout: cutlass.Constexpr):
-    """This thread's elements of a row in shared memory, in fp32; zero outside the matrix."""
-    fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), Float32)
-    for k in cutlass.range_constexpr(layout.chunks):
-        fragment[None, k].store(load_chunk(source, t, k, both(in_range, has_column[k]), layout))
-    return fragment
-
-
-@cute.jit
-def load_chunk(source: cute.Tensor, t, k: cutlass.Constexpr[int], inside, layout: cutlass.Constexpr):
-    """One chunk of a row in shared memory, in fp32; zero if it lies outside the matrix."""
-    chunk = cute.make_rmem_tensor((layout.vec,), source.element_type)
-    if inside:
-        cute.autovec_copy(source[None, t, k], chunk)
-    else:
-        chunk.fill(0)
-    return chunk.load().to(Float32)
-
-
-@cute.jit
-def store_chunk(
-    value, matrix: cute.Tensor, row, column, t, k: cutlass.Constexpr[int], inside, layout: cutlass.Constexpr
-):
-    """Write one chunk of a row if it lies inside the matrix."""
-    if inside:
-        pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
-        pointer = pointer.align(layout.vec * matrix.element_type.width // 8)
-        fragment = cute.make_rmem_tensor((layout.vec,), matrix.element_type)
-        fragment.store(value)
-        cute.autovec_copy(fragment, cute.make_tensor(pointer, thread_chunks(layout))[None, t, k])
-
 
 @cute.jit
 def offset_weight(rW, weight_offset: cutlass.Constexpr[float]):
@@ -625,44 +431,6 @@ def offset_weight(rW, weight_offset: cutlass.Constexpr[float]):
     if const_expr(weight_offset != 0.0):
         w = w + weight_offset
     return w
-
-
-@cute.jit
-def sum_elements(fragment):
-    """Sum of a thread's elements: one accumulator a vector lane over the chunks, then the lanes."""
-    lanes = fragment[None, 0].load()
-    for k in cutlass.range_constexpr(1, cute.size(fragment, mode=[1])):
-        lanes = lanes + fragment[None, k].load()
-    return lanes.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-
-
-@cute.jit
-def dot_elements(a, b):
-    """Sum of products of a thread's elements, in the order of ``sum_elements``."""
-    lanes = a[None, 0].load() * b[None, 0].load()
-    for k in cutlass.range_constexpr(1, cute.size(a, mode=[1])):
-        lanes = lanes + a[None, k].load() * b[None, k].load()
-    return lanes.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-
-
-def symbolic_rows(dtype: Optional[Dtype], rows, layout: RowLayout):
-    """A (rows, n) matrix of any row stride, as the compiler sees it."""
-    if dtype is None:
-        return None
-    itemsize = dtype.width // 8
-    if layout.packed:
-        return cute.runtime.make_fake_tensor(dtype, (rows, layout.n), (layout.n, 1), assumed_align=16)
-    multiple = max(layout.vec, 16 // itemsize) if layout.aligned else layout.vec
-    alignment = 16 if layout.aligned else layout.vec * itemsize
-    stride = (cute.sym_int64(divisibility=multiple), 1)
-    return cute.runtime.make_fake_tensor(dtype, (rows, layout.n), stride, assumed_align=min(alignment, 16))
-
-
-def symbolic_vector(dtype: Optional[Dtype], size, alignment: int = 0):
-    """A contiguous vector, aligned to its elements unless told more."""
-    if dtype is None:
-        return None
-    return cute.runtime.make_fake_compact_tensor(dtype, (size,), assumed_align=alignment or dtype.width // 8)
 
 
 @compiled

@@ -17,8 +17,9 @@ from torch import Tensor
 from cute_kernels._check import expect
 from cute_kernels._op import mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import check_norm
-from cute_kernels.norm.config import SUM_COLUMNS, NormConfig, backward_config, forward_config
+from cute_kernels.norm.config import NormConfig, backward_config, forward_config
 
 
 class Plan(NamedTuple):

@@ -332,6 +332,9 @@ def test_the_package_runs_as_a_command(cache):
     done = subprocess.run([sys.executable, "-m", "jit_cache", "info"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and str(cache) in done.stdout
     assert subprocess.run([sys.executable, "-m", "jit_cache"], capture_output=True, cwd=ROOT).returncode == 2
+    piped = f"{sys.executable} -u -m jit_cache info | true; test $PIPESTATUS = 0"
+    done = subprocess.run(["bash", "-c", piped], capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_commands(command, tmp_path, cache):
