@@ -1,7 +1,7 @@
 """The one bridge to torch.library: operators that only mutate; their outputs are allocated by the caller.
 
-Eager calls on plain tensors do not need the dispatcher: ``is_plain`` says so, and the caller then runs the operator's own
-function with a plan it has looked up. While a graph is traced, or for tensor subclasses, the registered operator is
+Eager calls on plain tensors do not need the dispatcher: ``is_plain`` says so, and the caller then runs the operator's
+own function with a plan it has looked up. While a graph is traced, or for tensor subclasses, the registered operator is
 called; its fake does nothing, since nothing is returned.
 """
 
@@ -23,7 +23,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Register ``function`` for CUDA as ``cute_kernels::name`` and return the operator; ``schema`` is its argument list."""
+    """Register ``function`` for CUDA as ``cute_kernels::name`` with these arguments; return the operator."""
     _library.define(f"{name}({schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CUDA")
     torch.library.register_fake(f"cute_kernels::{name}", lambda *args: None, lib=_library)

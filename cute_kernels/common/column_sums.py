@@ -1,6 +1,6 @@
 """Sums over all rows of per-column values (dw, db): registers, then a partial row a cluster, then one ordered sum.
 
-No atomics: the order is fixed by the geometry, the number of rows and the number of clusters, so reruns are bitwise equal.
+No atomics: the order is fixed by the geometry and the numbers of rows and of clusters, so reruns are bitwise equal.
 """
 
 from typing import Optional
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.utils import SmemAllocator
 
-from cute_kernels.common.row_layout import SUM_COLUMNS, WARP_SIZE, RowLayout
+from cute_kernels.common.row_layout import SUM_COLUMNS, RowLayout
 from cute_kernels.common.rows import thread_chunks
 
 SUM_PARTS = 32
@@ -27,7 +27,7 @@ class ColumnSums:
 
     @cute.jit
     def launch(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows, stream):
-        """Add ``rows`` partial rows; overlaps the end of the kernel that writes them (programmatic dependent launch)."""
+        """Add ``rows`` partial rows; a programmatic dependent launch: it overlaps the end of the kernel before."""
         self.kernel(partials, first, second, rows).launch(
             grid=[cute.ceil_div(self.layout.n, SUM_COLUMNS), partials.shape[0], 1],
             block=[SUM_THREADS, 1, 1],

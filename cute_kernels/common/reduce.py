@@ -13,10 +13,10 @@ class RowSum:
     """Sums, or mean and spread, over the threads of a row; every thread of the row gets the same bits.
 
     Within a warp by xor shuffles. Across warps each warp publishes its values to all warps of the row and each thread
-    combines them in ascending order of (CTA, warp): through shared memory and the team's barrier when the row lies in one
-    CTA, through ``st.async`` to all CTAs of the cluster and an mbarrier that counts bytes when it does not. Two buffers
-    alternate: a warp can only be one round ahead, because a round ends when every warp's message of it has arrived, and
-    a warp sends that message after it has read the round before.
+    combines them in ascending order of (CTA, warp). Where the row lies in one CTA that goes through shared memory and
+    the team's barrier, else through ``st.async`` to all CTAs of the cluster and an mbarrier that counts bytes. Two
+    buffers alternate: a warp can only be one round ahead, because a round ends when every warp's message of it has
+    arrived, and a warp sends that message after it has read the round before.
 
     ``max_values``: the most values that one round carries. ``round_index`` counts a team's rounds from 0.
     """
@@ -80,9 +80,12 @@ class RowSum:
             distances = [gathered[0, w] - mean for w in warps]
             if const_expr(self.warps_per_row > 16):
                 lane = cute.arch.lane_idx()
-                distances = [d * Float32(w * WARP_SIZE + lane < self.warps_per_row) for w, d in zip(warps, distances)]
+                distances = [
+                    d * Float32(w * WARP_SIZE + lane < self.warps_per_row)
+                    for w, d in zip(warps, distances, strict=True)
+                ]
             weight = const_expr(1.0 * count * WARP_SIZE)
-            spread = self._add([gathered[1, w] + d * d * weight for w, d in zip(warps, distances)])
+            spread = self._add([gathered[1, w] + d * d * weight for w, d in zip(warps, distances, strict=True)])
         return mean, spread
 
     @cute.jit

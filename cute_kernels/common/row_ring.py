@@ -27,13 +27,13 @@ def bulk_load(dst: cute.Pointer, src: Int64, num_bytes: Int32, mbar: cute.Pointe
 
 
 class RowRing:
-    """Ring of ``layout.stages`` tiles per team for several streamed matrices (``sources``, always in the same order)."""
+    """Ring of ``layout.stages`` tiles a team for several streamed matrices (``sources``, always in the same order)."""
 
     def __init__(self, layout: RowLayout):
         self.layout = layout
 
     def allocate(self, smem, sources):
-        """Shared-memory tensors (pitch, tile_rows, stages * teams), one a stream, and the mbarriers (stages * teams)."""
+        """Shared memory: tensors (pitch, tile_rows, stages * teams), one a stream, and mbarriers (stages * teams)."""
         layout = self.layout
         slots = layout.stages * layout.teams
         tiles = []

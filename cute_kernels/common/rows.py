@@ -4,7 +4,7 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int64, const_expr
 
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 

@@ -449,7 +449,7 @@ def norm_forward(
     column_alignment: int,
     config: NormConfig,
 ) -> Program:
-    """Forward kernel of one width; ``column_alignment`` is the alignment of weight and bias in bytes (0: an element)."""
+    """Forward kernel of one width; ``column_alignment``: bytes that weight and bias are aligned to (0: an element)."""
     rows, layout = cute.sym_int(), config.layout
     return Program(
         NormForward(kind, weight_offset, config),

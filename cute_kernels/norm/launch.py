@@ -1,8 +1,8 @@
 """Plans and launches: from a call's signature to a compiled kernel, once; from then on one dict lookup.
 
 A plan is found by everything a kernel is specialised on (dtypes, width, strides and alignment class, device), so a new
-number of rows finds the same plan. The registered operators ``cute_kernels::norm_forward`` and ``norm_backward`` run the
-same functions for traced graphs.
+number of rows finds the same plan. The registered operators ``cute_kernels::norm_forward`` and ``norm_backward`` run
+the same functions for traced graphs.
 """
 
 from __future__ import annotations

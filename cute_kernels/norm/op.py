@@ -99,7 +99,7 @@ def layer_norm(
     """Layer norm of each row: ``(h - mean(h)) * rsqrt(var(h) + eps) * (weight + weight_offset) + bias``.
 
     The variance is the population variance, centred in two steps. Arguments, results, errors and numeric contract as in
-    ``rms_norm``. With ``save="output"`` the error of dw grows like |bias| / |weight|, since y - bias cancels (dw relative
+    ``rms_norm``. With ``save="output"`` the error of dw grows like |bias| / |weight|, since y - bias cancels (relative
     error 7e-3 for weights near 1 and biases of standard deviation 4).
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, equation 4.
