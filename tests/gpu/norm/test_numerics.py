@@ -1,0 +1,360 @@
+"""Results of layer_norm and rms_norm, forward and backward, against fp64.
+
+Which kernel a call gets depends on kind, width, dtypes and options, so the cases are chosen to meet each part of the
+kernels, not each combination: every width once a kind (narrow packed rows, rows of a warp, of several warps, of a
+cluster, rows read twice; each also where the width does not divide by 8), and every option at a narrow, an unaligned,
+a wide and a clustered width.
+"""
+
+import pytest
+import torch
+
+from tests.norm_cases import (
+    BF16,
+    EPS,
+    FP16,
+    FP32,
+    KINDS,
+    OPS,
+    Case,
+    call,
+    call_and_differentiate,
+    check,
+    check_gates,
+    gradients,
+    make_inputs,
+    oracle,
+    torch_results,
+)
+
+WIDTHS = [1, 3, 64, 100, 128, 512, 769, 1024, 1536, 2880, 4096, 5120, 7168, 12288, 16384, 32768, 131072, 262144]
+# rms_norm with weights of x's dtype, layer_norm with fp32 weights: both are common, and fp32 weights have fp32 gradients
+BY_WIDTH = [Case("rms", n) for n in WIDTHS] + [Case("layer", n, weight=FP32, bias=FP32) for n in WIDTHS]
+BY_DTYPE = [
+    Case("rms", 1024, FP16, weight=FP16),
+    Case("rms", 4096, FP32, weight=FP32),
+    Case("rms", 769, FP32, weight=BF16),
+    Case("rms", 4096, BF16, weight=FP32),
+    Case("layer", 1024, FP16, weight=FP16, bias=FP16),
+    Case("layer", 16384, FP32, weight=FP32, bias=FP32),
+    Case("layer", 100, FP16, weight=BF16, bias=FP32),
+    Case("layer", 262144, FP32, weight=FP32, bias=FP32),
+    Case("rms", 131072, FP32, weight=FP32),
+    Case("rms", 4096, BF16, out=FP32),
+    Case("layer", 1024, FP32, weight=FP32, bias=FP32, out=BF16),
+    Case("layer", 769, BF16, bias=BF16, out=FP16),
+]
+BY_PARAMETERS = [
+    Case("rms", 4096, weight=None),
+    Case("layer", 769, weight=None),
+    Case("rms", 1024, bias=BF16),
+    Case("layer", 4096, weight=None, bias=FP32),
+    Case("layer", 64),
+    Case("rms", 4096, weight_offset=1.0),
+    Case("layer", 769, bias=BF16, weight_offset=1.0),
+    Case("rms", 128, weight=FP32, weight_offset=1.0, residual=BF16),
+]
+BY_RESIDUAL = [
+    Case(kind, n, bias=BF16 if kind == "layer" else None, residual=residual, dh=dh)
+    for kind, n, residual, dh in [
+        ("rms", 64, BF16, True),
+        ("rms", 769, FP32, True),
+        ("rms", 4096, BF16, False),
+        ("rms", 4096, FP32, True),
+        ("rms", 16384, BF16, True),
+        ("rms", 262144, BF16, True),
+        ("layer", 64, FP32, True),
+        ("layer", 769, BF16, True),
+        ("layer", 1024, FP32, False),
+        ("layer", 4096, BF16, True),
+        ("layer", 32768, FP32, True),
+    ]
+]
+BY_SAVE = [
+    Case("rms", 64, save="output", weight=FP32),
+    Case("rms", 769, save="output", weight=FP32),
+    Case("rms", 4096, save="output", weight=FP32),
+    Case("rms", 4096, save="output", bias=BF16, out=FP32),
+    Case("rms", 16384, save="output"),
+    Case("rms", 262144, save="output", weight=None),
+    Case("rms", 1024, save="output", weight=FP32, weight_offset=1.0),
+    Case("layer", 64, save="output"),
+    Case("layer", 769, save="output", weight=FP32, bias=FP32),
+    Case("layer", 4096, save="output", bias=BF16),
+    Case("layer", 16384, FP16, weight=None, bias=FP16, save="output"),
+    Case("layer", 1024, FP32, weight=FP32, bias=FP32, save="output"),
+]
+
+
+@pytest.mark.parametrize("case", BY_WIDTH + BY_DTYPE + BY_PARAMETERS + BY_RESIDUAL + BY_SAVE, ids=str)
+def test_forward_and_backward(case, norm, generator, elements):
+    inputs = make_inputs(case, generator, elements if case.n >= 64 else elements // 8)
+    found = call_and_differentiate(norm, case, inputs)
+    exact = oracle(case, inputs)
+    assert found.keys() == exact.keys()
+    assert found["y"].dtype is (case.out or case.dtype)
+    for name, tensor in (("dx", inputs.x), ("dw", inputs.weight), ("db", inputs.bias), ("dresidual", inputs.residual)):
+        assert name not in found or found[name].dtype is tensor.dtype
+    if case.residual is not None:
+        stored = (inputs.x.float() + inputs.residual.float()).to(case.residual)
+        assert torch.equal(found["h"], stored)
+    check(found, exact, torch_results(case, inputs) if case.save == "input" else None)
+    check_gates(case, found, exact)
+
+
+# Rows around the number that fill a tile, a CTA and the GPU, at widths where a tile has one row and where it has many
+@pytest.mark.parametrize("rows", [1, 2, 7, 31, 32, 33, 127, 1000, 4097])
+@pytest.mark.parametrize("case", [Case("rms", 64), Case("layer", 1024, weight=FP32, bias=FP32)], ids=str)
+def test_any_number_of_rows(case, norm, generator, rows):
+    inputs = make_inputs(case, generator, rows * case.n)
+    inputs.x = inputs.x.detach()[:rows].requires_grad_()
+    inputs.dy = inputs.dy[:rows]
+    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
+
+
+@pytest.mark.parametrize("shape", [(4096,), (3, 5, 4096), (2, 3, 1, 4096), (1, 4096)], ids=str)
+@pytest.mark.parametrize("case", [Case("rms", 4096), Case("layer", 4096, weight=FP32, bias=FP32)], ids=str)
+def test_any_number_of_dimensions(case, norm, generator, shape):
+    inputs = make_inputs(case, generator, 30 * case.n)
+    rows = shape[0] * shape[1] * shape[2] if len(shape) == 4 else 15 if len(shape) == 3 else 1
+    inputs.x = inputs.x.detach()[:rows].requires_grad_()
+    inputs.dy = inputs.dy[:rows]
+    matrix = call_and_differentiate(norm, case, inputs)
+    inputs.x = inputs.x.detach().reshape(shape).requires_grad_()
+    inputs.dy = inputs.dy.reshape(shape)
+    found = call_and_differentiate(norm, case, inputs)
+    assert found["y"].shape == found["dx"].shape == shape
+    for name, tensor in matrix.items():
+        assert torch.equal(found[name].view_as(tensor), tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 1024), (0, 3, 1024), (3, 0, 1024)], ids=str)
+def test_no_rows(kind, norm, device, shape):
+    x = torch.empty(shape, dtype=BF16, device=device, requires_grad=True)
+    weight = torch.ones(1024, dtype=FP32, device=device, requires_grad=True)
+    residual = torch.empty(shape, dtype=FP32, device=device, requires_grad=True)
+    bias = torch.ones(1024, dtype=BF16, device=device, requires_grad=True)
+    y, h = norm(kind, x, weight, bias, residual=residual, return_residual=True)
+    assert y.shape == h.shape == shape and y.dtype is BF16 and h.dtype is FP32
+    (y.sum() + h.sum()).backward()
+    assert x.grad.shape == residual.grad.shape == shape
+    assert torch.equal(weight.grad, torch.zeros_like(weight)) and torch.equal(bias.grad, torch.zeros_like(bias))
+    weight.main_grad = torch.ones_like(weight)
+    weight.grad = None
+    norm(kind, x, weight, bias).sum().backward()
+    assert weight.grad is None and torch.equal(weight.main_grad, torch.ones_like(weight))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_mean_far_from_zero(norm, generator, dtype):
+    """A variance taken as mean(x^2) - mean(x)^2 would have lost all digits; bf16 has steps of 4 there."""
+    case = Case("layer", 769, dtype, weight=FP32, bias=FP32)
+    inputs = make_inputs(case, generator, 999 * 769, mean=1000.0)
+    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs), torch_results(case, inputs))
+
+
+def test_constant_rows(norm, device):
+    """Their variance is 0: y is the bias exactly."""
+    x = torch.full((5, 1536), 3.25, dtype=BF16, device=device)
+    bias = torch.arange(1536, device=device).to(BF16)
+    assert torch.equal(norm("layer", x, None, bias), bias.expand(5, -1))
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e15], ids=str)
+@pytest.mark.parametrize("case", [Case("rms", 4096, FP32, weight=FP32), Case("rms", 769, FP32)], ids=str)
+def test_magnitudes(case, norm, generator, scale):
+    """Squares of 1e15 and their sum over a row are still below the largest fp32; those of 1e-18 are subnormal."""
+    inputs = make_inputs(case, generator, 99 * case.n)
+    with torch.no_grad():
+        inputs.x.mul_(scale)
+    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
+
+
+def test_small_offset_weights(norm, generator):
+    """1 + w in bf16 would lose most of a w near 0.02; it is added in fp32."""
+    case = Case("rms", 4096, weight_offset=1.0)
+    inputs = make_inputs(case, generator, 99 * 4096)
+    y, exact = norm("rms", inputs.x, inputs.weight, **case.options).double(), oracle(case, inputs)["y"].value
+    rounded_first = (inputs.weight.detach() + 1.0).float()
+    wrong = OPS["rms"](inputs.x.detach().float(), rounded_first, eps=EPS, backend="reference").to(BF16)
+    assert (wrong.double() - exact).norm() > 1.2 * (y - exact).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [769, 4096])
+def test_weights_that_cannot_be_divided_by(kind, n, norm, generator):
+    """save="output" divides by the weight: where it is 0, dw is 0; nothing is NaN or infinite; the rest is right."""
+    case = Case(kind, n, weight=FP32, bias=FP32, save="output")
+    inputs = make_inputs(case, generator, 99 * n)
+    with torch.no_grad():
+        inputs.bias.zero_()
+        inputs.weight[0:8] = 0.0
+        inputs.weight[8:16] = -0.0
+        inputs.weight[16:24] = 1e-7
+        inputs.weight[24:32] = -1e-7
+        inputs.weight[32:64] *= -1.0
+    found, exact = call_and_differentiate(norm, case, inputs), oracle(case, inputs)
+    assert all(result.isfinite().all() for result in found.values())
+    assert torch.equal(found["dw"][:16], torch.zeros_like(found["dw"][:16]))
+    # |w| is taken as eps at least, so a tiny weight has a dw that is too small by that factor, with the right sign
+    tiny = found["dw"][16:32].double() / (exact["dw"].value[16:32] * (1e-7 / EPS))
+    assert (tiny - 1).abs().max() < 0.2
+    for name in ("dw", "db"):
+        found[name] = found[name][32:]
+    exact["dw"] = type(exact["dw"])(exact["dw"].value[32:], exact["dw"].terms[32:], exact["dw"].margin[32:])
+    exact["db"] = type(exact["db"])(exact["db"].value[32:], exact["db"].terms[32:])
+    check(found, exact)
+
+
+@pytest.mark.parametrize("case", [Case("rms", 1024), Case("layer", 769, weight=FP32, bias=FP32)], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_a_bad_row_stays_alone(case, norm, generator, poison):
+    """NaN or infinity in one row of x, or of dy, is not in another row of y or dx."""
+    inputs = make_inputs(case, generator, 65 * case.n)
+    good = call_and_differentiate(norm, case, inputs)
+    rows = [row for row in range(65) if row not in (5, 40)]
+    with torch.no_grad():
+        inputs.x[5, 17] = poison
+    inputs.dy = inputs.dy.clone()
+    inputs.dy[40, 3] = poison
+    bad = call_and_differentiate(norm, case, inputs)
+    assert torch.equal(bad["y"][rows], good["y"][rows]) and torch.equal(bad["y"][40], good["y"][40])
+    assert torch.equal(bad["dx"][rows], good["dx"][rows])
+    assert bad["y"][5].isnan().any() and bad["dx"][5].isnan().any() and bad["dx"][40].isnan().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [5, 24])
+def test_gradcheck(kind, n, norm, generator, device):
+    """Central differences in fp32: with a step of 1e-2 they are right to a few 1e-4."""
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device=device, requires_grad=True)
+
+    def function(x, weight, bias, residual):
+        return norm(kind, x, weight, bias, residual=residual, eps=1e-2, return_residual=True)
+
+    tensors = (randn(3, n), randn(n), randn(n), randn(3, n))
+    assert torch.autograd.gradcheck(function, tensors, eps=1e-2, atol=5e-3, rtol=1e-2, nondet_tol=0.0)
+
+
+# Layouts
+
+
+def strided(tensor: torch.Tensor, row_stride: int, offset: int) -> torch.Tensor:
+    """A copy whose rows begin ``row_stride`` elements from each other, the first ``offset`` behind an aligned address."""
+    rows, n = tensor.shape
+    wide = torch.full((rows * row_stride + offset,), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    view = wide[offset:].as_strided((rows, n), (row_stride, 1), offset)
+    view.copy_(tensor.detach())
+    return view
+
+
+# (case, extra elements from row to row, elements before the first row): rows that stay on 16 bytes, that do not, and a
+# shifted first row; the neighbouring elements are NaN
+@pytest.mark.parametrize("extra, offset", [(1024, 0), (8, 8), (1, 0), (0, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rms", 64),
+        Case("rms", 4096, residual=BF16, dh=True),
+        Case("layer", 1024, weight=FP32, bias=FP32),
+        Case("layer", 769, weight=FP32, bias=FP32),
+        Case("layer", 32768, weight=FP32, bias=FP32),
+    ],
+    ids=str,
+)
+def test_strided_rows(case, norm, generator, extra, offset):
+    inputs = make_inputs(case, generator, 99 * case.n)
+    for name in ("x", "residual"):
+        if getattr(inputs, name) is not None:
+            setattr(inputs, name, strided(getattr(inputs, name), case.n + extra, offset).requires_grad_())
+    inputs.dy = strided(inputs.dy, case.n + extra, offset)
+    exact = oracle(case, inputs)
+    found = call_and_differentiate(norm, case, inputs)
+    assert found["y"].is_contiguous()
+    check(found, exact)
+
+
+def test_one_row_of_a_wider_matrix(norm, generator):
+    case = Case("rms", 1024, rows=1)
+    inputs = make_inputs(case, generator)
+    inputs.x = strided(inputs.x, 1500, 3).requires_grad_()
+    inputs.dy = strided(inputs.dy, 1100, 5)
+    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
+
+
+def test_a_transposed_column(norm, generator, device):
+    """One column: the stride of the last dimension means nothing."""
+    x = torch.randn(1, 77, generator=generator, device=device).t()
+    assert x.stride() == (1, 77)
+    y = norm("rms", x, None, torch.ones(1, device=device), eps=1e-6)
+    assert torch.allclose(y, x.sign() + 1.0, atol=1e-4)
+
+
+def test_unaligned_parameters(norm, generator, device):
+    """weight and bias that begin off 16 bytes give the same bits."""
+    case = Case("layer", 4096, bias=BF16)
+    inputs = make_inputs(case, generator, 33 * 4096)
+    aligned = call_and_differentiate(norm, case, inputs)
+    for name in ("weight", "bias"):
+        shifted = torch.empty(4097, dtype=BF16, device=device)[1:]
+        setattr(inputs, name, shifted.copy_(getattr(inputs, name).detach()).requires_grad_())
+    found = call_and_differentiate(norm, case, inputs)
+    for name, tensor in aligned.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("case", [Case("rms", 128), Case("layer", 4096, weight=FP32, bias=FP32)], ids=str)
+def test_layout_of_the_incoming_gradient(case, norm, generator):
+    """Transposed, expanded from one row or from one number, a part of a wider one: as the same values in rows."""
+    inputs = make_inputs(case, generator, 128 * case.n)
+    outputs = call(norm, case, inputs)
+    rows, n = inputs.x.shape
+    columns = torch.randn(n, rows, generator=generator, device=generator.device).to(BF16)
+    row = columns[:, :1].t()
+    for dy in (columns.t(), row.expand(rows, n), row[:1, :1].expand(rows, n), strided(columns.t(), n + 8, 0)):
+        results = {}
+        for name, incoming in (("found", dy), ("wanted", dy.contiguous())):
+            inputs.dy = incoming
+            results[name] = [
+                torch.autograd.grad(outputs["y"], leaf, incoming, retain_graph=True)[0]
+                for leaf in (inputs.x, inputs.weight)
+            ]
+        for found, wanted in zip(results["found"], results["wanted"], strict=True):
+            assert torch.equal(found, wanted), dy.stride()
+
+
+def test_gradient_of_a_batch_of_sequences(norm, generator, device):
+    """x and dy of three dimensions, dy transposed as attention leaves it."""
+    case = Case("rms", 128)
+    inputs = make_inputs(case, generator, 24 * 128)
+    x = inputs.x.detach()[:24].view(2, 3, 4, 128).requires_grad_()
+    dy = torch.randn(2, 4, 3, 128, generator=generator, device=device).to(BF16).transpose(1, 2)
+    flat = inputs.x.detach()[:24].requires_grad_()
+    norm("rms", x, inputs.weight, **case.options).backward(dy)
+    norm("rms", flat, inputs.weight, **case.options).backward(dy.reshape(24, 128))
+    assert torch.equal(x.grad.view(24, 128), flat.grad)
+
+
+def test_rows_of_packed_projections(norm, generator, device):
+    """q of a packed (tokens, q|k|v) projection: a slice of columns, its heads are rows of one stride only per token."""
+    packed = torch.randn(50, 3 * 128, generator=generator, device=device).to(BF16)
+    weight = torch.ones(128, dtype=BF16, device=device)
+    for part in packed.split(128, dim=-1):
+        assert torch.equal(norm("rms", part, weight), norm("rms", part.contiguous(), weight))
+
+
+def test_gradients_are_those_asked_for(norm, generator):
+    """torch.autograd.grad of one input alone gives the same bits as of all."""
+    case = Case("layer", 1024, bias=BF16, residual=FP32)
+    inputs = make_inputs(case, generator, 65 * 1024)
+    together = call_and_differentiate(norm, case, inputs)
+    outputs = call(norm, case, inputs)
+    for name in ("x", "weight", "bias", "residual"):
+        for other in ("x", "weight", "bias", "residual"):
+            getattr(inputs, other).requires_grad_(other == name)
+        outputs = call(norm, case, inputs)
+        for key, value in gradients(outputs, inputs).items():
+            assert torch.equal(value, together[key]), key
