@@ -43,6 +43,8 @@ class Case:
     weight_offset: float = 0.0
     dh: bool = False  # a gradient arrives at the returned h, too
     rows: int | None = None
+    gap: int = 0  # elements between the rows of x, residual, dy and dh
+    offset: int = 0  # elements from a 16-byte boundary to their first row
 
     def __str__(self) -> str:
         words = [self.kind, str(self.n), name_of(self.dtype)]
@@ -50,7 +52,8 @@ class Case:
             dtype = getattr(self, word)
             if dtype is not None:
                 words.append(f"{word}_{name_of(dtype)}")
-        words += ["save_output"] * (self.save == "output") + ["offset"] * (self.weight_offset != 0.0) + ["dh"] * self.dh
+        words += ["save_output"] * (self.save == "output") + ["zero_centred"] * (self.weight_offset != 0.0)
+        words += ["dh"] * self.dh + [f"gap_{self.gap}"] * (self.gap > 0) + [f"offset_{self.offset}"] * (self.offset > 0)
         return "-".join(words)
 
     @property
@@ -94,8 +97,12 @@ def make_inputs(case: Case, generator: torch.Generator, elements: int = 0, mean:
         values = torch.randn(*shape, generator=generator, device=generator.device)
         return values.mul_(scale).add_(shift).to(dtype)
 
+    def matrix(dtype: torch.dtype, shift: float = 0.0) -> Tensor:
+        values = randn(rows, case.n, dtype=dtype, shift=shift)
+        return strided(values, case.gap, case.offset) if case.gap or case.offset else values
+
     rows = case.rows or max(1, elements // case.n) | 1
-    x = randn(rows, case.n, dtype=case.dtype, shift=mean)
+    x = matrix(case.dtype, mean)
     weight = bias = residual = dh = None
     if case.weight is not None:
         near = {"scale": 0.02} if case.weight_offset else {"scale": 0.2, "shift": 1.0}
@@ -103,11 +110,18 @@ def make_inputs(case: Case, generator: torch.Generator, elements: int = 0, mean:
     if case.bias is not None:
         bias = randn(case.n, dtype=case.bias, scale=0.1).requires_grad_()
     if case.residual is not None:
-        residual = randn(rows, case.n, dtype=case.residual).requires_grad_()
-    dy = randn(rows, case.n, dtype=case.out or case.dtype)
+        residual = matrix(case.residual).requires_grad_()
+    dy = matrix(case.out or case.dtype)
     if case.dh:
-        dh = randn(rows, case.n, dtype=case.residual)
+        dh = matrix(case.residual)
     return Inputs(x.requires_grad_(), weight, bias, residual, dy, dh)
+
+
+def strided(matrix: Tensor, gap: int, offset: int = 0) -> Tensor:
+    """A copy with ``gap`` elements between its rows, ``offset`` before the first: NaN, which nobody may use."""
+    rows, n = matrix.shape
+    memory = torch.full((rows * (n + gap) + offset,), float("nan"), dtype=matrix.dtype, device=matrix.device)
+    return memory.as_strided((rows, n), (n + gap, 1), offset).copy_(matrix)
 
 
 def call(norm: Callable, case: Case, inputs: Inputs) -> dict[str, Tensor]:
@@ -184,7 +198,8 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, Exact]:
     dx_margin = dw_margin = 0.0
     if case.save == "output":
         y_error = 0.5 * torch.finfo(case.out or case.dtype).eps * y.abs()
-        x_error = y_error / w.abs().clamp_min(EPS)
+        # |w| counts as eps at least: of smaller ones x_hat is lost
+        x_error = y_error / w.abs().clamp_min(EPS) + x_hat.abs() * (w.abs() < EPS)
         dx_margin = rstd * (x_error * c1.abs() + x_terms * (dy.abs() * y_error).mean(-1, keepdim=True))
         dw_margin = (dy.abs() * x_error).sum(0)
     if dh is not None:

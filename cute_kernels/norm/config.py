@@ -67,8 +67,8 @@ def backward_config(
     elements, 16 warps), with a saved output the inverse of the weight (254, 8 warps).
     A CTA gets about 4096 columns: the partial gradients then have few rows, and several rows are in flight beside the
     one whose sums cross the cluster. H200, bf16, share of the same-bytes copy with all kernels:
-    rms 2048x16384 0.916 in clusters of 8 with 8 warps, 0.888 with 12, 0.898 of 4, 0.875 of 2; layer 0.890 of 4, 0.871 of 8, 0.853 of 2;
-    layer 8192x2048 0.821 with 16 warps of 16 elements, 0.803 with 8 of 32; 8192x1024 0.755, 0.766.
+    rms 2048x16384 0.916 in clusters of 8 with 8 warps, 0.888 with 12, 0.898 of 4, 0.875 of 2; layer 0.890 of 4, 0.871
+    of 8, 0.853 of 2; layer 8192x2048 0.821 with 16 warps of 16 elements, 0.803 with 8 of 32; 8192x1024 0.755, 0.766.
     """
     wide = n > 8192
     if kind == "rms" and save == "input" and not wide:

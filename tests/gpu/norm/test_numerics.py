@@ -6,6 +6,9 @@ cluster, rows read twice; each also where the width does not divide by 8), and e
 a wide and a clustered width.
 """
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,13 +20,12 @@ from tests.norm_cases import (
     KINDS,
     OPS,
     Case,
-    call,
     call_and_differentiate,
     check,
     check_gates,
-    gradients,
     make_inputs,
     oracle,
+    strided,
     torch_results,
 )
 
@@ -102,26 +104,21 @@ def test_forward_and_backward(case, norm, generator, elements):
     check_gates(case, found, exact)
 
 
-# Rows around the number that fill a tile, a CTA and the GPU, at widths where a tile has one row and where it has many
+# Rows around the number that fill a tile, a CTA and the GPU, at widths where a tile has many rows and where it has one
 @pytest.mark.parametrize("rows", [1, 2, 7, 31, 32, 33, 127, 1000, 4097])
 @pytest.mark.parametrize("case", [Case("rms", 64), Case("layer", 1024, weight=FP32, bias=FP32)], ids=str)
 def test_any_number_of_rows(case, norm, generator, rows):
-    inputs = make_inputs(case, generator, rows * case.n)
-    inputs.x = inputs.x.detach()[:rows].requires_grad_()
-    inputs.dy = inputs.dy[:rows]
+    inputs = make_inputs(replace(case, rows=rows), generator)
     check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
 
 
 @pytest.mark.parametrize("shape", [(4096,), (3, 5, 4096), (2, 3, 1, 4096), (1, 4096)], ids=str)
 @pytest.mark.parametrize("case", [Case("rms", 4096), Case("layer", 4096, weight=FP32, bias=FP32)], ids=str)
 def test_any_number_of_dimensions(case, norm, generator, shape):
-    inputs = make_inputs(case, generator, 30 * case.n)
-    rows = shape[0] * shape[1] * shape[2] if len(shape) == 4 else 15 if len(shape) == 3 else 1
-    inputs.x = inputs.x.detach()[:rows].requires_grad_()
-    inputs.dy = inputs.dy[:rows]
+    inputs = make_inputs(replace(case, rows=math.prod(shape[:-1])), generator)
     matrix = call_and_differentiate(norm, case, inputs)
-    inputs.x = inputs.x.detach().reshape(shape).requires_grad_()
-    inputs.dy = inputs.dy.reshape(shape)
+    inputs.x = inputs.x.detach().view(shape).requires_grad_()
+    inputs.dy = inputs.dy.view(shape)
     found = call_and_differentiate(norm, case, inputs)
     assert found["y"].shape == found["dx"].shape == shape
     for name, tensor in matrix.items():
@@ -146,25 +143,26 @@ def test_no_rows(kind, norm, device, shape):
     assert weight.grad is None and torch.equal(weight.main_grad, torch.ones_like(weight))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_mean_far_from_zero(norm, generator, dtype):
+@pytest.mark.parametrize("case", [Case("layer", 769, x, weight=FP32, bias=FP32) for x in (BF16, FP32)], ids=str)
+def test_mean_far_from_zero(case, norm, generator):
     """A variance taken as mean(x^2) - mean(x)^2 would have lost all digits; bf16 has steps of 4 there."""
-    case = Case("layer", 769, dtype, weight=FP32, bias=FP32)
     inputs = make_inputs(case, generator, 999 * 769, mean=1000.0)
     check(call_and_differentiate(norm, case, inputs), oracle(case, inputs), torch_results(case, inputs))
 
 
-def test_constant_rows(norm, device):
-    """Their variance is 0: y is the bias exactly."""
-    x = torch.full((5, 1536), 3.25, dtype=BF16, device=device)
-    bias = torch.arange(1536, device=device).to(BF16)
-    assert torch.equal(norm("layer", x, None, bias), bias.expand(5, -1))
+@pytest.mark.parametrize("case", [Case("layer", 1536, weight=FP32, bias=FP32)], ids=str)
+def test_constant_rows(case, norm, generator):
+    """A variance of 0, or what rounding leaves of it: eps alone scales the row."""
+    inputs = make_inputs(case, generator, 5 * 1536)
+    with torch.no_grad():
+        inputs.x.fill_(3.3)
+    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
 
 
-@pytest.mark.parametrize("scale", [1e-18, 1e15], ids=str)
+@pytest.mark.parametrize("scale", [1e-20, 1e16])
 @pytest.mark.parametrize("case", [Case("rms", 4096, FP32, weight=FP32), Case("rms", 769, FP32)], ids=str)
 def test_magnitudes(case, norm, generator, scale):
-    """Squares of 1e15 and their sum over a row are still below the largest fp32; those of 1e-18 are subnormal."""
+    """The squares are near the largest and below the smallest fp32 number."""
     inputs = make_inputs(case, generator, 99 * case.n)
     with torch.no_grad():
         inputs.x.mul_(scale)
@@ -181,12 +179,12 @@ def test_small_offset_weights(norm, generator):
     assert (wrong.double() - exact).norm() > 1.2 * (y - exact).norm()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [769, 4096])
-def test_weights_that_cannot_be_divided_by(kind, n, norm, generator):
+@pytest.mark.parametrize(
+    "case", [Case(kind, n, weight=FP32, bias=FP32, save="output") for kind in KINDS for n in (769, 4096)], ids=str
+)
+def test_weights_that_cannot_be_divided_by(case, norm, generator):
     """save="output" divides by the weight: where it is 0, dw is 0; nothing is NaN or infinite; the rest is right."""
-    case = Case(kind, n, weight=FP32, bias=FP32, save="output")
-    inputs = make_inputs(case, generator, 99 * n)
+    inputs = make_inputs(case, generator, 99 * case.n)
     with torch.no_grad():
         inputs.bias.zero_()
         inputs.weight[0:8] = 0.0
@@ -196,15 +194,11 @@ def test_weights_that_cannot_be_divided_by(kind, n, norm, generator):
         inputs.weight[32:64] *= -1.0
     found, exact = call_and_differentiate(norm, case, inputs), oracle(case, inputs)
     assert all(result.isfinite().all() for result in found.values())
-    assert torch.equal(found["dw"][:16], torch.zeros_like(found["dw"][:16]))
-    # |w| is taken as eps at least, so a tiny weight has a dw that is too small by that factor, with the right sign
-    tiny = found["dw"][16:32].double() / (exact["dw"].value[16:32] * (1e-7 / EPS))
-    assert (tiny - 1).abs().max() < 0.2
-    for name in ("dw", "db"):
-        found[name] = found[name][32:]
-    exact["dw"] = type(exact["dw"])(exact["dw"].value[32:], exact["dw"].terms[32:], exact["dw"].margin[32:])
-    exact["db"] = type(exact["db"])(exact["db"].value[32:], exact["db"].terms[32:])
     check(found, exact)
+    assert torch.equal(found["dw"][:16], torch.zeros_like(found["dw"][:16]))
+    # |w| counts as eps at least, so the dw of a tiny weight is too small by that factor, with the right sign
+    tiny = exact["dw"].value[16:32] * (1e-7 / EPS)
+    assert (found["dw"][16:32] - tiny).norm() < 0.02 * tiny.norm()
 
 
 @pytest.mark.parametrize("case", [Case("rms", 1024), Case("layer", 769, weight=FP32, bias=FP32)], ids=str)
@@ -221,68 +215,45 @@ def test_a_bad_row_stays_alone(case, norm, generator, poison):
     bad = call_and_differentiate(norm, case, inputs)
     assert torch.equal(bad["y"][rows], good["y"][rows]) and torch.equal(bad["y"][40], good["y"][40])
     assert torch.equal(bad["dx"][rows], good["dx"][rows])
-    assert bad["y"][5].isnan().any() and bad["dx"][5].isnan().any() and bad["dx"][40].isnan().any()
+    for result in (bad["y"][5], bad["dx"][5], bad["dx"][40]):
+        assert not result.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [5, 24])
+@pytest.mark.parametrize("kind, n", [("rms", 5), ("layer", 24)])
+@pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
 def test_gradcheck(kind, n, norm, generator, device):
-    """Central differences in fp32: with a step of 1e-2 they are right to a few 1e-4."""
+    """Central differences in fp32; undefined incoming gradients; the same bits each time."""
 
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, device=device, requires_grad=True)
+    def randn(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=generator, device=device)).requires_grad_()
 
     def function(x, weight, bias, residual):
         return norm(kind, x, weight, bias, residual=residual, eps=1e-2, return_residual=True)
 
-    tensors = (randn(3, n), randn(n), randn(n), randn(3, n))
-    assert torch.autograd.gradcheck(function, tensors, eps=1e-2, atol=5e-3, rtol=1e-2, nondet_tol=0.0)
+    tensors = (randn(3, n, scale=3.0), randn(n), randn(n), randn(3, n))
+    assert torch.autograd.gradcheck(function, tensors, eps=1e-2, atol=2e-3, rtol=1e-2, nondet_tol=0.0)
 
 
-# Layouts
-
-
-def strided(tensor: torch.Tensor, row_stride: int, offset: int) -> torch.Tensor:
-    """A copy whose rows begin ``row_stride`` elements from each other, the first ``offset`` behind an aligned address."""
-    rows, n = tensor.shape
-    wide = torch.full((rows * row_stride + offset,), float("nan"), dtype=tensor.dtype, device=tensor.device)
-    view = wide[offset:].as_strided((rows, n), (row_stride, 1), offset)
-    view.copy_(tensor.detach())
-    return view
-
-
-# (case, extra elements from row to row, elements before the first row): rows that stay on 16 bytes, that do not, and a
-# shifted first row; the neighbouring elements are NaN
-@pytest.mark.parametrize("extra, offset", [(1024, 0), (8, 8), (1, 0), (0, 1), (4, 2)], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
+# Rows that stay on 16 bytes, that do not, a first row that does not begin there, both; narrow, wide, clustered rows
+LAYOUTS = [(1024, 0), (8, 8), (1, 0), (0, 1), (4, 2)]
+BY_LAYOUT = [
+    replace(case, gap=gap, offset=offset)
+    for case in (
         Case("rms", 64),
         Case("rms", 4096, residual=BF16, dh=True),
-        Case("layer", 1024, weight=FP32, bias=FP32),
         Case("layer", 769, weight=FP32, bias=FP32),
         Case("layer", 32768, weight=FP32, bias=FP32),
-    ],
-    ids=str,
-)
-def test_strided_rows(case, norm, generator, extra, offset):
+    )
+    for gap, offset in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("case", [*BY_LAYOUT, Case("rms", 1024, rows=1, gap=476, offset=3)], ids=str)
+def test_strided_rows(case, norm, generator):
     inputs = make_inputs(case, generator, 99 * case.n)
-    for name in ("x", "residual"):
-        if getattr(inputs, name) is not None:
-            setattr(inputs, name, strided(getattr(inputs, name), case.n + extra, offset).requires_grad_())
-    inputs.dy = strided(inputs.dy, case.n + extra, offset)
-    exact = oracle(case, inputs)
     found = call_and_differentiate(norm, case, inputs)
-    assert found["y"].is_contiguous()
-    check(found, exact)
-
-
-def test_one_row_of_a_wider_matrix(norm, generator):
-    case = Case("rms", 1024, rows=1)
-    inputs = make_inputs(case, generator)
-    inputs.x = strided(inputs.x, 1500, 3).requires_grad_()
-    inputs.dy = strided(inputs.dy, 1100, 5)
-    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
+    assert all(result.is_contiguous() for result in found.values())
+    check(found, oracle(case, inputs))
 
 
 def test_a_transposed_column(norm, generator, device):
@@ -293,68 +264,45 @@ def test_a_transposed_column(norm, generator, device):
     assert torch.allclose(y, x.sign() + 1.0, atol=1e-4)
 
 
-def test_unaligned_parameters(norm, generator, device):
-    """weight and bias that begin off 16 bytes give the same bits."""
-    case = Case("layer", 4096, bias=BF16)
+@pytest.mark.parametrize("case", [Case("layer", 4096, bias=BF16)], ids=str)
+def test_unaligned_parameters(case, norm, generator):
+    """weight and bias that do not begin on 16 bytes."""
     inputs = make_inputs(case, generator, 33 * 4096)
-    aligned = call_and_differentiate(norm, case, inputs)
     for name in ("weight", "bias"):
-        shifted = torch.empty(4097, dtype=BF16, device=device)[1:]
-        setattr(inputs, name, shifted.copy_(getattr(inputs, name).detach()).requires_grad_())
-    found = call_and_differentiate(norm, case, inputs)
-    for name, tensor in aligned.items():
-        assert torch.equal(found[name], tensor), name
+        vector = getattr(inputs, name).detach()
+        setattr(inputs, name, strided(vector[None], 0, offset=1)[0].requires_grad_())
+    check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
 
 
 @pytest.mark.parametrize("case", [Case("rms", 128), Case("layer", 4096, weight=FP32, bias=FP32)], ids=str)
 def test_layout_of_the_incoming_gradient(case, norm, generator):
-    """Transposed, expanded from one row or from one number, a part of a wider one: as the same values in rows."""
+    """Transposed, expanded from a row or from a number, part of a wider matrix."""
     inputs = make_inputs(case, generator, 128 * case.n)
-    outputs = call(norm, case, inputs)
     rows, n = inputs.x.shape
     columns = torch.randn(n, rows, generator=generator, device=generator.device).to(BF16)
-    row = columns[:, :1].t()
-    for dy in (columns.t(), row.expand(rows, n), row[:1, :1].expand(rows, n), strided(columns.t(), n + 8, 0)):
-        results = {}
-        for name, incoming in (("found", dy), ("wanted", dy.contiguous())):
-            inputs.dy = incoming
-            results[name] = [
-                torch.autograd.grad(outputs["y"], leaf, incoming, retain_graph=True)[0]
-                for leaf in (inputs.x, inputs.weight)
-            ]
-        for found, wanted in zip(results["found"], results["wanted"], strict=True):
-            assert torch.equal(found, wanted), dy.stride()
+    row = columns[:, 0].contiguous().expand(rows, n)
+    for dy in (columns.t(), row, row[:1, :1].expand(rows, n), strided(columns.t(), gap=8)):
+        inputs.dy = dy
+        check(call_and_differentiate(norm, case, inputs), oracle(case, inputs))
 
 
-def test_gradient_of_a_batch_of_sequences(norm, generator, device):
-    """x and dy of three dimensions, dy transposed as attention leaves it."""
-    case = Case("rms", 128)
-    inputs = make_inputs(case, generator, 24 * 128)
-    x = inputs.x.detach()[:24].view(2, 3, 4, 128).requires_grad_()
-    dy = torch.randn(2, 4, 3, 128, generator=generator, device=device).to(BF16).transpose(1, 2)
-    flat = inputs.x.detach()[:24].requires_grad_()
+@pytest.mark.parametrize("case", [Case("rms", 128)], ids=str)
+def test_gradient_of_a_batch_of_sequences(case, norm, generator):
+    """x of four dimensions, dy transposed as attention leaves it."""
+    inputs = make_inputs(replace(case, rows=24), generator)
+    x = inputs.x.detach().view(2, 3, 4, 128).requires_grad_()
+    dy = inputs.dy.view(2, 4, 3, 128).transpose(1, 2)
     norm("rms", x, inputs.weight, **case.options).backward(dy)
-    norm("rms", flat, inputs.weight, **case.options).backward(dy.reshape(24, 128))
-    assert torch.equal(x.grad.view(24, 128), flat.grad)
+    norm("rms", inputs.x, inputs.weight, **case.options).backward(dy.reshape(24, 128))
+    assert torch.equal(x.grad.view(24, 128), inputs.x.grad)
 
 
-def test_rows_of_packed_projections(norm, generator, device):
-    """q of a packed (tokens, q|k|v) projection: a slice of columns, its heads are rows of one stride only per token."""
-    packed = torch.randn(50, 3 * 128, generator=generator, device=device).to(BF16)
-    weight = torch.ones(128, dtype=BF16, device=device)
-    for part in packed.split(128, dim=-1):
-        assert torch.equal(norm("rms", part, weight), norm("rms", part.contiguous(), weight))
-
-
-def test_gradients_are_those_asked_for(norm, generator):
-    """torch.autograd.grad of one input alone gives the same bits as of all."""
-    case = Case("layer", 1024, bias=BF16, residual=FP32)
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "residual"])
+def test_one_gradient_alone(wanted, norm, generator):
+    case = Case("layer", 1024, bias=BF16, residual=FP32, dh=True)
     inputs = make_inputs(case, generator, 65 * 1024)
-    together = call_and_differentiate(norm, case, inputs)
-    outputs = call(norm, case, inputs)
     for name in ("x", "weight", "bias", "residual"):
-        for other in ("x", "weight", "bias", "residual"):
-            getattr(inputs, other).requires_grad_(other == name)
-        outputs = call(norm, case, inputs)
-        for key, value in gradients(outputs, inputs).items():
-            assert torch.equal(value, together[key]), key
+        getattr(inputs, name).requires_grad_(name == wanted)
+    found = call_and_differentiate(norm, case, inputs)
+    assert found.keys() == {"y", "h", {"x": "dx", "weight": "dw", "bias": "db", "residual": "dresidual"}[wanted]}
+    check(found, oracle(case, inputs))

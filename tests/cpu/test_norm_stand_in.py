@@ -1,0 +1,41 @@
+"""The public path of layer_norm and rms_norm on the CPU: checks, plans, allocation, autograd and the torch bridge.
+
+Plain torch takes the place of the compiled kernels; all above them is what runs on a GPU. The tests are the GPU's own.
+"""
+
+import pytest
+
+from tests.gpu.norm.test_autograd import *  # noqa: F403
+from tests.gpu.norm.test_numerics import *  # noqa: F403
+from tests.norm_cases import kernel_path, seeded_generator, stand_in
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with stand_in() as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def device():
+    return "cpu"
+
+
+@pytest.fixture
+def norm():
+    return kernel_path
+
+
+@pytest.fixture
+def elements():
+    return 2**13
+
+
+@pytest.fixture
+def compile_backend():
+    return "aot_eager"
+
+
+@pytest.fixture
+def generator(request):
+    return seeded_generator(request.node.nodeid, "cpu")
