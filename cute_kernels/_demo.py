@@ -155,7 +155,7 @@ def _row(result: Any) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """A builder's argument in few letters: a dtype by its usual name, a dataclass by its first field."""
+    """A builder's argument in few letters: a dtype by its usual name, a dataclass by its first plain field."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -165,8 +165,9 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_short, value))})"
     if dataclasses.is_dataclass(value):
-        first = dataclasses.fields(value)[0].name
-        return f"{first}={getattr(value, first)}"
+        name = dataclasses.fields(value)[0].name
+        first = getattr(value, name)
+        return _short(first) if dataclasses.is_dataclass(first) else f"{name}={first}"
     return str(value)
 
 
