@@ -1,4 +1,4 @@
-"""What the tests of layer_norm and rms_norm share: cases, inputs, the fp64 oracle, error bounds, a stand-in for the GPU."""
+"""What the tests of layer_norm and rms_norm share: cases, inputs, fp64 oracle, error bounds, a stand-in for the GPU."""
 
 from __future__ import annotations
 
@@ -267,13 +267,13 @@ def check(found: dict[str, Tensor], exact: dict[str, Exact], peer: dict[str, Ten
         info = torch.finfo(result.dtype)
         fp32_eps = torch.finfo(FP32).eps
         error = (result.double() - value).abs()
-        # Half a unit in the last place, of normal and of subnormal numbers
-        bound = 0.5 * info.eps * value.abs().clamp_min(info.smallest_normal) + FP32_ROUNDINGS * fp32_eps * terms + margin
+        half_unit = 0.5 * info.eps * value.abs().clamp_min(info.smallest_normal)  # subnormal numbers have one unit
+        bound = half_unit + FP32_ROUNDINGS * fp32_eps * terms + margin
         ratio = (error / bound).nan_to_num(nan=float("inf"))
-        worst = ratio.argmax()
+        worst = ratio.argmax().item()
         assert ratio.max() <= 1.0, (
-            f"{name}[{tuple(int(i) for i in torch.unravel_index(worst, value.shape))}]: got {result.flatten()[worst]}, "
-            f"exact {value.flatten()[worst]}, {ratio.max():.2f} times the bound; {(ratio > 1).sum()} elements are beyond it"
+            f"{name}: element {worst} of {tuple(value.shape)} is {result.flatten()[worst]}, not {value.flatten()[worst]}: "
+            f"{ratio.max():.2f} times the bound; {(ratio > 1.0).sum()} elements are beyond it"
         )
         if peer is not None:
             theirs = (peer[name].double() - value).norm()

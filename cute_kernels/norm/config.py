@@ -73,8 +73,8 @@ def backward_config(
     wide = n > 8192
     if kind == "rms" and save == "input" and not wide:
         warps = {32: 12, 24: 12, 16: 16}
-    elif kind == "layer" and save == "input" and 2048 <= n <= 4096:
-        warps = {16: 16, 24: 8, 32: 8}
+    elif kind == "layer" and save == "input":
+        warps = {16: 16, 24: 8, 32: 8} if 2048 <= n <= 4096 else {32: 8, 24: 8, 16: 16}
     else:
         warps = {32: 8, 24: 8, 16: 12}
     columns = 2048 if kind == "rms" and wide and n <= 16384 else 4096

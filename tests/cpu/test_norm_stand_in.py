@@ -7,6 +7,13 @@ import pytest
 
 from tests.gpu.norm.test_autograd import *  # noqa: F403
 from tests.gpu.norm.test_numerics import *  # noqa: F403
+from tests.gpu.norm.test_torch import (  # noqa: F401
+    test_another_number_of_rows_compiles_nothing,
+    test_autocast_changes_nothing,
+    test_compile,
+    test_compile_in_a_model,
+    test_opcheck,
+)
 from tests.norm_cases import kernel_path, seeded_generator, stand_in
 
 

@@ -40,13 +40,11 @@ def compiled_beforehand(request):
     """The kernels of all cases that were collected: one after the other they take a second or two each."""
     if missing_gpu():
         return
-    cases = [
-        value
-        for item in request.session.items
-        if hasattr(item, "callspec")
-        for value in item.callspec.params.values()
-        if isinstance(value, Case)
-    ]
+    cases: list[Case] = []
+    for item in request.session.items:
+        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            values = value if isinstance(value, list) else [value]
+            cases += [value for value in values if isinstance(value, Case)]
     prewarm(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))  # what fails to compile fails again where it is used
 
 

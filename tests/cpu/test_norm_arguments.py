@@ -1,0 +1,176 @@
+"""Bad input to layer_norm and rms_norm: the error's type, and a message with op, argument, expected and got.
+
+Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place of the kernels.
+"""
+
+import re
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import layer_norm, nn, rms_norm
+from tests.norm_cases import BF16, EPS, FP16, FP32, KINDS, OPS, kernel_path, public_norm, stand_in
+
+ROWS, N = 4, 48
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def norm(request):
+    if request.param == "reference":
+        yield public_norm
+    else:
+        with stand_in():
+            yield kernel_path
+
+
+def good() -> dict:
+    return {"x": torch.ones(ROWS, N, dtype=BF16), "weight": torch.ones(N), "bias": torch.ones(N), "eps": EPS}
+
+
+def zeros(*shape, dtype=BF16, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+VALUE_ERRORS = [
+    ({"x": zeros(())}, "x must have at least one dimension, got shape ()"),
+    ({"x": zeros(ROWS, 0)}, "x must have between 1 and 262144 columns, got 0"),
+    ({"x": zeros(1, 262145), "weight": None, "bias": None}, "x must have between 1 and 262144 columns, got 262145"),
+    (
+        {"x": zeros(1, 1).expand(2**31, 1), "weight": None, "bias": None},
+        "x must have at most 2130706432 rows, got 2147483648",
+    ),
+    ({"x": zeros(N, ROWS).t()}, "x must have a contiguous last dimension, got stride 4"),
+    ({"x": zeros(ROWS, 2 * N)[:, ::2]}, "x must have a contiguous last dimension, got stride 2"),
+    ({"weight": zeros(N + 1)}, "weight must have shape (48,), got (49,)"),
+    ({"weight": zeros(1, N)}, "weight must have shape (48,), got (1, 48)"),
+    ({"weight": zeros(N, device="meta")}, "weight must be on cpu, got meta"),
+    ({"weight": zeros(2 * N)[::2]}, "weight must be contiguous, got stride (2,)"),
+    ({"bias": zeros(1)}, "bias must have shape (48,), got (1,)"),
+    ({"bias": zeros(N, device="meta")}, "bias must be on cpu, got meta"),
+    ({"bias": zeros(1).expand(N)}, "bias must be contiguous, got stride (0,)"),
+    ({"residual": zeros(ROWS + 1, N)}, "residual must have shape (4, 48), got (5, 48)"),
+    ({"residual": zeros(N)}, "residual must have shape (4, 48), got (48,)"),
+    ({"residual": zeros(ROWS, N, device="meta")}, "residual must be on cpu, got meta"),
+    ({"residual": zeros(N, ROWS).t()}, "residual must have a contiguous last dimension, got stride 4"),
+    ({"eps": 0.0}, "eps must be a positive float, got 0.0"),
+    ({"eps": -1e-6}, "eps must be a positive float, got -1e-06"),
+    ({"eps": float("nan")}, "eps must be a positive float, got nan"),
+    ({"eps": 1}, "eps must be a positive float, got 1"),
+    ({"eps": None}, "eps must be a positive float, got None"),
+    ({"save": "outputs"}, "save must be 'input' or 'output', got 'outputs'"),
+    ({"save": None}, "save must be 'input' or 'output', got None"),
+    (
+        {"save": "output", "residual": zeros(ROWS, N)},
+        "save must be 'input' when there is a residual, got 'output'",
+    ),
+]
+TYPE_ERRORS = [
+    ({"x": zeros(ROWS, N, dtype=torch.float64)}, "x must have dtype bfloat16, float16, float32, got torch.float64"),
+    ({"x": zeros(ROWS, N, dtype=torch.int64)}, "x must have dtype bfloat16, float16, float32, got torch.int64"),
+    ({"weight": [1.0] * N}, "weight must be a torch.Tensor, got list"),
+    ({"weight": zeros(N, dtype=torch.float64)}, "weight must have dtype bfloat16, float16, float32, got torch.float64"),
+    ({"bias": 0.0}, "bias must be a torch.Tensor, got float"),
+    ({"bias": zeros(N, dtype=torch.int8)}, "bias must have dtype bfloat16, float16, float32, got torch.int8"),
+    ({"residual": 1.0}, "residual must be a torch.Tensor, got float"),
+    ({"residual": zeros(ROWS, N, dtype=FP16)}, "residual must have dtype bfloat16, float32, got torch.float16"),
+    ({"out_dtype": torch.int64}, "out_dtype must have dtype bfloat16, float16, float32, got torch.int64"),
+    ({"out_dtype": "bfloat16"}, "out_dtype must have dtype bfloat16, float16, float32, got bfloat16"),
+]
+
+
+def shortened(text: str) -> str:
+    return re.sub(r"[^\w]+", "-", text.split(", got")[0] + " not " + text.split(", got")[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "error, change, message",
+    [(ValueError, *row) for row in VALUE_ERRORS] + [(TypeError, *row) for row in TYPE_ERRORS],
+    ids=[shortened(message) for _, message in VALUE_ERRORS + TYPE_ERRORS],
+)
+def test_bad_argument(norm, kind, error, change, message):
+    arguments = good() | change
+    with pytest.raises(error) as caught:
+        norm(kind, **arguments)
+    assert str(caught.value) == f"{kind}_norm: {message}"
+    # The same after a good call, whose plan must not let the bad one through
+    norm(kind, **good())
+    with pytest.raises(error):
+        norm(kind, **arguments)
+
+
+@pytest.mark.parametrize("x", [None, 1.0, [[1.0]]], ids=["None", "float", "list"])
+def test_x_is_not_a_tensor(x):
+    for kind, op in OPS.items():
+        with pytest.raises(TypeError, match=rf"^{kind}_norm: x must be a torch\.Tensor, got {type(x).__name__}$"):
+            op(x)
+
+
+def test_unknown_backend():
+    for kind, op in OPS.items():
+        with pytest.raises(ValueError, match=f"^{kind}_norm: backend must be None or 'reference', got 'triton'$"):
+            op(torch.ones(2, 8), backend="triton")
+
+
+def test_options_are_keywords():
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    with pytest.raises(TypeError):
+        rms_norm(x, weight, weight)
+    with pytest.raises(TypeError):
+        layer_norm(x, weight, weight, x)
+
+
+def test_leading_dimensions_that_do_not_collapse():
+    """No silent copy. (The reference takes any strides.)"""
+    x = torch.ones(3, 5, N, dtype=BF16).transpose(0, 1)
+    with stand_in():
+        for kind in KINDS:
+            with pytest.raises(ValueError) as caught:
+                kernel_path(kind, x)
+            assert str(caught.value) == (
+                f"{kind}_norm: x must have leading dimensions that collapse to rows of one stride, "
+                "got shape (5, 3, 48), strides (48, 240, 1)"
+            )
+            with pytest.raises(ValueError, match="residual must have leading dimensions that collapse"):
+                kernel_path(kind, x.contiguous(), residual=x)
+
+
+def test_unsupported_gpu(monkeypatch):
+    """Said with the way out; never the reference in silence."""
+    from cute_kernels import _target
+
+    _target.arch_of.cache_clear()
+    try:
+        for capability, arch in {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.items():
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+            assert _target.arch_of(0) == arch
+            _target.arch_of.cache_clear()
+        for capability in ((8, 0), (8, 9), (12, 0)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+            with pytest.raises(cute_kernels.UnsupportedDeviceError, match=r"backend='reference'"):
+                _target.arch_of(0)
+    finally:
+        _target.arch_of.cache_clear()
+
+
+@pytest.mark.parametrize("module", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("shape", [(2, 3), (), 0, -1], ids=str)
+def test_normalized_shape(module, shape):
+    with pytest.raises(ValueError, match=f"^{module.__name__}: normalized_shape must be one positive size, got"):
+        module(shape)
+
+
+def test_dtypes_that_are_accepted(norm):
+    for x in (BF16, FP16, FP32):
+        for weight in (BF16, FP16, FP32):
+            for residual in {x, FP32}:
+                y, h = norm(
+                    "layer",
+                    zeros(ROWS, N, dtype=x),
+                    zeros(N, dtype=weight),
+                    zeros(N, dtype=FP16),
+                    residual=zeros(ROWS, N, dtype=residual),
+                    return_residual=True,
+                )
+                assert y.dtype is x and h.dtype is residual

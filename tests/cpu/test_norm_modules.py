@@ -1,0 +1,113 @@
+"""nn.RMSNorm and nn.LayerNorm in place of torch.nn's."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+from cute_kernels import layer_norm, nn, rms_norm
+from tests.norm_cases import BF16, FP32, seeded_generator
+
+PAIRS = {"RMSNorm": (nn.RMSNorm, torch.nn.RMSNorm), "LayerNorm": (nn.LayerNorm, torch.nn.LayerNorm)}
+
+
+@pytest.fixture
+def generator(request):
+    return seeded_generator(request.node.nodeid, "cpu")
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("shape", [96, (96,), [96], torch.Size([96])], ids=["int", "tuple", "list", "Size"])
+def test_same_as_torch(name, options, shape, generator):
+    ours, theirs = PAIRS[name]
+    if name == "RMSNorm" and "bias" in options:
+        pytest.skip("torch.nn.RMSNorm has no bias")
+    theirs = theirs(shape, eps=1e-3, **options)
+    ours = ours(shape, eps=1e-3, **options)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(96, generator=generator))
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 7, 96, generator=generator)
+    dy = torch.randn(4, 7, 96, generator=generator)
+    results = []
+    for module in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], dy)])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=2e-5)
+    assert ours.normalized_shape == theirs.normalized_shape and ours.eps == theirs.eps
+    assert ours.elementwise_affine == theirs.elementwise_affine
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_arguments_of_torch_come_first(name):
+    ours, theirs = (list(inspect.signature(module.__init__).parameters.values()) for module in PAIRS[name])
+    assert [p.name for p in ours][: len(theirs)] == [p.name for p in theirs]
+    assert [p.default for p in ours][: len(theirs)] == [p.default for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_device_and_dtype(name):
+    module = PAIRS[name][0](8, device="meta", dtype=BF16)
+    assert all(parameter.is_meta and parameter.dtype is BF16 for parameter in module.parameters())
+    module = module.to_empty(device="cpu").float()
+    module.reset_parameters()
+    assert torch.equal(module.weight, torch.ones(8)) and module.weight.dtype is FP32
+    assert name == "RMSNorm" or torch.equal(module.bias, torch.zeros(8))
+
+
+def test_eps_none_is_1e_6():
+    """torch takes the machine epsilon of x's dtype; one number for all dtypes does not change when a model is cast."""
+    assert nn.RMSNorm(8).eps == 1e-6 and nn.LayerNorm(8).eps == 1e-5
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_zero_centred_weights(name, generator):
+    """With weight_offset=1 weights begin at 0; the result is that of weights at 1."""
+    centred, plain = PAIRS[name][0](96, weight_offset=1.0), PAIRS[name][0](96)
+    assert torch.equal(centred.weight, torch.zeros(96)) and torch.equal(plain.weight, torch.ones(96))
+    x = torch.randn(4, 96, generator=generator)
+    assert torch.equal(centred(x), plain(x))
+
+
+def test_residual_and_options(generator):
+    x, residual = torch.randn(2, 4, 96, generator=generator).to(BF16).unbind()
+    rms = nn.RMSNorm(96, eps=1e-3, out_dtype=FP32, weight_offset=1.0)
+    layer = nn.LayerNorm(96, save="output")
+    with torch.no_grad():
+        for parameter in (rms.weight, layer.weight, layer.bias):
+            parameter.copy_(torch.randn(96, generator=generator))
+    y, h = rms(x, residual)
+    wanted_y, wanted_h = rms_norm(
+        x, rms.weight, residual=residual, eps=1e-3, weight_offset=1.0, out_dtype=FP32, return_residual=True
+    )
+    assert torch.equal(y, wanted_y) and torch.equal(h, wanted_h) and y.dtype is FP32
+    assert torch.equal(layer(x), layer_norm(x, layer.weight, layer.bias))
+    with pytest.raises(ValueError, match="save must be 'input' when there is a residual"):
+        layer(x, residual)
+
+
+def test_repr():
+    assert repr(nn.RMSNorm(8, eps=1e-5)) == "RMSNorm((8,), eps=1e-05, elementwise_affine=True)"
+    assert repr(nn.LayerNorm(8, elementwise_affine=False)).startswith(
+        "LayerNorm((8,), eps=1e-05, elementwise_affine=False"
+    )
+    text = repr(nn.LayerNorm(8, weight_offset=1.0, save="output", bias=False, out_dtype=FP32))
+    for word in ("weight_offset=1.0", "save='output'", "bias=False", "out_dtype=torch.float32"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_copies_and_pickles(name, generator, tmp_path):
+    module = PAIRS[name][0](96, eps=1e-3, weight_offset=1.0)
+    x = torch.randn(4, 96, generator=generator)
+    torch.save(module, tmp_path / "module.pt")
+    for other in (copy.deepcopy(module), torch.load(tmp_path / "module.pt", weights_only=False)):
+        assert torch.equal(other(x), module(x)) and other.eps == 1e-3
