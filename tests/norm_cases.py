@@ -272,8 +272,8 @@ def check(found: dict[str, Tensor], exact: dict[str, Exact], peer: dict[str, Ten
         ratio = (error / bound).nan_to_num(nan=float("inf"))
         worst = ratio.argmax().item()
         assert ratio.max() <= 1.0, (
-            f"{name}: element {worst} of {tuple(value.shape)} is {result.flatten()[worst]}, not {value.flatten()[worst]}: "
-            f"{ratio.max():.2f} times the bound; {(ratio > 1.0).sum()} elements are beyond it"
+            f"{name}: element {worst} of {tuple(value.shape)} is {result.flatten()[worst]}, not "
+            f"{value.flatten()[worst]}: {ratio.max():.2f} times the bound; {(ratio > 1.0).sum()} elements are beyond it"
         )
         if peer is not None:
             theirs = (peer[name].double() - value).norm()

@@ -27,6 +27,7 @@ from cute_kernels.common.rows import (
     load_columns,
     load_row,
     store_chunk,
+    store_row_values,
     sum_elements,
     symbolic_rows,
     symbolic_vector,
@@ -120,6 +121,7 @@ class NormForward:
         round_index = Int32(0)
         for tile in cutlass.range(first_tile, num_tiles, step):
             cute.arch.mbarrier_wait(mbars + slot, phase)
+            tile_s, tile_mu = [], []
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 tile_row = j * layout.rows_per_pass + row_in_pass
                 row = tile * layout.tile_rows + tile_row
@@ -160,11 +162,8 @@ class NormForward:
                     if leads:
                         self.ring.refill(streams, tiles, mbars, slot, tile + layout.stages * step, num_tiles, column)
 
-                if rank == 0 and t == 0 and in_range:
-                    if const_expr(rstd is not None):
-                        rstd[row] = s
-                    if const_expr(mean is not None):
-                        mean[row] = mu
+                tile_s.append(s)
+                tile_mu.append(mu)
                 for k in cutlass.range_constexpr(layout.chunks):
                     value = rH[None, k].load() * s
                     if const_expr(self.kind == "layer" and layout.full):
@@ -175,6 +174,11 @@ class NormForward:
                         value = value + rB[None, k].load().to(Float32)
                     value = value.to(y.element_type)
                     store_chunk(value, y, row, column, t, k, both(in_range, has_column[k]), layout)
+            if rank == 0:
+                if const_expr(rstd is not None):
+                    store_row_values(tile_s, rstd, tile * layout.tile_rows, rows, layout)
+                if const_expr(mean is not None):
+                    store_row_values(tile_mu, mean, tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
         leave_cluster(layout)
 

@@ -1,0 +1,128 @@
+"""What may import what: architecture rules that keep `import cute_kernels` light and kernels free of torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = sorted((ROOT / "cute_kernels").rglob("*.py"))
+COMPILER = {"cutlass", "tvm_ffi"}
+
+
+def names(paths):
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def imported(path: Path, top_level_only: bool) -> set[str]:
+    """Dotted names that a file imports; with ``top_level_only`` those that importing the file imports."""
+    found = set()
+
+    def visit(node):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            found.add(prefix)
+            found.update(f"{prefix}.{alias.name}" for alias in node.names)
+        elif top_level_only and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def packages(path: Path, top_level_only: bool) -> set[str]:
+    return {name.split(".")[0] for name in imported(path, top_level_only)}
+
+
+def test_the_rules_see_imports(tmp_path):
+    """In functions, under conditions, in classes, with aliases."""
+    file = tmp_path / "a.py"
+    file.write_text("if 1:\n  import a.b as c\nclass X:\n  from d import e\ndef f():\n  import g\n")
+    assert packages(file, top_level_only=True) == {"a", "d"} and packages(file, top_level_only=False) == {"a", "d", "g"}
+
+
+KERNELS = [path for path in LIBRARY if path.name.startswith("kernel") or "kernel" in path.parent.name.split("_")]
+
+
+def test_there_are_kernels():
+    assert "cute_kernels/norm/kernel.py" in names(KERNELS)
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=names(KERNELS))
+def test_kernels_do_not_import_torch(path):
+    """A kernel knows its arguments' dtypes and static sizes alone: it compiles where there is no GPU."""
+    assert "torch" not in packages(path, top_level_only=False)
+    ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
+    allowed = ("cute_kernels.common", f"{'.'.join(path.relative_to(ROOT).parts[:2])}.config")
+    assert all(name.startswith(allowed) for name in ours), ours
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "cute_kernels").glob("*/config.py")), ids=lambda path: path.parent.name)
+def test_configs_are_plain_python(path):
+    allowed = {"__future__", "cute_kernels", *sys.stdlib_module_names}
+    assert packages(path, top_level_only=False) <= allowed
+    ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels.")}
+    assert all(name.startswith("cute_kernels.common.") for name in ours)
+    for name in ours:
+        module = ROOT / Path(*name.split(".")).with_suffix(".py")
+        assert not module.exists() or packages(module, top_level_only=True) <= allowed
+
+
+LIGHT = [path for path in LIBRARY if path not in KERNELS and path.parent.name != "common"]
+
+
+@pytest.mark.parametrize("path", LIGHT, ids=names(LIGHT))
+def test_the_compiler_is_imported_where_it_is_used(path):
+    """op.py and all else that `import cute_kernels` may load imports neither it nor kernels at top level."""
+    assert not packages(path, top_level_only=True) & COMPILER
+    assert not any(".kernel" in name for name in imported(path, top_level_only=True))
+
+
+JIT_CACHE = sorted((ROOT / "jit_cache").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", JIT_CACHE, ids=names(JIT_CACHE))
+def test_jit_cache_stands_alone(path):
+    assert not packages(path, top_level_only=True) & {"torch", "cute_kernels", *COMPILER}
+    assert not packages(path, top_level_only=False) & {"torch", "cute_kernels"}
+
+
+def modules_after(program: str) -> set[str]:
+    program += "\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in done.stdout.split("\n")[-2].split()}
+
+
+def test_importing_cute_kernels_is_light():
+    """In a fresh interpreter, and with what a module and a reference need: no compiler, no CUDA context."""
+    program = """
+import cute_kernels, cute_kernels.nn, cute_kernels.norm.op, cute_kernels.norm.prewarm, cute_kernels.__main__
+import torch
+cute_kernels.nn.RMSNorm(8)(torch.ones(2, 8)).sum().backward()
+assert not torch.cuda.is_initialized()
+"""
+    assert not modules_after(program) & COMPILER
+
+
+def test_importing_jit_cache_is_light():
+    program = "import jit_cache, jit_cache.prewarm, jit_cache.bundle, jit_cache.__main__"
+    assert not modules_after(program) & {"torch", "numpy", "cute_kernels", *COMPILER}
+
+
+def test_importing_a_config_is_light():
+    """Loaded by path, without the package: only what it names itself."""
+    program = """
+import sys, types, pathlib
+for name in ("cute_kernels", "cute_kernels.common", "cute_kernels.norm"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [str(pathlib.Path(*name.split(".")))]
+import cute_kernels.norm.config
+"""
+    assert not modules_after(program) & {"torch", "numpy", *COMPILER}

@@ -1,0 +1,153 @@
+"""Geometry of the norm kernels for every width: it fits the hardware and covers each column once."""
+
+import inspect
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.common.row_layout import WARP_SIZE
+from cute_kernels.norm import prewarm
+from cute_kernels.norm.checks import MAX_COLUMNS
+from cute_kernels.norm.config import NormConfig, backward_config, forward_config
+
+SM_SHARED_MEMORY = 228 * 1024
+RESERVED_SHARED_MEMORY = 1024  # of each CTA, by the system
+CTA_SHARED_MEMORY = 227 * 1024
+SM_THREADS, CTA_THREADS = 2048, 1024
+NAMED_BARRIERS = 15  # and barrier 0
+MAX_CLUSTER = 16
+ARCHS = st.sampled_from(["sm_90a", "sm_100a"])
+KINDS = st.sampled_from(["rms", "layer"])
+ITEM_SIZES = st.sampled_from([2, 4])
+
+
+WIDTHS = st.integers(1, MAX_COLUMNS) | st.builds(
+    lambda power, off: min(MAX_COLUMNS, max(1, 2**power + off)), st.integers(0, 18), st.integers(-3, 3)
+)
+
+
+def geometry(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -> tuple[int, bool, bool]:
+    """vec, aligned, packed of matrices whose addresses and strides are multiples of ``unaligned`` elements (0: any)."""
+    vec = 16 // max(itemsizes)
+    while n % vec or (unaligned and unaligned % vec):
+        vec //= 2
+    aligned = not unaligned and all(n * size % 16 == 0 for size in itemsizes)
+    return vec, aligned, aligned and packed
+
+
+def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], values: int) -> int:
+    """Shared memory of a CTA: ring and its barriers, messages of the row sums and theirs; slack for alignment."""
+    layout = config.layout
+    ring = layout.teams * layout.stages * (layout.slot_bytes(itemsizes) + 8)
+    warps = layout.warps_per_team * layout.cluster
+    messages = 4 * values * warps * layout.teams * 2 if warps > 1 else 0
+    return ring + messages + 16 * layout.teams + 128 * (len(itemsizes) + 3)
+
+
+def columns_of_threads(layout) -> list[int]:
+    """Columns of all threads' vectors in the order of the kernels; checked to be in the row."""
+    found = []
+    for cta in range(layout.cluster):
+        begin = cta * layout.columns_per_cta
+        end = min(begin + layout.columns_per_cta, layout.n)
+        for chunk in range(layout.chunks):
+            for thread in range(layout.threads_per_row):
+                column = begin + (chunk * layout.threads_per_row + thread) * layout.vec
+                if column < end:
+                    assert column + layout.vec <= end
+                    found.append(column)
+    return found
+
+
+def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: int, values: int) -> None:
+    layout = config.layout
+    assert layout.n == n and layout.vec == vec and n % vec == 0
+    assert 1 <= layout.threads <= CTA_THREADS and layout.threads % WARP_SIZE == 0
+    assert config.ctas_per_sm * layout.threads <= SM_THREADS
+    if layout.threads_per_row < WARP_SIZE:
+        assert WARP_SIZE % layout.threads_per_row == 0
+    else:
+        assert layout.threads_per_row % WARP_SIZE == 0
+    assert layout.rows_per_thread == 1 or layout.threads_per_row <= WARP_SIZE
+    assert layout.cluster in (1, 2, 4, 8, 16) and layout.cluster <= MAX_CLUSTER
+    assert layout.stages >= 1 and layout.teams >= 1
+    if layout.team_threads > WARP_SIZE:
+        assert layout.teams <= NAMED_BARRIERS
+    assert layout.tile_rows <= WARP_SIZE  # a warp's lanes request a tile, a row each
+    if not layout.aligned:
+        assert layout.tile_rows == 1
+    used = smem_bytes(config, itemsizes, values)
+    assert used <= CTA_SHARED_MEMORY
+    assert config.ctas_per_sm * (used + RESERVED_SHARED_MEMORY) <= SM_SHARED_MEMORY
+    # The last CTA of a cluster has columns, and each CTA's part of an aligned row begins on 16 bytes
+    assert (layout.cluster - 1) * layout.columns_per_cta < n
+    if layout.cluster > 1 and layout.aligned:
+        assert all(layout.columns_per_cta * size % 16 == 0 for size in itemsizes)
+    assert columns_of_threads(layout) == list(range(0, n, vec))
+    assert config.rows_per_cluster == layout.teams * layout.tile_rows
+    for num_sms in (1, 66, 132, 148):
+        clusters = config.max_clusters(num_sms)
+        assert clusters >= 1 and (clusters - 1) * layout.cluster < num_sms * config.ctas_per_sm
+
+
+OPTIONS = {
+    "n": WIDTHS,
+    "arch": ARCHS,
+    "kind": KINDS,
+    "unaligned": st.sampled_from([0, 0, 1, 2, 4]),
+    "packed": st.booleans(),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(x=ITEM_SIZES, residual=st.sampled_from([0, 2, 4]), **OPTIONS)
+@example(x=4, residual=4, n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True)
+@example(x=4, residual=4, n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=False)
+def test_forward(x, residual, n, arch, kind, unaligned, packed):
+    itemsizes = (x, residual) if residual else (x,)
+    vec, *flags = geometry(n, itemsizes, unaligned, packed)
+    config = forward_config(arch, kind, n, itemsizes, vec, *flags)
+    check_config(config, n, itemsizes, vec, values=2)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    saved=ITEM_SIZES, dy=ITEM_SIZES, dh=st.sampled_from([0, 2, 4]), save=st.sampled_from(["input", "output"]), **OPTIONS
+)
+@example(saved=4, dy=4, dh=4, save="input", n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True)
+@example(saved=4, dy=4, dh=4, save="input", n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=True)
+def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
+    itemsizes = (saved, dy, dh) if dh and save == "input" else (saved, dy)
+    vec, *flags = geometry(n, itemsizes, unaligned, packed)
+    config = backward_config(arch, kind, save, n, itemsizes, vec, *flags)
+    check_config(config, n, itemsizes, vec, values=2 if kind == "layer" else 1)
+    # At the end the ring holds the sums of dw and db of all teams, in fp32
+    layout = config.layout
+    pitch = layout.chunks * layout.threads_per_row * layout.vec
+    ring = layout.teams * layout.stages * layout.slot_bytes(itemsizes)
+    assert pitch * layout.teams * 2 * 4 <= ring
+
+
+@pytest.mark.parametrize("config", [forward_config, backward_config])
+def test_the_number_of_rows_is_not_asked_for(config):
+    """The same row must be computed in the same way in every batch."""
+    assert not [name for name in inspect.signature(config).parameters if "row" in name or "batch" in name]
+
+
+@pytest.mark.parametrize("config", [forward_config, backward_config])
+def test_configs_are_values(config):
+    """Equal for equal arguments, so that they are equal keys."""
+    save = ("input",) if config is backward_config else ()
+    arguments = ("sm_90a", "rms", *save, 4096, (2, 2), 8, True, True)
+    assert config(*arguments) == config(*arguments) and hash(config(*arguments)) == hash(config(*arguments))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_shipped_table_names_each_kernel_once(arch):
+    table = list(prewarm.specializations(arch))
+    assert len({(builder.kernel, arguments) for builder, arguments in table}) == len(table)
+    assert all(arguments[0] == arch for _, arguments in table)
+    assert {builder.__name__ for builder, _ in table} == {"norm_forward", "norm_backward"}
+    for builder, arguments in table:
+        builder.key(*arguments)  # raises for what cannot be a key
