@@ -8,7 +8,7 @@ from typing import Optional
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.row_layout import SUM_COLUMNS, RowLayout
 from cute_kernels.common.rows import thread_chunks

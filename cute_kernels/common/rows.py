@@ -124,8 +124,8 @@ def store_chunk(
 def store_row_values(values, target: cute.Tensor, first_row, rows, layout: cutlass.Constexpr):
     """Write one fp32 value a row of a team's tile; ``values[j]``: of the j-th row that this thread holds.
 
-    Lane i writes row i, so that the values of a tile fill a sector: written by the threads that have them, two rows an
-    instruction, they cost 5 us of 136 at 1000000x128 on an H200.
+    Lane i writes row i, so that the values of a tile fill a sector; written two rows an instruction by the threads that
+    have them, mean and rstd cost 2 us more of 144 (H200, layer_norm 1000000x128).
     """
     in_team = cute.arch.thread_idx()[0] % layout.team_threads
     value = values[0]

@@ -13,7 +13,7 @@ from typing import Optional
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import ColumnSums
 from cute_kernels.common.reduce import RowSum, team_barrier
@@ -139,20 +139,17 @@ class NormForward:
                         if const_expr(h_out is not None):
                             store_chunk(h, h_out, row, column, t, k, both(in_range, has_column[k]), layout)
 
-                # rH + shift is h - mean
                 mu = Float32(0.0)
-                shift = Float32(0.0)
                 if const_expr(self.kind == "layer" and layout.full):
-                    mu, spread, shift = self.moments(rH, messages, message_mbars, team, round_index)
+                    mu, spread = self.moments(rH, messages, message_mbars, team, round_index)
                     round_index += 1
+                    self.centre(rH, mu, has_column)
                 else:
                     if const_expr(self.kind == "layer"):
                         total = self.row_sum.sum((sum_elements(rH),), messages, message_mbars, team, round_index)
                         round_index += 1
                         mu = total[0] * (1.0 / n)
-                        for k in cutlass.range_constexpr(layout.chunks):
-                            if has_column[k]:
-                                rH[None, k].store(rH[None, k].load() - mu)
+                        self.centre(rH, mu, has_column)
                     squares = self.row_sum.sum((dot_elements(rH, rH),), messages, message_mbars, team, round_index)
                     round_index += 1
                     spread = squares[0]
@@ -166,8 +163,6 @@ class NormForward:
                 tile_mu.append(mu)
                 for k in cutlass.range_constexpr(layout.chunks):
                     value = rH[None, k].load() * s
-                    if const_expr(self.kind == "layer" and layout.full):
-                        value = value + shift * s
                     if const_expr(weight is not None):
                         value = value * offset_weight(rW[None, k], self.weight_offset)
                     if const_expr(bias is not None):
@@ -184,18 +179,26 @@ class NormForward:
 
     @cute.jit
     def moments(self, rH, messages, message_mbars, team, round_index):
-        """(mean of a row, sum of squared distances from it, thread's mean - mean), in one round of messages.
+        """Mean of a row and sum of squared distances from it, in one round of messages.
 
-        Each thread first centres its own elements, in place.
+        Each thread takes the squares about the mean of its own elements. The elements themselves stay as they are:
+        h - mean is exact where they are close, (h - own mean) + (own mean - mean) is not.
         """
         count = const_expr(self.layout.chunks * self.layout.vec)
         own_mean = sum_elements(rH) * (1.0 / count)
+        squares = (rH[None, 0].load() - own_mean) * (rH[None, 0].load() - own_mean)
+        for k in cutlass.range_constexpr(1, self.layout.chunks):
+            distances = rH[None, k].load() - own_mean
+            squares = squares + distances * distances
+        spread = squares.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return self.row_sum.moments(own_mean, spread, count, messages, message_mbars, team, round_index)
+
+    @cute.jit
+    def centre(self, rH, mu, has_column):
+        """Subtract the mean from the elements inside the row; those beyond its end stay zero."""
         for k in cutlass.range_constexpr(self.layout.chunks):
-            rH[None, k].store(rH[None, k].load() - own_mean)
-        mean, spread = self.row_sum.moments(
-            own_mean, dot_elements(rH, rH), count, messages, message_mbars, team, round_index
-        )
-        return mean, spread, own_mean - mean
+            if has_column[k]:
+                rH[None, k].store(rH[None, k].load() - mu)
 
 
 class NormBackward:

@@ -206,9 +206,9 @@ class _NormFunction(torch.autograd.Function):
         if dy is None:
             # y was not used: the identity from h to x and residual is all that is left
             return (
-                dh_out.to(x_dtype) if needs_x else None,
-                torch.zeros_like(weight) if needs_w and w_main_grad is None else None,
-                torch.zeros_like(bias) if needs_b and b_main_grad is None else None,
+                dh_out.to(x_dtype) if needs_x and dh_out is not None else None,
+                None,
+                None,
                 dh_out if needs_residual else None,
                 None,
                 None,
