@@ -36,10 +36,15 @@ def geometry(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -
     return vec, aligned, aligned and packed
 
 
-def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], values: int) -> int:
-    """Shared memory of a CTA: ring and its barriers, messages of the row sums and theirs; slack for alignment."""
+def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], values: int, sums: int) -> int:
+    """Shared memory of a CTA: ring and its barriers, messages of the row sums and theirs; slack for alignment.
+
+    At the end its place holds ``sums`` fp32 values a column (dw, db) of each team, which may be more than the ring.
+    """
     layout = config.layout
-    ring = layout.teams * layout.stages * (layout.slot_bytes(itemsizes) + 8)
+    columns = layout.chunks * layout.threads_per_row * layout.vec
+    ring = max(layout.stages * layout.slot_bytes(itemsizes), 4 * sums * columns) * layout.teams
+    ring += layout.teams * layout.stages * 8
     warps = layout.warps_per_team * layout.cluster
     messages = 4 * values * warps * layout.teams * 2 if warps > 1 else 0
     return ring + messages + 16 * layout.teams + 128 * (len(itemsizes) + 3)
@@ -60,7 +65,7 @@ def columns_of_threads(layout) -> list[int]:
     return found
 
 
-def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: int, values: int) -> None:
+def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: int, values: int, sums: int) -> None:
     layout = config.layout
     assert layout.n == n and layout.vec == vec and n % vec == 0
     assert 1 <= layout.threads <= CTA_THREADS and layout.threads % WARP_SIZE == 0
@@ -74,10 +79,10 @@ def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: in
     assert layout.stages >= 1 and layout.teams >= 1
     if layout.team_threads > WARP_SIZE:
         assert layout.teams <= NAMED_BARRIERS
-    assert layout.tile_rows <= WARP_SIZE  # a warp's lanes request a tile, a row each
+    assert layout.packed or layout.tile_rows <= WARP_SIZE  # a lane requests a row of a tile, or one all of it
     if not layout.aligned:
         assert layout.tile_rows == 1
-    used = smem_bytes(config, itemsizes, values)
+    used = smem_bytes(config, itemsizes, values, sums)
     assert used <= CTA_SHARED_MEMORY
     assert config.ctas_per_sm * (used + RESERVED_SHARED_MEMORY) <= SM_SHARED_MEMORY
     # The last CTA of a cluster has columns, and each CTA's part of an aligned row begins on 16 bytes
@@ -108,7 +113,7 @@ def test_forward(x, residual, n, arch, kind, unaligned, packed):
     itemsizes = (x, residual) if residual else (x,)
     vec, *flags = geometry(n, itemsizes, unaligned, packed)
     config = forward_config(arch, kind, n, itemsizes, vec, *flags)
-    check_config(config, n, itemsizes, vec, values=2)
+    check_config(config, n, itemsizes, vec, values=2, sums=0)
 
 
 @settings(max_examples=400, deadline=None)
@@ -121,12 +126,7 @@ def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
     itemsizes = (saved, dy, dh) if dh and save == "input" else (saved, dy)
     vec, *flags = geometry(n, itemsizes, unaligned, packed)
     config = backward_config(arch, kind, save, n, itemsizes, vec, *flags)
-    check_config(config, n, itemsizes, vec, values=2 if kind == "layer" else 1)
-    # At the end the ring holds the sums of dw and db of all teams, in fp32
-    layout = config.layout
-    pitch = layout.chunks * layout.threads_per_row * layout.vec
-    ring = layout.teams * layout.stages * layout.slot_bytes(itemsizes)
-    assert pitch * layout.teams * 2 * 4 <= ring
+    check_config(config, n, itemsizes, vec, values=2 if kind == "layer" else 1, sums=2)
 
 
 @pytest.mark.parametrize("config", [forward_config, backward_config])

@@ -4,6 +4,8 @@ Some of these modules also run on the CPU with plain torch in place of the kerne
 these take ``device``, ``norm``, ``elements`` and ``compile_backend`` from fixtures.
 """
 
+import faulthandler
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,21 @@ def compiled_beforehand(request):
             values = value if isinstance(value, list) else [value]
             cases += [value for value in values if isinstance(value, Case)]
     prewarm(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))  # what fails to compile fails again where it is used
+
+
+@pytest.fixture(scope="session")
+def terminal(request):
+    """The standard error that pytest does not capture."""
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        return os.fdopen(os.dup(2), "w")
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request, terminal):
+    """A kernel that waits for ever cannot be interrupted: the run ends, and says where it was."""
+    faulthandler.dump_traceback_later(400 if request.node.get_closest_marker("slow") else 150, exit=True, file=terminal)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

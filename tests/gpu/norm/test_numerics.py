@@ -32,6 +32,8 @@ from tests.norm_cases import (
 WIDTHS = [1, 3, 64, 100, 128, 512, 769, 1024, 1536, 2880, 4096, 5120, 7168, 12288, 16384, 32768, 131072, 262144]
 # rms_norm with weights of x's dtype, layer_norm with fp32 weights: both are common; fp32 weights have fp32 gradients
 BY_WIDTH = [Case("rms", n) for n in WIDTHS] + [Case("layer", n, weight=FP32, bias=FP32) for n in WIDTHS]
+# Rows of a few columns that do not fill 16 bytes: dw and db take more shared memory than the rows
+BY_WIDTH += [Case("rms", 4, bias=FP32), Case("rms", 12, FP32, weight=FP32), Case("layer", 44, bias=BF16)]
 BY_DTYPE = [
     Case("rms", 1024, FP16, weight=FP16),
     Case("rms", 4096, FP32, weight=FP32),
@@ -246,9 +248,16 @@ BY_LAYOUT = [
     )
     for gap, offset in LAYOUTS
 ]
+# Many rows of 16 bytes that do not follow each other; one row of a wider matrix
+BY_LAYOUT += [
+    Case("rms", 8, gap=8, rows=3001),
+    Case("layer", 4, FP32, weight=FP32, bias=FP32, gap=12, rows=3001),
+    Case("rms", 1024, rows=1, gap=480),
+    Case("rms", 1024, rows=1, gap=476, offset=3),
+]
 
 
-@pytest.mark.parametrize("case", [*BY_LAYOUT, Case("rms", 1024, rows=1, gap=476, offset=3)], ids=str)
+@pytest.mark.parametrize("case", BY_LAYOUT, ids=str)
 def test_strided_rows(case, norm, generator):
     inputs = make_inputs(case, generator, 99 * case.n)
     found = call_and_differentiate(norm, case, inputs)
