@@ -2,7 +2,7 @@
 
     python -m bench.report
 
-Of each GPU and family the lines of the newest commit are shown, of each case and provider the latest. The same lines
+Of each GPU and case the lines of the newest commit are shown, of each provider the latest. The same lines
 give the same bytes.
 """
 
@@ -40,14 +40,14 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def newest(lines: Iterable[Line]) -> list[Line]:
-    """Of each family the lines of the commit measured last, of each case and provider the latest; in table order."""
+    """Of each case the lines of the commit that measured it last, of each provider the latest; in table order."""
     lines = sorted(lines, key=lambda line: line["date"])
-    newest_commit = {line["family"]: line["commit"] for line in lines}
-    latest = {
-        (line["family"], *(line[field] for field in CASE_FIELDS), line["provider"]): line
-        for line in lines
-        if line["commit"] == newest_commit[line["family"]]
-    }
+
+    def case(line: Line) -> tuple:
+        return line["family"], *(line[field] for field in CASE_FIELDS)
+
+    newest_commit = {case(line): line["commit"] for line in lines}
+    latest = {(*case(line), line["provider"]): line for line in lines if line["commit"] == newest_commit[case(line)]}
     return sorted(latest.values(), key=_table_order)
 
 
@@ -66,8 +66,9 @@ def report(results: Path) -> str:
         for family in dict.fromkeys(line["family"] for line in lines):
             of_family = [line for line in lines if line["family"] == family]
             last = max(of_family, key=lambda line: line["date"])
+            commits = ", ".join(f"`{commit}`" for commit in sorted({line["commit"] for line in of_family}))
             parts.append(
-                f"## {family} on {last['gpu']}\n\nCommit `{last['commit']}`, {last['date'][:10]}, "
+                f"## {family} on {last['gpu']}\n\nCommit {commits}, {last['date'][:10]}, "
                 f"driver {last['driver']}, torch {last['torch']}, DSL {last['dsl']}.\n"
             )
             plot = results / f"{path.stem}-{family}"

@@ -197,7 +197,8 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, Exact]:
         dx_terms = dx_terms + rstd * g.abs().mean(-1, keepdim=True)
     dx_margin = dw_margin = 0.0
     if case.save == "output":
-        y_error = 0.5 * torch.finfo(case.out or case.dtype).eps * y.abs()
+        # What is saved is rounded once more, and carries the forward's own error
+        y_error = 0.5 * torch.finfo(case.out or case.dtype).eps * y.abs() + 4 * torch.finfo(FP32).eps * y_terms
         # |w| counts as eps at least: of smaller ones x_hat is lost
         x_error = y_error / w.abs().clamp_min(EPS) + x_hat.abs() * (w.abs() < EPS)
         dx_margin = rstd * (x_error * c1.abs() + x_terms * (dy.abs() * y_error).mean(-1, keepdim=True))

@@ -25,6 +25,11 @@ class ColumnSums:
         self.layout = layout
         self.accumulate = accumulate
 
+    def scratch_bytes(self, num_values: int) -> int:
+        """Shared memory that ``store`` needs."""
+        layout = self.layout
+        return 4 * layout.chunks * layout.threads_per_row * layout.vec * layout.teams * num_values
+
     @cute.jit
     def launch(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows, stream):
         """Add ``rows`` partial rows; a programmatic dependent launch: it overlaps the end of the kernel before."""

@@ -32,8 +32,11 @@ class RowRing:
     def __init__(self, layout: RowLayout):
         self.layout = layout
 
-    def allocate(self, smem, sources):
-        """Shared memory: tensors (pitch, tile_rows, stages * teams), one a stream, and mbarriers (stages * teams)."""
+    def allocate(self, smem, sources, scratch_bytes: int = 0):
+        """Shared memory: tensors (pitch, tile_rows, stages * teams), one a stream, and mbarriers (stages * teams).
+
+        From the first tensor on there are at least ``scratch_bytes`` bytes, for who needs the space after the last row.
+        """
         layout = self.layout
         slots = layout.stages * layout.teams
         tiles = []
@@ -44,6 +47,9 @@ class RowRing:
                 (pitch, layout.tile_rows, slots), stride=(1, pitch, pitch * layout.tile_rows)
             )
             tiles.append(smem.allocate_tensor(dtype, tile_layout, byte_alignment=128))
+        missing = scratch_bytes - layout.slot_bytes(tuple(source.element_type.width // 8 for source in sources)) * slots
+        if missing > 0:
+            smem.allocate_tensor(Int64, cute.make_layout(-(-missing // 8)), byte_alignment=8)
         mbars = smem.allocate_tensor(Int64, cute.make_layout(slots), byte_alignment=8)
         return tiles, mbars.iterator
 

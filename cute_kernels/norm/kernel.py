@@ -282,7 +282,8 @@ class NormBackward:
         streams = [saved, dy] if const_expr(dh_out is None) else [saved, dy, dh_out]
 
         smem = SmemAllocator()
-        tiles, mbars = self.ring.allocate(smem, streams)
+        scratch_bytes = const_expr(self.column_sums.scratch_bytes(needs_dw + needs_db))
+        tiles, mbars = self.ring.allocate(smem, streams, scratch_bytes)
         messages, message_mbars = self.row_sum.allocate(smem)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         if leads:
