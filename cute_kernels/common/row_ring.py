@@ -2,9 +2,11 @@
 
 ``cp.async.bulk`` is the TMA engine without a tensor map: rows are contiguous, so one instruction moves a whole row, of
 any length, and its completion is counted in bytes on an mbarrier. One thread of a team issues; nobody spends registers
-on data in flight. Rows that do not start on 16 bytes are fetched with the bytes around them that complete the first and
-last 16-byte unit (these lie in the same 16 bytes as wanted data, so inside the same allocation), and read from shared
-memory at the offset.
+on data in flight. Rows that do not start
+on 16 bytes are fetched with the bytes around them that complete the first and last 16-byte unit, and read from shared
+memory at the offset. Behind the last row of a matrix these are up to 14 bytes that may belong to nobody: they lie in
+the same 256-byte granule of the driver's allocation, so nothing faults, but memcheck reports them where every tensor is
+an allocation of its own (torch's caching allocator rounds to 512 bytes).
 """
 
 import cutlass

@@ -1,0 +1,112 @@
+"""Which kernels a call asks for: another one where anything differs that a kernel is built for, else none."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.norm_cases import (
+    BF16,
+    FP16,
+    FP32,
+    Case,
+    call_and_differentiate,
+    kernel_path,
+    make_inputs,
+    seeded_generator,
+    stand_in,
+)
+
+BASE = Case("rms", 64, residual=BF16, dh=True, rows=9)
+
+
+@pytest.fixture
+def jobs():
+    with stand_in() as jobs:
+        yield jobs
+
+
+def run(case: Case) -> None:
+    call_and_differentiate(kernel_path, case, make_inputs(case, seeded_generator("plans", "cpu")))
+
+
+def built(jobs: list, case: Case) -> list[str]:
+    """Names of the builders that a call asked."""
+    before = len(jobs)
+    run(case)
+    return [builder.__name__ for builder, _ in jobs[before:]]
+
+
+BOTH = ["norm_forward", "norm_backward"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "layer"},
+        {"n": 128},
+        {"dtype": FP16, "residual": FP32},
+        {"weight": FP32},
+        {"weight": None},
+        {"bias": BF16},
+        {"residual": FP32},
+        {"out": FP32},
+        {"weight_offset": 1.0},
+        {"gap": 8},
+        {"gap": 1},
+        {"offset": 1},
+    ],
+    ids=str,
+)
+def test_another_kernel(change, jobs):
+    run(BASE)
+    assert built(jobs, replace(BASE, **change)) == BOTH
+    assert built(jobs, replace(BASE, **change)) == built(jobs, BASE) == []
+    assert len({(builder, arguments) for builder, arguments in jobs}) == 4
+
+
+def test_another_stride_of_the_same_shape(jobs):
+    run(replace(BASE, gap=1))
+    run(replace(BASE, gap=8))
+    run(replace(BASE, gap=16))
+    arguments = [arguments for builder, arguments in jobs if builder.__name__ == "norm_forward"]
+    assert arguments[0] != arguments[1] == arguments[2]
+
+
+def test_saved_output(jobs):
+    case = Case("rms", 64, rows=9)
+    run(case)
+    assert "norm_backward" in built(jobs, replace(case, save="output"))
+
+
+def test_accumulation(jobs):
+    run(BASE)
+    inputs = make_inputs(BASE, seeded_generator("plans", "cpu"))
+    inputs.weight.main_grad = torch.zeros(64)
+    y, h = kernel_path("rms", inputs.x, inputs.weight, residual=inputs.residual, return_residual=True)
+    before = len(jobs)
+    torch.autograd.backward([y, h], [inputs.dy, inputs.dh])
+    assert [builder.__name__ for builder, _ in jobs[before:]] == ["norm_backward"]
+
+
+def test_a_gradient_that_does_not_arrive_is_not_read(jobs):
+    """h is returned but not used: the backward has no third stream."""
+    run(replace(BASE, dh=False))
+    assert built(jobs, BASE) == ["norm_backward"]
+
+
+def test_another_number_of_rows_is_the_same_kernel(jobs):
+    run(BASE)
+    assert built(jobs, replace(BASE, rows=1)) == built(jobs, replace(BASE, rows=1000)) == []
+    run(replace(BASE, gap=8))
+    strided = len(set(jobs))
+    run(replace(BASE, gap=8, rows=1001))
+    assert len(set(jobs)) == strided
+
+
+def test_inference_stores_no_statistics(jobs):
+    inputs = make_inputs(Case("layer", 64, rows=9), seeded_generator("plans", "cpu"))
+    kernel_path("layer", inputs.x, inputs.weight)
+    with torch.no_grad():
+        kernel_path("layer", inputs.x, inputs.weight)
+    assert len(set(jobs)) == 2
