@@ -10,13 +10,14 @@ from cute_kernels.norm import layer_norm, rms_norm
 
 
 class _Norm(nn.Module):
-    def __init__(self, normalized_shape, eps, weight_offset, save, out_dtype) -> None:
+    def __init__(self, normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype) -> None:
         super().__init__()
         name = type(self).__name__
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         expect(len(shape) == 1 and shape[0] > 0, name, "normalized_shape", "be one positive size", normalized_shape)
         self.normalized_shape = shape
         self.eps = eps
+        self.elementwise_affine = elementwise_affine
         self.weight_offset = weight_offset
         self.save = save
         self.out_dtype = out_dtype
@@ -29,11 +30,15 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.weight is not None}"
+        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        if isinstance(self, LayerNorm):
+            text += f", bias={self.bias is not None}"
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
         if self.save != "input":
             text += f", save={self.save!r}"
+        if self.out_dtype is not None:
+            text += f", out_dtype={self.out_dtype}"
         return text
 
 
@@ -62,7 +67,9 @@ class RMSNorm(_Norm):
         save: str = "input",
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, 1e-6 if eps is None else eps, weight_offset, save, out_dtype)
+        super().__init__(
+            normalized_shape, 1e-6 if eps is None else eps, elementwise_affine, weight_offset, save, out_dtype
+        )
         make = (
             nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if elementwise_affine else None
         )
@@ -111,7 +118,7 @@ class LayerNorm(_Norm):
         save: str = "input",
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, weight_offset, save, out_dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype)
         for name, present in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
             make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if present else None
             self.register_parameter(name, make)

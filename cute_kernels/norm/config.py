@@ -117,6 +117,8 @@ def _narrow(n: int, vec: int, aligned: bool, packed: bool, warps: int) -> RowLay
         threads = min(WARP_SIZE, 1 << (vectors - 1).bit_length())
         chunks = -(-vectors // threads)
         rows_per_thread = max(1, 32 // (chunks * vec))
+        if not packed:
+            rows_per_thread = min(rows_per_thread, threads)  # a lane requests a row: a tile has 32 at most
     packed = packed and threads < WARP_SIZE or packed and rows_per_thread > 1
     return RowLayout(n, vec, threads, rows_per_thread, warps, 1, 1, aligned, packed)
 

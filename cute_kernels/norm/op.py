@@ -125,22 +125,26 @@ def _check_backend(op: str, backend: str | None) -> None:
 
 
 def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
-    training = torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    )
-    keeps = (
-        residual is not None and (training or return_residual),
-        training and kind == "layer" and save == "input",
-        training,
-    )
     plan = None
-    if is_plain(x):
-        plan = forward_plan(kind, eps, weight_offset, save, out_dtype, *keeps, x, residual, weight, bias)
-    else:
+    try:
+        training = torch.is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (residual is not None and residual.requires_grad)
+        )
+        keeps = (
+            residual is not None and (training or return_residual),
+            training and kind == "layer" and save == "input",
+            training,
+        )
+        if is_plain(x):
+            plan = forward_plan(kind, eps, weight_offset, save, out_dtype, *keeps, x, residual, weight, bias)
+        else:
+            check_norm(f"{kind}_norm", x, weight, bias, residual, eps, save, out_dtype)
+    except (AttributeError, IndexError):  # an argument that is no tensor, or an x without dimensions
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, save, out_dtype)
+        raise
     if training:
         options = (kind, eps, weight_offset, save, out_dtype, keeps)
         y, h = _NormFunction.apply(x, weight, bias, residual, options, plan)
