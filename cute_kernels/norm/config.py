@@ -146,7 +146,7 @@ def _wide(n: int, vec: int, aligned: bool, cluster: int, warps: dict[int, int]) 
 
 
 def _with_stages(layout: RowLayout, itemsizes: tuple[int, ...], ring_bytes: int) -> RowLayout:
-    """As many stages as fit, two at least: fewer teams if need be."""
+    """As many stages as fit: at least two, with fewer teams if need be; one where a single row leaves no room."""
     teams = layout.teams
     slot = layout.slot_bytes(itemsizes)
     while teams > 1 and teams * slot * 2 > ring_bytes:

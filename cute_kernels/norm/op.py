@@ -60,10 +60,11 @@ def rms_norm(
         UnsupportedDeviceError: a GPU without kernels.
 
     Numerics: fp32 arithmetic and statistics. A row of y and of dx has the same bits whatever the number of rows and its
-    place among them. dw and db are summed in fp32 in an order fixed by C, the dtypes, the number of rows and of SMs:
-    each CTA adds its rows in ascending order, then 32 interleaved sequences of CTAs are added in order; bitwise
-    reproducible run to run. If ``weight.main_grad`` (fp32) exists, dw is added to it and ``weight.grad`` stays None.
-    An incoming gradient without contiguous rows is copied.
+    place among them, in matrices of the same dtypes and the same alignment of rows (a base or stride off 16 bytes takes
+    narrower accesses, hence another order of summation). dw and db are summed in fp32 in an order fixed by C, the
+    dtypes, the number of rows and of SMs: each team of a CTA adds its rows in ascending order, then the teams, then
+    32 interleaved sequences of CTAs; bitwise reproducible run to run. If ``weight.main_grad`` (fp32) exists, dw is
+    added to it and ``weight.grad`` stays None. An incoming gradient without contiguous rows is copied.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
     """
