@@ -189,7 +189,9 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, Exact]:
     c2 = g.mean(-1, keepdim=True) if case.kind == "layer" else g.new_zeros(())
     dx = rstd * (g - c2 - x_hat * c1)
 
-    x_terms = x_hat.abs() + rstd * mean.abs()
+    x_terms = x_hat.abs()
+    if case.kind == "layer":
+        x_terms = x_terms + rstd * h.abs().mean(-1, keepdim=True)  # what the mean is a sum of
     y_terms = x_terms * w.abs() if bias is None else x_terms * w.abs() + bias.double().abs()
     c1_terms = (g.abs() * x_terms).mean(-1, keepdim=True)
     dx_terms = rstd * (g.abs() + x_terms * c1_terms)

@@ -2,11 +2,9 @@
 
 ``cp.async.bulk`` is the TMA engine without a tensor map: rows are contiguous, so one instruction moves a whole row, of
 any length, and its completion is counted in bytes on an mbarrier. One thread of a team issues; nobody spends registers
-on data in flight. Rows that do not start
-on 16 bytes are fetched with the bytes around them that complete the first and last 16-byte unit, and read from shared
-memory at the offset. Behind the last row of a matrix these are up to 14 bytes that may belong to nobody: they lie in
-the same 256-byte granule of the driver's allocation, so nothing faults, but memcheck reports them where every tensor is
-an allocation of its own (torch's caching allocator rounds to 512 bytes).
+on data in flight. Rows that do not start on 16 bytes are fetched with the bytes around them that complete the first and
+last 16-byte unit, and read from shared memory at the offset. A unit that would pass the end of the matrix is not read:
+the issuing thread copies its few elements itself.
 """
 
 import cutlass
@@ -101,15 +99,14 @@ class RowRing:
             if lane == 0:
                 total = Int32(0)
                 for i in cutlass.range_constexpr(len(sources)):
-                    total += span(
-                        row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8)
-                    )[1]
+                    _, size = whole_units(sources[i], row, column, num_columns)
+                    total += size
+                    store_tail(sources[i], tiles[i][None, 0, slot], row, column, num_columns)
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar, total)
                 for i in cutlass.range_constexpr(len(sources)):
-                    begin, size = span(
-                        row_address(sources[i], row, column), num_columns * (sources[i].element_type.width // 8)
-                    )
-                    bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar)
+                    begin, size = whole_units(sources[i], row, column, num_columns)
+                    if size > 0:
+                        bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar)
 
     @cute.jit
     def refill(self, sources, tiles, mbars, slot: Int32, tile: Int32, num_tiles: Int32, column):
@@ -147,8 +144,25 @@ def row_address(source: cute.Tensor, row: Int32, column) -> Int64:
 
 
 @cute.jit
-def span(address: Int64, num_bytes: Int32):
-    """The 16-byte units that hold ``num_bytes`` bytes from ``address``: their address and size."""
+def whole_units(source: cute.Tensor, row: Int32, column, num_columns: Int32):
+    """Address and bytes of the 16-byte units that hold part of a row, but for one that passes the matrix's end."""
+    itemsize = const_expr(source.element_type.width // 8)
+    address = row_address(source, row, column)
     begin = address & ~(BULK_ALIGNMENT - 1)
-    size = Int32(address - begin) + num_bytes
-    return begin, (size + BULK_ALIGNMENT - 1) & ~(BULK_ALIGNMENT - 1)
+    size = Int32(address - begin) + num_columns * itemsize
+    size = (size + BULK_ALIGNMENT - 1) & ~(BULK_ALIGNMENT - 1)
+    if begin + size > row_address(source, source.shape[0] - 1, source.shape[1]):
+        size -= BULK_ALIGNMENT
+    return begin, size
+
+
+@cute.jit
+def store_tail(source: cute.Tensor, slot_row: cute.Tensor, row: Int32, column, num_columns: Int32):
+    """Copy by plain loads what ``whole_units`` left out, to where the whole unit would have put it."""
+    itemsize = const_expr(source.element_type.width // 8)
+    begin, size = whole_units(source, row, column, num_columns)
+    for j in cutlass.range_constexpr(1, BULK_ALIGNMENT // itemsize):
+        offset = Int32(row_address(source, row, column + num_columns - j) - begin)
+        if num_columns >= j and offset >= size:
+            element = source.iterator + (Int64(row) * source.stride[0] + column + num_columns - j)
+            slot_row[offset // itemsize] = cute.make_tensor(element, cute.make_layout(1))[0]

@@ -23,11 +23,12 @@ from cute_kernels.norm.config import NormConfig, backward_config, forward_config
 
 
 class Plan(NamedTuple):
-    """A compiled kernel and how many clusters of it to launch."""
+    """A compiled kernel and how many clusters of it to launch: NormConfig says what the numbers mean."""
 
     function: Callable[..., None]
     rows_per_cluster: int
     max_clusters: int
+    persistent_clusters: float
 
 
 _plans: dict[tuple, Plan] = {}
@@ -95,9 +96,11 @@ def run_forward(
 
 def launch_forward(plan: Plan, rows: int, x, residual, weight, bias, y, h, mean, rstd, eps: float) -> None:
     """``run_forward`` with a plan at hand."""
-    function, rows_per_cluster, max_clusters = plan
+    function, rows_per_cluster, max_clusters, persistent_clusters = plan
     clusters = -(-rows // rows_per_cluster)
-    function(x, residual, weight, bias, y, h, mean, rstd, eps, clusters if clusters < max_clusters else max_clusters)
+    if max_clusters < clusters < persistent_clusters:
+        clusters = max_clusters
+    function(x, residual, weight, bias, y, h, mean, rstd, eps, clusters)
 
 
 def run_backward(
@@ -140,7 +143,7 @@ def run_backward(
     if plan is None:
         gradients = (saved, dy, dh_out, weight, bias, dx, dresidual, dw, db)
         plan = _plans[key] = _plan_backward(kind, save, weight_offset, (accumulate_w, accumulate_b), *gradients)
-    function, rows_per_cluster, max_clusters = plan
+    function, rows_per_cluster, max_clusters, _ = plan
     rows, n = saved.shape
     clusters = min(-(-rows // rows_per_cluster), max_clusters)
     partials = None
@@ -239,7 +242,8 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
 
 
 def _plan(function, config: NormConfig, device_index: int) -> Plan:
-    return Plan(function, config.rows_per_cluster, config.max_clusters(sm_count(device_index)))
+    num_sms = sm_count(device_index)
+    return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), config.persistent_clusters(num_sms))
 
 
 def _dtypes(*tensors: Tensor | None) -> list:

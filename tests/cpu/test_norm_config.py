@@ -94,6 +94,10 @@ def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: in
     for num_sms in (1, 66, 132, 148):
         clusters = config.max_clusters(num_sms)
         assert clusters >= 1 and (clusters - 1) * layout.cluster < num_sms * config.ctas_per_sm
+        assert config.persistent_clusters(num_sms) > clusters
+    # Each row of a tile has one lane that writes its mean and rstd, 32 rows at a time
+    passes = min(layout.rows_per_thread, layout.threads_per_row)
+    assert layout.rows_per_thread % passes == 0 and passes * layout.rows_per_pass <= layout.team_threads
 
 
 OPTIONS = {
