@@ -38,11 +38,12 @@ class NormConfig:
     def persistent_clusters(self, num_sms: int) -> float:
         """Clusters of rows up to which the forward launches at most ``max_clusters`` that walk over them.
 
-        Many tiles are better left to the hardware's scheduler, which keeps the addresses in flight close together;
+        Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;
         resident teams drift apart. H200, bf16, share of the same-bytes copy: 2097152x128 rms 0.975 against 0.92,
-        layer 0.972 against 0.87, 262144x1024 rms 0.996, 0.94; at ten tiles a team (32768x1024) they are equal.
+        layer 0.972 against 0.87, 262144x1024 rms 0.996, 0.94; at ten tiles a team (32768x1024) they are equal. Rows of
+        several warps lose by it, as each CTA loads weight and bias: 5461x6144 layer 54 us against 40.
         """
-        return MANY_TILES * self.max_clusters(num_sms) if self.layout.cluster == 1 else math.inf
+        return MANY_TILES * self.max_clusters(num_sms) if self.layout.threads_per_row <= WARP_SIZE else math.inf
 
 
 def forward_config(
@@ -53,20 +54,28 @@ def forward_config(
     Several CTAs an SM: while one waits for its row's sums the others compute. rms_norm holds x and the weight (80
     registers at 32 elements: 3 CTAs of 8 warps), with a mean also the bias, or a residual (128: 4 CTAs of 4 warps).
     H200, bf16, share of the same-bytes copy, rms: 32768x1024 0.973 with 3 CTAs, 0.954 with one of 12 warps;
-    8192x4096 0.974, 0.942; layer: 8192x1024 1.009 with 4 CTAs of 4 warps, 0.986 with 2 of 8; 2048x16384 0.882 with 32
-    warps of 16 elements, 0.872 with 16 of 32; 4096x32768 0.923 in clusters of 8, 0.915 of 2.
+    8192x4096 0.974, 0.942; layer: 8192x1024 1.009 with 4 CTAs of 4 warps, 0.986 with 2 of 8; 4096x32768 0.923 in
+    clusters of 8, 0.915 of 2. Where it makes a row's threads a power of two, or 11 warps of 16, 48 elements a thread:
+    layer 10922x3072 0.959, 0.94 with 32; 5461x6144 0.953, 0.925; 2048x16384 0.892, 0.866 with 32 warps of 16.
     """
     light = kind == "rms" and len(itemsizes) == 1
+    slim = sum(itemsizes) <= 4  # leaves shared memory for several stages of three CTAs
     stages = MAX_STAGES
     if n <= 512:
         # Most tiles belong to a CTA that has no other (persistent_clusters): 2097152x128 rms 0.975, 0.943 with 4 stages
         warps, ctas_per_sm, stages = {32: 8}, 3, 2
+    elif light and n <= 16384:
+        warps, ctas_per_sm = ({32: 8}, 3) if n <= 8192 else ({32: 16}, 2)
+    elif slim and (2048 < n <= 3072 or 4096 < n <= 6144):
+        warps, ctas_per_sm = {48: 4}, 3
     elif n <= 4096:
-        warps, ctas_per_sm = ({32: 8}, 3) if light else ({32: 4}, 4)
+        warps, ctas_per_sm = {32: 4}, 4
     elif n <= 8192:
-        warps, ctas_per_sm = {32: 8}, 3 if light else 2
+        warps, ctas_per_sm = {32: 8}, 2
+    elif n <= 12288:
+        warps, ctas_per_sm = {24: 16}, 1
     elif n <= 16384:
-        warps, ctas_per_sm = ({32: 16}, 2) if light else ({16: 32}, 1)
+        warps, ctas_per_sm = ({48: 11}, 1) if slim else ({16: 32}, 1)
     elif n <= 131072:
         warps, ctas_per_sm = {32: 8}, 2
     else:
