@@ -1,0 +1,93 @@
+"""The argument contract of mm and linear, shared by the kernels and the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import FLOATS, expect, expect_dtype, expect_like, expect_tensor
+
+INPUTS = (torch.bfloat16, torch.float16)
+ACTIVATIONS = (None, "relu", "silu", "gelu")
+MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile
+
+
+def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    for name, t in (("a", a), ("b", b)):
+        expect_tensor("mm", name, t)
+        expect_dtype("mm", name, t.dtype, INPUTS)
+        expect(t.dim() == 2, "mm", name, "be a matrix", f"shape {tuple(t.shape)}")
+        expect(max(t.shape) <= MAX_SIZE, "mm", name, f"have dimensions of at most {MAX_SIZE}", f"{tuple(t.shape)}")
+    expect(b.dtype == a.dtype, "mm", "b", f"have dtype {a.dtype}", b.dtype, TypeError)
+    expect(b.shape[0] == a.shape[1], "mm", "b", f"have {a.shape[1]} rows", f"shape {tuple(b.shape)}")
+    expect(b.device == a.device, "mm", "b", f"be on {a.device}", b.device)
+    if out_dtype is not None:
+        expect_dtype("mm", "out_dtype", out_dtype)
+    if out is not None:
+        expect_tensor("mm", "out", out)
+        dtype = out_dtype or a.dtype
+        if out_dtype is None:
+            expect_dtype("mm", "out", out.dtype)
+        else:
+            expect(out.dtype == dtype, "mm", "out", f"have dtype {dtype}", out.dtype, TypeError)
+        expect_like("mm", "out", out, (a.shape[0], b.shape[1]), a.device)
+        contiguous = out.shape[1] <= 1 or out.stride(1) == 1
+        expect(contiguous, "mm", "out", "have a contiguous last dimension", f"strides {out.stride()}")
+        separate = out.shape[0] <= 1 or out.stride(0) >= out.shape[1]
+        expect(separate, "mm", "out", "have rows that do not overlap", f"strides {out.stride()}")
+        no_grad = not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or out.requires_grad))
+        expect(no_grad, "mm", "out", "be None where a gradient is wanted", "a tensor")
+
+
+def check_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    activation: str | None,
+    num_valid_tokens: Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    for name, t in (("x", x), ("weight", weight)):
+        expect_tensor("linear", name, t)
+        expect_dtype("linear", name, t.dtype, INPUTS)
+        expect(
+            t.numel() == 0 or max(t.shape) <= MAX_SIZE,
+            "linear",
+            name,
+            f"have dimensions of at most {MAX_SIZE}",
+            t.shape,
+        )
+    expect(x.dim() >= 1, "linear", "x", "have at least one dimension", f"shape {tuple(x.shape)}")
+    expect(weight.dim() == 2, "linear", "weight", "be a matrix (N, K)", f"shape {tuple(weight.shape)}")
+    expect(weight.dtype == x.dtype, "linear", "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
+    expect(
+        weight.shape[1] == x.shape[-1],
+        "linear",
+        "weight",
+        f"have {x.shape[-1]} columns",
+        f"shape {tuple(weight.shape)}",
+    )
+    expect(weight.device == x.device, "linear", "weight", f"be on {x.device}", weight.device)
+    if bias is not None:
+        expect_tensor("linear", "bias", bias)
+        expect_dtype("linear", "bias", bias.dtype, FLOATS)
+        expect_like("linear", "bias", bias, (weight.shape[0],), x.device)
+        expect(bias.is_contiguous(), "linear", "bias", "be contiguous", f"stride {bias.stride()}")
+    if out_dtype is not None:
+        expect_dtype("linear", "out_dtype", out_dtype)
+    expect(activation in ACTIVATIONS, "linear", "activation", f"be one of {ACTIVATIONS}", repr(activation))
+    if num_valid_tokens is not None:
+        expect_tensor("linear", "num_valid_tokens", num_valid_tokens)
+        expect_dtype("linear", "num_valid_tokens", num_valid_tokens.dtype, (torch.int32,))
+        expect(
+            num_valid_tokens.numel() == 1, "linear", "num_valid_tokens", "have one element", num_valid_tokens.numel()
+        )
+        expect(
+            num_valid_tokens.device == x.device,
+            "linear",
+            "num_valid_tokens",
+            f"be on {x.device}",
+            num_valid_tokens.device,
+        )

@@ -1,0 +1,73 @@
+"""What the GEMM kernels share: the walk over the output's tiles, and what is done to a sum before it is stored."""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+
+@cute.jit
+def tile_of(index: Int32, tiles_m: Int32, tiles_n: Int32, group: cutlass.Constexpr[int]):
+    """(m, n) of a cluster's tile: ``group`` rows of tiles are walked column by column before the next ones.
+
+    Tiles in flight then share rows of A and columns of B, which stay in L2.
+    """
+    in_group = index // (group * tiles_n)
+    first_m = in_group * group
+    rows = cutlass.min(tiles_m - first_m, group)
+    rest = index - in_group * (group * tiles_n)
+    return first_m + rest % rows, rest // rows
+
+
+@cute.jit
+def activate(z, activation: cutlass.Constexpr[Optional[str]]):
+    """relu, silu or gelu (exact) of an fp32 value."""
+    if const_expr(activation == "relu"):
+        y = z if z > 0.0 or z != z else Float32(0.0)  # a NaN stays one
+    elif const_expr(activation == "silu"):
+        y = z / (1.0 + cute.math.exp(-z))
+    elif const_expr(activation == "gelu"):
+        y = 0.5 * z * (1.0 + cute.math.erf(z * 0.7071067811865476))
+    else:
+        y = z
+    return y
+
+
+@cute.jit
+def add_bias(
+    sums: cute.Tensor, coordinates: cute.Tensor, bias: cute.Tensor, first: Int32, mode: cutlass.Constexpr[int]
+):
+    """Add ``bias`` to a fragment; ``coordinates`` within the tile, whose bias begins at ``first`` along ``mode``.
+
+    Beyond the end the last element is loaded: what it is added to is not stored.
+    """
+    for i in cutlass.range_constexpr(cute.size(sums)):
+        index = cutlass.min(first + coordinates[i][mode], bias.shape[0] - 1)
+        sums[i] = sums[i] + bias[index].to(Float32)
+
+
+@cute.jit
+def load_sums(sums: cute.Tensor, coordinates: cute.Tensor, d: cute.Tensor, first_m: Int32, first_n: Int32):
+    """Start a fragment of accumulators from ``d`` (fp32); zero outside."""
+    for i in cutlass.range_constexpr(cute.size(sums)):
+        m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
+        sums[i] = Float32(0.0)
+        if m < d.shape[0] and n < d.shape[1]:
+            sums[i] = d[m, n]
+
+
+@cute.jit
+def store_sums(
+    sums: cute.Tensor,
+    coordinates: cute.Tensor,
+    d: cute.Tensor,
+    first_m: Int32,
+    first_n: Int32,
+    activation: cutlass.Constexpr[Optional[str]],
+):
+    """Store a fragment straight from registers, element by element, inside the matrix."""
+    for i in cutlass.range_constexpr(cute.size(sums)):
+        m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
+        if m < d.shape[0] and n < d.shape[1]:
+            d[m, n] = activate(sums[i], activation).to(d.element_type)

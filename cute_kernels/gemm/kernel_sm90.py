@@ -1,0 +1,342 @@
+"""Matrix product for SM90: d = act(a b^T + bias), persistent, warp-specialised, TMA in and out, warpgroup MMA.
+
+One warp feeds a ring of (A, B) tiles in shared memory by TMA (multicast within a cluster); one or two consumer
+warpgroups multiply from there into fp32 registers and write d. All walk the same sequence of output tiles, so the
+next tile's loads run while this one is written.
+
+    gmem a, b --TMA--> sA, sB (full / empty mbarriers) --wgmma--> registers --stmatrix--> sD --TMA--> gmem d
+
+The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
+starts from zero (or d). Nothing here depends on the tile's shape but who does it.
+
+Profile: ncu --clock-control none -k regex:Gemm python -m bench.bench_gemm --filter fwd.4096x4096x4096
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.utils import LayoutEnum
+
+from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.epilogue import activate, add_bias, load_sums, store_sums, tile_of
+
+WARPGROUP = 128
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65536 in all: two consumers hold 128 accumulators a thread
+STORE_STAGES = 2
+
+
+class GemmSm90:
+    """See the module; ``activation``, ``accumulate`` and ``tma_store`` as in the builder ``gemm``."""
+
+    def __init__(self, activation: Optional[str], accumulate: bool, tma_store: bool, config: GemmConfig):
+        self.activation = activation
+        self.accumulate = accumulate
+        self.tma_store = tma_store
+        self.tile = config.tile
+        self.cluster = config.cluster
+        self.stages = config.stages
+        self.group = config.group
+        self.consumers = config.tile[0] // 64
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        z: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        valid_k: Optional[cute.Tensor],
+        num_ctas: Int32,
+        stream,
+    ):
+        self.dtype, self.out = a.element_type, d.element_type
+        tile_m, tile_n, tile_k = self.tile
+        a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
+        tiled_mma = sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            a_layout.sm90_mma_major_mode(),
+            b_layout.sm90_mma_major_mode(),
+            Float32,
+            (self.consumers, 1, 1),
+            tiler_mn=(64, tile_n),
+        )
+        sA_layout = self.operand_layout(a_layout, (tile_m, tile_k))
+        sB_layout = self.operand_layout(b_layout, (tile_n, tile_k))
+        tma_a, mA = self.load_atom(a, sA_layout, (tile_m, tile_k), self.cluster[1])
+        tma_b, mB = self.load_atom(b, sB_layout, (tile_n, tile_k), self.cluster[0])
+        tma_d, mD, tma_z, mZ, sD_layout = None, None, None, None, None
+        if const_expr(self.tma_store):
+            sD_layout = self.store_layout()
+            one = cute.slice_(sD_layout, (None, None, 0))
+            store = cpasync.CopyBulkTensorTileS2GOp()
+            tma_d, mD = cpasync.make_tiled_tma_atom(store, d, one, self.store_tile())
+            if const_expr(z is not None):
+                tma_z, mZ = cpasync.make_tiled_tma_atom(store, z, one, self.store_tile())
+        self.kernel(
+            tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[(self.consumers + 1) * WARPGROUP, 1, 1],
+            cluster=[self.cluster[0] * self.cluster[1], 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def operand_layout(self, layout: LayoutEnum, shape: tuple[int, int]):
+        """Swizzled shared memory of an operand's ring: (rows, k, stages), as wgmma reads it."""
+        k_major = layout.sm90_mma_major_mode() == warpgroup.OperandMajorMode.K
+        kind = sm90.get_smem_layout_atom(layout, self.dtype, shape[1] if k_major else shape[0])
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (*shape, self.stages), order=(0, 1, 2) if k_major else (1, 0, 2))
+
+    def store_tile(self) -> tuple[int, int]:
+        """Part of d's tile that is stored at once: 128 bytes of each row."""
+        return self.tile[0], min(self.tile[1], 128 * 8 // self.out.width)
+
+    def store_layout(self):
+        """Swizzled shared memory of the parts of d that are on their way out."""
+        shape = self.store_tile()
+        kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.out, shape[1])
+        atom = warpgroup.make_smem_layout_atom(kind, self.out)
+        return cute.tile_to_shape(atom, (*shape, STORE_STAGES), order=(0, 1, 2))
+
+    def load_atom(self, operand: cute.Tensor, layout, shape: tuple[int, int], multicast: int):
+        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        one = cute.slice_(layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, operand, one, shape, num_multicast=multicast)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+        sD_layout: Optional[cute.ComposedLayout],
+        tma_a: cute.CopyAtom,
+        mA: cute.Tensor,
+        tma_b: cute.CopyAtom,
+        mB: cute.Tensor,
+        tma_d: Optional[cute.CopyAtom],
+        mD: Optional[cute.Tensor],
+        tma_z: Optional[cute.CopyAtom],
+        mZ: Optional[cute.Tensor],
+        d: cute.Tensor,
+        z: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        valid_k: Optional[cute.Tensor],
+    ):
+        tile_m, tile_n, tile_k = self.tile
+        cluster_m, cluster_n = self.cluster
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_index = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+
+        # Place in the cluster: rank = m + cluster_m * n. Those of one m share A, those of one n share B
+        cluster_layout = cute.make_layout((cluster_m, cluster_n, 1))
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank_m, rank_n = rank % cluster_m, rank // cluster_m
+
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, 2 * self.stages)
+        sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
+        sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
+        sD = None
+        if const_expr(self.tma_store):
+            sD = smem.allocate_tensor(self.out, sD_layout.outer, byte_alignment=1024, swizzle=sD_layout.inner)
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, (cluster_m + cluster_n - 1) * self.consumers * 4
+            ),
+            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
+            cta_layout_vmnk=cute.make_layout((1, cluster_m, cluster_n, 1)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
+
+        num_k = mA.shape[1]
+        if const_expr(valid_k is not None):
+            num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)
+        k_tiles = cute.ceil_div(num_k, tile_k)
+        tiles_m = cute.ceil_div(d.shape[0], tile_m * cluster_m)
+        tiles_n = cute.ceil_div(d.shape[1], tile_n * cluster_n)
+        first_tile = bidx // (cluster_m * cluster_n)
+        step = grid // (cluster_m * cluster_n)
+
+        pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+
+        if warpgroup_index == 0:
+            if const_expr(self.consumers > 1):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                gA = cute.local_tile(mA, (tile_m, tile_k), (None, None))
+                gB = cute.local_tile(mB, (tile_n, tile_k), (None, None))
+                tAsA, tAgA = cpasync.tma_partition(
+                    tma_a, rank_n, cute.make_layout(cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+                )
+                tBsB, tBgB = cpasync.tma_partition(
+                    tma_b, rank_m, cute.make_layout(cluster_m), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
+                )
+                a_mask = b_mask = None
+                if const_expr(cluster_n > 1):
+                    a_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=1)
+                if const_expr(cluster_m > 1):
+                    b_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=0)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+                for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
+                    m, n = tile_of(index, tiles_m, tiles_n, self.group)
+                    for k in cutlass.range(k_tiles):
+                        ring.producer_acquire(state)
+                        full = ring.producer_get_barrier(state)
+                        cute.copy(
+                            tma_a,
+                            tAgA[None, m * cluster_m + rank_m, k],
+                            tAsA[None, state.index],
+                            tma_bar_ptr=full,
+                            mcast_mask=a_mask,
+                        )
+                        cute.copy(
+                            tma_b,
+                            tBgB[None, n * cluster_n + rank_n, k],
+                            tBsB[None, state.index],
+                            tma_bar_ptr=full,
+                            mcast_mask=b_mask,
+                        )
+                        state.advance()
+                ring.producer_tail(state)
+        else:
+            if const_expr(self.consumers > 1):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            thread = tidx - WARPGROUP
+            thr_mma = tiled_mma.get_slice((warpgroup_index - 1) * WARPGROUP)
+            tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
+            tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
+            tCcD = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, tile_n)))
+            sums = cute.make_rmem_tensor(tCcD.shape[:3], Float32)
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+            num_stored = Int32(0)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
+                m, n = tile_of(index, tiles_m, tiles_n, self.group)
+                m = m * cluster_m + rank_m
+                n = n * cluster_n + rank_n
+                if const_expr(self.accumulate):
+                    load_sums(sums, tCcD, d, m * tile_m, n * tile_n)
+                else:
+                    sums.fill(0.0)
+                warpgroup.fence()
+                for k in cutlass.range(k_tiles):
+                    ring.consumer_wait(state)
+                    if const_expr(valid_k is not None):
+                        self.mask(sA, sB, state.index, num_k - k * tile_k, thread)
+                    for k16 in cutlass.range_constexpr(tile_k // 16):
+                        at = (None, None, k16, state.index)
+                        cute.gemm(tiled_mma, sums, tCrA[at], tCrB[at], sums)
+                    warpgroup.commit_group()
+                    state.advance()
+                    # One tile's products stay in flight; the one before is read, its slot is free
+                    warpgroup.wait_group(1)
+                    if k > 0:
+                        ring.consumer_release(release)
+                        release.advance()
+                warpgroup.wait_group(0)
+                if k_tiles > 0:
+                    ring.consumer_release(release)
+                    release.advance()
+
+                if const_expr(bias is not None):
+                    if const_expr(d.leading_dim == 1):
+                        add_bias(sums, tCcD, bias, n * tile_n, 1)
+                    else:
+                        add_bias(sums, tCcD, bias, m * tile_m, 0)
+                if const_expr(self.tma_store):
+                    num_stored = self.store(tiled_mma, sums, sD, tma_d, mD, tma_z, mZ, m, n, thread, num_stored)
+                else:
+                    if const_expr(z is not None):
+                        store_sums(sums, tCcD, z, m * tile_m, n * tile_n, None)
+                    store_sums(sums, tCcD, d, m * tile_m, n * tile_n, self.activation)
+            if const_expr(self.tma_store):
+                if warp == 4:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32, thread: Int32):
+        """Zero the k beyond ``num_k`` of a tile that has arrived: what lies there may be NaN, in either operand."""
+        if num_k < self.tile[2]:
+            width = self.tile[2] - num_k
+            for s in cutlass.range_constexpr(2):
+                operand = sA if const_expr(s == 0) else sB
+                for i in cutlass.range(thread, self.tile[s] * width, self.consumers * WARPGROUP):
+                    operand[i % self.tile[s], num_k + i // self.tile[s], stage] = self.dtype(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.consumer_barrier()
+
+    def consumer_barrier(self):
+        """All consumer threads meet."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.consumers * WARPGROUP)
+
+    @cute.jit
+    def store(self, tiled_mma, sums, sD, tma_d, mD, tma_z, mZ, m: Int32, n: Int32, thread: Int32, num_stored: Int32):
+        """A tile's way out, 128 bytes of its rows at a time; returns how many parts have been stored so far."""
+        part = self.store_tile()
+        if const_expr(self.out.width == 16):
+            atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.out)
+        else:
+            atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out)
+        pattern = cute.make_tiled_copy_C_atom(
+            cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), cutlass.Float16), tiled_mma
+        )
+        copy = cute.make_tiled_copy_S(atom, pattern)
+        thr_copy = copy.get_slice(thread)
+        tRS_sD = thr_copy.partition_D(sD)
+        tRS_sums = copy.retile(sums)
+        shape = cute.shape(thr_copy.partition_S(sD))[:3]
+        for p in cutlass.range_constexpr(self.tile[1] // part[1]):
+            rPart = cute.make_rmem_tensor(shape, Float32)
+            for v in cutlass.range_constexpr(cute.size(rPart)):
+                rPart[v] = tRS_sums[p * cute.size(rPart) + v]
+            for output in cutlass.range_constexpr(2):
+                atom_out, matrix = (tma_z, mZ) if const_expr(output == 0) else (tma_d, mD)
+                if const_expr(matrix is not None):
+                    rOut = cute.make_rmem_tensor(shape, self.out)
+                    if const_expr(output == 1 and self.activation is not None):
+                        for v in cutlass.range_constexpr(cute.size(rPart)):
+                            rPart[v] = activate(rPart[v], self.activation)
+                    rOut.store(rPart.load().to(self.out))
+                    slot = num_stored % STORE_STAGES
+                    # The store before the last one has read its slot: its warp says so to all
+                    if thread < 32:
+                        cute.arch.cp_async_bulk_wait_group(STORE_STAGES - 1, read=True)
+                    self.consumer_barrier()
+                    cute.copy(copy, rOut, tRS_sD[None, None, None, slot])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.consumer_barrier()
+                    if thread < 32:
+                        gPart = cute.local_tile(matrix, part, (m, n * (self.tile[1] // part[1]) + p))
+                        tSsD, tSgD = cpasync.tma_partition(
+                            atom_out,
+                            0,
+                            cute.make_layout(1),
+                            cute.group_modes(sD, 0, 2),
+                            cute.group_modes(gPart, 0, 2),
+                        )
+                        cute.copy(atom_out, tSsD[None, slot], tSgD)
+                        cute.arch.cp_async_bulk_commit_group()
+                    num_stored += 1
+        return num_stored

@@ -1,0 +1,174 @@
+"""Plans and launches of the matrix products: from a call's signature to a compiled kernel, then one dict lookup.
+
+The registered operator ``cute_kernels::gemm`` runs the same function for traced graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels._op import mutating_op
+from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.gemm.config import GemmConfig, choose
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+}
+MAX_PLANS = 4096  # number of tokens and all: those of old batches are forgotten
+
+
+class Plan(NamedTuple):
+    """A compiled kernel, how many CTAs of it to launch, and whether it computes the transposed product."""
+
+    function: Callable[..., None]
+    num_ctas: int
+    transposed: bool
+    config: GemmConfig | None
+
+
+_plans: dict[tuple, Plan] = {}
+_forced: list[tuple[GemmConfig | None, bool]] = []
+
+
+def run_gemm(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    valid_k: Tensor | None = None,
+    activation: str | None = None,
+    accumulate: bool = False,
+) -> None:
+    """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K) of any strides; z: before the activation.
+
+    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed.
+    """
+    key = (
+        a.shape,
+        a.stride(),
+        a.data_ptr() & 15,
+        a.dtype,
+        b.shape,
+        b.stride(),
+        b.data_ptr() & 15,
+        d.stride(),
+        d.data_ptr() & 15,
+        d.dtype,
+        z is None or z.data_ptr() & 15,
+        None if bias is None else bias.dtype,
+        valid_k is None,
+        activation,
+        accumulate,
+        a.get_device(),
+    )
+    plan = _plans.get(key)
+    if plan is None or _forced:
+        if a.shape[0] == 0 or b.shape[0] == 0:
+            return
+        if a.shape[1] == 0:
+            _empty_sums(d, z, bias, activation, accumulate)
+            return
+        plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate)
+        if not _forced:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    function, num_ctas, transposed, _ = plan
+    if transposed:
+        function(b, a, d.t(), None if z is None else z.t(), bias, valid_k, num_ctas)
+    else:
+        function(a, b, d, z, bias, valid_k, num_ctas)
+
+
+gemm_op = mutating_op(
+    "gemm",
+    "Tensor a, Tensor b, Tensor(a!) d, Tensor(b!)? z=None, Tensor? bias=None, Tensor? valid_k=None, "
+    "str? activation=None, bool accumulate=False",
+    run_gemm,
+)
+
+
+@contextmanager
+def forced(config: GemmConfig | None, transposed: bool) -> Iterator[None]:
+    """Every product inside runs on this kernel: how the tests hold the candidates together."""
+    _forced.append((config, transposed))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
+    from cute_kernels.gemm.kernel import gemm
+
+    index = a.get_device()
+    arch, num_sms = arch_of(index), sm_count(index)
+    config, transposed = choose(arch, a.shape[0], b.shape[0], num_sms)
+    if _forced:
+        config, transposed = _forced[-1]
+    majors = _major(a), _major(b)
+    if None in majors:
+        config = None
+    if config is None:
+        transposed = False
+        tile_m, tile_n, cluster, majors = 64, 64, 1, ("k", "k")
+    else:
+        tile_m, tile_n = config.tile[0] * config.cluster[0], config.tile[1] * config.cluster[1]
+        cluster = config.cluster[0] * config.cluster[1]
+    outputs = [t for t in (d, z) if t is not None]
+    tma_store = (
+        config is not None and config.tile[0] >= 128 and not transposed and all(_rows_aligned(t) for t in outputs)
+    )
+    m, n = (b.shape[0], a.shape[0]) if transposed else (a.shape[0], b.shape[0])
+    a_major, b_major = majors[::-1] if transposed else majors
+    function = gemm(
+        arch,
+        cutlass_dtype(a.dtype),
+        cutlass_dtype(d.dtype),
+        None if bias is None else cutlass_dtype(bias.dtype),
+        activation,
+        z is not None,
+        "k" if a_major == "k" else "m",
+        "k" if b_major == "k" else "n",
+        "m" if transposed else "n",
+        accumulate,
+        valid_k is not None,
+        tma_store,
+        config,
+    )
+    clusters = min(-(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
+    return Plan(function, clusters * cluster, transposed, config)
+
+
+def _major(t: Tensor) -> str | None:
+    """The dimension of an operand (rows, k) that TMA reads along, "k" or "rows"; None if it cannot."""
+    if t.data_ptr() % 16 == 0:
+        unit = 16 // t.element_size()
+        if t.stride(1) == 1 and t.stride(0) % unit == 0 and t.stride(0) >= t.shape[1]:
+            return "k"
+        if t.stride(0) == 1 and t.stride(1) % unit == 0 and t.stride(1) >= t.shape[0]:
+            return "rows"
+    return None
+
+
+def _rows_aligned(t: Tensor) -> bool:
+    """Whether TMA can store to the rows of ``t``."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(0) >= t.shape[1]
+
+
+def _empty_sums(d: Tensor, z: Tensor | None, bias: Tensor | None, activation: str | None, accumulate: bool) -> None:
+    """A product over no k: the bias alone."""
+    if accumulate:
+        return
+    sums = torch.zeros((), dtype=torch.float32, device=d.device) if bias is None else bias.float()
+    if z is not None:
+        z.copy_(sums.expand_as(z))
+    d.copy_((sums if activation is None else ACTIVATE[activation](sums)).expand_as(d))

@@ -1,0 +1,196 @@
+"""mm and linear on torch tensors: the public functions, allocation, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels._check import expect
+from cute_kernels._op import is_plain
+from cute_kernels.gemm import reference
+from cute_kernels.gemm.checks import check_linear, check_mm
+from cute_kernels.gemm.launch import gemm_op, run_gemm
+
+
+def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """Matrix product ``a b``, the bits of a row independent of the other rows.
+
+    Args:
+        a: (M, K) bf16 or fp16, of any strides; rows or columns that start on 16 bytes take the fast kernels.
+        b: (K, N) of a's dtype, of any strides.
+        out_dtype: bf16, fp16 or fp32; a's (or out's) if None.
+        out: (M, N) to write to, last dimension contiguous; only where no gradient is wanted.
+
+    Returns:
+        (M, N), row-major.
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics (contract ``serial_k16``): exact products, one fp32 accumulator over the whole K, ascending, in the tensor
+    core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of a,
+    has the same bits whatever M, the row's place, and the other rows; kernels differ by shape, bits do not. The
+    gradient of b sums over the rows of a in their order: reproducible, and unchanged by rows of zeros at the end.
+    """
+    if not isinstance(a, Tensor) or not a.is_cuda:
+        return reference.mm(a, b, out_dtype=out_dtype, out=out)
+    check_mm(a, b, out_dtype, out)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _MmFunction.apply(a, b, out_dtype or a.dtype)
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
+    _run(a, b.t(), out)
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    num_valid_tokens: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``act(x weight^T + bias)``, the bits of a token independent of the other tokens.
+
+    Args:
+        x: (..., K) bf16 or fp16; the leading dimensions must collapse to rows of one stride.
+        weight: (N, K) of x's dtype, of any strides.
+        bias: (N,) bf16, fp16 or fp32; added in fp32.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        activation: None, "relu", "silu" or "gelu" (exact), in fp32 on the unrounded sum.
+        num_valid_tokens: int32 tensor of one element on x's device: in the gradients of weight and bias, tokens from
+            this one on count as exact zeros, whatever x and the incoming gradient hold there, NaN included.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        (..., N).
+
+    Raises: as ``mm``.
+
+    Numerics: as ``mm``. The backward differentiates the activation at the sum rounded to the output's dtype, which is
+    what is saved. dweight and dbias sum over the tokens in their order, 16 at a time; where ``weight.main_grad`` (or
+    ``bias.main_grad``, fp32) exists, the accumulator starts from it and ``.grad`` stays None: gradients of micro-batches
+    split at multiples of 16 tokens then have the bits of one batch's. Zero tokens behind, and multiples of 16 of them
+    before the others, change nothing. An incoming gradient whose rows have no one stride is copied.
+    """
+    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
+        expect(backend in (None, "reference"), "linear", "backend", "be None or 'reference'", repr(backend))
+        return reference.linear(
+            x, weight, bias, out_dtype=out_dtype, activation=activation, num_valid_tokens=num_valid_tokens
+        )
+    check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
+    training = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if training:
+        return _LinearFunction.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+    _run(_rows("x", x), weight, _rows("y", y), None, bias, None, activation)
+    return y
+
+
+class _MmFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, dtype):
+        ctx.save_for_backward(a, b)
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+        _run(a, b.t(), out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        a, b = ctx.saved_tensors
+        dout = dout.to(a.dtype)
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+            _run(dout, b, da)
+        if ctx.needs_input_grad[1]:
+            if b.stride(0) == 1 and b.stride(1) != 1:  # the transpose of a row-major matrix: its gradient is one, too
+                db = torch.empty((b.shape[1], b.shape[0]), dtype=b.dtype, device=b.device)
+                _run(dout.t(), a.t(), db)
+                db = db.t()
+            else:
+                db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+                _run(a.t(), dout.t(), db)
+        return da, db, None
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype, activation, num_valid_tokens):
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+        z = torch.empty_like(y) if activation in ("silu", "gelu") else None
+        z_rows = None if z is None else _rows("z", z)
+        _run(_rows("x", x), weight, _rows("y", y), z_rows, bias, None, activation)
+        ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, num_valid_tokens)
+        ctx.activation = activation
+        ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, saved, num_valid_tokens = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if ctx.activation == "relu":
+            dy = torch.ops.aten.threshold_backward(dy, saved, 0)
+        elif ctx.activation == "silu":
+            dy = torch.ops.aten.silu_backward(dy, saved)
+        elif ctx.activation == "gelu":
+            dy = torch.ops.aten.gelu_backward(dy, saved)
+        dz = _gradient_rows(dy.to(x.dtype))
+        rows = _rows("x", x)
+        dx = dweight = dbias = None
+        if needs_x:
+            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            _run(dz, weight.t(), _rows("dx", dx))
+        if needs_weight:
+            target, dweight = _gradient_buffer("weight", weight, ctx.main_grads[0])
+            _run(dz.t(), rows.t(), target, None, None, num_valid_tokens, None, dweight is None)
+        if needs_bias:
+            # The sum over tokens is a product with a column of ones: in the same order, under the same contract
+            target, dbias = _gradient_buffer("bias", bias, ctx.main_grads[1])
+            ones = dz.new_ones((1, dz.shape[0]))
+            _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
+        return dx, dweight, dbias, None, None, None
+
+
+def _run(a: Tensor, b: Tensor, d: Tensor, *rest) -> None:
+    (run_gemm if is_plain(a) else gemm_op)(a, b, d, *rest)
+
+
+def _gradient_buffer(name: str, parameter: Tensor, main_grad: Tensor | None):
+    """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None."""
+    if main_grad is None:
+        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return gradient, gradient
+    good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+    got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
+    expect(good, "linear", f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
+    return main_grad, None
+
+
+def _rows(name: str, t: Tensor) -> Tensor:
+    """``t`` as a matrix of rows, without a copy."""
+    if t.dim() == 2:
+        return t
+    try:
+        return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    except RuntimeError:
+        expected = "have leading dimensions that collapse to rows of one stride"
+        expect(False, "linear", name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
+        raise
+
+
+def _gradient_rows(t: Tensor) -> Tensor:
+    """An incoming gradient as a matrix of rows; copied if its layout is not one (an expanded scalar, say)."""
+    if not t.is_contiguous() and (t.dim() != 2 or t.stride(-1) != 1 or t.stride(0) < t.shape[1]):
+        t = t.contiguous()
+    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])

@@ -1,0 +1,114 @@
+"""mm and linear in plain torch: the specification of the kernels, and what runs without a supported GPU.
+
+z = x W^T + bias;  y = act(z);   backward, with z rounded to y's dtype:
+dz = dy act'(z), rounded to x's dtype;  dx = dz W;  dW = dz^T x;  dbias = sum of dz over tokens.
+
+All in fp32 (fp64 tensors, which the kernels do not take, in fp64), each result rounded once. The order of the kernels'
+sums, ``serial_k16``, is not imitated: their results agree with these to rounding, not bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.gemm.checks import check_linear, check_mm
+
+
+def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """``a @ b``; see ``cute_kernels.mm``."""
+    if not _is_fp64(a):
+        check_mm(a, b, out_dtype, out)
+    if out is None:
+        return _Linear.apply(a, b.t(), None, out_dtype or a.dtype, None, None)
+    with torch.no_grad():
+        return out.copy_(a.to(_wide(a)) @ b.to(_wide(a)))
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    num_valid_tokens: Tensor | None = None,
+) -> Tensor:
+    """``act(x @ weight.T + bias)``; see ``cute_kernels.linear``."""
+    if not _is_fp64(x):
+        check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
+    return _Linear.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, out_dtype, activation, num_valid_tokens):
+        z = x.to(_wide(x)) @ weight.to(_wide(x)).t()
+        if bias is not None:
+            z = z + bias.to(z.dtype)
+        y = activate(z, activation).to(out_dtype)
+        ctx.save_for_backward(x, weight, bias, z.to(out_dtype) if activation else None, num_valid_tokens)
+        ctx.activation = activation
+        ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, z, num_valid_tokens = ctx.saved_tensors
+        wide = _wide(x)
+        dz = dy.to(wide)
+        if ctx.activation is not None:
+            dz = dz * derivative(z.to(wide), ctx.activation)
+        dz = dz.to(x.dtype).to(wide)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (dz @ weight.to(wide)).to(x.dtype)
+        tokens, rows = _as_rows(dz), _as_rows(x.to(wide))
+        if num_valid_tokens is not None:
+            valid = torch.arange(len(tokens), device=x.device)[:, None] < num_valid_tokens
+            tokens, rows = torch.where(valid, tokens, 0.0), torch.where(valid, rows, 0.0)
+        if ctx.needs_input_grad[1]:
+            dw = _deliver(tokens.t() @ rows, weight, ctx.main_grads[0])
+        if bias is not None and ctx.needs_input_grad[2]:
+            db = _deliver(tokens.sum(0), bias, ctx.main_grads[1])
+        return dx, dw, db, None, None, None
+
+
+def activate(z: Tensor, activation: str | None) -> Tensor:
+    """relu, silu or the exact gelu of z; z itself for None."""
+    return z if activation is None else {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}[activation](z)
+
+
+def derivative(z: Tensor, activation: str) -> Tensor:
+    """d activate(z) / dz."""
+    if activation == "relu":
+        return torch.where(z <= 0, 0.0, 1.0).to(z.dtype)
+    if activation == "silu":
+        s = torch.sigmoid(z)
+        return s * (1 + z * (1 - s))
+    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+
+
+def _as_rows(t: Tensor) -> Tensor:
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+
+
+def _deliver(gradient: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """What autograd gets: None where the gradient was added to main_grad."""
+    if main_grad is None:
+        return gradient.to(parameter.dtype)
+    main_grad.add_(gradient)
+    return None
+
+
+def _is_fp64(t: object) -> bool:
+    return isinstance(t, Tensor) and t.dtype is torch.float64
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype is torch.float64 else torch.float32
