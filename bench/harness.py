@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -126,20 +127,28 @@ def measure(
     *,
     repetitions: int = REPETITIONS,
     breakdown: bool = True,
+    yardstick: str = "torch",
+    sample: Callable[[Tensor], Tensor] | None = None,
+    start: Mapping[str, Tensor] | None = None,
+    floors: Mapping[str, Callable[[], Call]] | None = None,
 ) -> Measurement:
     """Times and checks the providers of one case.
 
     makers: provider -> a function that makes its call: no arguments, tensors in the order of `truth` returned;
-        must hold "torch", whose error is the yardstick
+        must hold the yardstick, a provider of torch's own op, whose error is what the others' are compared with
     truth: output's name -> fp64 reference
     breakdown: whether to profile the kernels of each call
+    sample: what of an output is compared with `truth`; None: all of it
+    start: output's name -> what it holds before the replay that is checked, where the op adds to it
+    floors: like `makers`, for calls that compute less than the op: timed in turn with the others, not checked
     A provider that raises or is wrong goes to `failures` and does not stop the others.
     """
     captured: dict[str, Captured] = {}
     host_us: dict[str, float] = {}
     peak_bytes: dict[str, int] = {}
     failures: dict[str, str] = {}
-    for provider, make in makers.items():
+    floors = floors or {}
+    for provider, make in {**makers, **floors}.items():
         try:
             call = make()
             device.warm_up(call)
@@ -149,16 +158,22 @@ def measure(
         except Exception as error:  # any provider may fail in its own way; the others are still worth measuring
             failures[provider] = describe(error)
 
+    if yardstick not in captured:
+        reason = failures.get(yardstick, "not among the providers")
+        raise RuntimeError(f"there is nothing to compare the errors with: {yardstick}: {reason}")
     order = [*captured.values(), device.copy(case.bytes)]
     *times, copy_times = device.time_us(order, repetitions)
-    errors = {provider: replayed_error(graph, truth, device) for provider, graph in captured.items()}
-    limit = error_limits(errors.get("torch"), captured.get("torch"), truth)
+    errors = {
+        provider: {} if provider in floors else replayed_error(graph, truth, device, sample, start)
+        for provider, graph in captured.items()
+    }
+    limit = error_limits(errors[yardstick], captured[yardstick], truth)
 
     results: dict[str, Result] = {}
     for provider, samples in zip(captured, times, strict=True):
         wrong = [
             f"{name} {errors[provider][name]:.1e} > {limit[name]:.1e}"
-            for name in truth
+            for name in errors[provider]
             if not errors[provider][name] <= limit[name]
         ]
         if wrong:
@@ -176,15 +191,30 @@ def measure(
     return Measurement(case, statistics.median(copy_times), results, failures)
 
 
-def replayed_error(graph: Captured, truth: Mapping[str, Tensor], device: Device) -> dict[str, float]:
-    """Relative rms error of what a replay writes into outputs that held NaN before; inf for a wrong shape or number."""
+def replayed_error(
+    graph: Captured,
+    truth: Mapping[str, Tensor],
+    device: Device,
+    sample: Callable[[Tensor], Tensor] | None = None,
+    start: Mapping[str, Tensor] | None = None,
+) -> dict[str, float]:
+    """Relative rms error of what a replay writes into outputs that held NaN before; inf for a wrong shape or number.
+
+    An output named in `start` holds that instead: the op adds to it.
+    """
     if len(graph.outputs) != len(truth):
         return dict.fromkeys(truth, float("inf"))
-    for output in graph.outputs:
-        output.fill_(float("nan"))
+    for name, output in zip(truth, graph.outputs, strict=True):
+        if start and name in start:
+            output.copy_(start[name])
+        else:
+            output.fill_(float("nan"))
     graph.replay()
     device.synchronize()
-    return {name: relative_rms(output, truth[name]) for name, output in zip(truth, graph.outputs, strict=True)}
+    return {
+        name: relative_rms(sample(output) if sample else output, truth[name])
+        for name, output in zip(truth, graph.outputs, strict=True)
+    }
 
 
 def relative_rms(output: Tensor, truth: Tensor) -> float:
@@ -196,11 +226,9 @@ def relative_rms(output: Tensor, truth: Tensor) -> float:
 
 
 def error_limits(
-    torch_error: Mapping[str, float] | None, torch_call: Captured | None, truth: Mapping[str, Tensor]
+    torch_error: Mapping[str, float], torch_call: Captured, truth: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """The largest error that still counts as right: a small multiple of torch's, or of the rounding to the dtype."""
-    if torch_error is None or torch_call is None:
-        raise RuntimeError("torch's own op failed: there is nothing to compare the errors with")
     rounding = (torch.finfo(output.dtype).eps / 4 for output in torch_call.outputs)
     return {name: ERROR_FACTOR * max(torch_error[name], least) for name, least in zip(truth, rounding, strict=True)}
 
@@ -208,12 +236,17 @@ def error_limits(
 class CudaDevice:
     """Measures on the current CUDA device.
 
+    warm_up_seconds: how long the calls take turns before they are timed.
+    shuffled: each round in another random order, not only from another call on. A kernel that draws much power slows
+        the next one; were that always the same one, it would be at a disadvantage.
     Use inside `bench_stream()`: autograd runs a backward on the stream of its forward.
     """
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up_seconds: float = WARM_UP_SECONDS, shuffled: bool = False) -> None:
+        self._warm_up_seconds = warm_up_seconds
+        self._shuffled = shuffled
         self._l2_flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
     def synchronize(self) -> None:
@@ -240,17 +273,24 @@ class CudaDevice:
 
     def time_us(self, calls: Sequence[Captured], repetitions: int) -> list[list[float]]:
         """Device time of each repetition of each call, in microseconds; each round starts from another call."""
-        warm_until = time.perf_counter() + WARM_UP_SECONDS
+        warm_until = time.perf_counter() + self._warm_up_seconds
         while time.perf_counter() < warm_until:
-            self._round(calls, first=0)
-        rounds = [self._round(calls, first=repetition % len(calls)) for repetition in range(repetitions)]
+            self._round(calls, range(len(calls)))
+        shuffle = random.Random(0)
+        rounds = []
+        for repetition in range(repetitions):
+            first = repetition % len(calls)
+            order = [*range(first, len(calls)), *range(first)]
+            if self._shuffled:
+                shuffle.shuffle(order)
+            rounds.append(self._round(calls, order))
         return [list(samples) for samples in zip(*rounds, strict=True)]
 
-    def _round(self, calls: Sequence[Captured], first: int) -> list[float]:
+    def _round(self, calls: Sequence[Captured], order: Iterable[int]) -> list[float]:
         # Zeroing takes about 70 us on an H200, longer than the host needs to enqueue the replay: the GPU never waits
         # for the host in between.
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
-        for index in [*range(first, len(calls)), *range(first)]:
+        for index in order:
             start, end = events[index]
             self._l2_flush.zero_()
             start.record()

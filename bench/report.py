@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
+from bench.bench_gemm import FLOOR, YARDSTICK, summarize
 from bench.harness import RESULTS
 
 Line = dict[str, Any]
@@ -28,8 +30,11 @@ PROVIDER_STYLES = {  # provider -> colour, marker; also the order of columns
     "cute_kernels": ("#1b7837", "o"),
     "torch": ("#999999", "s"),
     "torch_compile": ("#e08214", "^"),
+    "cublas": ("#999999", "s"),
     "quack": ("#2166ac", "v"),
     "liger": ("#8073ac", "D"),
+    "batch_invariant_triton": ("#e08214", "^"),
+    "read_floor": ("#b2182b", "_"),
 }
 OTHER_STYLE = ("#000000", "x")
 CASE_FIELDS = ("op", "direction", "dtype", "variant", "shape")
@@ -71,12 +76,16 @@ def report(results: Path) -> str:
                 f"## {family} on {last['gpu']}\n\nCommit {commits}, {last['date'][:10]}, "
                 f"driver {last['driver']}, torch {last['torch']}, DSL {last['dsl']}.\n"
             )
+            section = SECTIONS.get(family, COPY_SECTION)
+            parts += [part for part in [section.introduction(of_family)] if part]
             plot = results / f"{path.stem}-{family}"
-            if draw(of_family, plot, f"{family} on {last['gpu']}"):
-                parts.append(f"![{family}: share of the same-bytes copy's speed]({plot.name}.svg)\n")
+            if draw(of_family, plot, f"{family} on {last['gpu']}", section):
+                parts.append(f"![{family}: {section.measure}]({plot.name}.svg)\n")
             for op, direction in dict.fromkeys((line["op"], line["direction"]) for line in of_family):
                 parts.append(f"### {op} {direction}\n")
-                parts.append(table([line for line in of_family if (line["op"], line["direction"]) == (op, direction)]))
+                parts.append(
+                    section.table([line for line in of_family if (line["op"], line["direction"]) == (op, direction)])
+                )
     return "\n".join(parts)
 
 
@@ -119,13 +128,128 @@ def table(lines: Sequence[Line]) -> str:
                 " + ".join(f"{us:.1f}" for us in ours["kernels"].values()) if ours else "–",
             ]
         )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return _markdown(rows)
 
 
-def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
-    """Writes path.svg and path.png: the share of the copy's speed over the shapes, one panel an op and direction."""
-    plain = [line for line in lines if line["variant"] == "plain" and line["dtype"] == "bfloat16"]
-    panels = list(dict.fromkeys((line["op"], line["direction"]) for line in plain))
+def gemm_introduction(lines: Sequence[Line]) -> str:
+    """What the columns are, and the ratios to cuBLAS by direction and variant."""
+    rows = [["", "variant", "cases", "geometric mean", "least", "ours/floor", "goals"], ["---"] * 7]
+    times = []
+    for case in dict.fromkeys(_case(line) for line in lines):
+        us = {line["provider"]: line["us"] for line in lines if _case(line) == case}
+        _, direction, _, variant, shape = case
+        times.append((direction, variant, shape, us))
+    for s in summarize(times):
+        floor = "–" if s.floor is None else f"{s.floor:.3f} ({s.floor_shape})"
+        least = f"{s.least:.3f} ({s.least_shape})"
+        rows.append([s.direction, s.variant, str(s.cases), f"{s.mean:.3f}", least, floor, s.verdict])
+    return (
+        "Shapes are MxNxK of the forward, y (M, N) = x (M, K) weight (N, K)^T; dA = dy weight, dB = dy^T x.\n"
+        "`cublas` is `torch.mm`; `cublas/ours` above 1: ours is faster. `read_floor` only reads the weights.\n"
+        "Errors are taken on 64 rows and 64 columns.\n\n" + _markdown(rows)
+    )
+
+
+def gemm_table(lines: Sequence[Line]) -> str:
+    """A Markdown table of one op and direction; one row a case, one column a provider."""
+    peers = [provider for provider in _providers(lines) if provider not in (OURS, FLOOR)]
+    floors = [FLOOR] if any(line["provider"] == FLOOR for line in lines) else []
+    ratios = ["cublas/ours", "best peer/ours", *["ours/floor"] * len(floors)]
+    head = ["shape", "variant", "ours", "TFLOP/s", *peers, *floors, *ratios, "error", "host"]
+    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    for case in dict.fromkeys(_case(line) for line in lines):
+        by_provider = {line["provider"]: line for line in lines if _case(line) == case}
+        us = {provider: line["us"] for provider, line in by_provider.items()}
+        ours = by_provider.get(OURS)
+        peer_us = [us[peer] for peer in peers if peer in us]
+        any_line = next(iter(by_provider.values()))
+        found = [
+            f"{us[YARDSTICK] / ours['us']:.3f}" if ours and YARDSTICK in us else "–",
+            f"{min(peer_us) / ours['us']:.3f}" if ours and peer_us else "–",
+            *(f"{ours['us'] / us[FLOOR]:.3f}" if ours and FLOOR in us else "–" for _ in floors),
+        ]
+        rows.append(
+            [
+                any_line["shape"],
+                any_line["variant"],
+                f"**{ours['us']:.1f}**" if ours else "–",
+                f"{1e-6 * ours['flops'] / ours['us']:.0f}" if ours else "–",
+                *(f"{us[name]:.1f}" if name in us else "–" for name in (*peers, *floors)),
+                *found,
+                f"{max(ours['error'].values()):.1e}" if ours else "–",
+                f"{ours['host_us']:.1f}" if ours else "–",
+            ]
+        )
+    return _markdown(rows)
+
+
+# What is drawn of a family: panel's title -> shape -> provider -> value.
+Panels = dict[str, dict[str, dict[str, float]]]
+
+
+def copy_panels(lines: Sequence[Line]) -> Panels:
+    """A panel an op and direction, plain bf16 cases: the share of the same-bytes copy's speed."""
+    panels: Panels = {}
+    for line in lines:
+        if line["variant"] == "plain" and line["dtype"] == "bfloat16":
+            shapes = panels.setdefault(f"{line['op']} {line['direction']}", {})
+            shapes.setdefault(line["shape"], {})[line["provider"]] = line["copy_us"] / line["us"]
+    return panels
+
+
+def gemm_panels(lines: Sequence[Line]) -> Panels:
+    """A panel a direction and variant of mm: cuBLAS's time over each provider's."""
+    cublas = {_case(line): line["us"] for line in lines if line["provider"] == YARDSTICK}
+    panels: Panels = {}
+    for line in lines:
+        if line["op"] == "mm" and _case(line) in cublas:
+            shapes = panels.setdefault(f"mm {line['direction']} {line['variant']}", {})
+            shapes.setdefault(line["shape"], {})[line["provider"]] = cublas[_case(line)] / line["us"]
+    return panels
+
+
+@dataclass(frozen=True)
+class Section:
+    """How a family is shown.
+
+    measure, title, unit: what the plot's values are, in its alternative text, above it and beside its axes
+    top: where the axes end; None: above the largest value
+    introduction: text before the plot
+    """
+
+    table: Callable[[Sequence[Line]], str]
+    panels: Callable[[Sequence[Line]], Panels]
+    measure: str
+    title: str
+    unit: str
+    top: float | None = None
+    introduction: Callable[[Sequence[Line]], str] = lambda lines: ""
+
+
+COPY_SECTION = Section(
+    table,
+    copy_panels,
+    measure="share of the same-bytes copy's speed",
+    title="speed as a share of a copy of the same bytes (1.0 = dotted line)",
+    unit="share of copy's speed",
+    top=1.15,
+)
+SECTIONS = {
+    "gemm": Section(
+        gemm_table,
+        gemm_panels,
+        measure="speed in units of cuBLAS's",
+        title="speed in units of cuBLAS's (1.0 = dotted line)",
+        unit="cuBLAS's time / time",
+        introduction=gemm_introduction,
+    )
+}
+MANY_SHAPES = 40  # from here on their names are set upright and small
+
+
+def draw(lines: Sequence[Line], path: Path, title: str, section: Section = COPY_SECTION) -> bool:
+    """Writes path.svg and path.png: the section's panels one below the other, values over the shapes."""
+    panels = section.panels(lines)
     if not panels:
         return False
     style = {
@@ -139,17 +263,14 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
         figure, axes = plt.subplots(
             len(panels), 1, figsize=(11, 3.1 * len(panels)), squeeze=False, layout="constrained"
         )
-        for axis, (op, direction) in zip(axes[:, 0], panels, strict=True):
-            of_panel = [line for line in plain if (line["op"], line["direction"]) == (op, direction)]
-            shapes = list(dict.fromkeys(line["shape"] for line in of_panel))
-            for provider in _providers(of_panel):
-                share = {
-                    line["shape"]: line["copy_us"] / line["us"] for line in of_panel if line["provider"] == provider
-                }
+        for axis, (name, shapes) in zip(axes[:, 0], panels.items(), strict=True):
+            positions = {shape: position for position, shape in enumerate(shapes)}
+            for provider in _ordered({provider for values in shapes.values() for provider in values}):
+                values = {shape: found[provider] for shape, found in shapes.items() if provider in found}
                 colour, marker = PROVIDER_STYLES.get(provider, OTHER_STYLE)
                 axis.plot(
-                    [shapes.index(shape) for shape in share],
-                    list(share.values()),
+                    [positions[shape] for shape in values],
+                    list(values.values()),
                     color=colour,
                     marker=marker,
                     markersize=6 if provider == OURS else 4,
@@ -158,18 +279,19 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
                     zorder=3 if provider == OURS else 2,
                 )
             axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-            axis.set_xticks(range(len(shapes)), shapes, rotation=40, ha="right")
-            axis.set_ylim(0, 1.15)
+            if len(shapes) < MANY_SHAPES:
+                axis.set_xticks(range(len(shapes)), shapes, rotation=40, ha="right")
+            else:
+                axis.set_xticks(range(len(shapes)), shapes, rotation=90, fontsize=6)
+            axis.set_ylim(0, section.top or 1.05 * max(max(values.values()) for values in shapes.values()))
             axis.grid(axis="y", linewidth=0.3)
-            axis.set_title(f"{op} {direction}", loc="left", fontweight="bold")
-            axis.set_ylabel("share of copy's speed")
+            axis.set_title(name, loc="left", fontweight="bold")
+            axis.set_ylabel(section.unit)
         handles, labels = max(
             (axis.get_legend_handles_labels() for axis in axes[:, 0]), key=lambda found: len(found[1])
         )
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.suptitle(
-            f"{title}: speed as a share of a copy of the same bytes (1.0 = dotted line)", x=0.01, ha="left", fontsize=10
-        )
+        figure.suptitle(f"{title}: {section.title}", x=0.01, ha="left", fontsize=10)
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         figure.savefig(path.with_suffix(".png"), dpi=90, metadata={"Software": None})
         plt.close(figure)
@@ -177,8 +299,15 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> bool:
 
 
 def _providers(lines: Iterable[Line]) -> list[str]:
-    present = {line["provider"] for line in lines}
-    return [name for name in PROVIDER_STYLES if name in present] + sorted(present - set(PROVIDER_STYLES))
+    return _ordered({line["provider"] for line in lines})
+
+
+def _ordered(providers: set[str]) -> list[str]:
+    return [name for name in PROVIDER_STYLES if name in providers] + sorted(providers - set(PROVIDER_STYLES))
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def _case(line: Line) -> tuple[str, ...]:
@@ -193,6 +322,7 @@ def _table_order(line: Line) -> tuple[Any, ...]:
         line["family"],
         line["op"],
         line["direction"] != "fwd",
+        line["direction"],
         special,
         line["variant"],
         line["dtype"],

@@ -4,8 +4,18 @@ Importing it imports neither the compiler nor initialises CUDA; a kernel compile
 """
 
 from cute_kernels._target import UnsupportedDeviceError
-from cute_kernels.gemm import linear, mm
+from cute_kernels.gemm import Provenance, linear, mm, provenance
+from cute_kernels.invariance import check_invariance
 from cute_kernels.norm import layer_norm, rms_norm
 
 __version__ = "0.1.0"
-__all__ = ["UnsupportedDeviceError", "layer_norm", "linear", "mm", "rms_norm"]
+__all__ = [
+    "Provenance",
+    "UnsupportedDeviceError",
+    "check_invariance",
+    "layer_norm",
+    "linear",
+    "mm",
+    "provenance",
+    "rms_norm",
+]

@@ -1,4 +1,4 @@
-"""python -m cute_kernels env | demo | bench: what a person wants first."""
+"""python -m cute_kernels env | demo | check | bench: what a person wants first."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "demo", help="with a GPU: check and time every op; without: compile every kernel, check the references"
     )
+    check = commands.add_parser(
+        "check", help="with a GPU: every op's rows keep their bits whatever the batch (T1 to T6)"
+    )
+    check.add_argument("--only", action="append", metavar="NAME", help="like rms_norm or nn.Linear; may be repeated")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the reports there")
     bench = commands.add_parser("bench", help="measure on the GPU at hand (in a checkout of the repository)")
     bench.add_argument("families", nargs="*", metavar="family", help="like norm; default: every family")
     bench.add_argument("--quick", action="store_true", help="a few cases, fewer repetitions")
@@ -35,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cute_kernels import _demo
 
         return _demo.run()
+    if options.command == "check":
+        from cute_kernels import _check_ops
+
+        return _check_ops.run(options.only, options.json)
     return _bench(options.families, options.quick, options.save)
 
 

@@ -1,5 +1,6 @@
-"""Deterministic, batch-invariant matrix products: mm, linear."""
+"""Deterministic, batch-invariant matrix products: mm, linear; provenance says which kernel computed them."""
 
 from cute_kernels.gemm.op import linear, mm
+from cute_kernels.gemm.provenance import Provenance, provenance
 
-__all__ = ["linear", "mm"]
+__all__ = ["Provenance", "linear", "mm", "provenance"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CONTRACT = "serial_k16"
-DECODE_TOKENS = 256  # up to here the product is the reading of the weights
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. M is 64 a consumer warpgroup on SM90.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
@@ -30,30 +29,69 @@ class GemmConfig:
     group: int
 
 
-PREFILL = GemmConfig((128, 256, 64), (2, 1), 4, 8)
-PREFILL_NARROW = GemmConfig((128, 128, 64), (2, 1), 6, 8)
-# 64 rows of weights a CTA, up to 128 tokens; as many stages as fit: a stream of weights needs 64 KB in flight an SM
-DECODE = tuple(
-    GemmConfig((64, tokens, 64), (1, 1), min(20, 200 * 1024 // ((64 + tokens) * 128)), 1)
-    for tokens in (8, 16, 32, 64, 128)
+# Tokens along M, for many of them; the first of equal cost is taken
+PREFILL = (
+    GemmConfig((128, 256, 64), (2, 1), 4, 8),
+    GemmConfig((128, 192, 64), (2, 1), 4, 8),
+    GemmConfig((128, 128, 64), (2, 1), 6, 8),
+    GemmConfig((128, 128, 64), (1, 2), 6, 8),
+    GemmConfig((128, 64, 64), (2, 1), 8, 8),
 )
+# Tokens along N, the product transposed: a warpgroup's instruction may be as narrow as 8 there, so no arithmetic is
+# spent on tokens that are not. As many stages as fit: a stream of weights needs some 64 KB in flight an SM
+DECODE_8 = GemmConfig((64, 8, 128), (1, 1), 11, 1)
+DECODE_16 = GemmConfig((64, 16, 128), (1, 1), 10, 1)
+DECODE_32 = GemmConfig((64, 32, 128), (1, 1), 8, 1)
+DECODE_32_PAIR = GemmConfig((64, 32, 128), (1, 2), 8, 1)
+DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 6, 1)
+DECODE_64_TALL = GemmConfig((128, 64, 128), (1, 1), 4, 1)
+DECODE_64_PAIR = GemmConfig((64, 64, 64), (1, 2), 12, 1)
 
 
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     """All kernels that a call may be given to; None: the one for operands of any stride."""
-    return (None, PREFILL, PREFILL_NARROW, *DECODE)
+    decode = (DECODE_8, DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64, DECODE_64_TALL, DECODE_64_PAIR)
+    return (None, *PREFILL, *decode)
 
 
 def choose(arch: str, m: int, n: int, num_sms: int) -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for aligned operands of m and n rows.
 
-    Few tokens lie along the tile's N, where a warpgroup's instruction may be as narrow as 8, and the weights along its
-    64 rows: no arithmetic is spent on rows that are not there, and each weight is read once.
+    ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
+    32x12288x4096 DECODE_32 37.4 (38.4); 64x12288x4096 DECODE_64_TALL 38.2, DECODE_64 38.9 (38.3); 64x1024x4096
+    DECODE_32 11.7, DECODE_64 13.6 (12.4); 128x4096x14336 DECODE_64_PAIR 44.2, without the pair 49.8 (47.5);
+    192x1024x4096 DECODE_32_PAIR 12.5 (13.2).
     """
-    few = min(m, n)
-    if few <= DECODE_TOKENS:
-        config = next((c for c in DECODE if c.tile[1] >= few), DECODE[-1])
-        return config, m < n
-    if -(-m // 128) * -(-n // 256) <= num_sms // 2:
-        return PREFILL_NARROW, False
-    return PREFILL, False
+    tokens, weights = min(m, n), max(m, n)
+    transposed = m < n
+    if tokens <= 8:
+        return DECODE_8, transposed
+    if tokens <= 16:
+        return DECODE_16, transposed
+    if tokens <= 32 or tokens <= 128 and weights <= 2048:
+        return DECODE_32, transposed
+    if tokens <= 64:
+        tall = 2 * _waves(DECODE_64_TALL, weights, tokens, num_sms) <= _waves(DECODE_64, weights, tokens, num_sms)
+        return (DECODE_64_TALL if tall else DECODE_64), transposed
+    if tokens <= 256 and weights <= 2048:
+        return DECODE_32_PAIR, transposed
+    if tokens <= 128 and weights <= 8192:
+        return DECODE_64_PAIR, transposed
+    return min(PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
+
+
+def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
+    """Tiles that the busiest CTA computes."""
+    (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
+    clusters = -(-m // (tile_m * cluster_m)) * -(-n // (tile_n * cluster_n))
+    return -(-clusters // (num_sms // (cluster_m * cluster_n)))
+
+
+def _cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
+    """Time of the busiest CTA, in units of its tensor cores' time for a tile of 128 x 256.
+
+    A tile costs 0.06 beside its arithmetic. H200, us (cuBLAS): 256x4096x4096 with (128, 64) 23.1, (128, 256) 46
+    (24.9); 4096x4096x4096 with (128, 256) 195, (128, 192) 220 (195); 512x4096x4096 with (128, 128) 31.2, (128, 256)
+    47.7 (29.6).
+    """
+    return _waves(config, m, n, num_sms) * (config.tile[0] * config.tile[1] / 32768 + 0.06)

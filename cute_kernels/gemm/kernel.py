@@ -4,7 +4,7 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from cute_kernels.gemm.config import GemmConfig
 from jit_cache import Program, compiled
@@ -22,7 +22,7 @@ def gemm(
     keeps_z: bool,
     a_major: str,
     b_major: str,
-    d_major: str,
+    transposed: bool,
     accumulate: bool,
     counts_k: bool,
     tma_store: bool,
@@ -30,7 +30,8 @@ def gemm(
 ) -> Program:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K); M, N, K and the strides are run-time values.
 
-    ``*_major``: the dimension whose elements are neighbours, "m", "n" or "k"; the bias lies along d's.
+    ``*_major``: the dimension whose elements are neighbours, "m", "n" or "k". ``transposed``: d and z are given as
+    (N, M). The bias lies along the last dimension of what is given.
     ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32).
     ``counts_k``: only as many k as a device int32 says are summed. ``config`` None: the kernel for operands of any
     stride and alignment.
@@ -44,21 +45,21 @@ def gemm(
     elif arch.startswith("sm_9"):
         from cute_kernels.gemm.kernel_sm90 import GemmSm90
 
-        kernel = GemmSm90(activation, accumulate, tma_store, config)
+        kernel = GemmSm90(activation, transposed, accumulate, tma_store, config)
     else:
         from cute_kernels.gemm.kernel_sm100 import GemmSm100
 
-        kernel = GemmSm100(activation, accumulate, tma_store, config)
-    output = symbolic_matrix(out, (m, n), d_major == "n", tma_store)
+        kernel = GemmSm100(activation, transposed, accumulate, tma_store, config)
+    output = (n, m) if transposed else (m, n)
     return Program(
         kernel,
         symbolic_matrix(dtype, (m, k), a_major == "k", aligned, any_stride=not aligned),
         symbolic_matrix(dtype, (n, k), b_major == "k", aligned, any_stride=not aligned),
-        output,
-        symbolic_matrix(out, (m, n), d_major == "n", tma_store) if keeps_z else None,
+        symbolic_matrix(out, output, True, tma_store),
+        symbolic_matrix(out, output, True, tma_store) if keeps_z else None,
         None
         if bias is None
-        else cute.runtime.make_fake_compact_tensor(bias, (n if d_major == "n" else m,), assumed_align=bias.width // 8),
+        else cute.runtime.make_fake_compact_tensor(bias, output[1:], assumed_align=bias.width // 8),
         cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4) if counts_k else None,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.gemm.epilogue import add_bias, load_sums, store_sums, tile_of
+from cute_kernels.gemm.kernel_epilogue import add_bias, load_sums, store_sums, tile_of
 
 TILE = (64, 64, 32)
 GROUP = 8
@@ -92,10 +92,7 @@ class GemmAny:
                 for k16 in cutlass.range_constexpr(tile_k // 16):
                     cute.gemm(tiled_mma, sums, tCrA[None, None, k16], tCrB[None, None, k16], sums)
             if const_expr(bias is not None):
-                if const_expr(d.leading_dim == 1):
-                    add_bias(sums, tCcD, bias, n * tile_n, 1)
-                else:
-                    add_bias(sums, tCcD, bias, m * tile_m, 0)
+                add_bias(sums, tCcD, bias, n * tile_n, 1)
             if const_expr(z is not None):
                 store_sums(sums, tCcD, z, m * tile_m, n * tile_n, None)
             store_sums(sums, tCcD, d, m * tile_m, n * tile_n, self.activation)

@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import LayoutEnum
 
 from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.epilogue import activate, add_bias, load_sums, store_sums, tile_of
+from cute_kernels.gemm.kernel_epilogue import activate, add_bias, load_sums, store_sums, tile_of, transpose
 
 WARPGROUP = 128
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65536 in all: two consumers hold 128 accumulators a thread
@@ -32,10 +32,13 @@ STORE_STAGES = 2
 
 
 class GemmSm90:
-    """See the module; ``activation``, ``accumulate`` and ``tma_store`` as in the builder ``gemm``."""
+    """See the module; arguments as in the builder ``gemm``."""
 
-    def __init__(self, activation: Optional[str], accumulate: bool, tma_store: bool, config: GemmConfig):
+    def __init__(
+        self, activation: Optional[str], transposed: bool, accumulate: bool, tma_store: bool, config: GemmConfig
+    ):
         self.activation = activation
+        self.transposed = transposed
         self.accumulate = accumulate
         self.tma_store = tma_store
         self.tile = config.tile
@@ -57,6 +60,9 @@ class GemmSm90:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
+        if const_expr(self.transposed):
+            d = transpose(d)
+            z = None if const_expr(z is None) else transpose(z)
         tile_m, tile_n, tile_k = self.tile
         a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
         tiled_mma = sm90.make_trivial_tiled_mma(
@@ -98,8 +104,9 @@ class GemmSm90:
         return cute.tile_to_shape(atom, (*shape, self.stages), order=(0, 1, 2) if k_major else (1, 0, 2))
 
     def store_tile(self) -> tuple[int, int]:
-        """Part of d's tile that is stored at once: 128 bytes of each row."""
-        return self.tile[0], min(self.tile[1], 128 * 8 // self.out.width)
+        """Part of d's tile that is stored at once: 128 bytes of each row, 64 where an activation needs registers."""
+        row_bytes = 128 if self.activation is None else 64
+        return self.tile[0], min(self.tile[1], row_bytes * 8 // self.out.width)
 
     def store_layout(self):
         """Swizzled shared memory of the parts of d that are on their way out."""
@@ -237,7 +244,11 @@ class GemmSm90:
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
                 if const_expr(self.accumulate):
-                    load_sums(sums, tCcD, d, m * tile_m, n * tile_n)
+                    if (m + 1) * tile_m <= d.shape[0] and (n + 1) * tile_n <= d.shape[1]:
+                        gD = cute.local_tile(d, (tile_m, tile_n), (m, n))
+                        cute.autovec_copy(tiled_mma.get_slice(thread).partition_C(gD), sums)
+                    else:
+                        load_sums(sums, tCcD, d, m * tile_m, n * tile_n)
                 else:
                     sums.fill(0.0)
                 warpgroup.fence()
@@ -260,14 +271,16 @@ class GemmSm90:
                     ring.consumer_release(release)
                     release.advance()
 
-                if const_expr(bias is not None):
-                    if const_expr(d.leading_dim == 1):
-                        add_bias(sums, tCcD, bias, n * tile_n, 1)
-                    else:
-                        add_bias(sums, tCcD, bias, m * tile_m, 0)
                 if const_expr(self.tma_store):
-                    num_stored = self.store(tiled_mma, sums, sD, tma_d, mD, tma_z, mZ, m, n, thread, num_stored)
+                    num_stored = self.store(
+                        tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, m, n, thread, num_stored
+                    )
                 else:
+                    if const_expr(bias is not None):
+                        if const_expr(self.transposed):
+                            add_bias(sums, tCcD, bias, m * tile_m, 0)
+                        else:
+                            add_bias(sums, tCcD, bias, n * tile_n, 1)
                     if const_expr(z is not None):
                         store_sums(sums, tCcD, z, m * tile_m, n * tile_n, None)
                     store_sums(sums, tCcD, d, m * tile_m, n * tile_n, self.activation)
@@ -292,7 +305,22 @@ class GemmSm90:
         cute.arch.barrier(barrier_id=1, number_of_threads=self.consumers * WARPGROUP)
 
     @cute.jit
-    def store(self, tiled_mma, sums, sD, tma_d, mD, tma_z, mZ, m: Int32, n: Int32, thread: Int32, num_stored: Int32):
+    def store(
+        self,
+        tiled_mma,
+        sums,
+        tCcD,
+        bias,
+        sD,
+        tma_d,
+        mD,
+        tma_z,
+        mZ,
+        m: Int32,
+        n: Int32,
+        thread: Int32,
+        num_stored: Int32,
+    ):
         """A tile's way out, 128 bytes of its rows at a time; returns how many parts have been stored so far."""
         part = self.store_tile()
         if const_expr(self.out.width == 16):
@@ -305,12 +333,15 @@ class GemmSm90:
         copy = cute.make_tiled_copy_S(atom, pattern)
         thr_copy = copy.get_slice(thread)
         tRS_sD = thr_copy.partition_D(sD)
-        tRS_sums = copy.retile(sums)
+        tRS_sums, tRS_cD = copy.retile(sums), copy.retile(tCcD)
         shape = cute.shape(thr_copy.partition_S(sD))[:3]
         for p in cutlass.range_constexpr(self.tile[1] // part[1]):
             rPart = cute.make_rmem_tensor(shape, Float32)
             for v in cutlass.range_constexpr(cute.size(rPart)):
                 rPart[v] = tRS_sums[p * cute.size(rPart) + v]
+                if const_expr(bias is not None):
+                    column = n * self.tile[1] + tRS_cD[p * cute.size(rPart) + v][1]
+                    rPart[v] = rPart[v] + bias[cutlass.min(column, bias.shape[0] - 1)].to(Float32)
             for output in cutlass.range_constexpr(2):
                 atom_out, matrix = (tma_z, mZ) if const_expr(output == 0) else (tma_d, mD)
                 if const_expr(matrix is not None):

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
 
 _plans: dict[tuple, Plan] = {}
 _forced: list[tuple[GemmConfig | None, bool]] = []
+_observers: list[list] = []
 
 
 def run_gemm(
@@ -46,10 +47,12 @@ def run_gemm(
     valid_k: Tensor | None = None,
     activation: str | None = None,
     accumulate: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> None:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K) of any strides; z: before the activation.
 
-    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed.
+    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed. ``check`` is
+    called where no call of this signature has been checked.
     """
     key = (
         a.shape,
@@ -59,18 +62,24 @@ def run_gemm(
         b.shape,
         b.stride(),
         b.data_ptr() & 15,
+        b.dtype,
+        b.get_device(),
+        d.shape,
         d.stride(),
         d.data_ptr() & 15,
         d.dtype,
-        z is None or z.data_ptr() & 15,
-        None if bias is None else bias.dtype,
-        valid_k is None,
+        d.get_device(),
+        None if z is None else z.data_ptr() & 15,
+        None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
+        None if valid_k is None else (valid_k.dtype, valid_k.shape, valid_k.get_device()),
         activation,
         accumulate,
         a.get_device(),
     )
     plan = _plans.get(key)
     if plan is None or _forced:
+        if check is not None:
+            check()
         if a.shape[0] == 0 or b.shape[0] == 0:
             return
         if a.shape[1] == 0:
@@ -82,8 +91,10 @@ def run_gemm(
                 _plans.clear()
             _plans[key] = plan
     function, num_ctas, transposed, _ = plan
+    if _observers:
+        _observers[-1].append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
     if transposed:
-        function(b, a, d.t(), None if z is None else z.t(), bias, valid_k, num_ctas)
+        function(b, a, d, z, bias, valid_k, num_ctas)
     else:
         function(a, b, d, z, bias, valid_k, num_ctas)
 
@@ -104,6 +115,17 @@ def forced(config: GemmConfig | None, transposed: bool) -> Iterator[None]:
         yield
     finally:
         _forced.pop()
+
+
+@contextmanager
+def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
+    """The (plan, (M, N, K), device) of the products inside, in order."""
+    launches: list = []
+    _observers.append(launches)
+    try:
+        yield launches
+    finally:
+        _observers.pop()
 
 
 def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
@@ -138,7 +160,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         z is not None,
         "k" if a_major == "k" else "m",
         "k" if b_major == "k" else "n",
-        "m" if transposed else "n",
+        transposed,
         accumulate,
         valid_k is not None,
         tma_store,

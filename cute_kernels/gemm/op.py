@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -36,12 +38,20 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
     """
     if not isinstance(a, Tensor) or not a.is_cuda:
         return reference.mm(a, b, out_dtype=out_dtype, out=out)
-    check_mm(a, b, out_dtype, out)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _MmFunction.apply(a, b, out_dtype or a.dtype)
-    if out is None:
-        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
-    _run(a, b.t(), out)
+    try:
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            check_mm(a, b, out_dtype, out)
+            return _MmFunction.apply(a, b, out_dtype or a.dtype)
+        bt = b.t()
+        checked = out is not None and (out_dtype is not None or out.requires_grad)  # what a plan's key does not hold
+        if out is None:
+            out = a.new_empty((a.shape[0], bt.shape[0]), dtype=out_dtype or a.dtype)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # an argument that is no matrix, or no dtype
+        check_mm(a, b, out_dtype, out)
+        raise
+    if checked:
+        check_mm(a, b, out_dtype, out)
+    _run(a, bt, out, check=lambda: check_mm(a, b, out_dtype, out))
     return out
 
 
@@ -73,24 +83,35 @@ def linear(
     Raises: as ``mm``.
 
     Numerics: as ``mm``. The backward differentiates the activation at the sum rounded to the output's dtype, which is
-    what is saved. dweight and dbias sum over the tokens in their order, 16 at a time; where ``weight.main_grad`` (or
-    ``bias.main_grad``, fp32) exists, the accumulator starts from it and ``.grad`` stays None: gradients of micro-batches
-    split at multiples of 16 tokens then have the bits of one batch's. Zero tokens behind, and multiples of 16 of them
-    before the others, change nothing. An incoming gradient whose rows have no one stride is copied.
+    what is saved; the incoming gradient is rounded to x's dtype. dweight and dbias sum over the tokens in their order,
+    16 at a time; where ``weight.main_grad`` (or ``bias.main_grad``, fp32) exists, the accumulator starts from it and
+    ``.grad`` stays None: micro-batches split at multiples of 16 tokens then give the bits of one batch. Zero tokens
+    behind, and multiples of 16 of them before the others, change nothing. An incoming gradient whose rows have no one
+    stride is copied.
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), "linear", "backend", "be None or 'reference'", repr(backend))
         return reference.linear(
             x, weight, bias, out_dtype=out_dtype, activation=activation, num_valid_tokens=num_valid_tokens
         )
-    check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
-    training = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    if training:
-        return _LinearFunction.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
-    _run(_rows("x", x), weight, _rows("y", y), None, bias, None, activation)
+
+    def check() -> None:
+        check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
+
+    try:
+        training = torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        if training:
+            if num_valid_tokens is not None:
+                check()
+            return _LinearFunction.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens, check)
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+        rows = (x, y) if x.dim() == 2 else (_rows("x", x), _rows("y", y))
+    except (AttributeError, IndexError, TypeError):  # an argument that is no tensor, or has no dimensions, or no dtype
+        check()
+        raise
+    _run(rows[0], weight, rows[1], None, bias, None, activation, check=check)
     return y
 
 
@@ -124,11 +145,11 @@ class _MmFunction(torch.autograd.Function):
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, activation, num_valid_tokens):
+    def forward(ctx, x, weight, bias, dtype, activation, num_valid_tokens, check):
         y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
         z = torch.empty_like(y) if activation in ("silu", "gelu") else None
         z_rows = None if z is None else _rows("z", z)
-        _run(_rows("x", x), weight, _rows("y", y), z_rows, bias, None, activation)
+        _run(_rows("x", x), weight, _rows("y", y), z_rows, bias, None, activation, check=check)
         ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, num_valid_tokens)
         ctx.activation = activation
         ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
@@ -159,11 +180,16 @@ class _LinearFunction(torch.autograd.Function):
             target, dbias = _gradient_buffer("bias", bias, ctx.main_grads[1])
             ones = dz.new_ones((1, dz.shape[0]))
             _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
 
 
-def _run(a: Tensor, b: Tensor, d: Tensor, *rest) -> None:
-    (run_gemm if is_plain(a) else gemm_op)(a, b, d, *rest)
+def _run(a: Tensor, b: Tensor, d: Tensor, *rest, check: Callable[[], None] | None = None) -> None:
+    if is_plain(a):
+        run_gemm(a, b, d, *rest, check=check)
+    else:
+        if check is not None:
+            check()
+        gemm_op(a, b, d, *rest)
 
 
 def _gradient_buffer(name: str, parameter: Tensor, main_grad: Tensor | None):

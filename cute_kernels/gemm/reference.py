@@ -1,7 +1,7 @@
 """mm and linear in plain torch: the specification of the kernels, and what runs without a supported GPU.
 
 z = x W^T + bias;  y = act(z);   backward, with z rounded to y's dtype:
-dz = dy act'(z), rounded to x's dtype;  dx = dz W;  dW = dz^T x;  dbias = sum of dz over tokens.
+dz = dy act'(z), rounded to y's dtype, then to x's;  dx = dz W;  dW = dz^T x;  dbias = sum of dz over tokens.
 
 All in fp32 (fp64 tensors, which the kernels do not take, in fp64), each result rounded once. The order of the kernels'
 sums, ``serial_k16``, is not imitated: their results agree with these to rounding, not bit by bit.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_kernels._check import expect
 from cute_kernels.gemm.checks import check_linear, check_mm
 
 
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
         dz = dy.to(wide)
         if ctx.activation is not None:
             dz = dz * derivative(z.to(wide), ctx.activation)
-        dz = dz.to(x.dtype).to(wide)
+        dz = dz.to(dy.dtype).to(x.dtype).to(wide)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = (dz @ weight.to(wide)).to(x.dtype)
@@ -73,9 +74,9 @@ class _Linear(torch.autograd.Function):
             valid = torch.arange(len(tokens), device=x.device)[:, None] < num_valid_tokens
             tokens, rows = torch.where(valid, tokens, 0.0), torch.where(valid, rows, 0.0)
         if ctx.needs_input_grad[1]:
-            dw = _deliver(tokens.t() @ rows, weight, ctx.main_grads[0])
+            dw = _deliver("weight", tokens.t() @ rows, weight, ctx.main_grads[0])
         if bias is not None and ctx.needs_input_grad[2]:
-            db = _deliver(tokens.sum(0), bias, ctx.main_grads[1])
+            db = _deliver("bias", tokens.sum(0), bias, ctx.main_grads[1])
         return dx, dw, db, None, None, None
 
 
@@ -98,10 +99,13 @@ def _as_rows(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-def _deliver(gradient: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def _deliver(name: str, gradient: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """What autograd gets: None where the gradient was added to main_grad."""
     if main_grad is None:
         return gradient.to(parameter.dtype)
+    good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+    got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
+    expect(good, "linear", f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
     main_grad.add_(gradient)
     return None
 

@@ -21,6 +21,12 @@ def tile_of(index: Int32, tiles_m: Int32, tiles_n: Int32, group: cutlass.Constex
 
 
 @cute.jit
+def transpose(matrix: cute.Tensor):
+    """The same elements, rows and columns exchanged."""
+    return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0]))
+
+
+@cute.jit
 def activate(z, activation: cutlass.Constexpr[Optional[str]]):
     """relu, silu or gelu (exact) of an fp32 value."""
     if const_expr(activation == "relu"):

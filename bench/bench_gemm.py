@@ -1,0 +1,551 @@
+"""mm and linear, forward and both gradients, beside cuBLAS, quack and a batch-invariant Triton kernel.
+
+    python -m bench.bench_gemm                                        every case, results printed
+    python -m bench.bench_gemm --filter 'dB' --reps 30                cases whose name matches
+    python -m bench.bench_gemm --filter decode --providers cute_kernels,cublas,read_floor
+    python -m bench.bench_gemm --save                                 and kept in bench/results/<gpu>.jsonl
+    python -m bench.bench_gemm --list                                 the names of the cases
+
+A case's name is op.direction.shape.dtype.variant, like mm.dA.4096x12288x4096.bfloat16.prefill. The shape is the
+forward's MxNxK of y (M, N) = x (M, K) weight (N, K)^T; dA = dy weight, dB = dy^T x. Variants: prefill; decode (few
+rows: the time is that of reading the weights); bias_gelu (linear with both in the epilogue); accumulate (dB added to
+an fp32 main_grad).
+
+What differs from the other families:
+- The yardstick is cuBLAS (torch.mm), for speed and for errors. Ratios are its time over ours: above 1 we are faster.
+- A product that is limited by power slows what runs after it: every round takes the providers in another random
+  order, after half a second of warm-up. Nothing is timed in a block of its own. Fewer than 20 repetitions say little.
+- Errors are against fp64 on 64 random rows (all columns) and 64 random columns (all rows) of the output, so every
+  tile is looked at; on all of an output of up to 64 rows. The rest must be finite: it held NaN before.
+- All write into an output that exists (linear allocates its own). Inputs are random normal bf16, scaled so that the
+  outputs are O(1).
+- read_floor is no product: it reads the weights of a decode case and does nothing else. The fastest of 12 grids.
+- quack's tuner tries its 44 configurations for each shape, with its shorter timer (triton's do_bench, cold L2, 30 ms
+  each; its own takes 0.2 to 2 s each). quack_default is the same without tuning, not run unless named.
+- Fused gelu: ours is exact, cuBLASLt's and quack's are the tanh approximation (the only one they have).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib.util
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench import harness
+
+LAYERS = ((12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096))  # (N, K) of the weights
+PREFILL = (
+    *((4096, n, k) for n, k in LAYERS),
+    (8192, 8192, 8192),
+    (8192, 28672, 4096),
+    (2048, 2048, 2048),
+    (4096, 1024, 4096),
+    (4096, 151936, 4096),
+)
+GRADIENTS = PREFILL[:6]
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DECODE_LAYERS = (*LAYERS, (1024, 4096))
+BIAS_GELU = ((4096, 14336, 4096), (16, 14336, 4096))
+ACCUMULATE = ((4096, 4096, 4096), (4096, 14336, 4096))
+
+DIRECTIONS = ("fwd", "dA", "dB")
+YARDSTICK = "cublas"
+FLOOR = "read_floor"
+SAMPLED = 64  # rows, and columns, of an output that are compared with fp64
+WARM_UP_SECONDS = 0.5
+
+# Our goals. Prefill and gradients: cuBLAS's time over ours, geometric mean and on every shape; decode: on every shape,
+# and our time over that of reading the weights.
+GOAL_MEAN, GOAL_EVERY = 0.97, 0.93
+GOAL_DECODE, GOAL_FLOOR = 1.0, 1.10
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One product; m, n, k are the forward's whatever the direction."""
+
+    m: int
+    n: int
+    k: int
+    direction: str = "fwd"
+    variant: str = "prefill"
+
+    @property
+    def product(self) -> tuple[int, int, int]:
+        """(rows, columns, summed) of what is computed."""
+        return {
+            "fwd": (self.m, self.n, self.k),
+            "dA": (self.m, self.k, self.n),
+            "dB": (self.n, self.k, self.m),
+        }[self.direction]
+
+    @property
+    def case(self) -> harness.Case:
+        return harness.Case(
+            family="gemm",
+            op="mm" if self.variant in ("prefill", "decode") else "linear",
+            direction=self.direction,
+            shape=f"{self.m}x{self.n}x{self.k}",
+            dtype="bfloat16",
+            variant=self.variant,
+            bytes=minimal_bytes(self),
+            flops=2 * self.m * self.n * self.k,
+        )
+
+
+def minimal_bytes(gemm: Gemm) -> int:
+    """Both factors read once, the result written once (accumulate: an fp32 result, read and written)."""
+    rows, cols, summed = gemm.product
+    result = rows * cols * (8 if gemm.variant == "accumulate" else 2)
+    return 2 * (rows + cols) * summed + result + (2 * gemm.n if gemm.variant == "bias_gelu" else 0)
+
+
+def gemms(quick: bool = False) -> list[Gemm]:
+    """Every case: prefill, its gradients, decode, epilogues."""
+    if quick:
+        return [
+            Gemm(4096, 4096, 4096),
+            Gemm(4096, 14336, 4096),
+            Gemm(4096, 4096, 4096, "dA"),
+            Gemm(4096, 4096, 4096, "dB"),
+            *(Gemm(m, 4096, 4096, variant="decode") for m in (1, 16, 128)),
+        ]
+    return [
+        *(Gemm(*shape) for shape in PREFILL),
+        *(Gemm(*shape, direction) for direction in ("dA", "dB") for shape in GRADIENTS),
+        *(Gemm(m, n, k, variant="decode") for n, k in DECODE_LAYERS for m in DECODE_TOKENS),
+        *(Gemm(*shape, variant="bias_gelu") for shape in BIAS_GELU),
+        *(Gemm(*shape, "dB", "accumulate") for shape in ACCUMULATE),
+    ]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The factors of the product, a (rows, summed) and b (summed, columns), as views of x, weight and dy.
+
+    bias: (n,), bias_gelu only; start: what main_grad holds before the product is added, accumulate only.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    start: Tensor | None = None
+
+    def new_out(self) -> Tensor:
+        """Where the result goes; what is accumulated into starts as `start`."""
+        return self.a.new_empty((self.a.shape[0], self.b.shape[1])) if self.start is None else self.start.clone()
+
+
+def make_inputs(gemm: Gemm, device: str = "cuda") -> Inputs:
+    generator = torch.Generator(device).manual_seed(harness.seed(gemm.case.name))
+    scale = gemm.product[2] ** -0.5  # of one factor, so that the outputs are O(1)
+
+    def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).mul_(std).to(dtype)
+
+    m, n, k = gemm.m, gemm.n, gemm.k
+    if gemm.direction == "fwd":
+        x, weight = normal(m, k), normal(n, k, std=scale)
+        return Inputs(x, weight.t(), bias=normal(n) if gemm.variant == "bias_gelu" else None)
+    if gemm.direction == "dA":
+        return Inputs(normal(m, n), normal(n, k, std=scale))
+    dy, x = normal(m, n, std=scale), normal(m, k)
+    start = normal(n, k, dtype=torch.float32) if gemm.variant == "accumulate" else None
+    return Inputs(dy.t(), x, start=start)
+
+
+class Sample:
+    """What of an output is compared with fp64: random rows and random columns, or all of it where they are few."""
+
+    def __init__(self, gemm: Gemm, device: str) -> None:
+        rows, cols, _ = gemm.product
+        generator = torch.Generator().manual_seed(harness.seed(f"sample {gemm.case.name}"))
+        self.shape = (rows, cols)
+        self.rows = torch.randperm(rows, generator=generator)[:SAMPLED].sort().values.to(device)
+        self.cols = torch.randperm(cols, generator=generator)[:SAMPLED].sort().values.to(device)
+        if rows <= SAMPLED:
+            self.cols = self.cols[:0]  # all rows are there
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """The rows, then the columns, in one dimension; NaN if the output holds one anywhere."""
+        if output.shape != self.shape:
+            return output
+        found = torch.cat((output[self.rows].flatten(), output[:, self.cols].flatten()))
+        return found if torch.isfinite(output).all() else torch.full_like(found, float("nan"))
+
+    def truth(self, inputs: Inputs) -> Tensor:
+        def exact(a: Tensor, b: Tensor, bias: Tensor | None, start: Tensor | None) -> Tensor:
+            result = a.double() @ b.double()
+            if start is not None:
+                result += start
+            return result if bias is None else F.gelu(result + bias.double())
+
+        a, b, bias, start = inputs.a, inputs.b, inputs.bias, inputs.start
+        of_rows = exact(a[self.rows], b, bias, None if start is None else start[self.rows])
+        of_cols = exact(
+            a,
+            b[:, self.cols],
+            None if bias is None else bias[self.cols],
+            None if start is None else start[:, self.cols],
+        )
+        return torch.cat((of_rows.flatten(), of_cols.flatten()))
+
+
+# Providers: each takes a case and its inputs and gives the call, or None if it has no such op.
+
+
+def _cute_kernels(gemm: Gemm, inputs: Inputs) -> harness.Call | None:
+    import cute_kernels
+
+    if gemm.variant == "bias_gelu":
+        return lambda: (cute_kernels.linear(inputs.a, inputs.b.t(), inputs.bias, activation="gelu"),)
+    if gemm.variant == "accumulate":
+        # As a training step does it: the backward of linear where the weight has a main_grad and x wants no gradient.
+        weight = inputs.a.new_zeros((gemm.n, gemm.k)).requires_grad_()
+        weight.main_grad = inputs.new_out()
+        dy = inputs.a.t()
+        y = cute_kernels.linear(inputs.b, weight)
+
+        def accumulate() -> Sequence[Tensor]:
+            torch.autograd.backward(y, dy, retain_graph=True)
+            return (weight.main_grad,)
+
+        return accumulate
+    out = inputs.new_out()
+    return lambda: (cute_kernels.mm(inputs.a, inputs.b, out=out),)
+
+
+def _cublas(gemm: Gemm, inputs: Inputs) -> harness.Call | None:
+    a, b, out = inputs.a, inputs.b, inputs.new_out()
+    if gemm.variant == "bias_gelu":  # one kernel of cuBLASLt; F.linear and F.gelu would be two
+        return lambda: (torch._addmm_activation(inputs.bias, a, b, use_gelu=True, out=out),)
+    if gemm.variant == "accumulate":
+        return lambda: (torch.addmm(out, a, b, out_dtype=torch.float32, out=out),)
+    return lambda: (torch.mm(a, b, out=out),)
+
+
+def _quack(gemm: Gemm, inputs: Inputs, tuned: bool = True) -> harness.Call | None:
+    import triton
+    from quack import gemm_interface as quack
+
+    # Without a timer of its own the tuner takes 0.2 s and more for each of 44 configurations, for each shape.
+    quack.gemm_tuned._do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=25)
+    a, b, out = inputs.a, inputs.b, inputs.new_out()
+    if gemm.variant == "bias_gelu":
+        options = {"bias": inputs.bias, "activation": "gelu_tanh_approx", "store_preact": False, "tuned": tuned}
+        return lambda: quack.gemm_act(a, b, postact_out=out, **options)[1:]
+
+    if gemm.variant == "accumulate":
+
+        def accumulate() -> Sequence[Tensor]:
+            quack.gemm_add_inplace(a, b, out, tuned=tuned)
+            return (out,)
+
+        return accumulate
+    return lambda: (quack.gemm(a, b, out=out, tuned=tuned),)
+
+
+def _batch_invariant_triton(gemm: Gemm, inputs: Inputs) -> harness.Call | None:
+    if gemm.case.op != "mm":
+        return None
+    from bench import triton_gemm
+
+    out = inputs.new_out()
+    return lambda: (triton_gemm.matmul(inputs.a, inputs.b, out),)
+
+
+def _read_floor(gemm: Gemm, inputs: Inputs) -> harness.Call | None:
+    if gemm.variant != "decode":
+        return None
+    from bench import triton_gemm
+
+    read = triton_gemm.ReadFloor(inputs.b.t())
+    return lambda: (read(),)
+
+
+PROVIDERS: dict[str, Callable[[Gemm, Inputs], harness.Call | None]] = {
+    "cute_kernels": _cute_kernels,
+    "cublas": _cublas,
+    "quack": _quack,
+    "batch_invariant_triton": _batch_invariant_triton,
+    FLOOR: _read_floor,
+    "quack_default": functools.partial(_quack, tuned=False),
+}
+DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
+PACKAGES = {  # what a provider imports, where it is not torch
+    "quack": ("quack", "triton"),
+    "quack_default": ("quack", "triton"),
+    "batch_invariant_triton": ("triton",),
+    FLOOR: ("triton",),
+}
+
+
+def installed(providers: Iterable[str]) -> list[str]:
+    """Those of the providers that can be imported; says which cannot."""
+    found = []
+    for provider in providers:
+        missing = [package for package in PACKAGES.get(provider, ()) if importlib.util.find_spec(package) is None]
+        if missing:
+            print(f"{provider}: {' and '.join(missing)} not installed, skipped")
+        else:
+            found.append(provider)
+    return found
+
+
+def compile_own_kernels(cases: Iterable[Gemm], device: harness.Device) -> None:
+    """Compiles our kernels of these cases.
+
+    Done before any peer is imported: quack changes classes of the CuTe DSL process-wide.
+    """
+    for gemm in cases:
+        with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
+            call = PROVIDERS["cute_kernels"](gemm, make_inputs(gemm, device.name))
+            if call is not None:
+                call()
+    device.synchronize()
+
+
+def measure_gemm(
+    gemm: Gemm, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
+) -> harness.Measurement:
+    inputs = make_inputs(gemm, device.name)
+    sample = Sample(gemm, device.name)
+    output = {"fwd": "y", "dA": "dx", "dB": "dw"}[gemm.direction]
+    makers: dict[str, Callable[[], harness.Call]] = {}
+    failures: dict[str, str] = {}
+    for provider in providers:
+        try:
+            call = PROVIDERS[provider](gemm, inputs)
+        except Exception as error:  # a peer that cannot even be imported
+            failures[provider] = harness.describe(error)
+            continue
+        if call is not None:
+            makers[provider] = functools.partial(_same, call)
+    floor = makers.pop(FLOOR, None)
+    try:
+        found = harness.measure(
+            gemm.case,
+            makers,
+            {output: sample.truth(inputs)},
+            device,
+            repetitions=repetitions,
+            breakdown=breakdown,
+            yardstick=YARDSTICK,
+            sample=sample,
+            start=None if inputs.start is None else {output: inputs.start},
+            floors={} if floor is None else {FLOOR: floor},
+        )
+    except RuntimeError as error:  # cuBLAS itself failed, or memory ran out: the other cases are still worth measuring
+        return harness.Measurement(gemm.case, float("nan"), {}, failures | {YARDSTICK: harness.describe(error)})
+    return harness.Measurement(gemm.case, found.copy_us, found.results, failures | found.failures)
+
+
+def run(
+    cases: Sequence[Gemm],
+    providers: Sequence[str],
+    *,
+    pattern: str = "",
+    repetitions: int = harness.REPETITIONS,
+    breakdown: bool = True,
+    time_limit: float | None = None,
+    commit: str | None = None,
+    outputs: Sequence[Path] = (),
+) -> list[harness.Measurement]:
+    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
+
+    time_limit: seconds after which no further case is begun
+    """
+    started = time.monotonic()
+    providers = installed(dict.fromkeys([*providers, YARDSTICK]))
+    selected = [gemm for gemm in cases if re.search(pattern, gemm.case.name)]
+    console = harness.wide_console()
+    measurements: list[harness.Measurement] = []
+    with harness.bench_stream():
+        device = harness.CudaDevice(warm_up_seconds=WARM_UP_SECONDS, shuffled=True)
+        environment = harness.environment(commit)
+        if "cute_kernels" in providers:
+            compile_own_kernels(selected, device)
+            console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
+        for done, gemm in enumerate(selected):
+            if time_limit is not None and time.monotonic() - started > time_limit:
+                left = len(selected) - done
+                console.print(f"time limit: {left} of {len(selected)} cases left, from {gemm.case.name} on")
+                break
+            found = measure_gemm(gemm, providers, device, repetitions=repetitions, breakdown=breakdown)
+            measurements.append(found)
+            harness.print_progress(found, console)
+            for path in outputs:
+                harness.append_lines(path, harness.lines(found, environment))
+            gc.collect()  # captured graphs hold outputs of up to 1.2 GB a provider
+            torch.cuda.empty_cache()
+    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
+    return measurements
+
+
+def print_table(measurements: Sequence[harness.Measurement], console: Console | None = None) -> None:
+    """One row a case: our time, the peers', cuBLAS's and the best peer's over ours, ours over the floor, our error."""
+    console = console or harness.wide_console()
+    present = {provider for m in measurements for provider in [*m.results, *m.failures]}
+    others = [provider for provider in PROVIDERS if provider in present and provider != "cute_kernels"]
+    table = Table(box=None, pad_edge=False)
+    for column in ("op", "dir", "shape", "variant"):
+        table.add_column(column, no_wrap=True)
+    ratios = (f"{YARDSTICK}/ours", "best peer/ours", "ours/floor")
+    for column in ("ours us", "TFLOP/s", *others, *ratios, "error", "host us"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for m in measurements:
+        us = {provider: result.us for provider, result in m.results.items()}
+        ours = m.results.get("cute_kernels")
+        peers = [us[provider] for provider in others if provider in us and provider != FLOOR]
+        table.add_row(
+            m.case.op,
+            m.case.direction,
+            m.case.shape,
+            m.case.variant,
+            _number(ours and ours.us, ".1f", "FAILED" if "cute_kernels" in m.failures else "-"),
+            _number(ours and 1e-6 * m.case.flops / ours.us, ".0f"),
+            *(_number(us.get(provider), ".1f", "failed" if provider in m.failures else "-") for provider in others),
+            _number(us[YARDSTICK] / ours.us if ours and YARDSTICK in us else None, ".3f"),
+            _number(min(peers) / ours.us if ours and peers else None, ".3f"),
+            _number(ours.us / us[FLOOR] if ours and FLOOR in us else None, ".3f"),
+            _number(max(ours.error.values()) if ours else None, ".1e"),
+            _number(ours and ours.host_us, ".1f"),
+        )
+    console.print(table)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the cases of one direction and variant come to; ratio: cuBLAS's time over ours.
+
+    floor, floor_shape: the largest of our time over the floor's, and where; None where there is no floor.
+    """
+
+    direction: str
+    variant: str
+    cases: int
+    mean: float
+    least: float
+    least_shape: str
+    floor: float | None
+    floor_shape: str
+
+    @property
+    def verdict(self) -> str:
+        """The goals that apply, each met or not."""
+        if self.variant == "prefill":
+            goals = [
+                (f"mean >= {GOAL_MEAN}", self.mean >= GOAL_MEAN),
+                (f"every >= {GOAL_EVERY}", self.least >= GOAL_EVERY),
+            ]
+        elif self.variant == "decode":
+            goals = [(f"every >= {GOAL_DECODE}", self.least >= GOAL_DECODE)]
+            if self.floor is not None:
+                goals.append((f"floor <= {GOAL_FLOOR:.2f}", self.floor <= GOAL_FLOOR))
+        else:
+            goals = []
+        return ", ".join(f"{text} {'ok' if met else '--'}" for text, met in goals) or "-"
+
+
+def summarize(times: Iterable[tuple[str, str, str, Mapping[str, float]]]) -> list[Summary]:
+    """times: (direction, variant, shape, provider -> us) of each case; those without ours or cuBLAS do not count."""
+    groups: dict[tuple[str, str], list[tuple[str, Mapping[str, float]]]] = {}
+    for direction, variant, shape, us in times:
+        if "cute_kernels" in us and YARDSTICK in us:
+            groups.setdefault((direction, variant), []).append((shape, us))
+    summaries = []
+    for (direction, variant), cases in groups.items():
+        ratio = {shape: us[YARDSTICK] / us["cute_kernels"] for shape, us in cases}
+        floor = {shape: us["cute_kernels"] / us[FLOOR] for shape, us in cases if FLOOR in us}
+        least_shape = min(ratio, key=ratio.__getitem__)
+        floor_shape = max(floor, key=floor.__getitem__, default="")
+        mean = statistics.geometric_mean(ratio.values())
+        least, floor_ratio = ratio[least_shape], floor.get(floor_shape)
+        summaries.append(Summary(direction, variant, len(cases), mean, least, least_shape, floor_ratio, floor_shape))
+    return summaries
+
+
+def print_summary(measurements: Sequence[harness.Measurement], console: Console | None = None) -> None:
+    console = console or harness.wide_console()
+    table = Table(title=f"{YARDSTICK}/ours", box=None, pad_edge=False)
+    for column in ("dir", "variant", "cases", "geometric mean", "least", "at", "ours/floor", "at", "goals"):
+        table.add_column(column, no_wrap=True)
+    for s in summarize(
+        (m.case.direction, m.case.variant, m.case.shape, {name: found.us for name, found in m.results.items()})
+        for m in measurements
+    ):
+        numbers = (str(s.cases), f"{s.mean:.3f}", f"{s.least:.3f}", s.least_shape, _number(s.floor, ".3f"))
+        table.add_row(s.direction, s.variant, *numbers, s.floor_shape, s.verdict)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_gemm", description=__doc__.splitlines()[0])
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only the cases whose name matches")
+    parser.add_argument(
+        "--providers",
+        default=",".join(DEFAULT_PROVIDERS),
+        help=f"separated by commas, of {', '.join(PROVIDERS)}; default: %(default)s",
+    )
+    parser.add_argument("--reps", type=int, help=f"repetitions, default {harness.REPETITIONS}")
+    parser.add_argument("--quick", action="store_true", help="seven cases, fewer repetitions, no per-kernel times")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
+    parser.add_argument("--save", action="store_true", help="append the lines to bench/results/<gpu>.jsonl")
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--commit", help="commit that the lines name; default: the checkout's, else $COMMIT")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    options = parser.parse_args(arguments)
+    cases = gemms(options.quick)
+    if options.list:
+        print("\n".join(gemm.case.name for gemm in cases if re.search(options.filter, gemm.case.name)))
+        return 0
+    providers = options.providers.split(",")
+    if unknown := set(providers) - set(PROVIDERS):
+        parser.error(f"unknown providers: {', '.join(sorted(unknown))}; known: {', '.join(PROVIDERS)}")
+    if not torch.cuda.is_available():
+        print("bench_gemm measures on a GPU, and torch sees none here", file=sys.stderr)
+        return 1
+    outputs = [options.out] if options.out else []
+    if options.save:
+        outputs.append(harness.results_path(torch.cuda.get_device_name()))
+    measurements = run(
+        cases,
+        providers,
+        pattern=options.filter,
+        repetitions=options.reps or (harness.QUICK_REPETITIONS if options.quick else harness.REPETITIONS),
+        breakdown=not options.quick,
+        time_limit=options.time_limit,
+        commit=options.commit,
+        outputs=outputs,
+    )
+    print_table(measurements)
+    print_summary(measurements)
+    failed = any({"cute_kernels", YARDSTICK} & m.failures.keys() for m in measurements)
+    return int(not measurements or failed)
+
+
+def _same(call: harness.Call) -> harness.Call:
+    return call
+
+
+def _number(value: float | None, form: str, absent: str = "-") -> str:
+    return absent if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

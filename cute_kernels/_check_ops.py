@@ -1,0 +1,211 @@
+"""python -m cute_kernels check: check_invariance over the library's ops on the machine at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from cute_kernels._demo import _has_supported_gpu
+from cute_kernels.invariance import TRANSFORMS, Report, check_invariance
+
+ROW_TRANSFORMS = tuple(name for name in TRANSFORMS if name.startswith("T"))
+PRODUCTS = ("mm", "linear", "nn.Linear")
+DTYPE = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One call of an op: what is built on a device and checked."""
+
+    op: str
+    case: str
+    make: Callable[[Make], tuple[Callable, tuple[Tensor, ...]]]  # (function, sample)
+    transforms: tuple[str, ...] = tuple(TRANSFORMS)
+    invariant: bool = True  # False: a positive control, which the checker has to catch
+
+
+class Make:
+    """Makes tensors from one seed on one device."""
+
+    def __init__(self, device: str, rows: int) -> None:
+        self.device, self.rows = device, rows
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=self.generator).mul_(std).add_(mean).to(self.device, DTYPE)
+
+    def batch(self, width: int) -> Tensor:
+        return self.normal(self.rows, width)
+
+
+def run(only: Sequence[str] | None, json_file: Path | None) -> int:
+    """Checks every op, prints one line each; returns the exit status: 0, or 1 if anything failed."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    has_gpu = _has_supported_gpu()
+    subjects = _subjects(has_gpu)
+    known = list(dict.fromkeys(subject.op for subject in subjects))
+    if unknown := sorted(set(only or ()) - set(known)):
+        console.print(f"no such op here: {', '.join(unknown)}; there are: {', '.join(known)}", style="red")
+        return 1
+    subjects = [subject for subject in subjects if only is None or subject.op in only]
+    if has_gpu:
+        console.print(f"{torch.cuda.get_device_name()}, {DTYPE}: rows compared bit by bit, forward and gradients\n")
+    else:
+        console.print(
+            "No supported GPU: the ops are plain torch here, whose products depend on the number of rows. These "
+            "references are only held to run-to-run determinism (B0); this shows nothing about the kernels.\n"
+        )
+    if missing := [op for op in PRODUCTS if op not in known]:
+        console.print(f"Not in this version, hence not checked: {', '.join(missing)}\n", style="yellow")
+    make = Make("cuda", 513) if has_gpu else Make("cpu", 33)
+    table = Table(box=None, pad_edge=False)
+    for column in ("op", "case", "result", "cases", "seconds"):
+        table.add_column(column, justify="right" if column in ("cases", "seconds") else "left")
+    reports: list[tuple[Subject, Report | None, str, bool]] = []
+    for subject in subjects:
+        started = time.monotonic()
+        report, result, ok = _check(subject, make, has_gpu)
+        reports.append((subject, report, result, ok))
+        cells = [subject.op, subject.case, result, str(len(report.results)) if report else "-"]
+        cells = [escape(cell) for cell in (*cells, f"{time.monotonic() - started:.1f}")]
+        table.add_row(*cells, style=None if ok else "red")
+    console.print(table)
+    for _, report, _, ok in reports:
+        if report is not None and not ok:
+            console.print(f"\n{report}", markup=False, highlight=False)
+    if json_file is not None:
+        entries = [
+            {
+                "op": subject.op,
+                "case": subject.case,
+                "result": result,
+                "ok": ok,
+                "report": report and dataclasses.asdict(report),
+            }
+            for subject, report, result, ok in reports
+        ]
+        json_file.write_text(json.dumps(entries, indent=1) + "\n")
+    all_ok = all(ok for *_, ok in reports)
+    console.print(f"\n{'OK' if all_ok else 'FAILED'}", style="bold")
+    return int(not all_ok)
+
+
+def _check(subject: Subject, make: Make, has_gpu: bool) -> tuple[Report | None, str, bool]:
+    """(report, one line about it, whether it is as expected)."""
+    try:
+        function, sample = subject.make(make)
+        report = check_invariance(function, sample, transforms=subject.transforms if has_gpu else ())
+    except Exception as error:  # one op's failure does not hide another's
+        return None, f"{type(error).__name__}: {error}", False
+    differing = [result.transform for result in report.results if result.status == "differs"]
+    failed = ", ".join(dict.fromkeys(result.transform for result in report.results if result.status != "ok"))
+    if subject.invariant:
+        passed = "invariant" if has_gpu else "deterministic"
+        return report, passed if report.ok else f"NOT INVARIANT: {failed}", report.ok
+    # A function that is not deterministic, or that fails, is no proof that the checker sees what it should
+    if "T1" in differing and "B0" not in failed:
+        return report, f"not invariant (expected: positive control): {failed}", True
+    return report, "NOT CAUGHT: the positive control passed as invariant", False
+
+
+def _subjects(has_gpu: bool) -> list[Subject]:
+    """All that is checked; on a CPU of the smallest size alone, and without the positive control."""
+    subjects = []
+    for width in (1000, 4096, 16384) if has_gpu else (256,):
+        subjects += _norms(width)
+    for n, k in ((4096, 4096), (1024, 4096), (4096, 14336)) if has_gpu else ((128, 256),):
+        subjects += _products(n, k)
+    if has_gpu and torch.cuda.get_device_capability() == (9, 0):
+        # cuBLAS splits K for up to 32 rows of it on an H200; what it does elsewhere was not measured
+        control = Subject("torch.mm", "4096x4096", _control, ROW_TRANSFORMS, invariant=False)
+        subjects.append(control)
+    return subjects
+
+
+def _control(make: Make) -> tuple[Callable, tuple[Tensor, ...]]:
+    weight = make.normal(4096, 4096).t()
+    return lambda x: torch.mm(x, weight), (make.batch(4096),)
+
+
+def _norms(width: int) -> list[Subject]:
+    from cute_kernels import layer_norm, nn, rms_norm
+
+    def plain(op):
+        def make(m: Make):
+            weight, bias = m.normal(width, mean=1.0, std=0.1), m.normal(width, std=0.1)
+            return lambda x: op(x, weight, bias=bias), (m.batch(width),)
+
+        return make
+
+    def residual(op):
+        def make(m: Make):
+            weight = m.normal(width, mean=1.0, std=0.1)
+
+            def function(x, residual):
+                return op(x, weight, residual=residual, return_residual=True)
+
+            return function, (m.batch(width), m.batch(width))
+
+        return make
+
+    def module(kind):
+        return lambda m: (kind(width, device=m.device, dtype=DTYPE), (m.batch(width),))
+
+    # dw and db are summed in an order that the number of rows decides (rms_norm's contract): no B1
+    found = []
+    for op in (rms_norm, layer_norm):
+        found.append(Subject(op.__name__, f"{width}, weight and bias", plain(op), ROW_TRANSFORMS))
+        found.append(Subject(op.__name__, f"{width}, weight and residual", residual(op), ROW_TRANSFORMS))
+    for kind in (nn.RMSNorm, nn.LayerNorm):
+        found.append(Subject(f"nn.{kind.__name__}", str(width), module(kind), ROW_TRANSFORMS))
+    return found
+
+
+def _products(n: int, k: int) -> list[Subject]:
+    """Those of PRODUCTS that this version has, with a weight (n, k)."""
+    import cute_kernels
+    from cute_kernels import nn
+
+    def product(transposed: bool):
+        def make(m: Make):
+            b = m.normal(n, k).t() if transposed else m.normal(k, n)
+            return lambda a: cute_kernels.mm(a, b), (m.batch(k),)
+
+        return make
+
+    def fused(activation: str | None, has_bias: bool):
+        def make(m: Make):
+            weight, bias = m.normal(n, k, std=k**-0.5), m.normal(n, std=0.1) if has_bias else None
+            return lambda x: cute_kernels.linear(x, weight, bias, activation=activation), (m.batch(k),)
+
+        return make
+
+    def module(main_grad: bool):
+        def make(m: Make):
+            layer = nn.Linear(k, n, device=m.device, dtype=DTYPE)
+            if main_grad:
+                layer.weight.main_grad = torch.zeros(n, k, device=m.device)
+            return layer, (m.batch(k),)
+
+        return make
+
+    shape = f"{n}x{k}"
+    found = [Subject("mm", f"{shape}, b {'K' if t else 'N'}-major", product(t)) for t in (True, False)]
+    found.append(Subject("linear", shape, fused(None, False)))
+    for activation in (None, "relu", "silu", "gelu"):
+        found.append(Subject("linear", f"{shape}, bias, {activation}", fused(activation, True)))
+    found += [Subject("nn.Linear", shape + ", main_grad" * with_it, module(with_it)) for with_it in (False, True)]
+    present = {"mm": hasattr(cute_kernels, "mm"), "linear": hasattr(cute_kernels, "linear")}
+    present["nn.Linear"] = hasattr(nn, "Linear")
+    return [subject for subject in found if present[subject.op]]

@@ -1,0 +1,44 @@
+"""Which kernels computed a result: the contract, the kernel, the architecture and the versions of what compiled it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from cute_kernels._target import arch_of
+from cute_kernels.gemm.config import CONTRACT
+from cute_kernels.gemm.launch import observed
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the bits of one matrix product come from: two products of one contract agree bit by bit."""
+
+    contract: str
+    kernel: str
+    shape: tuple[int, int, int]
+    arch: str
+    versions: dict[str, str]
+
+
+def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenance, ...]:
+    """Call ``function(*args, **kwargs)`` and say what computed its matrix products, one entry each, in order.
+
+    ``shape`` is (M, N, K) as the kernel sees it. Products over nothing, replays of CUDA graphs, and work on CPU tensors
+    launch none of our kernels and have no entry.
+    """
+    with observed() as launches:
+        function(*args, **kwargs)
+    versions = {"torch": torch.__version__}
+    for package in ("cute-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        versions[package] = version(package)
+    entries = []
+    for plan, shape, device in launches:
+        name = "any stride" if plan.config is None else f"tile {plan.config.tile}, cluster {plan.config.cluster}"
+        kernel = f"gemm ({name}{', transposed' if plan.transposed else ''})"
+        entries.append(Provenance(CONTRACT, kernel, shape, arch_of(device), versions))
+    return tuple(entries)

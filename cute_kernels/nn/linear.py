@@ -1,0 +1,72 @@
+"""Linear: a drop-in for torch.nn's, batch-invariant, with a fused activation and main_grad."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.gemm import linear
+
+
+class Linear(nn.Module):
+    """``torch.nn.Linear`` on ``cute_kernels.linear``.
+
+    Args:
+        in_features, out_features: K, N.
+        bias: learn a bias (N,).
+        device, dtype: of the parameters.
+        activation, out_dtype: see ``cute_kernels.linear``.
+
+    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves
+    ``.grad`` None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.activation = activation
+        self.out_dtype = out_dtype
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1 / sqrt(K), as torch.nn.Linear."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> Tensor:
+        """(..., N) from x (..., K)."""
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            out_dtype=self.out_dtype,
+            activation=self.activation,
+            num_valid_tokens=num_valid_tokens,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        if self.activation is not None:
+            text += f", activation={self.activation!r}"
+        if self.out_dtype is not None:
+            text += f", out_dtype={self.out_dtype}"
+        return text
