@@ -46,21 +46,23 @@ DECODE_32_PAIR = GemmConfig((64, 32, 128), (1, 2), 8, 1)
 DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 6, 1)
 DECODE_64_TALL = GemmConfig((128, 64, 128), (1, 1), 4, 1)
 DECODE_64_PAIR = GemmConfig((64, 64, 64), (1, 2), 12, 1)
+DECODE_128_PAIR = GemmConfig((64, 128, 64), (1, 2), 8, 1)
 
 
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     """All kernels that a call may be given to; None: the one for operands of any stride."""
-    decode = (DECODE_8, DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64, DECODE_64_TALL, DECODE_64_PAIR)
-    return (None, *PREFILL, *decode)
+    one = (DECODE_8, DECODE_16, DECODE_32, DECODE_64, DECODE_64_TALL)
+    return (None, *PREFILL, *one, DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR)
 
 
-def choose(arch: str, m: int, n: int, num_sms: int) -> tuple[GemmConfig, bool]:
+def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for aligned operands of m and n rows.
 
     ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
     32x12288x4096 DECODE_32 37.4 (38.4); 64x12288x4096 DECODE_64_TALL 38.2, DECODE_64 38.9 (38.3); 64x1024x4096
     DECODE_32 11.7, DECODE_64 13.6 (12.4); 128x4096x14336 DECODE_64_PAIR 44.2, without the pair 49.8 (47.5);
-    192x1024x4096 DECODE_32_PAIR 12.5 (13.2).
+    192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 256x4096x14336 DECODE_128_PAIR 54.5, (128, 64) of PREFILL 57.0 (54.9), but
+    256x4096x4096 23.9, 22.9 (24.5).
     """
     tokens, weights = min(m, n), max(m, n)
     transposed = m < n
@@ -77,6 +79,8 @@ def choose(arch: str, m: int, n: int, num_sms: int) -> tuple[GemmConfig, bool]:
         return DECODE_32_PAIR, transposed
     if tokens <= 128 and weights <= 8192:
         return DECODE_64_PAIR, transposed
+    if tokens <= 256 and weights <= 8192 and k > 8192:
+        return DECODE_128_PAIR, transposed
     return min(PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
 
 

@@ -37,6 +37,10 @@ class GemmSm90:
     def __init__(
         self, activation: Optional[str], transposed: bool, accumulate: bool, tma_store: bool, config: GemmConfig
     ):
+        if config.tile[0] not in (64, 128):
+            raise ValueError(
+                f"config.tile must have 64 or 128 rows, of one or two consumer warpgroups, got {config.tile}"
+            )
         self.activation = activation
         self.transposed = transposed
         self.accumulate = accumulate

@@ -47,12 +47,12 @@ def run_gemm(
     valid_k: Tensor | None = None,
     activation: str | None = None,
     accumulate: bool = False,
-    check: Callable[[], None] | None = None,
+    check: tuple[Callable[..., None], tuple] | None = None,
 ) -> None:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K) of any strides; z: before the activation.
 
-    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed. ``check`` is
-    called where no call of this signature has been checked.
+    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed. ``check``, a
+    function and its arguments, is called where no call of this signature has been checked.
     """
     key = (
         a.shape,
@@ -79,7 +79,7 @@ def run_gemm(
     plan = _plans.get(key)
     if plan is None or _forced:
         if check is not None:
-            check()
+            check[0](*check[1])
         if a.shape[0] == 0 or b.shape[0] == 0:
             return
         if a.shape[1] == 0:
@@ -133,7 +133,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
 
     index = a.get_device()
     arch, num_sms = arch_of(index), sm_count(index)
-    config, transposed = choose(arch, a.shape[0], b.shape[0], num_sms)
+    config, transposed = choose(arch, *a.shape[:1], *b.shape, num_sms)
     if _forced:
         config, transposed = _forced[-1]
     majors = _major(a), _major(b)

@@ -51,7 +51,7 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
         raise
     if checked:
         check_mm(a, b, out_dtype, out)
-    _run(a, bt, out, check=lambda: check_mm(a, b, out_dtype, out))
+    _run(a, bt, out, check=(check_mm, (a, b, out_dtype, out)))
     return out
 
 
@@ -95,23 +95,25 @@ def linear(
             x, weight, bias, out_dtype=out_dtype, activation=activation, num_valid_tokens=num_valid_tokens
         )
 
-    def check() -> None:
-        check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
-
+    check = (check_linear, (x, weight, bias, out_dtype, activation, num_valid_tokens))
+    if num_valid_tokens is not None:  # what the forward's signature does not hold
+        check_linear(*check[1])
     try:
-        training = torch.is_grad_enabled() and (
+        if torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        )
-        if training:
-            if num_valid_tokens is not None:
-                check()
+        ):
             return _LinearFunction.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens, check)
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
-        rows = (x, y) if x.dim() == 2 else (_rows("x", x), _rows("y", y))
+        if x.dim() == 2:
+            rows = x
+            y = y_rows = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype)
+        else:
+            rows = _rows("x", x)
+            y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+            y_rows = _rows("y", y)
     except (AttributeError, IndexError, TypeError):  # an argument that is no tensor, or has no dimensions, or no dtype
-        check()
+        check_linear(*check[1])
         raise
-    _run(rows[0], weight, rows[1], None, bias, None, activation, check=check)
+    _run(rows, weight, y_rows, None, bias, None, activation, check=check)
     return y
 
 
@@ -183,12 +185,12 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None
 
 
-def _run(a: Tensor, b: Tensor, d: Tensor, *rest, check: Callable[[], None] | None = None) -> None:
+def _run(a: Tensor, b: Tensor, d: Tensor, *rest, check: tuple[Callable[..., None], tuple] | None = None) -> None:
     if is_plain(a):
         run_gemm(a, b, d, *rest, check=check)
     else:
         if check is not None:
-            check()
+            check[0](*check[1])
         gemm_op(a, b, d, *rest)
 
 

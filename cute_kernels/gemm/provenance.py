@@ -31,10 +31,12 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
     ``shape`` is (M, N, K) as the kernel sees it. Products over nothing, replays of CUDA graphs, and work on CPU tensors
     launch none of our kernels and have no entry.
     """
+    import cute_kernels
+
     with observed() as launches:
         function(*args, **kwargs)
-    versions = {"torch": torch.__version__}
-    for package in ("cute-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+    versions = {"cute-kernels": cute_kernels.__version__, "torch": torch.__version__}
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         versions[package] = version(package)
     entries = []
     for plan, shape, device in launches:
