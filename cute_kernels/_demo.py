@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +21,14 @@ from cute_kernels._target import UnsupportedDeviceError, arch_of
 ARCHS = ("sm_90a", "sm_100a")
 TOKENS = 8192
 MODELS = {"Llama-3-8B": 4096, "Qwen3-32B": 5120, "DeepSeek-V3": 7168}  # hidden sizes
+FEED_FORWARD = {"Llama-3-8B": 14336, "Qwen3-32B": 25600, "DeepSeek-V3": 18432}  # of dense layers
+DECODE_TOKENS = 16
+REPETITIONS = 30
 
 DTYPE_NAMES = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32"}
 
-# Relative rms error against fp64 that counts as right: one rounding to bf16 has 1.7e-3.
-ERROR_LIMITS = {torch.bfloat16: 1.8e-3, torch.float32: 1e-5}
+# Relative rms error against fp64 that counts as right: one rounding to bf16 has 1.7e-3, to fp16 2.1e-4.
+ERROR_LIMITS = {torch.bfloat16: 1.8e-3, torch.float16: 2.3e-4, torch.float32: 1e-5}
 
 
 def run() -> int:
@@ -61,21 +66,27 @@ def _has_supported_gpu() -> bool:
 
 
 def _measure_models(console: Console) -> bool:
-    """Checks and times every op, forward and backward, at the sizes of three models."""
+    """Checks and times the ops, forward and backward, at the sizes of three models; tries a product's invariance."""
     from cute_kernels.__main__ import bench_module
 
     try:
-        bench_norm = bench_module("norm")
+        bench_norm, bench_gemm = bench_module("norm"), bench_module("gemm")
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         return False
     console.print(
         f"{torch.cuda.get_device_name()}: compile each op (ours and torch's), check it against fp64, time it\n"
     )
-    cases = {bench_norm.Norm(op, TOKENS, hidden): model for model, hidden in MODELS.items() for op in bench_norm.OPS}
-    found = bench_norm.run(list(cases), ["cute_kernels", "torch", "torch_compile"], repetitions=30, breakdown=False)
+    # All are run, so that one failure does not hide another.
+    return all([_measure_norms(console, bench_norm), _measure_gemms(console, bench_gemm), _check_batches(console)])
 
-    table = Table(title=f"{TOKENS} tokens, bf16, cold L2", box=None, pad_edge=False)
+
+def _measure_norms(console: Console, bench_norm: ModuleType) -> bool:
+    cases = {bench_norm.Norm(op, TOKENS, hidden): model for model, hidden in MODELS.items() for op in bench_norm.OPS}
+    providers = ["cute_kernels", "torch", "torch_compile"]
+    found = bench_norm.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
+
+    table = Table(title=f"Norms: {TOKENS} tokens, bf16, cold L2", box=None, pad_edge=False)
     for column in ("model", "op", "direction", "shape"):
         table.add_column(column)
     for column in ("error vs fp64", "us", "share of copy's speed", "x torch", "x torch.compile"):
@@ -98,6 +109,66 @@ def _measure_models(console: Console) -> bool:
     console.print(table)
     console.print("The copy is an elementwise kernel that moves the bytes that the op must move at least.\n")
     return bool(found) and all("cute_kernels" in measurement.results for measurement in found)
+
+
+def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
+    """The first linear layer of each model's feed-forward network, and one of them for few tokens."""
+    cases = {
+        bench_gemm.Gemm(TOKENS, FEED_FORWARD[model], hidden, direction): model
+        for model, hidden in MODELS.items()
+        for direction in bench_gemm.DIRECTIONS
+    }
+    model, hidden = next(iter(MODELS.items()))
+    cases[bench_gemm.Gemm(DECODE_TOKENS, FEED_FORWARD[model], hidden, variant="decode")] = model
+    found = bench_gemm.run(list(cases), ["cute_kernels", "cublas"], repetitions=REPETITIONS, breakdown=False)
+
+    table = Table(title="Linear layers: tokens x outputs x inputs, bf16, cold L2", box=None, pad_edge=False)
+    for column in ("model", "direction", "shape"):
+        table.add_column(column)
+    for column in ("error vs fp64", "us", "TFLOP/s", "x cuBLAS"):
+        table.add_column(column, justify="right")
+    models = {gemm.case: model for gemm, model in cases.items()}
+    for measurement in found:
+        case, ours, cublas = measurement.case, *map(measurement.results.get, ("cute_kernels", "cublas"))
+        row = [models[case], case.direction, case.shape]
+        if ours is None:
+            table.add_row(*row, "[red]failed[/]")
+            continue
+        table.add_row(
+            *row,
+            f"{max(ours.error.values()):.1e}",
+            f"{ours.us:.1f}",
+            f"{1e-6 * case.flops / ours.us:.0f}",
+            "-" if cublas is None else f"{cublas.us / ours.us:.2f}",
+        )
+    console.print(table)
+    console.print()
+    return len(found) == len(cases) and all("cute_kernels" in measurement.results for measurement in found)
+
+
+def _check_batches(console: Console, device: str = "cuda") -> bool:
+    """Whether a row of linear, and of its gradient, has the same bits in every batch; `check` tries far more."""
+    import cute_kernels
+
+    rows, size = 256, min(MODELS.values())
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator).mul_(std).to(device, torch.bfloat16)
+        for shape, std in (((rows, size), 1.0), ((size, size), size**-0.5))
+    )
+    try:
+        found = cute_kernels.check_invariance(lambda x: cute_kernels.linear(x, weight), x, sizes=(1, 16, 100)).results
+        failed = [f"{r.transform}, {r.case}: {r.difference or r.message}" for r in found if r.status != "ok"]
+    except Exception as error:
+        found, failed = (), [f"{type(error).__name__}: {error}"]
+    table = Table(title="Batch invariance: y and dx, bits", box=None, pad_edge=False)
+    for column in ("op", "shape", "cases", "result"):
+        table.add_column(column, overflow="fold")
+    result = f"[red]{escape(failed[0])}[/]" if failed else "invariant"
+    table.add_row("linear", f"{rows}x{size}x{size}", str(len(found)), result)
+    console.print(table)
+    console.print()
+    return not failed
 
 
 # Without a GPU
@@ -174,45 +245,67 @@ def _short(value: Any) -> str:
 def _check_references(console: Console) -> bool:
     """Forward and backward of every op on the CPU, where the references run, against the references in fp64."""
     import cute_kernels
-    from cute_kernels.norm import reference
+    from cute_kernels.gemm import checks
+    from cute_kernels.gemm import reference as gemm
+    from cute_kernels.norm import reference as norm
 
+    rows, cols, outputs = 256, 4096, 1024
+    # (shape, mean, deviation)
+    x, scale, shift = ((rows, cols), 0.0, 1.0), ((cols,), 1.0, 0.1), ((cols,), 0.0, 0.1)
+    weight, bias = ((outputs, cols), 0.0, cols**-0.5), ((outputs,), 0.0, 0.1)
+    partial, fp64, gelu = functools.partial, {"compute_dtype": torch.float64}, {"activation": "gelu"}
+    every = tuple(ERROR_LIMITS)
+
+    def exact_linear(*tensors: Tensor, **options: str) -> Tensor:
+        return gemm.linear(*(tensor.double() for tensor in tensors), **options)
+
+    # The number: roundings in a gradient, as variances. Behind gelu dz's and its own; z's is hardly felt.
+    gelu_linears = partial(cute_kernels.linear, **gelu), partial(exact_linear, **gelu)
+    cases = (
+        ("rms_norm", cute_kernels.rms_norm, partial(norm.rms_norm, **fp64), (x, scale), every, 1),
+        ("layer_norm", cute_kernels.layer_norm, partial(norm.layer_norm, **fp64), (x, scale, shift), every, 1),
+        ("linear", cute_kernels.linear, exact_linear, (x, weight), checks.INPUTS, 1),
+        ("linear, bias, gelu", *gelu_linears, (x, weight, bias), checks.INPUTS, 2),
+    )
     table = Table(title="References on the CPU: relative rms error against fp64", box=None, pad_edge=False)
-    for column in ("op", "dtype", "y", "dx", "dw", "db", "limit"):
+    for column in ("op", "dtype", "y", "dx", "dw", "db", "limit of y", "of gradients"):
         table.add_column(column, justify="left" if column in ("op", "dtype") else "right")
     ok = True
-    for op in ("rms_norm", "layer_norm"):
-        for dtype, limit in ERROR_LIMITS.items():
-            errors = _errors(getattr(cute_kernels, op), getattr(reference, op), dtype, has_bias=op == "layer_norm")
-            passed = [error <= limit for error in errors]  # False for NaN
+    for name, op, exact, inputs, dtypes, roundings in cases:
+        for dtype in dtypes:
+            errors = _errors(op, exact, inputs, dtype)
+            limits = ERROR_LIMITS[dtype], ERROR_LIMITS[dtype] * roundings**0.5
+            passed = [error <= limits[i > 0] for i, error in enumerate(errors)]  # False for NaN
             ok = ok and all(passed)
             cells = [
                 f"{error:.1e}" if good else f"[red]{error:.1e}[/]" for error, good in zip(errors, passed, strict=True)
             ]
-            table.add_row(op, str(dtype).removeprefix("torch."), *cells, *["-"] * (4 - len(cells)), f"{limit:.1e}")
+            cells += ["-"] * (4 - len(cells)) + [f"{limit:.1e}" for limit in limits]
+            table.add_row(name, str(dtype).removeprefix("torch."), *cells)
     console.print(table)
     console.print()
     return ok
 
 
 def _errors(
-    op: Callable[..., Tensor], reference: Callable[..., Tensor], dtype: torch.dtype, *, has_bias: bool
+    op: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    inputs: Sequence[tuple[tuple[int, ...], float, float]],
+    dtype: torch.dtype,
 ) -> list[float]:
-    """Relative rms errors of y, dx, dw (and db) against the reference computed in fp64."""
+    """Relative rms errors of y, dx, dw (and db) against what the exact op makes of the same inputs, held in fp32."""
     generator = torch.Generator().manual_seed(0)
-    rows, cols = 256, min(MODELS.values())
 
-    def normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    def normal(shape: Sequence[int], mean: float = 0.0, std: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=generator).mul_(std).add_(mean).to(dtype)
 
-    inputs = [normal(rows, cols), normal(cols, mean=1.0, std=0.1), *[normal(cols, std=0.1)] * has_bias]
-    dy = normal(rows, cols)
-    leaves = [tensor.requires_grad_() for tensor in inputs]
-    exact_leaves = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    y = op(*leaves)
-    exact_y = reference(*exact_leaves, compute_dtype=torch.float64)
+    leaves = [normal(*one).requires_grad_() for one in inputs]
+    exact_leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    y, exact_y = op(*leaves), exact(*exact_leaves)
+    dy = normal(y.shape)
     found = [y, *torch.autograd.grad(y, leaves, dy)]
-    exact = [exact_y, *torch.autograd.grad(exact_y, exact_leaves, dy.float())]
+    wanted = [exact_y, *torch.autograd.grad(exact_y, exact_leaves, dy.to(exact_y.dtype))]
     return [
         float(torch.linalg.vector_norm(got.detach().double() - want) / torch.linalg.vector_norm(want))
-        for got, want in zip(found, (tensor.detach().double() for tensor in exact), strict=True)
+        for got, want in zip(found, (tensor.detach().double() for tensor in wanted), strict=True)
     ]

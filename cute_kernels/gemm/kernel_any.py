@@ -18,7 +18,7 @@ from cute_kernels.gemm.kernel_epilogue import add_bias, load_sums, store_sums, t
 
 TILE = (64, 64, 32)
 GROUP = 8
-THREADS = 128
+THREADS = 256
 PADDING = 8  # elements a row of shared memory is longer, so that a fragment's rows lie in different banks
 
 
@@ -42,7 +42,7 @@ class GemmAny:
         stream,
     ):
         op = warp.MmaF16BF16Op(a.element_type, Float32, (16, 8, 16))
-        tiled_mma = cute.make_tiled_mma(op, cute.make_layout((2, 2, 1)))
+        tiled_mma = cute.make_tiled_mma(op, cute.make_layout((4, 2, 1)))
         self.kernel(tiled_mma, a, b, d, z, bias, valid_k).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream
         )

@@ -107,6 +107,22 @@ gemm_op = mutating_op(
 )
 
 
+def run_activation_backward(dy: Tensor, saved: Tensor, dz: Tensor, activation: str) -> None:
+    """dz = dy act'(z), elementwise by torch; ``saved`` is z, of relu y."""
+    if activation == "relu":
+        torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dz)
+    elif activation == "silu":
+        torch.ops.aten.silu_backward.grad_input(dy, saved, grad_input=dz)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(dy, saved, grad_input=dz)
+
+
+# An operator of its own, so that a compiler of graphs does not put its own arithmetic, and other bits, in its place
+activation_backward_op = mutating_op(
+    "activation_backward", "Tensor dy, Tensor saved, Tensor(a!) dz, str activation", run_activation_backward
+)
+
+
 @contextmanager
 def forced(config: GemmConfig | None, transposed: bool) -> Iterator[None]:
     """Every product inside runs on this kernel: how the tests hold the candidates together."""

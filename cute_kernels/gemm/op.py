@@ -12,7 +12,7 @@ from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import check_linear, check_mm
-from cute_kernels.gemm.launch import gemm_op, run_gemm
+from cute_kernels.gemm.launch import activation_backward_op, gemm_op, run_activation_backward, run_gemm
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -110,10 +110,10 @@ def linear(
             rows = _rows("x", x)
             y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
             y_rows = _rows("y", y)
+        _run(rows, weight, y_rows, None, bias, None, activation, check=check)
     except (AttributeError, IndexError, TypeError):  # an argument that is no tensor, or has no dimensions, or no dtype
         check_linear(*check[1])
         raise
-    _run(rows, weight, y_rows, None, bias, None, activation, check=check)
     return y
 
 
@@ -162,12 +162,11 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, saved, num_valid_tokens = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if ctx.activation == "relu":
-            dy = torch.ops.aten.threshold_backward(dy, saved, 0)
-        elif ctx.activation == "silu":
-            dy = torch.ops.aten.silu_backward(dy, saved)
-        elif ctx.activation == "gelu":
-            dy = torch.ops.aten.gelu_backward(dy, saved)
+        if ctx.activation is not None:
+            dz = torch.empty_like(saved)
+            run = run_activation_backward if is_plain(dy) else activation_backward_op
+            run(dy, saved, dz, ctx.activation)
+            dy = dz
         dz = _gradient_rows(dy.to(x.dtype))
         rows = _rows("x", x)
         dx = dweight = dbias = None

@@ -14,6 +14,8 @@ from rich.console import Console
 from bench import bench_norm, harness
 from cute_kernels import __main__ as cli
 from cute_kernels import _demo, _env
+from cute_kernels.gemm import reference as gemm_reference
+from cute_kernels.gemm.config import GemmConfig
 from jit_cache.prewarm import Report, Result
 from tests.cpu.test_bench import StandIn
 
@@ -123,33 +125,73 @@ def test_demo_without_gpu(monkeypatch, capsys, status, ok):
 
 
 def test_demo_with_gpu(monkeypatch, capsys):
-    """With stand-ins for the GPU and for torch.compile: the table, and the status when our result is wrong."""
+    """With stand-ins for the GPU and for torch.compile: the tables, and the status when our result is wrong."""
     monkeypatch.setattr(_demo, "_has_supported_gpu", lambda: True)
     monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
-    monkeypatch.setattr(_demo, "TOKENS", 16)
+    monkeypatch.setattr(_demo, "FEED_FORWARD", {"Small": 96})
+    monkeypatch.setattr(_demo, "TOKENS", 32)
+    monkeypatch.setattr(_demo, "_check_batches", lambda console: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", StandIn)
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
     monkeypatch.setattr(harness, "environment", lambda commit: {})
     monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
     assert _demo.run() == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("Small")]
-    assert [row[1:4] for row in rows] == [
-        [op, direction, "16x64"] for op in ("rms_norm", "layer_norm") for direction in ("fwd", "bwd")
+    norms, gemms = rows[:4], rows[4:]
+    assert [row[1:4] for row in norms] == [
+        [op, direction, "32x64"] for op in ("rms_norm", "layer_norm") for direction in ("fwd", "bwd")
     ]
-    assert all(row[5:] == ["10.0", "400%", "2.00", "3.00"] for row in rows)
+    assert all(row[5:] == ["10.0", "400%", "2.00", "3.00"] for row in norms)
+    assert [row[1:3] for row in gemms] == [
+        *([direction, "32x96x64"] for direction in ("fwd", "dA", "dB")),
+        ["fwd", "16x96x64"],
+    ]
+    assert all(1e-3 < float(row[3]) < 2e-3 and row[4:] == ["10.0", "0", "2.00"] for row in gemms)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cute_kernels.mm", lambda a, b, out: out.copy_(1.01 * (a @ b)))
+        assert _demo.run() == 1
+        assert "wrong result" in capsys.readouterr().out
 
     monkeypatch.setattr("cute_kernels.rms_norm", lambda x, weight, eps: 1.01 * F.rms_norm(x, x.shape[-1:], weight, eps))
     assert _demo.run() == 1
     assert "wrong result" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "linear, expected",
+    [
+        (lambda x, weight: x * weight[0], "invariant"),
+        (lambda x, weight: x * weight[0] * (1 + (len(x) < 50)), "T1, 1 of 256 rows: output at [0, 0]: "),
+        (lambda x, weight: x[[]], "ValueError: "),
+    ],
+)
+def test_demo_tries_other_batches(monkeypatch, capsys, linear, expected):
+    monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
+    monkeypatch.setattr("cute_kernels.linear", linear)
+    assert _demo._check_batches(Console(width=200), device="cpu") == (expected == "invariant")
+    assert expected in capsys.readouterr().out
+
+
+def test_a_kernel_s_tile_is_shown():
+    arguments = (None, True, "k", GemmConfig((128, 256, 64), (2, 1), 4, 8))
+    assert ", ".join(map(_demo._short, arguments)) == "-, yes, k, tile=(128, 256, 64)"
+
+
 def test_references_are_within_their_limits(capsys):
     assert _demo._check_references(Console(width=120))
     text = capsys.readouterr().out
-    assert "rms_norm" in text and "layer_norm" in text
+    assert all(op in text for op in ("rms_norm", "layer_norm", "linear", "linear, bias, gelu"))
 
 
-def test_a_wrong_reference_fails(monkeypatch, capsys):
-    monkeypatch.setattr("cute_kernels.rms_norm", lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1))
+@pytest.mark.parametrize(
+    "name, op",
+    [
+        ("rms_norm", lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1)),
+        ("linear", lambda x, weight, *bias, **options: gemm_reference.linear(x, 1.01 * weight, *bias, **options)),
+    ],
+)
+def test_a_wrong_reference_fails(monkeypatch, capsys, name, op):
+    monkeypatch.setattr(f"cute_kernels.{name}", op)
     assert not _demo._check_references(Console(width=120))

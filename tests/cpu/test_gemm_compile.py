@@ -1,0 +1,147 @@
+"""The products' kernels compile for both architectures without a GPU, and what came out: no spills, no atomics."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.gemm.config import candidates
+from tests.cpu.test_compile import check_record
+from tests.gemm_cases import BF16, FP16, FP32, Case, kernel_name, kernels, kernels_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SM100 = pytest.param("sm_100a", marks=pytest.mark.slow)
+
+
+def arguments(arch: str, kernel: tuple, **changes) -> tuple:
+    """Of the builder: bf16, both operands along k, stores by TMA where the dispatcher uses them."""
+    import cutlass
+
+    config, transposed = kernel
+    given = {
+        "arch": arch,
+        "dtype": cutlass.BFloat16,
+        "out": cutlass.BFloat16,
+        "bias": None,
+        "activation": None,
+        "keeps_z": False,
+        "a_major": "k",
+        "b_major": "k",
+        "transposed": transposed,
+        "accumulate": False,
+        "counts_k": False,
+        "tma_store": config is not None and not transposed and config.tile[0] >= 128,
+        "config": config,
+    }
+    assert changes.keys() <= given.keys()
+    return tuple((given | changes).values())
+
+
+def compile_and_check(arch: str, kernel: tuple, **changes) -> None:
+    from cute_kernels.gemm.kernel import gemm
+
+    record = gemm.obtain(*arguments(arch, kernel, **changes)).record
+    assert record["key"]["arch"] == arch and len(record["kernels"]) == 1
+    check_record(record)
+
+
+@pytest.mark.parametrize(
+    "arch, kernel",
+    [(arch, kernel) for arch in ("sm_90a",) for kernel in kernels(arch)]
+    + [pytest.param("sm_100a", kernel, marks=pytest.mark.slow) for kernel in kernels("sm_100a")],
+    ids=lambda value: value if isinstance(value, str) else kernel_name(value),
+)
+def test_every_kernel_compiles(arch, kernel):
+    """Each that the dispatcher can choose, forward; and as the sum over tokens into main_grad, counted."""
+    import cutlass
+
+    compile_and_check(arch, kernel)
+    compile_and_check(arch, kernel, out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
+
+
+# Each option with the widest tile, where registers are scarcest, the narrowest, and the kernel for any stride
+OPTIONS = {
+    "b along n": {"b_major": "n"},
+    "a along m": {"a_major": "m"},
+    "gelu, z and bias": {"activation": "gelu", "keeps_z": True, "bias": FP32},
+    "silu, fp32": {"activation": "silu", "keeps_z": True, "out": FP32, "bias": BF16},
+    "relu, fp16": {"activation": "relu", "dtype": FP16, "out": FP16, "bias": FP16},
+    "rows off 16 bytes": {"tma_store": False},
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", SM100])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_compile(option, arch):
+    from cute_kernels._target import cutlass_dtype
+
+    changes = dict(OPTIONS[option])
+    for name in {"dtype", "out", "bias"} & changes.keys():
+        changes[name] = cutlass_dtype(changes[name])
+    all_kernels = kernels(arch)
+    aligned = sorted((k for k in all_kernels if k[0] is not None), key=lambda k: (k[0].tile[0] * k[0].tile[1], k[1]))
+    for kernel in (aligned[-1], aligned[0], (None, False)):
+        compile_and_check(arch, kernel, **(changes | ({"a_major": "k", "b_major": "k"} if kernel[0] is None else {})))
+
+
+def test_a_call_asks_for_what_is_tested():
+    """The arguments above are those of calls: forward of a layer, whatever kernel it is given."""
+    jobs = kernels_of([Case(4096, 4096, 64), Case(1, 4096, 64)], "sm_90a")
+    forward = [call for _, call in jobs if "k" == call[6] == call[7]]
+    wanted = {arguments("sm_90a", kernel) for kernel in kernels("sm_90a")}
+    assert forward and set(forward) <= wanted
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_candidates_are_hashable_and_distinct(arch):
+    found = candidates(arch)
+    assert None in found and len(set(found)) == len(found) > 2
+
+
+# Operands come by TMA, are multiplied from shared memory, and no sum is left to the order of atomics
+INSTRUCTIONS = {
+    "sm_90a": ("wgmma.mma_async", "cp.async.bulk.tensor"),
+    "sm_100a": ("tcgen05.mma", "cp.async.bulk.tensor"),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", SM100])
+def test_instructions(arch, tmp_path):
+    program = f"""
+import cutlass
+from cute_kernels.gemm.kernel import gemm
+from tests.cpu.test_gemm_compile import arguments
+from tests.gemm_cases import kernels
+everything = kernels({arch!r})
+chosen = everything[1], max(everything[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1]), (None, False)
+for kernel in chosen:
+    assert gemm.obtain(*arguments({arch!r}, kernel)).origin == "compiled"
+wgrad = arguments({arch!r}, chosen[1], out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
+assert gemm.obtain(*wgrad).origin == "compiled"
+"""
+    environment = {
+        **os.environ,
+        "JIT_CACHE_DIR": str(tmp_path / "cache"),
+        "JIT_CACHE_MODE": "on",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    kernels_found = [part for text in texts for part in text.split(".entry ")[1:]]
+    assert len(kernels_found) == 4
+    by_tma = [kernel for kernel in kernels_found if INSTRUCTIONS[arch][0] in kernel]
+    assert len(by_tma) == 3 and all(INSTRUCTIONS[arch][1] in kernel for kernel in by_tma)
+    (other,) = [kernel for kernel in kernels_found if kernel not in by_tma]
+    assert "mma.sync.aligned.m16n8k16" in other
+    for kernel in kernels_found:
+        assert not re.search(r"\b(atom|red)\.", kernel) and ".local" not in kernel
+        assert not re.search(r"mma\S*\.(tf32|f16\.f16\.f16|e4m3|e5m2)", kernel)
+        assert "cp.reduce" not in kernel

@@ -1,0 +1,289 @@
+"""Bad input to mm and linear: the error's type, and a message with op, argument, expected and got.
+
+Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place of the kernels.
+"""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from cute_kernels import UnsupportedDeviceError, linear, mm, nn
+from cute_kernels.gemm import launch, reference
+from tests.gemm_cases import BF16, FP16, FP32, randn, seeded_generator, stand_in
+
+M, N, K = 4, 32, 64
+
+
+@pytest.fixture(params=["reference", "kernels"], autouse=True)
+def path(request):
+    if request.param == "reference":
+        yield
+    else:
+        with stand_in():
+            yield
+
+
+def zeros(*shape, dtype=BF16, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def good(op) -> dict:
+    if op is mm:
+        return {"a": zeros(M, K), "b": zeros(K, N)}
+    return {"x": zeros(M, K), "weight": zeros(N, K), "bias": zeros(N)}
+
+
+A_LINE = zeros(2**31 - 1, 1, device="meta")
+MM_ERRORS = [
+    (TypeError, {"a": None}, "a must be a torch.Tensor, got NoneType"),
+    (TypeError, {"b": [[1.0]]}, "b must be a torch.Tensor, got list"),
+    (TypeError, {"a": zeros(M, K, dtype=FP32)}, "a must have dtype bfloat16, float16, got torch.float32"),
+    (TypeError, {"b": zeros(K, N, dtype=FP32)}, "b must have dtype bfloat16, float16, got torch.float32"),
+    (TypeError, {"a": zeros(M, K, dtype=torch.int8)}, "a must have dtype bfloat16, float16, got torch.int8"),
+    (TypeError, {"b": zeros(K, N, dtype=FP16)}, "b must have dtype torch.bfloat16, got torch.float16"),
+    (ValueError, {"b": zeros(K + 1, N)}, "b must have 64 rows, got shape (65, 32)"),
+    (ValueError, {"b": zeros(N, K)}, "b must have 64 rows, got shape (32, 64)"),
+    (ValueError, {"a": zeros(K)}, "a must be a matrix, got shape (64,)"),
+    (ValueError, {"a": zeros(2, M, K)}, "a must be a matrix, got shape (2, 4, 64)"),
+    (ValueError, {"b": zeros(())}, "b must be a matrix, got shape ()"),
+    (ValueError, {"b": zeros(2, K, N)}, "b must be a matrix, got shape (2, 64, 32)"),
+    (ValueError, {"b": zeros(K, N, device="meta")}, "b must be on cpu, got meta"),
+    (
+        TypeError,
+        {"out_dtype": torch.float64},
+        "out_dtype must have dtype bfloat16, float16, float32, got torch.float64",
+    ),
+    (TypeError, {"out_dtype": "bfloat16"}, "out_dtype must have dtype bfloat16, float16, float32, got bfloat16"),
+    (TypeError, {"out": 0.0}, "out must be a torch.Tensor, got float"),
+    (
+        TypeError,
+        {"out": zeros(M, N, dtype=torch.int64)},
+        "out must have dtype bfloat16, float16, float32, got torch.int64",
+    ),
+    (TypeError, {"out": zeros(M, N), "out_dtype": FP32}, "out must have dtype torch.float32, got torch.bfloat16"),
+    (ValueError, {"out": zeros(M, N + 1)}, "out must have shape (4, 32), got (4, 33)"),
+    (ValueError, {"out": zeros(N)}, "out must have shape (4, 32), got (32,)"),
+    (ValueError, {"out": zeros(M, N, device="meta")}, "out must be on cpu, got meta"),
+    (ValueError, {"out": zeros(N, M).t()}, "out must have a contiguous last dimension, got strides (1, 4)"),
+    (ValueError, {"out": zeros(M, 2 * N)[:, ::2]}, "out must have a contiguous last dimension, got strides (64, 2)"),
+    (ValueError, {"out": zeros(1, N).expand(M, N)}, "out must have rows that do not overlap, got strides (0, 1)"),
+    (
+        ValueError,
+        {"a": zeros(M, K).requires_grad_(), "out": zeros(M, N)},
+        "out must be None where a gradient is wanted, got a tensor",
+    ),
+    (
+        ValueError,
+        {"out": zeros(M, N).requires_grad_()},
+        "out must be None where a gradient is wanted, got a tensor",
+    ),
+    (ValueError, {"a": A_LINE}, "a must have dimensions of at most 2147483136, got (2147483647, 1)"),
+]
+LINEAR_ERRORS = [
+    (TypeError, {"x": 1.0}, "x must be a torch.Tensor, got float"),
+    (TypeError, {"weight": None}, "weight must be a torch.Tensor, got NoneType"),
+    (TypeError, {"bias": [0.0] * N}, "bias must be a torch.Tensor, got list"),
+    (TypeError, {"x": zeros(M, K, dtype=FP32)}, "x must have dtype bfloat16, float16, got torch.float32"),
+    (TypeError, {"weight": zeros(N, K, dtype=FP32)}, "weight must have dtype bfloat16, float16, got torch.float32"),
+    (TypeError, {"weight": zeros(N, K, dtype=FP16)}, "weight must have dtype torch.bfloat16, got torch.float16"),
+    (
+        TypeError,
+        {"bias": zeros(N, dtype=torch.float64)},
+        "bias must have dtype bfloat16, float16, float32, got torch.float64",
+    ),
+    (ValueError, {"x": zeros(())}, "x must have at least one dimension, got shape ()"),
+    (ValueError, {"weight": zeros(N, K + 1)}, "weight must have 64 columns, got shape (32, 65)"),
+    (ValueError, {"weight": zeros(K, N)}, "weight must have 64 columns, got shape (64, 32)"),
+    (ValueError, {"weight": zeros(K)}, "weight must be a matrix (N, K), got shape (64,)"),
+    (ValueError, {"weight": zeros(2, N, K)}, "weight must be a matrix (N, K), got shape (2, 32, 64)"),
+    (ValueError, {"weight": zeros(N, K, device="meta")}, "weight must be on cpu, got meta"),
+    (ValueError, {"bias": zeros(N + 1)}, "bias must have shape (32,), got (33,)"),
+    (ValueError, {"bias": zeros(1)}, "bias must have shape (32,), got (1,)"),
+    (ValueError, {"bias": zeros(1, N)}, "bias must have shape (32,), got (1, 32)"),
+    (ValueError, {"bias": zeros(N, device="meta")}, "bias must be on cpu, got meta"),
+    (ValueError, {"bias": zeros(2 * N)[::2]}, "bias must be contiguous, got stride (2,)"),
+    (ValueError, {"bias": zeros(1).expand(N)}, "bias must be contiguous, got stride (0,)"),
+    (TypeError, {"out_dtype": torch.int32}, "out_dtype must have dtype bfloat16, float16, float32, got torch.int32"),
+    (TypeError, {"out_dtype": 16}, "out_dtype must have dtype bfloat16, float16, float32, got 16"),
+    (ValueError, {"activation": "swish"}, "activation must be one of (None, 'relu', 'silu', 'gelu'), got 'swish'"),
+    (ValueError, {"activation": True}, "activation must be one of (None, 'relu', 'silu', 'gelu'), got True"),
+    (ValueError, {"backend": "triton"}, "backend must be None or 'reference', got 'triton'"),
+]
+COUNT_ERRORS = [
+    (TypeError, {"num_valid_tokens": 3}, "num_valid_tokens must be a torch.Tensor, got int"),
+    (
+        TypeError,
+        {"num_valid_tokens": torch.tensor([3])},
+        "num_valid_tokens must have dtype int32, got torch.int64",
+    ),
+    (
+        ValueError,
+        {"num_valid_tokens": zeros(2, dtype=torch.int32)},
+        "num_valid_tokens must have one element, got 2",
+    ),
+    (
+        ValueError,
+        {"num_valid_tokens": zeros(1, dtype=torch.int32, device="meta")},
+        "num_valid_tokens must be on cpu, got meta",
+    ),
+]
+ERRORS = [(mm, *row) for row in MM_ERRORS] + [(linear, *row) for row in LINEAR_ERRORS + COUNT_ERRORS]
+
+
+def shortened(text: str) -> str:
+    return re.sub(r"[^\w]+", "-", text.split(", got")[0] + " not " + text.split(", got")[1])
+
+
+@pytest.mark.parametrize("mode", ["", "no_grad", "training"])
+@pytest.mark.parametrize(
+    "op, error, change, message", ERRORS, ids=[f"{row[0].__name__}-{shortened(row[3])}" for row in ERRORS]
+)
+def test_bad_argument(op, error, change, message, mode):
+    """In each mode, each time, and after a good call, whose plan must not let the bad one through."""
+    arguments = good(op) | change
+    if mode == "training":
+        if "out" in change:
+            pytest.skip("that there is one is the first error")
+        first = next(iter(arguments.values()))
+        if isinstance(first, torch.Tensor) and first.is_floating_point() and not first.is_meta:
+            arguments[next(iter(arguments))] = first.detach().clone().requires_grad_()
+    if mode == "no_grad" and "where a gradient is wanted" in message:
+        pytest.skip("none is")
+    with torch.set_grad_enabled(mode != "no_grad"):
+        for _ in range(2):
+            if "got meta" in message:
+                launch._plans.clear()  # which know a device by its index: that of CPU and of meta tensors is -1
+            with pytest.raises(error) as caught:
+                op(**arguments)
+            assert str(caught.value) == f"{op.__name__}: {message}"
+            op(**good(op))
+
+
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_bad_main_grad(parameter):
+    """It is looked at where it is needed: in the backward."""
+    leaves = {"weight": zeros(N, K).requires_grad_(), "bias": zeros(N, dtype=FP32).requires_grad_()}
+    shape = tuple(leaves[parameter].shape)
+    expected = f"linear: {parameter}.main_grad must be contiguous float32 of shape {shape}, got "
+    for wrong in (zeros(*shape), zeros(7, dtype=FP32), torch.zeros(*shape, 2)[..., 0]):
+        leaves[parameter].main_grad = wrong
+        y = linear(zeros(M, K), **leaves)
+        with pytest.raises(ValueError) as caught:
+            y.sum().backward()
+        assert str(caught.value).startswith(expected)
+
+
+def test_fp64():
+    """The kernels take none; the reference computes in it what the tests compare with."""
+    a, b = zeros(M, K, dtype=torch.float64), zeros(K, N, dtype=torch.float64)
+    if a.is_cuda:
+        with pytest.raises(TypeError, match=r"^mm: a must have dtype bfloat16, float16, got torch\.float64$"):
+            mm(a, b)
+        with pytest.raises(TypeError, match=r"^linear: x must have dtype bfloat16, float16, got torch\.float64$"):
+            linear(a, b.t())
+    else:
+        assert mm(a, b).dtype is torch.float64
+
+
+def test_arguments_are_keywords():
+    with pytest.raises(TypeError):
+        mm(zeros(M, K), zeros(K, N), FP32)
+    with pytest.raises(TypeError):
+        linear(zeros(M, K), zeros(N, K), None, FP32)
+    options = {"out_dtype", "activation", "num_valid_tokens"}
+    for function in (linear, reference.linear):
+        parameters = inspect.signature(function).parameters
+        assert {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} - {"backend"} == options
+        assert all(parameters[name].default is None for name in ("bias", *options))
+
+
+def test_dtypes_that_are_accepted():
+    for dtype in (BF16, FP16):
+        for out in (None, BF16, FP16, FP32):
+            y = mm(zeros(M, K, dtype=dtype), zeros(K, N, dtype=dtype), out_dtype=out)
+            assert y.dtype is (out or dtype) and y.shape == (M, N)
+            for bias in (BF16, FP16, FP32):
+                y = linear(zeros(2, 3, K, dtype=dtype), zeros(N, K, dtype=dtype), zeros(N, dtype=bias), out_dtype=out)
+                assert y.dtype is (out or dtype) and y.shape == (2, 3, N)
+    memory = zeros(M, N, dtype=FP16)
+    assert mm(zeros(M, K), zeros(K, N), out=memory) is memory  # out's dtype is the result's where none is named
+
+
+def test_no_silent_copy():
+    """Leading dimensions of several strides would cost a copy of x. (The reference takes any.)"""
+    x = zeros(3, 5, K).transpose(0, 1)
+    if not x.is_cuda:
+        assert linear(x, zeros(N, K)).shape == (5, 3, N)
+        return
+    for leaf in (x, x.detach().requires_grad_()):
+        with pytest.raises(ValueError) as caught:
+            linear(leaf, zeros(N, K))
+        assert str(caught.value) == (
+            "linear: x must have leading dimensions that collapse to rows of one stride, "
+            "got shape (5, 3, 64), strides (64, 320, 1)"
+        )
+
+
+def test_no_fallback(monkeypatch):
+    """CUDA tensors meet the kernels or an error: neither the reference nor torch's products run."""
+    if not zeros(1).is_cuda:
+        pytest.skip("CPU tensors run the reference")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a fallback ran")
+
+    def unsupported(index):
+        raise UnsupportedDeviceError("cute_kernels: cuda:0 has compute capability 8.0")
+
+    for name in ("mm", "linear"):
+        monkeypatch.setattr(reference, name, refuse)
+    odd = zeros(M, 3 * K)[:, ::3], zeros(3 * K, N)[::3]
+    for a, b in ((zeros(M, K), zeros(K, N)), odd):
+        mm(a.requires_grad_(), b).sum().backward()
+        linear(a, b.t(), activation="silu").sum().backward()
+    monkeypatch.setattr(launch, "arch_of", unsupported)
+    for call in (lambda: mm(zeros(M + 1, K), zeros(K, N)), lambda: linear(zeros(M + 1, K), zeros(N, K))):
+        with pytest.raises(UnsupportedDeviceError, match=r"compute capability 8\.0"):
+            call()
+
+
+def test_reference_backend():
+    generator = seeded_generator("reference backend", "cpu")
+    x, weight = randn(M, K, generator=generator).to(BF16), randn(N, K, generator=generator).to(BF16)
+    found = linear(x, weight, activation="gelu", backend="reference")
+    assert torch.equal(found, reference.linear(x, weight, activation="gelu"))
+
+
+# nn.Linear
+
+
+def test_module_is_torch_s():
+    """Positional arguments, parameters, names in a state_dict, initial range, repr."""
+    ours, theirs = (list(inspect.signature(m.__init__).parameters.values()) for m in (nn.Linear, torch.nn.Linear))
+    assert [(p.name, p.default) for p in ours][: len(theirs)] == [(p.name, p.default) for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+    for bias in (True, False):
+        module, other = nn.Linear(K, N, bias=bias, dtype=BF16), torch.nn.Linear(K, N, bias=bias, dtype=BF16)
+        shapes = [{name: value.shape for name, value in m.state_dict().items()} for m in (module, other)]
+        assert shapes[0] == shapes[1]
+        module.load_state_dict(other.state_dict())
+        other.load_state_dict(module.state_dict())
+        assert all(parameter.dtype is BF16 for parameter in module.parameters())
+        assert torch.equal(module.weight, other.weight)
+        assert all(0.1 < p.abs().max() <= K**-0.5 for p in nn.Linear(K, N, bias=bias).parameters())
+        assert repr(module).startswith(repr(other)[:-1])
+    assert nn.Linear(K, N, device="meta").weight.is_meta and nn.Linear(0, N).weight.shape == (N, 0)
+
+
+def test_module_calls_linear():
+    generator = seeded_generator("module", "cpu")
+    module = nn.Linear(K, N, dtype=BF16)
+    x = randn(2, 3, K, generator=generator).to(BF16)
+    assert torch.equal(module(x), linear(x, module.weight, module.bias))
+    module.weight.main_grad = torch.zeros(N, K)
+    module.bias.main_grad = torch.zeros(N)
+    module(x).sum().backward()
+    assert module.weight.grad is module.bias.grad is None
+    assert module.weight.main_grad.any() and (module.bias.main_grad == 6).all()
