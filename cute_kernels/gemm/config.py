@@ -60,9 +60,9 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
 
     ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
     32x12288x4096 DECODE_32 37.4 (38.4); 64x12288x4096 DECODE_64_TALL 38.2, DECODE_64 38.9 (38.3); 64x1024x4096
-    DECODE_32 11.7, DECODE_64 13.6 (12.4); 128x4096x14336 DECODE_64_PAIR 44.2, without the pair 49.8 (47.5);
-    192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 256x4096x14336 DECODE_128_PAIR 54.5, (128, 64) of PREFILL 57.0 (54.9), but
-    256x4096x4096 23.9, 22.9 (24.5).
+    DECODE_32 11.7, DECODE_64 13.6 (12.4); 64x4096x14336 DECODE_32 with the tokens along M 42.2, DECODE_64 43.6 (45.9);
+    128x4096x14336 DECODE_64_PAIR 44.2, without the pair 49.8 (47.5); 192x1024x4096 DECODE_32_PAIR 12.5 (13.2);
+    256x4096x14336 DECODE_128_PAIR 54.5, (128, 64) of PREFILL 57.0 (54.9), but 256x4096x4096 23.9, 22.9 (24.5).
     """
     tokens, weights = min(m, n), max(m, n)
     transposed = m < n
@@ -72,6 +72,8 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
         return DECODE_16, transposed
     if tokens <= 32 or tokens <= 128 and weights <= 2048:
         return DECODE_32, transposed
+    if tokens <= 64 and weights <= 32 * num_sms:
+        return DECODE_32, not transposed
     if tokens <= 64:
         tall = 2 * _waves(DECODE_64_TALL, weights, tokens, num_sms) <= _waves(DECODE_64, weights, tokens, num_sms)
         return (DECODE_64_TALL if tall else DECODE_64), transposed

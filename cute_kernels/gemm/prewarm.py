@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels.gemm.config import candidates
+from cute_kernels.gemm.config import DECODE_32, candidates
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -26,7 +26,10 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
                 dtypes = (bf16, out, None, None, False)
                 yield gemm, (arch, *dtypes, a_major, b_major, False, accumulate, False, True, config)
         else:
+            dtypes = (bf16, bf16, None, None, False)
             # Transposed: the weight is a
             for a_major in ("k", "m"):
-                dtypes = (bf16, bf16, None, None, False)
                 yield gemm, (arch, *dtypes, a_major, "k", True, False, False, False, config)
+            if config is DECODE_32:
+                for b_major in ("k", "n"):
+                    yield gemm, (arch, *dtypes, "k", b_major, False, False, False, False, config)
