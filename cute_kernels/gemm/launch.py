@@ -15,12 +15,8 @@ from torch import Tensor
 from cute_kernels._op import mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.config import GemmConfig, choose
+from cute_kernels.gemm.reference import activate
 
-ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-}
 MAX_PLANS = 4096  # number of tokens and all: those of old batches are forgotten
 
 
@@ -209,4 +205,4 @@ def _empty_sums(d: Tensor, z: Tensor | None, bias: Tensor | None, activation: st
     sums = torch.zeros((), dtype=torch.float32, device=d.device) if bias is None else bias.float()
     if z is not None:
         z.copy_(sums.expand_as(z))
-    d.copy_((sums if activation is None else ACTIVATE[activation](sums)).expand_as(d))
+    d.copy_(activate(sums, activation).expand_as(d))

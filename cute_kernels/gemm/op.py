@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import as_rows, gradient_buffer, gradient_rows
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
@@ -107,9 +108,9 @@ def linear(
             rows = x
             y = y_rows = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype)
         else:
-            rows = _rows("x", x)
+            rows = as_rows("linear", "x", x)
             y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
-            y_rows = _rows("y", y)
+            y_rows = as_rows("linear", "y", y)
         _run(rows, weight, y_rows, None, bias, None, activation, check=check)
     except (AttributeError, IndexError, TypeError):  # an argument that is no tensor, or has no dimensions, or no dtype
         check_linear(*check[1])
@@ -150,8 +151,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, dtype, activation, num_valid_tokens, check):
         y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
         z = torch.empty_like(y) if activation in ("silu", "gelu") else None
-        z_rows = None if z is None else _rows("z", z)
-        _run(_rows("x", x), weight, _rows("y", y), z_rows, bias, None, activation, check=check)
+        z_rows = None if z is None else as_rows("linear", "z", z)
+        _run(as_rows("linear", "x", x), weight, as_rows("linear", "y", y), z_rows, bias, None, activation, check=check)
         ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, num_valid_tokens)
         ctx.activation = activation
         ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
@@ -167,18 +168,18 @@ class _LinearFunction(torch.autograd.Function):
             run = run_activation_backward if is_plain(dy) else activation_backward_op
             run(dy, saved, dz, ctx.activation)
             dy = dz
-        dz = _gradient_rows(dy.to(x.dtype))
-        rows = _rows("x", x)
+        dz = gradient_rows(dy.to(x.dtype))
+        rows = as_rows("linear", "x", x)
         dx = dweight = dbias = None
         if needs_x:
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            _run(dz, weight.t(), _rows("dx", dx))
+            _run(dz, weight.t(), as_rows("linear", "dx", dx))
         if needs_weight:
-            target, dweight = _gradient_buffer("weight", weight, ctx.main_grads[0])
+            target, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
             _run(dz.t(), rows.t(), target, None, None, num_valid_tokens, None, dweight is None)
         if needs_bias:
             # The sum over tokens is a product with a column of ones: in the same order, under the same contract
-            target, dbias = _gradient_buffer("bias", bias, ctx.main_grads[1])
+            target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
             ones = dz.new_ones((1, dz.shape[0]))
             _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
         return dx, dweight, dbias, None, None, None, None
@@ -191,33 +192,3 @@ def _run(a: Tensor, b: Tensor, d: Tensor, *rest, check: tuple[Callable[..., None
         if check is not None:
             check[0](*check[1])
         gemm_op(a, b, d, *rest)
-
-
-def _gradient_buffer(name: str, parameter: Tensor, main_grad: Tensor | None):
-    """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None."""
-    if main_grad is None:
-        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        return gradient, gradient
-    good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
-    got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
-    expect(good, "linear", f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
-    return main_grad, None
-
-
-def _rows(name: str, t: Tensor) -> Tensor:
-    """``t`` as a matrix of rows, without a copy."""
-    if t.dim() == 2:
-        return t
-    try:
-        return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
-    except RuntimeError:
-        expected = "have leading dimensions that collapse to rows of one stride"
-        expect(False, "linear", name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
-        raise
-
-
-def _gradient_rows(t: Tensor) -> Tensor:
-    """An incoming gradient as a matrix of rows; copied if its layout is not one (an expanded scalar, say)."""
-    if not t.is_contiguous() and (t.dim() != 2 or t.stride(-1) != 1 or t.stride(0) < t.shape[1]):
-        t = t.contiguous()
-    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])

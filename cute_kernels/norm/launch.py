@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect
+from cute_kernels._autograd import as_rows
 from cute_kernels._op import mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
@@ -166,22 +166,6 @@ backward_op = mutating_op(
     "float weight_offset, bool accumulate_w, bool accumulate_b",
     run_backward,
 )
-
-
-def as_rows(op: str, name: str, t: Tensor) -> Tensor:
-    """``t`` as a matrix of rows, without a copy.
-
-    Raises:
-        ValueError: its leading dimensions do not collapse to rows of one stride.
-    """
-    if t.dim() == 2:
-        return t
-    try:
-        return t.view(-1, t.shape[-1])
-    except RuntimeError:
-        expected = "have leading dimensions that collapse to rows of one stride"
-        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
-        raise
 
 
 def _rows_key(t: Tensor) -> tuple:

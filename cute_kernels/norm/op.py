@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import as_rows, gradient_buffer, gradient_rows
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.norm import reference
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import (
     Plan,
-    as_rows,
     backward_op,
     forward_op,
     forward_plan,
@@ -223,21 +223,24 @@ class _NormFunction(torch.autograd.Function):
         dresidual = dx
         if needs_residual and (dx is None or residual_dtype is not x_dtype):
             dresidual = saved.new_empty(saved.shape, dtype=residual_dtype)
-        dw, dw_result = _gradient_buffer(f"{kind}_norm", "weight", needs_w, weight, w_main_grad, saved)
-        db, db_result = _gradient_buffer(f"{kind}_norm", "bias", needs_b, bias, b_main_grad, saved)
+        op, dw, dw_result, db, db_result = f"{kind}_norm", None, None, None, None
+        if needs_w:
+            dw, dw_result = gradient_buffer(op, "weight", weight, w_main_grad)
+        if needs_b:
+            db, db_result = gradient_buffer(op, "bias", bias, b_main_grad)
         if saved.numel():
             first, second = (dresidual, None) if dx is None else (dx, None if dresidual is dx else dresidual)
             run = run_backward if is_plain(saved) else backward_op
             run(
-                as_rows(f"{kind}_norm", "x", saved),
-                _gradient_rows(dy),
-                None if dh_out is None else _gradient_rows(dh_out),
+                as_rows(op, "x", saved),
+                gradient_rows(dy),
+                None if dh_out is None else gradient_rows(dh_out),
                 weight,
                 bias if save == "output" else None,
                 mean,
                 rstd,
-                None if first is None else as_rows(f"{kind}_norm", "dx", first),
-                None if second is None else as_rows(f"{kind}_norm", "dresidual", second),
+                None if first is None else as_rows(op, "dx", first),
+                None if second is None else as_rows(op, "dresidual", second),
                 dw,
                 db,
                 kind,
@@ -247,24 +250,8 @@ class _NormFunction(torch.autograd.Function):
                 needs_w and dw_result is None,
                 needs_b and db_result is None,
             )
+        else:
+            for gradient in (dw_result, db_result):
+                if gradient is not None:
+                    gradient.zero_()
         return dx, dw_result, db_result, dresidual if needs_residual else None, None, None
-
-
-def _gradient_buffer(op: str, name: str, needed: bool, parameter, main_grad, saved: Tensor):
-    """(what the kernel writes, what autograd gets): main_grad is added to in place, and autograd gets None."""
-    if not needed:
-        return None, None
-    if main_grad is not None:
-        good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
-        got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
-        expect(good, op, f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
-        return main_grad, None
-    gradient = torch.empty_like(parameter) if saved.numel() else torch.zeros_like(parameter)
-    return gradient, gradient
-
-
-def _gradient_rows(t: Tensor) -> Tensor:
-    """An incoming gradient as a matrix of rows; copied if its layout is not one (an expanded scalar, say)."""
-    if not is_plain(t) or not t.is_contiguous() and (t.dim() != 2 or t.stride(-1) != 1):
-        t = t.contiguous()
-    return t if t.dim() == 2 else t.view(-1, t.shape[-1])

@@ -1,0 +1,49 @@
+"""What the families' operators share of matrices of rows and of gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect
+from cute_kernels._op import is_plain
+
+
+def as_rows(op: str, name: str, t: Tensor) -> Tensor:
+    """``t`` as a matrix of rows, without a copy.
+
+    Raises:
+        ValueError: its leading dimensions do not collapse to rows of one stride.
+    """
+    if t.dim() == 2:
+        return t
+    try:
+        return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    except RuntimeError:
+        expected = "have leading dimensions that collapse to rows of one stride"
+        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
+        raise
+
+
+def gradient_rows(t: Tensor) -> Tensor:
+    """An incoming gradient as a matrix of rows; copied if its layout is not one (an expanded scalar, say)."""
+    is_matrix = is_plain(t) and t.dim() == 2 and t.stride(-1) == 1 and t.stride(0) >= t.shape[1]
+    if not is_matrix and not (is_plain(t) and t.is_contiguous()):
+        t = t.contiguous()
+    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None.
+
+    Raises:
+        ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
+    """
+    if main_grad is None:
+        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return gradient, gradient
+    good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+    got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
+    expect(good, op, f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
+    expect(main_grad.device == parameter.device, op, f"{name}.main_grad", f"be on {parameter.device}", main_grad.device)
+    return main_grad, None
