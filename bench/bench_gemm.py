@@ -27,7 +27,6 @@ What differs from the other families:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -495,44 +494,15 @@ def print_summary(measurements: Sequence[harness.Measurement], console: Console 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_gemm", description=__doc__.splitlines()[0])
-    parser.add_argument("--filter", default="", metavar="REGEX", help="only the cases whose name matches")
-    parser.add_argument(
-        "--providers",
-        default=",".join(DEFAULT_PROVIDERS),
-        help=f"separated by commas, of {', '.join(PROVIDERS)}; default: %(default)s",
+    def names(quick: bool) -> list[str]:
+        return [gemm.case.name for gemm in gemms(quick)]
+
+    options = harness.parse(
+        "gemm", __doc__.splitlines()[0], "seven cases", tuple(PROVIDERS), DEFAULT_PROVIDERS, names, arguments
     )
-    parser.add_argument("--reps", type=int, help=f"repetitions, default {harness.REPETITIONS}")
-    parser.add_argument("--quick", action="store_true", help="seven cases, fewer repetitions, no per-kernel times")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
-    parser.add_argument("--save", action="store_true", help="append the lines to bench/results/<gpu>.jsonl")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="commit that the lines name; default: the checkout's, else $COMMIT")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    options = parser.parse_args(arguments)
-    cases = gemms(options.quick)
-    if options.list:
-        print("\n".join(gemm.case.name for gemm in cases if re.search(options.filter, gemm.case.name)))
-        return 0
-    providers = options.providers.split(",")
-    if unknown := set(providers) - set(PROVIDERS):
-        parser.error(f"unknown providers: {', '.join(sorted(unknown))}; known: {', '.join(PROVIDERS)}")
-    if not torch.cuda.is_available():
-        print("bench_gemm measures on a GPU, and torch sees none here", file=sys.stderr)
-        return 1
-    outputs = [options.out] if options.out else []
-    if options.save:
-        outputs.append(harness.results_path(torch.cuda.get_device_name()))
-    measurements = run(
-        cases,
-        providers,
-        pattern=options.filter,
-        repetitions=options.reps or (harness.QUICK_REPETITIONS if options.quick else harness.REPETITIONS),
-        breakdown=not options.quick,
-        time_limit=options.time_limit,
-        commit=options.commit,
-        outputs=outputs,
-    )
+    if isinstance(options, int):
+        return options
+    measurements = run(gemms(options.quick), options.providers, **options.settings)
     print_table(measurements)
     print_summary(measurements)
     failed = any({"cute_kernels", YARDSTICK} & m.failures.keys() for m in measurements)

@@ -12,7 +12,6 @@ inference (no gradient wanted).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -412,45 +411,15 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_norm", description=__doc__.splitlines()[0])
-    parser.add_argument("--filter", default="", metavar="REGEX", help="only the cases whose name matches")
-    parser.add_argument(
-        "--providers", default=",".join(PROVIDERS), help="separated by commas; default: all (%(default)s)"
+    def names(quick: bool) -> list[str]:
+        return [norm.case(direction).name for norm in norms(quick) for direction in norm.directions]
+
+    options = harness.parse(
+        "norm", __doc__.splitlines()[0], "three shapes an op", tuple(PROVIDERS), PROVIDERS, names, arguments
     )
-    parser.add_argument("--reps", type=int, help=f"repetitions, default {harness.REPETITIONS}")
-    parser.add_argument(
-        "--quick", action="store_true", help="three shapes an op, fewer repetitions, no per-kernel times"
-    )
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
-    parser.add_argument("--save", action="store_true", help="append the lines to bench/results/<gpu>.jsonl")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="commit that the lines name; default: the checkout's, else $COMMIT")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    options = parser.parse_args(arguments)
-    cases = norms(options.quick)
-    if options.list:
-        names = [norm.case(direction).name for norm in cases for direction in norm.directions]
-        print("\n".join(name for name in names if re.search(options.filter, name)))
-        return 0
-    providers = options.providers.split(",")
-    if unknown := set(providers) - set(PROVIDERS):
-        parser.error(f"unknown providers: {', '.join(sorted(unknown))}; known: {', '.join(PROVIDERS)}")
-    if not torch.cuda.is_available():
-        print("bench_norm measures on a GPU, and torch sees none here", file=sys.stderr)
-        return 1
-    outputs = [options.out] if options.out else []
-    if options.save:
-        outputs.append(harness.results_path(torch.cuda.get_device_name()))
-    measurements = run(
-        cases,
-        providers,
-        pattern=options.filter,
-        repetitions=options.reps or (harness.QUICK_REPETITIONS if options.quick else harness.REPETITIONS),
-        breakdown=not options.quick,
-        time_limit=options.time_limit,
-        commit=options.commit,
-        outputs=outputs,
-    )
+    if isinstance(options, int):
+        return options
+    measurements = run(norms(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
     return int(not measurements or any("cute_kernels" in measurement.failures for measurement in measurements))
 

@@ -10,6 +10,7 @@ NOTES.md says why each choice was made.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import json
@@ -18,6 +19,7 @@ import random
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -494,3 +496,57 @@ def wide_console() -> Console:
 
 def _number(value: float | None, form: str, absent: str = "-") -> str:
     return absent if value is None else format(value, form)
+
+
+# Command line
+
+
+def parse(
+    family: str,
+    description: str,
+    quick: str,
+    providers: Sequence[str],
+    default_providers: Sequence[str],
+    names: Callable[[bool], Iterable[str]],
+    arguments: Sequence[str] | None,
+) -> argparse.Namespace | int:
+    """The options of ``python -m bench.bench_<family>``, or the exit status if there is nothing to measure.
+
+    ``names``: the cases' names, given whether ``--quick`` is. ``options.settings`` are arguments of the module's run.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m bench.bench_{family}", description=description)
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only the cases whose name matches")
+    parser.add_argument(
+        "--providers",
+        default=",".join(default_providers),
+        help=f"separated by commas, of {', '.join(providers)}; default: %(default)s",
+    )
+    parser.add_argument("--reps", type=int, help=f"repetitions, default {REPETITIONS}")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, fewer repetitions, no per-kernel times")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
+    parser.add_argument("--save", action="store_true", help="append the lines to bench/results/<gpu>.jsonl")
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--commit", help="commit that the lines name; default: the checkout's, else $COMMIT")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(name for name in names(options.quick) if re.search(options.filter, name)))
+        return 0
+    options.providers = options.providers.split(",")
+    if unknown := set(options.providers) - set(providers):
+        parser.error(f"unknown providers: {', '.join(sorted(unknown))}; known: {', '.join(providers)}")
+    if not torch.cuda.is_available():
+        print(f"bench_{family} measures on a GPU, and torch sees none here", file=sys.stderr)
+        return 1
+    outputs = [options.out] if options.out else []
+    if options.save:
+        outputs.append(results_path(torch.cuda.get_device_name()))
+    options.settings = {
+        "pattern": options.filter,
+        "repetitions": options.reps or (QUICK_REPETITIONS if options.quick else REPETITIONS),
+        "breakdown": not options.quick,
+        "time_limit": options.time_limit,
+        "commit": options.commit,
+        "outputs": outputs,
+    }
+    return options
