@@ -120,6 +120,28 @@ def test_main_grad_that_cannot_be_added_to(wrong, parameter, generator):
     )
 
 
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_main_grad_on_another_device(parameter, generator):
+    inputs = make_inputs(CASE, generator)
+    leaf = getattr(inputs, parameter)
+    leaf.main_grad = torch.zeros(leaf.shape, device="meta")
+    y = linear(inputs.x, inputs.weight, inputs.bias)
+    with pytest.raises(ValueError) as caught:
+        y.backward(inputs.dy)
+    assert str(caught.value) == f"linear: {parameter}.main_grad must be on {leaf.device}, got meta"
+
+
+def test_a_product_and_an_accumulation_of_the_same_operands(generator):
+    """Shapes, strides and dtypes agree; what one starts from does not."""
+    inputs = make_inputs(CASE, generator)
+    x, weight, dy = inputs.x.detach(), inputs.weight, inputs.dy
+    product = mm(dy.t(), x, out_dtype=FP32)
+    weight.main_grad = torch.full_like(product, 1000.0)
+    linear(x, weight).backward(dy)
+    assert (weight.main_grad - (product + 1000.0)).abs().max() < 1e-2
+    assert_same_bits(mm(dy.t(), x, out_dtype=FP32), product)
+
+
 @pytest.mark.parametrize("layout", ["transposed", "row", "number", "gap", "3-D transposed"])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_layout_of_the_incoming_gradient(activation, layout, generator):
