@@ -7,23 +7,22 @@ What the record cannot represent exactly is refused, not approximated.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 FORMAT = 1
 ARCH = re.compile(r"sm_\d+[af]?")
+_WHEEL = re.compile(r"(nvidia_cutlass_dsl[^-]*|apache_tvm_ffi)-(.+)\.dist-info")
 
 # CUTE_DSL_* variables that only choose where things are written or what is printed. Any other one, an unknown one too,
 # is in the key. CUTE_DSL_ARCH is here because --gpu-arch is always passed (byte-identical objects, measured).
@@ -161,16 +160,24 @@ def stack() -> dict[str, Any]:
     Python's version is not in it (objects do not depend on it, measured). Every `nvidia-cutlass-dsl*` distribution is:
     the CUDA 12 and CUDA 13 wheels have the same version and differ only in their names.
     """
-    dsl: dict[str, str] = {}
+    found: dict[str, str] = {}
     for place in sys.path:  # by the directories' names: reading the metadata of all that is installed takes 25 ms
-        for path in sorted(Path(place or ".").glob("nvidia_cutlass_dsl*.dist-info")):
-            name, _, version = path.name.removesuffix(".dist-info").partition("-")
-            dsl.setdefault(name.replace("_", "-"), version)
-    try:
-        tvm_ffi = importlib.metadata.version("apache-tvm-ffi")
-    except importlib.metadata.PackageNotFoundError:
-        tvm_ffi = None
-    return {"format": FORMAT, "machine": machine(), "dsl": dsl, "tvm_ffi": tvm_ffi}
+        names = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(place or ".")
+        for match in filter(None, map(_WHEEL.fullmatch, sorted(names))):
+            found.setdefault(match[1].replace("_", "-"), match[2])
+    tvm_ffi = found.pop("apache-tvm-ffi", None) or _version("apache-tvm-ffi")
+    return {"format": FORMAT, "machine": machine(), "dsl": found, "tvm_ffi": tvm_ffi}
+
+
+def _version(name: str) -> str | None:
+    """The version of a distribution that is installed as something else than a wheel."""
+    import importlib.metadata
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
 
 
 def flavour(dsl: Mapping[str, str]) -> tuple[int, dict[str, str]]:

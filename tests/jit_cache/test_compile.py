@@ -472,3 +472,10 @@ def test_a_hit_in_memory_is_cheap():
             builder("sm_90a", dtype)
         best = min(best, (time.perf_counter() - begin) / 2000)
     assert best < 3e-6, f"{best * 1e6:.2f} µs"  # 0.4 µs measured on a quiet machine
+
+
+@pytest.mark.parametrize("torch", [True, False], ids=["torch", "no_torch"])
+def test_the_loader_is_imported_with_the_builders_where_torch_is(run, torch):
+    code = "del sys.modules['torch']\nimport torch\n" if torch else ""
+    out, _ = run(code + "import tests.jit_cache.kernels\nprint('tvm_ffi' in sys.modules)")
+    assert out == str(torch)

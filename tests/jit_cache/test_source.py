@@ -1,9 +1,11 @@
 """Which edits rebuild a kernel."""
 
+import ast
 import importlib
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +144,60 @@ def test_an_unreadable_source_has_no_hash(tree, tmp_path):
     notebook = module("fam.norm.here", tmp_path)
     del notebook.__file__
     assert source_digest([notebook], later()) is None
+
+
+IMPORTS = r"""
+import a, b.c as d , e . f
+from g import (  # (a comment)
+    h as i,  # j
+    k,
+)
+from .l import m; from ... import n
+from . o import *
+if x: import p
+else:
+    try: from.q import r
+    finally: from s \
+        import t, \
+        u
+# import (
+import v
+"""
+
+
+def parsed(text: str, package: list[str]) -> set[tuple[str, str | None]]:
+    """What `source._imports` finds, by Python's own parser."""
+    found: set[tuple[str, str | None]] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, None) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            found |= {(module, alias.name) for alias in node.names}
+    return found
+
+
+PACKAGE = ["one", "two", "three"]
+
+
+def test_every_import_statement_is_found():
+    assert set(source._imports(IMPORTS, PACKAGE)) >= parsed(IMPORTS, PACKAGE)
+
+
+@pytest.mark.parametrize(
+    "text", ["'''import (\n'''", "'import \\\n'", "# import \\", "# from x import (", "'''\nfrom x import (\n'''"]
+)
+def test_what_looks_like_an_import_hides_none(text):
+    assert ("a", None) in set(source._imports(f"{text}\nimport a\n", PACKAGE))
+
+
+def test_every_import_statement_of_the_standard_library_is_found():
+    files = [path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size < 50_000]
+    assert len(files) > 100
+    for path in files:
+        text = importlib.util.decode_source(path.read_bytes())
+        assert parsed(text, PACKAGE) <= set(source._imports(text, PACKAGE)), path
 
 
 def test_a_script_has_the_name_under_which_it_is_imported(tmp_path):
