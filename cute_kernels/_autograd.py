@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
+
+
+def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` in eager mode, past torch's wrapper in Python, which functorch alone needs.
+
+    The wrapper takes 5 us of 24 that layer_norm takes with autograd (CPU). Dynamo knows it alone.
+    """
+    if _are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def as_rows(op: str, name: str, t: Tensor) -> Tensor:
@@ -40,7 +53,7 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
         ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
     """
     if main_grad is None:
-        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient
     good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
     got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"

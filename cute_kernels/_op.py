@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 _library = torch.library.Library("cute_kernels", "DEF")
@@ -19,7 +21,7 @@ _PLAIN = (Tensor, Parameter)
 
 def is_plain(x: Tensor) -> bool:
     """Whether ``x`` is an ordinary tensor in eager mode, whose memory may be given to a kernel."""
-    return type(x) in _PLAIN and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+    return type(x) in _PLAIN and not is_compiling() and _len_torch_dispatch_stack() == 0
 
 
 def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -27,4 +29,15 @@ def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callab
     _library.define(f"{name}({schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CUDA")
     torch.library.register_fake(f"cute_kernels::{name}", lambda *args: None, lib=_library)
+    return getattr(torch.ops.cute_kernels, name).default
+
+
+def functional_op(
+    name: str, schema: str, returns: str, functions: dict[str, Callable], fake: Callable
+) -> Callable[..., Tensor]:
+    """Register ``functions`` by device as ``cute_kernels::name``, which returns its outputs as ``fake`` says."""
+    _library.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    for key, function in functions.items():
+        _library.impl(name, function, key)
+    torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_library)
     return getattr(torch.ops.cute_kernels, name).default

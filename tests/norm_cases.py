@@ -369,10 +369,11 @@ def _check_dtypes(static: dict, **tensors: Tensor | None) -> None:
         assert static[name] is (None if tensor is None else cutlass_dtype(tensor.dtype)), name
 
 
-def _forward(static, x, residual, weight, bias, y, h_out, mean, rstd, eps, num_clusters) -> None:
+def _forward(static, x, residual, weight, bias, y, h_out, statistics, eps, num_clusters) -> None:
     _check_dtypes(static, x=x, residual=residual, weight=weight, bias=bias, y=y)
-    kept = (h_out is not None, mean is not None, rstd is not None)
-    assert kept == (static["keeps_h"], static["keeps_mean"], static["keeps_rstd"])
+    assert (h_out is not None) == static["keeps_h"]
+    assert statistics is None or statistics.dtype is FP32 and statistics.shape[1:] == x.shape[:1]
+    assert (0 if statistics is None else len(statistics)) == static["num_statistics"]
     assert num_clusters >= 1 and x.dim() == y.dim() == 2
     h = x.float() if residual is None else (x.float() + residual.float()).to(residual.dtype).float()
     mu = h.mean(-1) if static["kind"] == "layer" else h.new_zeros(len(h))
@@ -383,13 +384,15 @@ def _forward(static, x, residual, weight, bias, y, h_out, mean, rstd, eps, num_c
         value = value * (weight.float() + static["weight_offset"])
     if bias is not None:
         value = value + bias.float()
-    for target, result in ((y, value), (h_out, h), (mean, mu), (rstd, s)):
-        if target is not None:
-            target.copy_(result)
+    y.copy_(value)
+    if h_out is not None:
+        h_out.copy_(h)
+    for target, result in zip(statistics if statistics is not None else (), (s, mu), strict=False):
+        target.copy_(result)
 
 
 def _backward(
-    static, saved, dy, dh_out, weight, bias, mean, rstd, dx, dresidual, partials, dw, db, eps, num_clusters
+    static, saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw, db, eps, num_clusters
 ) -> None:
     _check_dtypes(static, saved_dtype=saved, dy=dy, dh_out=dh_out, weight=weight, bias=bias)
     _check_dtypes(static, dx=dx, dresidual=dresidual, dw=dw, db=db)
@@ -398,14 +401,15 @@ def _backward(
     assert (partials is None) == (sums == 0)
     assert partials is None or partials.shape[:2] == (sums, num_clusters) and partials.shape[2] >= saved.shape[1]
     w = torch.ones(()) if weight is None else weight.float() + static["weight_offset"]
-    s = rstd[:, None]
+    s, *mean = statistics[..., None]
+    assert len(mean) == (static["kind"] == "layer" and static["saved"] == "input")
     if static["saved"] == "output":
         centred = saved.float() - (0.0 if bias is None else bias.float())
         x_hat = centred / torch.where(w < 0, -1.0, 1.0) / w.abs().clamp_min(eps) if weight is not None else centred
         c1 = (dy.float() * centred).mean(-1, keepdim=True)
     else:
-        assert (mean is not None) == (static["kind"] == "layer") and bias is None
-        x_hat = (saved.float() - (0.0 if mean is None else mean[:, None])) * s
+        assert bias is None
+        x_hat = (saved.float() - sum(mean)) * s
         c1 = (dy.float() * w * x_hat).mean(-1, keepdim=True)
     c2 = (dy.float() * w).mean(-1, keepdim=True) if static["kind"] == "layer" else 0.0
     dh = s * (dy.float() * w - c2 - x_hat * c1)

@@ -18,27 +18,86 @@ SUM_BATCH = 8  # loads in flight a thread: up to 256 partial rows cost one trip 
 SUM_THREADS = SUM_COLUMNS // 4 * SUM_PARTS
 
 
-class ColumnSums:
-    """Sums of one or two fp32 values a column; ``accumulate``: whether each is added to what its output holds."""
+class SumRows:
+    """Sums of the rows of one or two matrices of partial sums; ``accumulate``: whether each is added to its output."""
 
-    def __init__(self, layout: RowLayout, accumulate: tuple[bool, bool]):
-        self.layout = layout
+    def __init__(self, accumulate: tuple[bool, bool]):
         self.accumulate = accumulate
+
+    @cute.jit
+    def launch(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows, stream):
+        """Add ``rows`` rows of ``partials`` (1 or 2 outputs, rows, columns, padded to a multiple of SUM_COLUMNS).
+
+        A programmatic dependent launch: it overlaps the end of the kernel before.
+        """
+        self.kernel(partials, first, second, rows).launch(
+            grid=[cute.ceil_div(partials.shape[2], SUM_COLUMNS), partials.shape[0], 1],
+            block=[SUM_THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows: Int32):
+        """32 threads a column take every 32nd partial row each, then are added in order."""
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, index, _ = cute.arch.block_idx()
+        quad, part = tidx % (SUM_COLUMNS // 4), tidx // (SUM_COLUMNS // 4)
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((SUM_COLUMNS, SUM_PARTS)), byte_alignment=16)
+        total = cute.make_rmem_tensor((4,), Float32)
+        total.fill(0.0)
+        cute.arch.griddepcontrol_wait()
+        source = partials.iterator + (
+            Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
+        )
+        for begin in cutlass.range(part, rows, SUM_PARTS * SUM_BATCH):
+            batch = cute.make_rmem_tensor((4, SUM_BATCH), Float32)
+            batch.fill(0.0)
+            for b in cutlass.range_constexpr(SUM_BATCH):
+                row = begin + b * SUM_PARTS
+                if row < rows:
+                    batch[None, b].store(load_quad(source + Int64(row) * partials.shape[2]).load())
+            for b in cutlass.range_constexpr(SUM_BATCH):
+                total.store(total.load() + batch[None, b].load())
+        cute.autovec_copy(
+            total, cute.make_tensor((sums.iterator + part * SUM_COLUMNS + quad * 4).align(16), cute.make_layout(4))
+        )
+        cute.arch.barrier()
+        column = bidx * SUM_COLUMNS + tidx
+        if tidx < SUM_COLUMNS:
+            result = Float32(0.0)
+            for p in cutlass.range_constexpr(SUM_PARTS):
+                result = result + sums[tidx, p]
+            if const_expr(partials.shape[0] == 1):
+                self.write(*((first, 0) if const_expr(second is None) else (second, 1)), column, result)
+            else:
+                if const_expr(first is not None):
+                    if index == 0:
+                        self.write(first, 0, column, result)
+                if const_expr(second is not None):
+                    if index == 1:
+                        self.write(second, 1, column, result)
+
+    @cute.jit
+    def write(self, output, which: cutlass.Constexpr[int], column, value):
+        """One column of the first or the second output."""
+        if column < output.shape[0]:
+            if const_expr(self.accumulate[which]):
+                value = value + output[column]
+            output[column] = value.to(output.element_type)
+
+
+class ColumnSums:
+    """Partial sums of one or two fp32 values a column: a row of them a cluster, to be added by ``SumRows``."""
+
+    def __init__(self, layout: RowLayout):
+        self.layout = layout
 
     def scratch_bytes(self, num_values: int) -> int:
         """Shared memory that ``store`` needs."""
         layout = self.layout
         return 4 * layout.chunks * layout.threads_per_row * layout.vec * layout.teams * num_values
-
-    @cute.jit
-    def launch(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows, stream):
-        """Add ``rows`` partial rows; a programmatic dependent launch: it overlaps the end of the kernel before."""
-        self.kernel(partials, first, second, rows).launch(
-            grid=[cute.ceil_div(self.layout.n, SUM_COLUMNS), partials.shape[0], 1],
-            block=[SUM_THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
 
     @cute.jit
     def store(self, values, partials, scratch, team, t, column):
@@ -75,54 +134,6 @@ class ColumnSums:
                     total.store(total.load() + load_quad(scratch[None, team_index, i].iterator + first).load())
                 quad = partials.iterator + partials.layout((i, bidx // layout.cluster, column + first))
                 cute.autovec_copy(total, cute.make_tensor(quad.align(16), cute.make_layout(4)))
-
-    @cute.kernel
-    def kernel(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows: Int32):
-        """32 threads a column take every 32nd partial row each, then are added in order."""
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, index, _ = cute.arch.block_idx()
-        quad, part = tidx % (SUM_COLUMNS // 4), tidx // (SUM_COLUMNS // 4)
-        smem = SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout((SUM_COLUMNS, SUM_PARTS)), byte_alignment=16)
-        total = cute.make_rmem_tensor((4,), Float32)
-        total.fill(0.0)
-        cute.arch.griddepcontrol_wait()
-        source = partials.iterator + (
-            Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
-        )
-        for begin in cutlass.range(part, rows, SUM_PARTS * SUM_BATCH):
-            batch = cute.make_rmem_tensor((4, SUM_BATCH), Float32)
-            batch.fill(0.0)
-            for b in cutlass.range_constexpr(SUM_BATCH):
-                row = begin + b * SUM_PARTS
-                if row < rows:
-                    batch[None, b].store(load_quad(source + Int64(row) * partials.shape[2]).load())
-            for b in cutlass.range_constexpr(SUM_BATCH):
-                total.store(total.load() + batch[None, b].load())
-        cute.autovec_copy(
-            total, cute.make_tensor((sums.iterator + part * SUM_COLUMNS + quad * 4).align(16), cute.make_layout(4))
-        )
-        cute.arch.barrier()
-        column = bidx * SUM_COLUMNS + tidx
-        if tidx < SUM_COLUMNS and column < self.layout.n:
-            result = Float32(0.0)
-            for p in cutlass.range_constexpr(SUM_PARTS):
-                result = result + sums[tidx, p]
-            if const_expr(first is not None and second is not None):
-                if index == 0:
-                    self.write(first, column, result, self.accumulate[0])
-                else:
-                    self.write(second, column, result, self.accumulate[1])
-            elif const_expr(first is not None):
-                self.write(first, column, result, self.accumulate[0])
-            else:
-                self.write(second, column, result, self.accumulate[1])
-
-    @cute.jit
-    def write(self, output, column, value, accumulate: cutlass.Constexpr[bool]):
-        if const_expr(accumulate):
-            value = value + output[column]
-        output[column] = value.to(output.element_type)
 
 
 @cute.jit

@@ -4,7 +4,7 @@
 any length, and its completion is counted in bytes on an mbarrier. One thread of a team issues; nobody spends registers
 on data in flight. Rows that do not start on 16 bytes are fetched with the bytes around them that complete the first and
 last 16-byte unit, and read from shared memory at the offset. A unit that would pass the end of the matrix is not read:
-the issuing thread copies its few elements itself.
+the issuing warp copies its few elements itself, a lane each.
 """
 
 import cutlass
@@ -64,7 +64,7 @@ class RowRing:
             for stage in cutlass.range_constexpr(layout.stages):
                 cute.arch.mbarrier_init(mbars + (team * layout.stages + stage), 1)
         cute.arch.mbarrier_init_fence()
-        for stage in cutlass.range_constexpr(layout.stages):
+        for stage in cutlass.range(layout.stages, unroll=layout.stages if layout.aligned else 1):
             slot = team * layout.stages + stage
             self.refill(sources, tiles, mbars, slot, first_tile + stage * step, num_tiles, column)
 
@@ -96,12 +96,13 @@ class RowRing:
                         dst = tile[None, lane, slot].iterator
                         bulk_load(dst, row_address(source, row + lane, column), num_columns * itemsize, mbar)
         else:
+            total = Int32(0)
+            for i in cutlass.range_constexpr(len(sources)):
+                _, size = whole_units(sources[i], row, column, num_columns)
+                total += size
+                store_tail(sources[i], tiles[i][None, 0, slot], row, column, num_columns)
+            cute.arch.sync_warp()
             if lane == 0:
-                total = Int32(0)
-                for i in cutlass.range_constexpr(len(sources)):
-                    _, size = whole_units(sources[i], row, column, num_columns)
-                    total += size
-                    store_tail(sources[i], tiles[i][None, 0, slot], row, column, num_columns)
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar, total)
                 for i in cutlass.range_constexpr(len(sources)):
                     begin, size = whole_units(sources[i], row, column, num_columns)
@@ -158,11 +159,11 @@ def whole_units(source: cute.Tensor, row: Int32, column, num_columns: Int32):
 
 @cute.jit
 def store_tail(source: cute.Tensor, slot_row: cute.Tensor, row: Int32, column, num_columns: Int32):
-    """Copy by plain loads what ``whole_units`` left out, to where the whole unit would have put it."""
+    """Copy what ``whole_units`` left out to where the whole unit would have put it, a lane an element."""
     itemsize = const_expr(source.element_type.width // 8)
     begin, size = whole_units(source, row, column, num_columns)
-    for j in cutlass.range_constexpr(1, BULK_ALIGNMENT // itemsize):
-        offset = Int32(row_address(source, row, column + num_columns - j) - begin)
-        if num_columns >= j and offset >= size:
-            element = source.iterator + (Int64(row) * source.stride[0] + column + num_columns - j)
-            slot_row[offset // itemsize] = cute.make_tensor(element, cute.make_layout(1))[0]
+    back = cute.arch.lane_idx() + 1  # elements from the end of the row
+    offset = Int32(row_address(source, row, column + num_columns - back) - begin)
+    if back < BULK_ALIGNMENT // itemsize and num_columns >= back and offset >= size:
+        element = source.iterator + (Int64(row) * source.stride[0] + column + num_columns - back)
+        slot_row[offset // itemsize] = cute.make_tensor(element, cute.make_layout(1))[0]

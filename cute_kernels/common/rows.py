@@ -61,11 +61,13 @@ def leave_cluster(layout: cutlass.Constexpr):
 
 
 def valid_columns(column, t, layout: RowLayout) -> list:
-    """Whether each of this thread's chunks lies inside the matrix; Python's True where that is always so."""
-    if layout.full:
-        return [True] * layout.chunks
-    local = [(k * layout.threads_per_row + t) * layout.vec for k in range(layout.chunks)]
-    return [(c < layout.columns_per_cta) & (column + c < layout.n) for c in local]
+    """Whether each of this thread's pieces lies inside the matrix; Python's True where that is always so."""
+    valid = []
+    for first, number in layout.pieces:
+        local = (first * layout.threads_per_row + t) * layout.vec
+        whole = first + number <= layout.whole_chunks
+        valid.append(True if whole else (local < layout.columns_per_cta) & (column + local < layout.n))
+    return valid
 
 
 def both(a, b):
@@ -75,15 +77,35 @@ def both(a, b):
     return a & b
 
 
+def piece_of(fragment: cute.Tensor, piece: tuple[int, int], layout: RowLayout) -> cute.Tensor:
+    """A piece of this thread's elements (vec, chunks) in registers, as a vector."""
+    first, number = piece
+    return cute.make_tensor(fragment.iterator + first * layout.vec, cute.make_layout(number * layout.vec))
+
+
+def piece_of_row(row: cute.Tensor, t, piece: tuple[int, int], layout: RowLayout) -> cute.Tensor:
+    """This thread's piece of a row (vec, threads, chunks), as (vec, number)."""
+    first, number = piece
+    pitch = layout.threads_per_row * layout.vec
+    return cute.make_tensor(row[None, t, first].iterator, cute.make_layout((layout.vec, number), stride=(1, pitch)))
+
+
+def as_chunks(vector: cute.Tensor, layout: RowLayout) -> cute.Tensor:
+    """The vector of a piece as (vec, number)."""
+    return cute.make_tensor(vector.iterator, cute.make_layout((layout.vec, cute.size(vector) // layout.vec)))
+
+
 @cute.jit
 def load_columns(vector: cute.Tensor, column, t, has_column, layout: cutlass.Constexpr):
     """This thread's elements of a per-column vector, in the vector's dtype; zero beyond the last column."""
     source = cute.make_tensor(vector.iterator + column, thread_chunks(layout))
     fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), vector.element_type)
     fragment.fill(0)
-    for k in cutlass.range_constexpr(layout.chunks):
-        if has_column[k]:
-            cute.autovec_copy(source[None, t, k], fragment[None, k])
+    for i in cutlass.range_constexpr(len(layout.pieces)):
+        piece = layout.pieces[i]
+        if has_column[i]:
+            target = as_chunks(piece_of(fragment, piece, layout), layout)
+            cute.autovec_copy(piece_of_row(source, t, piece, layout), target)
     return fragment
 
 
@@ -91,33 +113,36 @@ def load_columns(vector: cute.Tensor, column, t, has_column, layout: cutlass.Con
 def load_row(source: cute.Tensor, t, has_column, in_range, layout: cutlass.Constexpr):
     """This thread's elements of a row in shared memory, in fp32; zero outside the matrix."""
     fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), Float32)
-    for k in cutlass.range_constexpr(layout.chunks):
-        fragment[None, k].store(load_chunk(source, t, k, both(in_range, has_column[k]), layout))
+    for i in cutlass.range_constexpr(len(layout.pieces)):
+        piece = layout.pieces[i]
+        value = load_piece(source, t, piece, both(in_range, has_column[i]), layout)
+        piece_of(fragment, piece, layout).store(value)
     return fragment
 
 
 @cute.jit
-def load_chunk(source: cute.Tensor, t, k: cutlass.Constexpr[int], inside, layout: cutlass.Constexpr):
-    """One chunk of a row in shared memory, in fp32; zero if it lies outside the matrix."""
-    chunk = cute.make_rmem_tensor((layout.vec,), source.element_type)
+def load_piece(source: cute.Tensor, t, piece: cutlass.Constexpr, inside, layout: cutlass.Constexpr):
+    """A piece of a row in shared memory, in fp32; zero if it lies outside the matrix."""
+    loaded = cute.make_rmem_tensor((piece[1] * layout.vec,), source.element_type)
     if inside:
-        cute.autovec_copy(source[None, t, k], chunk)
+        cute.autovec_copy(piece_of_row(source, t, piece, layout), as_chunks(loaded, layout))
     else:
-        chunk.fill(0)
-    return chunk.load().to(Float32)
+        loaded.fill(0)
+    return loaded.load().to(Float32)
 
 
 @cute.jit
-def store_chunk(
-    value, matrix: cute.Tensor, row, column, t, k: cutlass.Constexpr[int], inside, layout: cutlass.Constexpr
+def store_piece(
+    value, matrix: cute.Tensor, row, column, t, piece: cutlass.Constexpr, inside, layout: cutlass.Constexpr
 ):
-    """Write one chunk of a row if it lies inside the matrix."""
+    """Write a piece of a row if it lies inside the matrix."""
     if inside:
         pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
         pointer = pointer.align(layout.vec * matrix.element_type.width // 8)
-        fragment = cute.make_rmem_tensor((layout.vec,), matrix.element_type)
+        fragment = cute.make_rmem_tensor((piece[1] * layout.vec,), matrix.element_type)
         fragment.store(value)
-        cute.autovec_copy(fragment, cute.make_tensor(pointer, thread_chunks(layout))[None, t, k])
+        target = piece_of_row(cute.make_tensor(pointer, thread_chunks(layout)), t, piece, layout)
+        cute.autovec_copy(as_chunks(fragment, layout), target)
 
 
 @cute.jit
@@ -144,21 +169,32 @@ def store_row_values(values, target: cute.Tensor, first_row, rows, layout: cutla
 
 
 @cute.jit
-def sum_elements(fragment):
-    """Sum of a thread's elements: one accumulator a vector lane over the chunks, then the lanes."""
-    lanes = fragment[None, 0].load()
-    for k in cutlass.range_constexpr(1, cute.size(fragment, mode=[1])):
-        lanes = lanes + fragment[None, k].load()
-    return lanes.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+def sum_elements(fragment, layout: cutlass.Constexpr):
+    """Sum of a thread's elements."""
+    return sum_pieces([piece_of(fragment, piece, layout).load() for piece in layout.pieces])
 
 
 @cute.jit
-def dot_elements(a, b):
-    """Sum of products of a thread's elements, in the order of ``sum_elements``."""
-    lanes = a[None, 0].load() * b[None, 0].load()
-    for k in cutlass.range_constexpr(1, cute.size(a, mode=[1])):
-        lanes = lanes + a[None, k].load() * b[None, k].load()
-    return lanes.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+def dot_elements(a, b, layout: cutlass.Constexpr):
+    """Sum of products of a thread's elements."""
+    return sum_pieces(
+        [piece_of(a, piece, layout).load() * piece_of(b, piece, layout).load() for piece in layout.pieces]
+    )
+
+
+def sum_pieces(pieces: list):
+    """Sum over vectors: lane by lane over those of the first one's size, then the lanes, then the others."""
+    lanes = pieces[0]
+    others = []
+    for piece in pieces[1:]:
+        if piece.shape == lanes.shape:
+            lanes = lanes + piece
+        else:
+            others.append(piece)
+    total = lanes.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    for piece in others:
+        total = total + piece.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    return total
 
 
 def symbolic_rows(dtype: Optional[Dtype], rows, layout: RowLayout):

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.common.column_sums import ColumnSums
+from cute_kernels.common.column_sums import ColumnSums, SumRows
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.row_ring import RowRing
@@ -23,12 +23,14 @@ from cute_kernels.common.rows import (
     both,
     dot_elements,
     leave_cluster,
-    load_chunk,
     load_columns,
+    load_piece,
     load_row,
-    store_chunk,
+    piece_of,
+    store_piece,
     store_row_values,
     sum_elements,
+    sum_pieces,
     symbolic_rows,
     symbolic_vector,
     synchronize_cluster,
@@ -43,7 +45,7 @@ Dtype = type[cutlass.Numeric]
 
 
 class NormForward:
-    """y = (h - mean) * rstd * (weight + weight_offset) + bias with h = x + residual; mean and rstd for the backward.
+    """y = (h - mean) * rstd * (weight + weight_offset) + bias with h = x + residual; rstd and mean for the backward.
 
     gmem --bulk copy--> ring in smem --> registers (fp32): row sums --> y (and h) straight to gmem. A ring slot is free
     once the first row sum is known, since that took every thread's elements: the next tile is requested there.
@@ -66,14 +68,13 @@ class NormForward:
         bias: Optional[cute.Tensor],
         y: cute.Tensor,
         h_out: Optional[cute.Tensor],
-        mean: Optional[cute.Tensor],
-        rstd: Optional[cute.Tensor],
+        statistics: Optional[cute.Tensor],
         eps: Float32,
         num_clusters: Int32,
         stream,
     ):
         layout = self.layout
-        self.kernel(x, residual, weight, bias, y, h_out, mean, rstd, eps).launch(
+        self.kernel(x, residual, weight, bias, y, h_out, statistics, eps).launch(
             grid=[num_clusters * layout.cluster, 1, 1],
             block=[layout.threads, 1, 1],
             cluster=[layout.cluster, 1, 1] if const_expr(layout.cluster > 1) else None,
@@ -91,12 +92,11 @@ class NormForward:
         bias: Optional[cute.Tensor],
         y: cute.Tensor,
         h_out: Optional[cute.Tensor],
-        mean: Optional[cute.Tensor],
-        rstd: Optional[cute.Tensor],
+        statistics: Optional[cute.Tensor],
         eps: Float32,
     ):
         layout = self.layout
-        rows, n = x.shape[0], const_expr(layout.n)
+        rows, n, pieces = x.shape[0], const_expr(layout.n), const_expr(layout.pieces)
         rank, team, t, row_in_pass, leads = thread_coordinates(layout)
         column = 0 if const_expr(layout.cluster == 1) else rank * layout.columns_per_cta
         streams = [x] if const_expr(residual is None) else [x, residual]
@@ -132,12 +132,13 @@ class NormForward:
                     rR = load_row(
                         self.ring.row(residual, tiles[1], slot, tile_row, row, column), t, has_column, in_range, layout
                     )
-                    for k in cutlass.range_constexpr(layout.chunks):
+                    for k in cutlass.range_constexpr(len(pieces)):
+                        pH = piece_of(rH, pieces[k], layout)
                         # What is stored as the residual is what is normalised: round first
-                        h = (rH[None, k].load() + rR[None, k].load()).to(residual.element_type)
-                        rH[None, k].store(h.to(Float32))
+                        h = (pH.load() + piece_of(rR, pieces[k], layout).load()).to(residual.element_type)
+                        pH.store(h.to(Float32))
                         if const_expr(h_out is not None):
-                            store_chunk(h, h_out, row, column, t, k, both(in_range, has_column[k]), layout)
+                            store_piece(h, h_out, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
 
                 mu = Float32(0.0)
                 if const_expr(self.kind == "layer" and layout.full):
@@ -146,11 +147,13 @@ class NormForward:
                     self.centre(rH, mu, has_column)
                 else:
                     if const_expr(self.kind == "layer"):
-                        total = self.row_sum.sum((sum_elements(rH),), messages, message_mbars, team, round_index)
+                        own = sum_elements(rH, layout)
+                        total = self.row_sum.sum((own,), messages, message_mbars, team, round_index)
                         round_index += 1
                         mu = total[0] * (1.0 / n)
                         self.centre(rH, mu, has_column)
-                    squares = self.row_sum.sum((dot_elements(rH, rH),), messages, message_mbars, team, round_index)
+                    own_squares = dot_elements(rH, rH, layout)
+                    squares = self.row_sum.sum((own_squares,), messages, message_mbars, team, round_index)
                     round_index += 1
                     spread = squares[0]
                 s = cute.math.rsqrt(spread * (1.0 / n) + eps)
@@ -161,19 +164,19 @@ class NormForward:
 
                 tile_s.append(s)
                 tile_mu.append(mu)
-                for k in cutlass.range_constexpr(layout.chunks):
-                    value = rH[None, k].load() * s
+                for k in cutlass.range_constexpr(len(pieces)):
+                    value = piece_of(rH, pieces[k], layout).load() * s
                     if const_expr(weight is not None):
-                        value = value * offset_weight(rW[None, k], self.weight_offset)
+                        value = value * offset_weight(piece_of(rW, pieces[k], layout), self.weight_offset)
                     if const_expr(bias is not None):
-                        value = value + rB[None, k].load().to(Float32)
+                        value = value + piece_of(rB, pieces[k], layout).load().to(Float32)
                     value = value.to(y.element_type)
-                    store_chunk(value, y, row, column, t, k, both(in_range, has_column[k]), layout)
+                    store_piece(value, y, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
             if rank == 0:
-                if const_expr(rstd is not None):
-                    store_row_values(tile_s, rstd, tile * layout.tile_rows, rows, layout)
-                if const_expr(mean is not None):
-                    store_row_values(tile_mu, mean, tile * layout.tile_rows, rows, layout)
+                if const_expr(statistics is not None):
+                    values = [tile_s, tile_mu]
+                    for i in cutlass.range_constexpr(statistics.shape[0]):
+                        store_row_values(values[i], statistics[i, None], tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
         leave_cluster(layout)
 
@@ -184,21 +187,20 @@ class NormForward:
         Each thread takes the squares about the mean of its own elements. The elements themselves stay as they are:
         h - mean is exact where they are close, (h - own mean) + (own mean - mean) is not.
         """
-        count = const_expr(self.layout.chunks * self.layout.vec)
-        own_mean = sum_elements(rH) * (1.0 / count)
-        squares = (rH[None, 0].load() - own_mean) * (rH[None, 0].load() - own_mean)
-        for k in cutlass.range_constexpr(1, self.layout.chunks):
-            distances = rH[None, k].load() - own_mean
-            squares = squares + distances * distances
-        spread = squares.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        layout = self.layout
+        count = const_expr(layout.chunks * layout.vec)
+        own_mean = sum_elements(rH, layout) * (1.0 / count)
+        distances = [piece_of(rH, piece, layout).load() - own_mean for piece in layout.pieces]
+        spread = sum_pieces([distance * distance for distance in distances])
         return self.row_sum.moments(own_mean, spread, count, messages, message_mbars, team, round_index)
 
     @cute.jit
     def centre(self, rH, mu, has_column):
         """Subtract the mean from the elements inside the row; those beyond its end stay zero."""
-        for k in cutlass.range_constexpr(self.layout.chunks):
+        for k in cutlass.range_constexpr(len(self.layout.pieces)):
             if has_column[k]:
-                rH[None, k].store(rH[None, k].load() - mu)
+                pH = piece_of(rH, self.layout.pieces[k], self.layout)
+                pH.store(pH.load() - mu)
 
 
 class NormBackward:
@@ -223,7 +225,8 @@ class NormBackward:
         self.layout = layout = config.layout
         self.ring = RowRing(layout)
         self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
-        self.column_sums = ColumnSums(layout, accumulate)
+        self.column_sums = ColumnSums(layout)
+        self.sum_rows = SumRows(accumulate)
 
     @cute.jit
     def __call__(
@@ -233,8 +236,7 @@ class NormBackward:
         dh_out: Optional[cute.Tensor],
         weight: Optional[cute.Tensor],
         bias: Optional[cute.Tensor],
-        mean: Optional[cute.Tensor],
-        rstd: cute.Tensor,
+        statistics: cute.Tensor,
         dx: Optional[cute.Tensor],
         dresidual: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
@@ -246,7 +248,7 @@ class NormBackward:
     ):
         layout = self.layout
         self.kernel(
-            saved, dy, dh_out, weight, bias, mean, rstd, dx, dresidual, partials, dw is not None, db is not None, eps
+            saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw is not None, db is not None, eps
         ).launch(
             grid=[num_clusters * layout.cluster, 1, 1],
             block=[layout.threads, 1, 1],
@@ -256,7 +258,7 @@ class NormBackward:
             stream=stream,
         )
         if const_expr(partials is not None):
-            self.column_sums.launch(partials, dw, db, num_clusters, stream)
+            self.sum_rows.launch(partials, dw, db, num_clusters, stream)
 
     @cute.kernel
     def kernel(
@@ -266,8 +268,7 @@ class NormBackward:
         dh_out: Optional[cute.Tensor],
         weight: Optional[cute.Tensor],
         bias: Optional[cute.Tensor],
-        mean: Optional[cute.Tensor],
-        rstd: cute.Tensor,
+        statistics: cute.Tensor,
         dx: Optional[cute.Tensor],
         dresidual: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
@@ -276,7 +277,8 @@ class NormBackward:
         eps: Float32,
     ):
         layout = self.layout
-        rows, n, chunks = saved.shape[0], const_expr(layout.n), const_expr(layout.chunks)
+        rows, n, pieces = saved.shape[0], const_expr(layout.n), const_expr(layout.pieces)
+        shape = const_expr((layout.vec, layout.chunks))
         rank, team, t, row_in_pass, leads = thread_coordinates(layout)
         column = 0 if const_expr(layout.cluster == 1) else rank * layout.columns_per_cta
         streams = [saved, dy] if const_expr(dh_out is None) else [saved, dy, dh_out]
@@ -299,14 +301,14 @@ class NormBackward:
             if const_expr(bias is not None):
                 rB = load_columns(bias, column, t, has_column, layout)
             if const_expr(weight is not None):
-                rInverse = cute.make_rmem_tensor((layout.vec, chunks), Float32)
-                for k in cutlass.range_constexpr(chunks):
+                rInverse = cute.make_rmem_tensor(shape, Float32)
+                for k in cutlass.range_constexpr(layout.chunks):
                     for v in cutlass.range_constexpr(layout.vec):
                         w = Float32(rW[v, k]) + self.weight_offset
                         magnitude = cutlass.max(w, -w, eps)
                         rInverse[v, k] = 1.0 / (magnitude if w >= 0.0 else -magnitude)
-        rdW = cute.make_rmem_tensor((layout.vec, chunks), Float32)
-        rdB = cute.make_rmem_tensor((layout.vec, chunks), Float32)
+        rdW = cute.make_rmem_tensor(shape, Float32)
+        rdB = cute.make_rmem_tensor(shape, Float32)
         rdW.fill(0.0)
         rdB.fill(0.0)
 
@@ -317,12 +319,12 @@ class NormBackward:
         round_index = Int32(0)
         # Statistics are asked for one tile ahead: a load that misses L2 takes as long as a whole tile
         rS, rMu = self.statistics_fragments()
-        self.load_statistics(rS, rMu, rstd, mean, first_tile * layout.tile_rows + row_in_pass, rows)
+        self.load_statistics(rS, rMu, statistics, first_tile * layout.tile_rows + row_in_pass, rows)
         for tile in cutlass.range(first_tile, num_tiles, step):
             tile_s = [rS[j] for j in range(layout.rows_per_thread)]
             tile_mu = [rMu[j] for j in range(layout.rows_per_thread)]
             next_tile = tile + layout.stages * step
-            self.load_statistics(rS, rMu, rstd, mean, (tile + step) * layout.tile_rows + row_in_pass, rows)
+            self.load_statistics(rS, rMu, statistics, (tile + step) * layout.tile_rows + row_in_pass, rows)
             cute.arch.mbarrier_wait(mbars + slot, phase)
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 tile_row = j * layout.rows_per_pass + row_in_pass
@@ -337,15 +339,17 @@ class NormBackward:
                 rdY = load_row(sdY, t, has_column, in_range, layout)
                 rG = rdY
                 if const_expr(weight is not None):
-                    rG = cute.make_rmem_tensor((layout.vec, chunks), Float32)
-                    for k in cutlass.range_constexpr(chunks):
-                        rG[None, k].store(rdY[None, k].load() * offset_weight(rW[None, k], self.weight_offset))
+                    rG = cute.make_rmem_tensor(shape, Float32)
+                    for k in cutlass.range_constexpr(len(pieces)):
+                        scaled = piece_of(rdY, pieces[k], layout).load()
+                        scaled = scaled * offset_weight(piece_of(rW, pieces[k], layout), self.weight_offset)
+                        piece_of(rG, pieces[k], layout).store(scaled)
                 if const_expr(self.saved == "output"):
-                    partial_sums = (dot_elements(rdY, rX),)
+                    partial_sums = (dot_elements(rdY, rX, layout),)
                 else:
-                    partial_sums = (dot_elements(rG, rX),)
+                    partial_sums = (dot_elements(rG, rX, layout),)
                 if const_expr(self.kind == "layer"):
-                    partial_sums = partial_sums + (sum_elements(rG),)
+                    partial_sums = partial_sums + (sum_elements(rG, layout),)
                 sums = self.row_sum.sum(partial_sums, messages, message_mbars, team, round_index)
                 round_index += 1
                 if const_expr(self.saved == "output"):
@@ -365,32 +369,34 @@ class NormBackward:
                     if leads:
                         self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
 
-                for k in cutlass.range_constexpr(chunks):
-                    inside = both(in_range, has_column[k])
-                    xc = rX[None, k].load()
-                    scaled = rdY[None, k].load() * s
+                for k in cutlass.range_constexpr(len(pieces)):
+                    piece, inside = pieces[k], both(in_range, has_column[k])
+                    dy_piece = piece_of(rdY, piece, layout).load()
+                    xc = piece_of(rX, piece, layout).load()
+                    scaled = dy_piece * s
+                    pdW, pdB = piece_of(rdW, piece, layout), piece_of(rdB, piece, layout)
                     if const_expr(self.saved == "output"):
                         if const_expr(weight is not None):
-                            xc = xc * rInverse[None, k].load()
+                            xc = xc * piece_of(rInverse, piece, layout).load()
                         if const_expr(needs_dw):
-                            rdW[None, k].store(rdW[None, k].load() + rdY[None, k].load() * xc)
+                            pdW.store(pdW.load() + dy_piece * xc)
                     elif const_expr(needs_dw):
-                        rdW[None, k].store(rdW[None, k].load() + scaled * xc)
+                        pdW.store(pdW.load() + scaled * xc)
                     if const_expr(needs_db):
-                        rdB[None, k].store(rdB[None, k].load() + rdY[None, k].load())
+                        pdB.store(pdB.load() + dy_piece)
                     if const_expr(dx is not None):
                         correction = xc * slope
                         if const_expr(self.kind == "layer"):
                             correction = correction + shift
                         if const_expr(weight is not None):
-                            dh = scaled * offset_weight(rW[None, k], self.weight_offset) - correction
+                            dh = scaled * offset_weight(piece_of(rW, piece, layout), self.weight_offset) - correction
                         else:
                             dh = scaled - correction
                         if const_expr(dh_out is not None):
-                            dh = dh + load_chunk(sdH, t, k, inside, layout)
-                        store_chunk(dh.to(dx.element_type), dx, row, column, t, k, inside, layout)
+                            dh = dh + load_piece(sdH, t, piece, inside, layout)
+                        store_piece(dh.to(dx.element_type), dx, row, column, t, piece, inside, layout)
                         if const_expr(dresidual is not None):
-                            store_chunk(dh.to(dresidual.element_type), dresidual, row, column, t, k, inside, layout)
+                            store_piece(dh.to(dresidual.element_type), dresidual, row, column, t, piece, inside, layout)
             if const_expr(late_release):
                 team_barrier(layout, team)
                 if leads:
@@ -408,11 +414,12 @@ class NormBackward:
     @cute.jit
     def centred(self, rX, rB, mu):
         """Saved input: x - mean. Saved output: y - bias."""
-        for k in cutlass.range_constexpr(self.layout.chunks):
+        for k in cutlass.range_constexpr(len(self.layout.pieces)):
+            pX = piece_of(rX, self.layout.pieces[k], self.layout)
             if const_expr(self.kind == "layer" and self.saved == "input"):
-                rX[None, k].store(rX[None, k].load() - mu)
+                pX.store(pX.load() - mu)
             if const_expr(rB is not None):
-                rX[None, k].store(rX[None, k].load() - rB[None, k].load().to(Float32))
+                pX.store(pX.load() - piece_of(rB, self.layout.pieces[k], self.layout).load().to(Float32))
         return rX
 
     @cute.jit
@@ -421,15 +428,15 @@ class NormBackward:
         return cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
 
     @cute.jit
-    def load_statistics(self, rS, rMu, rstd, mean, row, rows):
+    def load_statistics(self, rS, rMu, statistics, row, rows):
         """rstd and mean of a thread's rows of a tile; zero beyond the last row."""
         for j in cutlass.range_constexpr(self.layout.rows_per_thread):
             rS[j] = Float32(0.0)
             rMu[j] = Float32(0.0)
             if row + j * self.layout.rows_per_pass < rows:
-                rS[j] = rstd[row + j * self.layout.rows_per_pass]
-                if const_expr(mean is not None):
-                    rMu[j] = mean[row + j * self.layout.rows_per_pass]
+                rS[j] = statistics[0, None][row + j * self.layout.rows_per_pass]
+                if const_expr(statistics.shape[0] == 2):
+                    rMu[j] = statistics[1, None][row + j * self.layout.rows_per_pass]
 
 
 @cute.jit
@@ -439,6 +446,13 @@ def offset_weight(rW, weight_offset: cutlass.Constexpr[float]):
     if const_expr(weight_offset != 0.0):
         w = w + weight_offset
     return w
+
+
+def symbolic_statistics(count: int, rows):
+    """rstd and mean, or rstd alone, of each row: (count, rows), whose offsets may pass 2^31."""
+    if count == 0:
+        return None
+    return cute.runtime.make_fake_tensor(Float32, (count, rows), (cute.sym_int64(), 1), assumed_align=4)
 
 
 @compiled
@@ -452,12 +466,14 @@ def norm_forward(
     y: Dtype,
     weight_offset: float,
     keeps_h: bool,
-    keeps_mean: bool,
-    keeps_rstd: bool,
+    num_statistics: int,
     column_alignment: int,
     config: NormConfig,
 ) -> Program:
-    """Forward kernel of one width; ``column_alignment``: bytes that weight and bias are aligned to (0: an element)."""
+    """Forward kernel of one width, which keeps nothing, rstd, or rstd and mean of each row (``num_statistics``).
+
+    ``column_alignment``: bytes that weight and bias are aligned to (0: an element).
+    """
     rows, layout = cute.sym_int(), config.layout
     return Program(
         NormForward(kind, weight_offset, config),
@@ -467,8 +483,7 @@ def norm_forward(
         symbolic_vector(bias, layout.n, column_alignment),
         symbolic_rows(y, rows, layout),
         symbolic_rows(residual if keeps_h else None, rows, layout),
-        symbolic_vector(Float32 if keeps_mean else None, rows),
-        symbolic_vector(Float32 if keeps_rstd else None, rows),
+        symbolic_statistics(num_statistics, rows),
         Float32(0.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -508,8 +523,7 @@ def norm_backward(
         symbolic_rows(dh_out, rows, layout),
         symbolic_vector(weight, layout.n, column_alignment),
         symbolic_vector(bias, layout.n, column_alignment),
-        symbolic_vector(Float32 if kind == "layer" and saved == "input" else None, rows),
-        symbolic_vector(Float32, rows),
+        symbolic_statistics(2 if kind == "layer" and saved == "input" else 1, rows),
         symbolic_rows(dx, rows, layout),
         symbolic_rows(dresidual, rows, layout),
         partials,

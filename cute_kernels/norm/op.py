@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import as_rows, gradient_buffer, gradient_rows
+from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.norm import reference
 from cute_kernels.norm.checks import check_norm
-from cute_kernels.norm.launch import (
-    Plan,
-    backward_op,
-    forward_op,
-    forward_plan,
-    launch_forward,
-    run_backward,
-)
+from cute_kernels.norm.launch import backward_op, normalize, run_backward
 
 Norm = Tensor | tuple[Tensor, Tensor]
 
@@ -126,69 +119,36 @@ def _check_backend(op: str, backend: str | None) -> None:
 
 
 def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
-    plan = None
     try:
-        training = torch.is_grad_enabled() and (
+        eager = is_plain(x)
+        if is_grad_enabled() and (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
             or (residual is not None and residual.requires_grad)
-        )
-        keeps = (
-            residual is not None and (training or return_residual),
-            training and kind == "layer" and save == "input",
-            training,
-        )
-        if is_plain(x):
-            plan = forward_plan(kind, eps, weight_offset, save, out_dtype, *keeps, x, residual, weight, bias)
+        ):
+            arguments = (x, weight, bias, residual, (eager, kind, eps, weight_offset, save, out_dtype))
+            y = apply_eager(_NormFunction, *arguments) if eager else _NormFunction.apply(*arguments)
+            if residual is not None:
+                y, h = y
         else:
-            check_norm(f"{kind}_norm", x, weight, bias, residual, eps, save, out_dtype)
+            keeps_h = return_residual and residual is not None
+            y, h, _ = normalize(
+                eager, kind, eps, weight_offset, save, out_dtype, keeps_h, False, x, weight, bias, residual
+            )
     except (AttributeError, IndexError):  # an argument that is no tensor, or an x without dimensions
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, save, out_dtype)
         raise
-    if training:
-        options = (kind, eps, weight_offset, save, out_dtype, keeps)
-        y, h = _NormFunction.apply(x, weight, bias, residual, options, plan)
-    else:
-        y, h, _, _ = _forward(kind, eps, weight_offset, out_dtype, keeps, plan, x, weight, bias, residual)
-    return (y, h) if return_residual else y
-
-
-def _forward(kind, eps, weight_offset, out_dtype, keeps, plan: Plan | None, x, weight, bias, residual):
-    """(y, h, mean, rstd); h is x where there is no residual, None where nobody needs it."""
-    keeps_h, keeps_mean, keeps_rstd = keeps
-    contiguous = x.is_contiguous()
-    if contiguous and (out_dtype is None or out_dtype is x.dtype):
-        y = torch.empty_like(x)
-    else:
-        y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
-    h = x if residual is None else None
-    if keeps_h:
-        h = residual.new_empty(residual.shape)
-    if x.dim() == 2:
-        x2, y2, residual2, h2 = x, y, residual, h if keeps_h else None
-    else:
-        op = f"{kind}_norm"
-        x2, y2 = as_rows(op, "x", x), as_rows(op, "y", y)
-        residual2 = None if residual is None else as_rows(op, "residual", residual)
-        h2 = as_rows(op, "h", h) if keeps_h else None
-    rows = x2.shape[0]
-    mean = x.new_empty((rows,), dtype=torch.float32) if keeps_mean else None
-    rstd = x.new_empty((rows,), dtype=torch.float32) if keeps_rstd else None
-    if rows:
-        if plan is None:
-            forward_op(x2, residual2, weight, bias, y2, h2, mean, rstd, kind, eps, weight_offset)
-        else:
-            launch_forward(plan, rows, x2, residual2, weight, bias, y2, h2, mean, rstd, eps)
-    return y, h, mean, rstd
+    return (y, x if residual is None else h) if return_residual else y
 
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, options, plan: Plan | None):
-        kind, eps, weight_offset, save, out_dtype, keeps = options
-        y, h, mean, rstd = _forward(kind, eps, weight_offset, out_dtype, keeps, plan, x, weight, bias, residual)
-        ctx.save_for_backward(y if save == "output" else h, weight, bias, mean, rstd)
+    def forward(ctx, x, weight, bias, residual, options):
+        _, kind, eps, weight_offset, save, _ = options
+        y, h, statistics = normalize(*options, residual is not None, True, x, weight, bias, residual)
+        saved = y if save == "output" else x if residual is None else h
+        ctx.save_for_backward(saved, weight, bias, statistics)
         ctx.call = (
             kind,
             save,
@@ -196,18 +156,18 @@ class _NormFunction(torch.autograd.Function):
             weight_offset,
             x.dtype,
             None if residual is None else residual.dtype,
-            getattr(weight, "main_grad", None),
-            getattr(bias, "main_grad", None),
+            None if weight is None else getattr(weight, "main_grad", None),
+            None if bias is None else getattr(bias, "main_grad", None),
         )
         ctx.set_materialize_grads(False)
-        return y, (None if residual is None else h)
+        return y if residual is None else (y, h)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dh_out):
-        saved, weight, bias, mean, rstd = ctx.saved_tensors
+    def backward(ctx, dy, dh_out=None):
+        saved, weight, bias, statistics = ctx.saved_tensors
         kind, save, eps, weight_offset, x_dtype, residual_dtype, w_main_grad, b_main_grad = ctx.call
-        needs_x, needs_w, needs_b, needs_residual, _, _ = ctx.needs_input_grad
+        needs_x, needs_w, needs_b, needs_residual, _ = ctx.needs_input_grad
         if dy is None:
             # y was not used: the identity from h to x and residual is all that is left
             return (
@@ -216,13 +176,12 @@ class _NormFunction(torch.autograd.Function):
                 None,
                 dh_out if needs_residual else None,
                 None,
-                None,
             )
         # One gradient of h serves x and residual; a second copy is written where their dtypes differ
-        dx = saved.new_empty(saved.shape, dtype=x_dtype) if needs_x else None
+        dx = torch.empty_like(saved, dtype=x_dtype, memory_format=torch.contiguous_format) if needs_x else None
         dresidual = dx
         if needs_residual and (dx is None or residual_dtype is not x_dtype):
-            dresidual = saved.new_empty(saved.shape, dtype=residual_dtype)
+            dresidual = torch.empty_like(saved, dtype=residual_dtype, memory_format=torch.contiguous_format)
         op, dw, dw_result, db, db_result = f"{kind}_norm", None, None, None, None
         if needs_w:
             dw, dw_result = gradient_buffer(op, "weight", weight, w_main_grad)
@@ -237,8 +196,7 @@ class _NormFunction(torch.autograd.Function):
                 None if dh_out is None else gradient_rows(dh_out),
                 weight,
                 bias if save == "output" else None,
-                mean,
-                rstd,
+                statistics,
                 None if first is None else as_rows(op, "dx", first),
                 None if second is None else as_rows(op, "dresidual", second),
                 dw,
@@ -254,4 +212,4 @@ class _NormFunction(torch.autograd.Function):
             for gradient in (dw_result, db_result):
                 if gradient is not None:
                     gradient.zero_()
-        return dx, dw_result, db_result, dresidual if needs_residual else None, None, None
+        return dx, dw_result, db_result, dresidual if needs_residual else None, None

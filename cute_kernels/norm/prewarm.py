@@ -23,9 +23,9 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             for residual in (None, bf16):
                 streams = (2,) if residual is None else (2, 2)
                 config = forward_config(arch, kind, n, streams, 8, True, True)
-                for training in (True, False):
-                    keeps = (residual is not None, training and kind == "layer", training)
-                    yield norm_forward, (arch, kind, bf16, residual, bf16, bias, bf16, 0.0, *keeps, 16, config)
+                for num_statistics in (1 if kind == "rms" else 2, 0):
+                    facts = (bf16, residual, bf16, bias, bf16, 0.0, residual is not None, num_statistics)
+                    yield norm_forward, (arch, kind, *facts, 16, config)
                 config = backward_config(arch, kind, "input", n, (2, *streams), 8, True, True)
                 dtypes = (bf16, bf16, residual, bf16, None, bf16, None, bf16, bias)
                 yield norm_backward, (arch, kind, "input", *dtypes, 0.0, (False, False), 16, config)

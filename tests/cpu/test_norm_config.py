@@ -90,6 +90,12 @@ def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: in
     if layout.cluster > 1 and layout.aligned:
         assert all(layout.columns_per_cta * size % 16 == 0 for size in itemsizes)
     assert columns_of_threads(layout) == list(range(0, n, vec))
+    # Pieces are the chunks in order; what is handled without asking whether it is in the row is
+    assert [first + i for first, number in layout.pieces for i in range(number)] == list(range(layout.chunks))
+    assert all(number == 1 or first + number <= layout.whole_chunks for first, number in layout.pieces)
+    last_columns = n - (layout.cluster - 1) * layout.columns_per_cta
+    assert layout.whole_chunks * layout.threads_per_row * vec <= min(last_columns, layout.columns_per_cta)
+    assert layout.full == (n == layout.cluster * layout.chunks * layout.threads_per_row * vec)
     assert config.rows_per_cluster == layout.teams * layout.tile_rows
     for num_sms in (1, 66, 132, 148):
         clusters = config.max_clusters(num_sms)

@@ -100,6 +100,25 @@ def test_residual_and_x_do_not_share_a_gradient(norm, generator):
     assert torch.equal(residual.grad, before)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_without_a_residual_the_stream_is_x(case, norm, generator):
+    """Also with autograd, where x then has the gradients of both results."""
+    inputs = make_inputs(case, generator, 65 * 1024)
+    y, h = norm(case.kind, inputs.x, inputs.weight, inputs.bias, return_residual=True)
+    assert h is inputs.x
+    (dx,) = torch.autograd.grad(y, inputs.x, inputs.dy, retain_graph=True)
+    (both,) = torch.autograd.grad([y, h], inputs.x, [inputs.dy, inputs.dy])
+    assert torch.equal(both, dx + inputs.dy)
+    with torch.no_grad():
+        assert norm(case.kind, inputs.x, inputs.weight, inputs.bias, return_residual=True)[1] is inputs.x
+
+
+def test_functorch_is_refused(norm, generator):
+    inputs = make_inputs(CASES[0], generator, 3 * 1024)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: norm("rms", x, inputs.weight).sum())(inputs.x.detach())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_only_the_residual_stream_is_used(kind, dtype, norm, generator, device):

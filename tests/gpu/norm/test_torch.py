@@ -68,21 +68,20 @@ def test_opcheck(kind, generator, device):
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     x, residual, weight, bias = randn(8, 1024), randn(8, 1024), randn(1024), randn(1024)
-    mean = empty(8, dtype=FP32) if kind == "layer" else None
-    rstd = empty(8, dtype=FP32)
-    forward = (x, residual, weight, bias, empty(8, 1024), empty(8, 1024), mean, rstd, kind, 1e-5, 0.0)
+    statistics = empty(2 if kind == "layer" else 1, 8, dtype=FP32)
+    forward = (x, residual, weight, bias, empty(8, 1024), empty(8, 1024), statistics, kind, 1e-5, 0.0)
     torch.library.opcheck(launch.forward_op, forward)
-    torch.library.opcheck(launch.forward_op, (x, None, None, None, empty(8, 1024), None, None, None, kind, 1e-5, 0.0))
+    torch.library.opcheck(launch.forward_op, (x, None, None, None, empty(8, 1024), None, None, kind, 1e-5, 0.0))
     launch.forward_op(*forward)
     outputs = (empty(8, 1024), None, empty(1024), empty(1024))
     torch.library.opcheck(
         launch.backward_op,
-        (x, randn(8, 1024), randn(8, 1024), weight, None, mean, rstd, *outputs, kind, "input", 1e-5, 0.0, False, False),
+        (x, randn(8, 1024), randn(8, 1024), weight, None, statistics, *outputs, kind, "input", 1e-5, 0.0, False, False),
     )
     outputs = (empty(8, 1024), None, empty(1024, dtype=FP32), empty(1024, dtype=FP32))
     torch.library.opcheck(
         launch.backward_op,
-        (x, randn(8, 1024), None, weight, bias, None, rstd, *outputs, kind, "output", 1e-5, 0.0, True, True),
+        (x, randn(8, 1024), None, weight, bias, statistics[:1], *outputs, kind, "output", 1e-5, 0.0, True, True),
     )
 
 
