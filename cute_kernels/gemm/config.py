@@ -17,7 +17,7 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, of 256 two times 64.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.

@@ -93,9 +93,7 @@ class GemmAny:
                     cute.gemm(tiled_mma, sums, tCrA[None, None, k16], tCrB[None, None, k16], sums)
             if const_expr(bias is not None):
                 add_bias(sums, tCcD, bias, n * tile_n, 1)
-            if const_expr(z is not None):
-                store_sums(sums, tCcD, z, m * tile_m, n * tile_n, None)
-            store_sums(sums, tCcD, d, m * tile_m, n * tile_n, self.activation)
+            store_sums(sums, tCcD, d, z, m * tile_m, n * tile_n, self.activation)
 
     @cute.jit
     def load(self, target: cute.Tensor, source: cute.Tensor, first: Int32, first_k: Int32, num_k: Int32, tidx: Int32):

@@ -1,10 +1,13 @@
 """What the GEMM kernels share: the walk over the output's tiles, and what is done to a sum before it is stored."""
 
+import math
 from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+
+LOADS = 64  # in flight a thread; more than these take registers for their addresses, and longer to compile
 
 
 @cute.jit
@@ -27,10 +30,10 @@ def transpose(matrix: cute.Tensor):
 
 
 @cute.jit
-def activate(z, activation: cutlass.Constexpr[Optional[str]]):
-    """relu, silu or gelu (exact) of an fp32 value."""
+def activate(z: cute.TensorSSA, activation: cutlass.Constexpr[Optional[str]]):
+    """relu, silu or gelu (exact) of fp32 values. All at once: one after the other they take seconds to compile."""
     if const_expr(activation == "relu"):
-        y = z if z > 0.0 or z != z else Float32(0.0)  # a NaN stays one
+        y = cute.where((z > 0.0) | (z != z), z, 0.0)  # a NaN stays one
     elif const_expr(activation == "silu"):
         y = z / (1.0 + cute.math.exp(-z))
     elif const_expr(activation == "gelu"):
@@ -55,12 +58,20 @@ def add_bias(
 
 @cute.jit
 def load_sums(sums: cute.Tensor, coordinates: cute.Tensor, d: cute.Tensor, first_m: Int32, first_n: Int32):
-    """Start a fragment of accumulators from ``d`` (fp32); zero outside."""
-    for i in cutlass.range_constexpr(cute.size(sums)):
-        m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
-        sums[i] = Float32(0.0)
-        if m < d.shape[0] and n < d.shape[1]:
-            sums[i] = d[m, n]
+    """Start a fragment of accumulators from ``d`` (fp32).
+
+    Beyond the end the last element is loaded: what it starts is not stored.
+    """
+    step = const_expr(math.gcd(cute.size(sums), LOADS))
+    rest = const_expr(cute.size(sums) - step)
+    for first in cutlass.range(0, cute.size(sums), step, unroll=1):
+        # Registers have no index at run time: the sums move down, so that each ends where it belongs
+        for i in cutlass.range_constexpr(rest):
+            sums[i] = sums[i + step]
+        for i in cutlass.range_constexpr(step):
+            m = cutlass.min(first_m + coordinates[first + i][0], d.shape[0] - 1)
+            n = cutlass.min(first_n + coordinates[first + i][1], d.shape[1] - 1)
+            sums[rest + i] = d[m, n]
 
 
 @cute.jit
@@ -68,12 +79,17 @@ def store_sums(
     sums: cute.Tensor,
     coordinates: cute.Tensor,
     d: cute.Tensor,
+    z: Optional[cute.Tensor],
     first_m: Int32,
     first_n: Int32,
     activation: cutlass.Constexpr[Optional[str]],
 ):
-    """Store a fragment straight from registers, element by element, inside the matrix."""
+    """Store a fragment straight from registers, element by element, inside the matrices; z: before the activation."""
+    activated = cute.make_rmem_tensor(sums.shape, Float32)
+    activated.store(activate(sums.load(), activation))
     for i in cutlass.range_constexpr(cute.size(sums)):
         m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
         if m < d.shape[0] and n < d.shape[1]:
-            d[m, n] = activate(sums[i], activation).to(d.element_type)
+            if const_expr(z is not None):
+                z[m, n] = sums[i].to(z.element_type)
+            d[m, n] = activated[i].to(d.element_type)

@@ -308,9 +308,7 @@ class GemmSm100:
                         at = (m, n * (tile_n // self.part()[1]) + p)
                         num_stored = self.store(load_copy, sums, sD, tma_d, mD, tma_z, mZ, at, tidx, num_stored)
                     else:
-                        if const_expr(z is not None):
-                            store_sums(sums, tTRcD, z, m * tile_m, first_n, None)
-                        store_sums(sums, tTRcD, d, m * tile_m, first_n, self.activation)
+                        store_sums(sums, tTRcD, d, z, m * tile_m, first_n, self.activation)
                 if const_expr(self.accumulate):
                     later = index + ACCUMULATORS * step
                     self.start(tDtD, d, later, tiles_m, tiles_n, rank_m, rank_n, sums_state.index, tidx)
@@ -421,8 +419,7 @@ class GemmSm100:
             atom_out, matrix = (tma_z, mZ) if const_expr(output == 0) else (tma_d, mD)
             if const_expr(matrix is not None):
                 if const_expr(output == 1 and self.activation is not None):
-                    for v in cutlass.range_constexpr(cute.size(sums)):
-                        sums[v] = activate(sums[v], self.activation)
+                    sums.store(activate(sums.load(), self.activation))
                 rOut = cute.make_rmem_tensor(sums.shape, self.out)
                 rOut.store(sums.load().to(self.out))
                 slot = num_stored % STORE_STAGES

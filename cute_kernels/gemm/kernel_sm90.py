@@ -6,12 +6,16 @@ next tile's loads run while this one is written.
 
     gmem a, b --TMA--> sA, sB (full / empty mbarriers) --wgmma--> registers --stmatrix--> sD --TMA--> gmem d
 
+From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed or a
+tile has 64 rows.
+
 The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
 starts from zero (or d). Nothing here depends on the tile's shape but who does it.
 
 Profile: ncu --clock-control none -k regex:Gemm python -m bench.bench_gemm --filter fwd.4096x4096x4096
 """
 
+import math
 from typing import Optional
 
 import cutlass
@@ -37,19 +41,20 @@ class GemmSm90:
     def __init__(
         self, activation: Optional[str], transposed: bool, accumulate: bool, tma_store: bool, config: GemmConfig
     ):
-        if config.tile[0] not in (64, 128):
-            raise ValueError(
-                f"config.tile must have 64 or 128 rows, of one or two consumer warpgroups, got {config.tile}"
-            )
+        if config.tile[0] not in (64, 128, 256):
+            raise ValueError(f"config.tile must have 64, 128 or 256 rows, got {config.tile}")
         self.activation = activation
         self.transposed = transposed
         self.accumulate = accumulate
         self.tma_store = tma_store
+        self.staged = config.tile[0] >= 128 and not transposed  # d leaves by way of shared memory
+        if self.staged and config.tile[1] % 16:
+            raise ValueError(f"config.tile must have a multiple of 16 columns, got {config.tile}")
         self.tile = config.tile
         self.cluster = config.cluster
         self.stages = config.stages
         self.group = config.group
-        self.consumers = config.tile[0] // 64
+        self.consumers = min(config.tile[0] // 64, 2)  # warpgroups
 
     @cute.jit
     def __call__(
@@ -82,9 +87,9 @@ class GemmSm90:
         sB_layout = self.operand_layout(b_layout, (tile_n, tile_k))
         tma_a, mA = self.load_atom(a, sA_layout, (tile_m, tile_k), self.cluster[1])
         tma_b, mB = self.load_atom(b, sB_layout, (tile_n, tile_k), self.cluster[0])
-        tma_d, mD, tma_z, mZ, sD_layout = None, None, None, None, None
+        tma_d, mD, tma_z, mZ = None, None, None, None
+        sD_layout = self.store_layout() if const_expr(self.staged) else None
         if const_expr(self.tma_store):
-            sD_layout = self.store_layout()
             one = cute.slice_(sD_layout, (None, None, 0))
             store = cpasync.CopyBulkTensorTileS2GOp()
             tma_d, mD = cpasync.make_tiled_tma_atom(store, d, one, self.store_tile())
@@ -108,9 +113,15 @@ class GemmSm90:
         return cute.tile_to_shape(atom, (*shape, self.stages), order=(0, 1, 2) if k_major else (1, 0, 2))
 
     def store_tile(self) -> tuple[int, int]:
-        """Part of d's tile that is stored at once: 128 bytes of each row, 64 where an activation needs registers."""
-        row_bytes = 128 if self.activation is None else 64
-        return self.tile[0], min(self.tile[1], row_bytes * 8 // self.out.width)
+        """Part of d's tile that is stored at once: 128 bytes of each row, fewer where an activation needs registers."""
+        columns = min(64 if self.activation is None else 32, 128 * 8 // self.out.width) * 128 // self.tile[0]
+        return self.tile[0], math.gcd(self.tile[1], columns)
+
+    def place_in_sums(self, part: int, value: int) -> int:
+        """Where a thread's sums hold a value of a part: of each 64 rows the columns in order, 8 values of each 16."""
+        blocks = self.tile[0] // (64 * self.consumers)
+        of_16_columns, block = value // 8 // blocks, value // 8 % blocks
+        return block * self.tile[1] // 2 + (part * self.store_tile()[1] // 16 + of_16_columns) * 8 + value % 8
 
     def store_layout(self):
         """Swizzled shared memory of the parts of d that are on their way out."""
@@ -165,7 +176,7 @@ class GemmSm90:
         sA = smem.allocate_tensor(self.dtype, sA_layout.outer, byte_alignment=1024, swizzle=sA_layout.inner)
         sB = smem.allocate_tensor(self.dtype, sB_layout.outer, byte_alignment=1024, swizzle=sB_layout.inner)
         sD = None
-        if const_expr(self.tma_store):
+        if const_expr(self.staged):
             sD = smem.allocate_tensor(self.out, sD_layout.outer, byte_alignment=1024, swizzle=sD_layout.inner)
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -275,9 +286,9 @@ class GemmSm90:
                     ring.consumer_release(release)
                     release.advance()
 
-                if const_expr(self.tma_store):
+                if const_expr(self.staged):
                     num_stored = self.store(
-                        tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, m, n, thread, num_stored
+                        tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, num_stored
                     )
                 else:
                     if const_expr(bias is not None):
@@ -285,9 +296,7 @@ class GemmSm90:
                             add_bias(sums, tCcD, bias, m * tile_m, 0)
                         else:
                             add_bias(sums, tCcD, bias, n * tile_n, 1)
-                    if const_expr(z is not None):
-                        store_sums(sums, tCcD, z, m * tile_m, n * tile_n, None)
-                    store_sums(sums, tCcD, d, m * tile_m, n * tile_n, self.activation)
+                    store_sums(sums, tCcD, d, z, m * tile_m, n * tile_n, self.activation)
             if const_expr(self.tma_store):
                 if warp == 4:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -320,6 +329,8 @@ class GemmSm90:
         mD,
         tma_z,
         mZ,
+        d,
+        z,
         m: Int32,
         n: Int32,
         thread: Int32,
@@ -342,28 +353,34 @@ class GemmSm90:
         for p in cutlass.range_constexpr(self.tile[1] // part[1]):
             rPart = cute.make_rmem_tensor(shape, Float32)
             for v in cutlass.range_constexpr(cute.size(rPart)):
-                rPart[v] = tRS_sums[p * cute.size(rPart) + v]
+                place = const_expr(self.place_in_sums(p, v))
+                rPart[v] = tRS_sums[place]
                 if const_expr(bias is not None):
-                    column = n * self.tile[1] + tRS_cD[p * cute.size(rPart) + v][1]
+                    column = n * self.tile[1] + tRS_cD[place][1]
                     rPart[v] = rPart[v] + bias[cutlass.min(column, bias.shape[0] - 1)].to(Float32)
             for output in cutlass.range_constexpr(2):
-                atom_out, matrix = (tma_z, mZ) if const_expr(output == 0) else (tma_d, mD)
-                if const_expr(matrix is not None):
+                atom_out, mOut, gOut = (tma_z, mZ, z) if const_expr(output == 0) else (tma_d, mD, d)
+                if const_expr(gOut is not None):
                     rOut = cute.make_rmem_tensor(shape, self.out)
                     if const_expr(output == 1 and self.activation is not None):
-                        for v in cutlass.range_constexpr(cute.size(rPart)):
-                            rPart[v] = activate(rPart[v], self.activation)
+                        rPart.store(activate(rPart.load(), self.activation))
                     rOut.store(rPart.load().to(self.out))
                     slot = num_stored % STORE_STAGES
-                    # The store before the last one has read its slot: its warp says so to all
-                    if thread < 32:
-                        cute.arch.cp_async_bulk_wait_group(STORE_STAGES - 1, read=True)
-                    self.consumer_barrier()
+                    if const_expr(self.tma_store):
+                        # The store before the last one has read its slot: its warp says so to all
+                        if thread < 32:
+                            cute.arch.cp_async_bulk_wait_group(STORE_STAGES - 1, read=True)
+                        self.consumer_barrier()
                     cute.copy(copy, rOut, tRS_sD[None, None, None, slot])
-                    cute.arch.fence_proxy("async.shared", space="cta")
+                    if const_expr(self.tma_store):
+                        cute.arch.fence_proxy("async.shared", space="cta")
                     self.consumer_barrier()
-                    if thread < 32:
-                        gPart = cute.local_tile(matrix, part, (m, n * (self.tile[1] // part[1]) + p))
+                    if const_expr(not self.tma_store):
+                        # The slot is written again after the next meeting: all have read it then
+                        first_n = n * self.tile[1] + p * part[1]
+                        self.store_part(sD[None, None, slot], gOut, m * part[0], first_n, thread)
+                    elif thread < 32:
+                        gPart = cute.local_tile(mOut, part, (m, n * (self.tile[1] // part[1]) + p))
                         tSsD, tSgD = cpasync.tma_partition(
                             atom_out,
                             0,
@@ -375,3 +392,13 @@ class GemmSm90:
                         cute.arch.cp_async_bulk_commit_group()
                     num_stored += 1
         return num_stored
+
+    @cute.jit
+    def store_part(self, sPart: cute.Tensor, d: cute.Tensor, first_m: Int32, first_n: Int32, thread: Int32):
+        """Copy a part to rows that TMA cannot address, element by element, inside the matrix."""
+        rows, columns = const_expr(self.store_tile())
+        column = thread % columns
+        if first_n + column < d.shape[1]:
+            last = cutlass.min(d.shape[0] - first_m, rows)
+            for row in cutlass.range(thread // columns, last, self.consumers * WARPGROUP // columns, unroll=2):
+                d[first_m + row, first_n + column] = sPart[row, column]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_kernels._op import mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.gemm.checks import check_linear, check_mm
 from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.gemm.reference import activate
 
@@ -32,6 +33,61 @@ class Plan(NamedTuple):
 _plans: dict[tuple, Plan] = {}
 _forced: list[tuple[GemmConfig | None, bool]] = []
 _observers: list[list] = []
+
+
+def new_product(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    keeps_z: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(d, z) in new memory: d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K), z: before the activation.
+
+    Eager mode only. ``op``, "mm" or "linear", says whose arguments are checked where none of this signature have been.
+    Host time is what this is for: what is allocated here follows from the key, so is not part of it, and the key is
+    written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so; 1.6 of them allocate).
+    """
+    shape, shape_b = a.shape, b.shape
+    key = (
+        op,
+        shape,
+        a.stride(),
+        a.data_ptr() & 15,
+        a.dtype,
+        a.get_device(),
+        shape_b,
+        b.stride(),
+        b.data_ptr() & 15,
+        b.dtype,
+        b.get_device(),
+        None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
+        activation,
+        out_dtype,
+        keeps_z,
+    )
+    plan = _plans.get(key)
+    if plan is None or _forced:
+        if op == "mm":
+            check_mm(a, b.t(), out_dtype, None)
+        else:
+            check_linear(a, b, bias, out_dtype, activation, None)
+    m, n = shape[0], shape_b[0]  # as a tuple, or with a dtype that goes without saying, it would take 1.2 us more
+    d = a.new_empty(m, n) if out_dtype is None else a.new_empty(m, n, dtype=out_dtype)
+    z = torch.empty_like(d) if keeps_z else None
+    if plan is None or _forced:
+        plan = _remember(key, a, b, d, z, bias, None, activation, False)
+    if plan is not None:
+        function, num_ctas, transposed, _ = plan
+        if _observers:
+            _observe(plan, a, b)
+        if transposed:
+            function(b, a, d, z, bias, None, num_ctas)
+        else:
+            function(a, b, d, z, bias, None, num_ctas)
+    return d, z
 
 
 def run_gemm(
@@ -55,6 +111,7 @@ def run_gemm(
         a.stride(),
         a.data_ptr() & 15,
         a.dtype,
+        a.get_device(),
         b.shape,
         b.stride(),
         b.data_ptr() & 15,
@@ -70,25 +127,17 @@ def run_gemm(
         None if valid_k is None else (valid_k.dtype, valid_k.shape, valid_k.get_device()),
         activation,
         accumulate,
-        a.get_device(),
     )
     plan = _plans.get(key)
     if plan is None or _forced:
         if check is not None:
             check[0](*check[1])
-        if a.shape[0] == 0 or b.shape[0] == 0:
+        plan = _remember(key, a, b, d, z, bias, valid_k, activation, accumulate)
+        if plan is None:
             return
-        if a.shape[1] == 0:
-            _empty_sums(d, z, bias, activation, accumulate)
-            return
-        plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate)
-        if not _forced:
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
     function, num_ctas, transposed, _ = plan
     if _observers:
-        _observers[-1].append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
+        _observe(plan, a, b)
     if transposed:
         function(b, a, d, z, bias, valid_k, num_ctas)
     else:
@@ -138,6 +187,25 @@ def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
         yield launches
     finally:
         _observers.pop()
+
+
+def _observe(plan: Plan, a: Tensor, b: Tensor) -> None:
+    _observers[-1].append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
+
+
+def _remember(key: tuple, a, b, d, z, bias, valid_k, activation, accumulate) -> Plan | None:
+    """The plan of a signature that has been checked; None, and d and z are filled, where there is nothing to sum."""
+    if a.shape[0] == 0 or b.shape[0] == 0:
+        return None
+    if a.shape[1] == 0:
+        _empty_sums(d, z, bias, activation, accumulate)
+        return None
+    plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate)
+    if not _forced:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
 
 
 def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:

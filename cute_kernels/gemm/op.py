@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import as_rows, gradient_buffer, gradient_rows
+from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import check_linear, check_mm
-from cute_kernels.gemm.launch import activation_backward_op, gemm_op, run_activation_backward, run_gemm
+from cute_kernels.gemm.launch import activation_backward_op, gemm_op, new_product, run_activation_backward, run_gemm
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -40,19 +40,20 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
     if not isinstance(a, Tensor) or not a.is_cuda:
         return reference.mm(a, b, out_dtype=out_dtype, out=out)
     try:
-        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            check_mm(a, b, out_dtype, out)
-            return _MmFunction.apply(a, b, out_dtype or a.dtype)
-        bt = b.t()
-        checked = out is not None and (out_dtype is not None or out.requires_grad)  # what a plan's key does not hold
+        eager = is_plain(a)
+        if is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            if out is not None:
+                check_mm(a, b, out_dtype, out)
+            arguments = (a, b, (eager, out_dtype))
+            return apply_eager(_MmFunction, *arguments) if eager else _MmFunction.apply(*arguments)
         if out is None:
-            out = a.new_empty((a.shape[0], bt.shape[0]), dtype=out_dtype or a.dtype)
+            return _mm_forward(a, b, eager, out_dtype)
+        if out_dtype is not None or out.requires_grad:  # what a plan's key does not hold
+            check_mm(a, b, out_dtype, out)
+        _run(a, b.t(), out, None, None, None, None, False, (check_mm, (a, b, out_dtype, out)))
     except (AttributeError, IndexError, RuntimeError, TypeError):  # an argument that is no matrix, or no dtype
         check_mm(a, b, out_dtype, out)
         raise
-    if checked:
-        check_mm(a, b, out_dtype, out)
-    _run(a, bt, out, check=(check_mm, (a, b, out_dtype, out)))
     return out
 
 
@@ -96,35 +97,47 @@ def linear(
             x, weight, bias, out_dtype=out_dtype, activation=activation, num_valid_tokens=num_valid_tokens
         )
 
-    check = (check_linear, (x, weight, bias, out_dtype, activation, num_valid_tokens))
     if num_valid_tokens is not None:  # what the forward's signature does not hold
-        check_linear(*check[1])
+        check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
     try:
-        if torch.is_grad_enabled() and (
-            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        ):
-            return _LinearFunction.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens, check)
-        if x.dim() == 2:
-            rows = x
-            y = y_rows = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype)
-        else:
-            rows = as_rows("linear", "x", x)
-            y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
-            y_rows = as_rows("linear", "y", y)
-        _run(rows, weight, y_rows, None, bias, None, activation, check=check)
+        eager = is_plain(x)
+        if is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+            arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
+            return apply_eager(_LinearFunction, *arguments) if eager else _LinearFunction.apply(*arguments)
+        return _linear_forward(x, weight, bias, eager, out_dtype, activation, False)[0]
     except (AttributeError, IndexError, TypeError):  # an argument that is no tensor, or has no dimensions, or no dtype
-        check_linear(*check[1])
+        check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
         raise
-    return y
+
+
+def _mm_forward(a: Tensor, b: Tensor, eager: bool, out_dtype: torch.dtype | None) -> Tensor:
+    if eager:
+        return new_product("mm", a, b.t(), None, None, out_dtype, False)[0]
+    check_mm(a, b, out_dtype, None)
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+    gemm_op(a, b.t(), out)
+    return out
+
+
+def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> tuple[Tensor, Tensor | None]:
+    """y and, if it is kept, what the activation is applied to."""
+    if eager and x.dim() == 2:
+        return new_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
+    rows = as_rows("linear", "x", x)
+    m, n = rows.shape[0], weight.shape[0]
+    y = x.new_empty(*x.shape[:-1], n, dtype=out_dtype or x.dtype)
+    z = torch.empty_like(y) if keeps_z else None
+    z_rows = None if z is None else z.view(m, n)
+    check = (check_linear, (x, weight, bias, out_dtype, activation, None))
+    _run(rows, weight, y.view(m, n), z_rows, bias, None, activation, False, check)
+    return y, z
 
 
 class _MmFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, dtype):
+    def forward(ctx, a, b, options):
         ctx.save_for_backward(a, b)
-        out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-        _run(a, b.t(), out)
-        return out
+        return _mm_forward(a, b, *options)
 
     @staticmethod
     @once_differentiable
@@ -133,26 +146,24 @@ class _MmFunction(torch.autograd.Function):
         dout = dout.to(a.dtype)
         da = db = None
         if ctx.needs_input_grad[0]:
-            da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+            da = dout.new_empty(*a.shape)
             _run(dout, b, da)
         if ctx.needs_input_grad[1]:
             if b.stride(0) == 1 and b.stride(1) != 1:  # the transpose of a row-major matrix: its gradient is one, too
-                db = torch.empty((b.shape[1], b.shape[0]), dtype=b.dtype, device=b.device)
+                db = dout.new_empty(b.shape[1], b.shape[0])
                 _run(dout.t(), a.t(), db)
                 db = db.t()
             else:
-                db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+                db = dout.new_empty(*b.shape)
                 _run(a.t(), dout.t(), db)
         return da, db, None
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, activation, num_valid_tokens, check):
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-        z = torch.empty_like(y) if activation in ("silu", "gelu") else None
-        z_rows = None if z is None else as_rows("linear", "z", z)
-        _run(as_rows("linear", "x", x), weight, as_rows("linear", "y", y), z_rows, bias, None, activation, check=check)
+    def forward(ctx, x, weight, bias, num_valid_tokens, options):
+        activation = options[-1]
+        y, z = _linear_forward(x, weight, bias, *options, activation in ("silu", "gelu"))
         ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, num_valid_tokens)
         ctx.activation = activation
         ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
@@ -172,7 +183,7 @@ class _LinearFunction(torch.autograd.Function):
         rows = as_rows("linear", "x", x)
         dx = dweight = dbias = None
         if needs_x:
-            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            dx = dz.new_empty(*x.shape)
             _run(dz, weight.t(), as_rows("linear", "dx", dx))
         if needs_weight:
             target, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
@@ -182,13 +193,23 @@ class _LinearFunction(torch.autograd.Function):
             target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
             ones = dz.new_ones((1, dz.shape[0]))
             _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None
 
 
-def _run(a: Tensor, b: Tensor, d: Tensor, *rest, check: tuple[Callable[..., None], tuple] | None = None) -> None:
+def _run(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    valid_k: Tensor | None = None,
+    activation: str | None = None,
+    accumulate: bool = False,
+    check: tuple[Callable[..., None], tuple] | None = None,
+) -> None:
     if is_plain(a):
-        run_gemm(a, b, d, *rest, check=check)
+        run_gemm(a, b, d, z, bias, valid_k, activation, accumulate, check)
     else:
         if check is not None:
             check[0](*check[1])
-        gemm_op(a, b, d, *rest)
+        gemm_op(a, b, d, z, bias, valid_k, activation, accumulate)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.gemm.config import candidates
+from cute_kernels.gemm.config import GemmConfig, candidates
 from tests.cpu.test_compile import check_record
 from tests.gemm_cases import BF16, FP16, FP32, Case, kernel_name, kernels, kernels_of
 
@@ -70,6 +70,15 @@ OPTIONS = {
     "silu, fp32": {"activation": "silu", "keeps_z": True, "out": FP32, "bias": BF16},
     "relu, fp16": {"activation": "relu", "dtype": FP16, "out": FP16, "bias": FP16},
     "rows off 16 bytes": {"tma_store": False},
+    "rows off 16 bytes, bias": {"tma_store": False, "bias": BF16},
+    "rows off 16 bytes, gelu, z and bias": {
+        "tma_store": False,
+        "activation": "gelu",
+        "keeps_z": True,
+        "bias": FP32,
+        "out": FP32,
+    },
+    "rows off 16 bytes, accumulated": {"tma_store": False, "accumulate": True, "out": FP32},
 }
 
 
@@ -85,6 +94,24 @@ def test_options_compile(option, arch):
     aligned = sorted((k for k in all_kernels if k[0] is not None), key=lambda k: (k[0].tile[0] * k[0].tile[1], k[1]))
     for kernel in (aligned[-1], aligned[0], (None, False)):
         compile_and_check(arch, kernel, **(changes | ({"a_major": "k", "b_major": "k"} if kernel[0] is None else {})))
+
+
+@pytest.mark.parametrize("tile", [(256, 96, 64), (128, 224, 64)], ids=str)
+def test_tiles_beside_the_candidates(tile):
+    """256 rows are two times 64 a warpgroup; rows leave in parts that divide the tile."""
+    import cutlass
+
+    kernel = (GemmConfig(tile, (1, 2), 4, 8), False)
+    for changes in ({}, {"activation": "gelu", "keeps_z": True, "out": cutlass.Float32, "bias": cutlass.Float32}):
+        compile_and_check("sm_90a", kernel, **changes)
+
+
+@pytest.mark.parametrize("tile", [(192, 128, 64), (128, 72, 64)], ids=str)
+def test_tiles_that_cannot_be(tile):
+    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+
+    with pytest.raises(ValueError, match=r"^config\.tile must have "):
+        GemmSm90(None, False, False, True, GemmConfig(tile, (1, 1), 4, 8))
 
 
 def test_a_call_asks_for_what_is_tested():

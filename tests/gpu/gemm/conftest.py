@@ -31,6 +31,7 @@ def each_layout():
     a, b = torch.zeros(16, 16, dtype=BF16), torch.zeros(16, 16, dtype=BF16)
     for layout in LAYOUTS:
         mm(*operands(a, b, layout), out_dtype=FP32)
+    mm(a, b, out=torch.zeros(16, 19)[:, :16])
     weight = b.requires_grad_()
     weight.main_grad = torch.zeros(16, 16)
     linear(a, weight).backward(a)

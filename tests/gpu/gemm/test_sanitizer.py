@@ -1,0 +1,117 @@
+"""compute-sanitizer finds no bad access and no race in small products of each kernel, forward and backward."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_kernels import linear
+from cute_kernels.gemm.config import DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64_TALL, DECODE_128_PAIR, PREFILL
+from cute_kernels.gemm.launch import forced
+from jit_cache import prewarm
+from tests.gemm_cases import FP32, Case, here, make_inputs, seeded_generator, stand_in
+
+ROOT = Path(__file__).resolve().parents[3]
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layer and its gradients on one kernel, (config, transposed); what that cannot read goes to the one that can."""
+
+    case: Case
+    kernel: tuple
+    main_grad: bool = False
+    valid: int | None = None  # num_valid_tokens
+
+
+ANY = (None, False)
+WIDE, WIDE_N = (PREFILL[0], False), (PREFILL[3], False)  # clusters along M, along N
+# Some rows, columns and k beyond a tile, or fewer than one has
+RUNS = {
+    "prefill": [Run(Case(136, 264, 72), WIDE)],
+    "decode": [
+        Run(Case(13, 136, 264), (DECODE_16, True)),
+        Run(Case(40, 72, 136), (DECODE_32, False)),
+        Run(Case(40, 136, 136), (DECODE_64_TALL, True)),
+    ],
+    "clusters": [
+        Run(Case(136, 264, 72), WIDE_N),
+        Run(Case(72, 72, 136), (DECODE_32_PAIR, True)),
+    ],
+    "unaligned": [
+        Run(Case(65, 33, 17, bias=FP32, activation="silu"), ANY),
+        Run(Case(136, 265, 72, bias=FP32, activation="gelu"), WIDE),  # the forward's result alone
+    ],
+    "accumulate": [
+        Run(Case(136, 264, 72, bias=FP32), WIDE, main_grad=True),
+        Run(Case(136, 265, 72, bias=FP32), WIDE, main_grad=True),
+        Run(Case(72, 72, 136, bias=FP32), (DECODE_32_PAIR, True), main_grad=True),
+    ],
+    "valid_tokens": [
+        Run(Case(136, 264, 72, bias=FP32), WIDE, main_grad=True, valid=67),
+        Run(Case(72, 72, 136, bias=FP32), (DECODE_32_PAIR, True), valid=67),
+        Run(Case(65, 33, 17, bias=FP32), ANY, valid=35),
+    ],
+    "epilogue": [
+        Run(Case(136, 264, 72, bias=FP32, activation="gelu"), WIDE),
+        Run(Case(136, 264, 72, bias=FP32, activation="gelu", out=FP32), WIDE_N),
+        Run(Case(72, 136, 72, bias=FP32, activation="gelu"), (DECODE_128_PAIR, True)),
+    ],
+}
+PROGRAM = """
+import sys
+import torch
+from tests.gpu.gemm.test_sanitizer import RUNS, results
+
+for run in RUNS[sys.argv[1]]:
+    found = results(run, "cuda")
+    torch.cuda.synchronize()
+    assert all(result.isfinite().all() for result in found)
+print("done")
+"""
+
+
+def results(run: Run, device: str) -> list[torch.Tensor]:
+    """y and all gradients; the inputs are made on the CPU: the sanitizer makes each kernel slow."""
+    inputs = make_inputs(run.case, seeded_generator(str(run), "cpu"))
+    leaves = [t.detach().to(device).requires_grad_() for t in inputs.leaves.values()]
+    x, *parameters = leaves
+    for parameter in parameters if run.main_grad else ():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=FP32)
+    count = None if run.valid is None else torch.tensor([run.valid], dtype=torch.int32).to(device)
+    with forced(*run.kernel):
+        y = linear(*leaves, num_valid_tokens=count, **run.case.options)
+        y.backward(inputs.dy.to(device))
+    return [y.detach(), x.grad, *(p.main_grad if run.main_grad else p.grad for p in parameters)]
+
+
+@pytest.fixture(scope="module")
+def compiled_for_the_sanitizer():
+    with stand_in(here(), computes=False) as jobs:
+        for runs in RUNS.values():
+            for run in runs:
+                results(run, "cpu")
+    prewarm(list(dict.fromkeys(jobs)))  # what fails to compile fails again where it is used
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool, name, compiled_for_the_sanitizer):
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", PROGRAM, name]
+    # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    report = done.stdout + done.stderr
+    if "Device not supported" in report:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert "done" in done.stdout, report[-4000:]
+    assert done.returncode == 0 and " SUMMARY: 0 " in report, report[-4000:]
