@@ -133,6 +133,7 @@ def measure(
     sample: Callable[[Tensor], Tensor] | None = None,
     start: Mapping[str, Tensor] | None = None,
     floors: Mapping[str, Callable[[], Call]] | None = None,
+    least: Mapping[str, float] | None = None,
 ) -> Measurement:
     """Times and checks the providers of one case.
 
@@ -143,6 +144,7 @@ def measure(
     sample: what of an output is compared with `truth`; None: all of it
     start: output's name -> what it holds before the replay that is checked, where the op adds to it
     floors: like `makers`, for calls that compute less than the op: timed in turn with the others, not checked
+    least: output's name -> an error that counts as rounding, where rounding to the output's dtype is not more
     A provider that raises or is wrong goes to `failures` and does not stop the others.
     """
     captured: dict[str, Captured] = {}
@@ -169,7 +171,7 @@ def measure(
         provider: {} if provider in floors else replayed_error(graph, truth, device, sample, start)
         for provider, graph in captured.items()
     }
-    limit = error_limits(errors[yardstick], captured[yardstick], truth)
+    limit = error_limits(errors[yardstick], captured[yardstick], truth, least)
 
     results: dict[str, Result] = {}
     for provider, samples in zip(captured, times, strict=True):
@@ -228,11 +230,18 @@ def relative_rms(output: Tensor, truth: Tensor) -> float:
 
 
 def error_limits(
-    torch_error: Mapping[str, float], torch_call: Captured, truth: Mapping[str, Tensor]
+    torch_error: Mapping[str, float],
+    torch_call: Captured,
+    truth: Mapping[str, Tensor],
+    least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """The largest error that still counts as right: a small multiple of torch's, or of the rounding to the dtype."""
+    least = least or {}
     rounding = (torch.finfo(output.dtype).eps / 4 for output in torch_call.outputs)
-    return {name: ERROR_FACTOR * max(torch_error[name], least) for name, least in zip(truth, rounding, strict=True)}
+    return {
+        name: ERROR_FACTOR * max(torch_error[name], unit, least.get(name, 0.0))
+        for name, unit in zip(truth, rounding, strict=True)
+    }
 
 
 class CudaDevice:

@@ -9,6 +9,7 @@ give the same bytes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
+from bench import bench_mhc
 from bench.bench_gemm import FLOOR, YARDSTICK, summarize
 from bench.harness import RESULTS
 
@@ -33,6 +35,7 @@ PROVIDER_STYLES = {  # provider -> colour, marker; also the order of columns
     "cublas": ("#999999", "s"),
     "quack": ("#2166ac", "v"),
     "liger": ("#8073ac", "D"),
+    "transformer_engine": ("#2166ac", "v"),
     "batch_invariant_triton": ("#e08214", "^"),
     "read_floor": ("#b2182b", "_"),
 }
@@ -183,6 +186,24 @@ def gemm_table(lines: Sequence[Line]) -> str:
     return _markdown(rows)
 
 
+def mhc_introduction(lines: Sequence[Line]) -> str:
+    """What the columns are, and our share of the copy's speed by op, direction, streams and layout."""
+    rows = [["", "", "n", "variant", "cases", "geometric mean", "least", "goals"], ["---"] * 8]
+    for s in bench_mhc.summarize(
+        (*(line[field] for field in ("op", "direction", "variant", "shape", "us", "copy_us")), len(line["kernels"]))
+        for line in lines
+        if line["provider"] == OURS
+    ):
+        least = f"{s.least:.3f} ({s.least_shape})"
+        rows.append([s.op, s.direction, str(s.n), s.variant, str(s.cases), f"{s.mean:.3f}", least, s.verdict])
+    return (
+        "Shapes are MxnxC, tokens x streams x channels; the variant is the layout of the residual. Parameters are\n"
+        "fp32, fp32 products tf32. `layer` is `pre` and `expand_combine` around a sublayer that takes no time, and\n"
+        "`decode` is `pre` of few tokens; `coefficients_sinkhorn` has a time as its goal. Below: `copy/ours`.\n\n"
+        + _markdown(rows)
+    )
+
+
 # What is drawn of a family: panel's title -> shape -> provider -> value.
 Panels = dict[str, dict[str, dict[str, float]]]
 
@@ -205,6 +226,17 @@ def gemm_panels(lines: Sequence[Line]) -> Panels:
         if line["op"] == "mm" and _case(line) in cublas:
             shapes = panels.setdefault(f"mm {line['direction']} {line['variant']}", {})
             shapes.setdefault(line["shape"], {})[line["provider"]] = cublas[_case(line)] / line["us"]
+    return panels
+
+
+def mhc_panels(lines: Sequence[Line]) -> Panels:
+    """A panel an op and direction, all layouts in it: the share of the same-bytes copy's speed."""
+    panels: Panels = {}
+    for line in lines:
+        if line["op"] in (*bench_mhc.OPS, "layer"):
+            shapes = panels.setdefault(f"{line['op']} {line['direction']}", {})
+            shape = f"{line['shape']} {line['variant']}"
+            shapes.setdefault(shape, {})[line["provider"]] = line["copy_us"] / line["us"]
     return panels
 
 
@@ -242,7 +274,8 @@ SECTIONS = {
         title="speed in units of cuBLAS's (1.0 = dotted line)",
         unit="cuBLAS's time / time",
         introduction=gemm_introduction,
-    )
+    ),
+    "mhc": dataclasses.replace(COPY_SECTION, panels=mhc_panels, introduction=mhc_introduction),
 }
 MANY_SHAPES = 40  # from here on their names are set upright and small
 

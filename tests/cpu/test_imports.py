@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = sorted((ROOT / "cute_kernels").rglob("*.py"))
 COMPILER = {"cutlass", "tvm_ffi"}
+REFERENCE_MODULES = ("checks", "config", "reference", "variants")
 
 
 def names(paths):
@@ -60,12 +61,16 @@ def test_kernels_do_not_import_torch(path):
     assert "torch" not in packages(path, top_level_only=False)
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
     family = ".".join(path.relative_to(ROOT).parts[:2])
-    allowed = ("cute_kernels.common", f"{family}.config", f"{family}.kernel")
+    allowed = ("cute_kernels.common", f"{family}.config", f"{family}.kernel", f"{family}.variants")
     assert all(name.startswith(allowed) for name in ours), ours
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "cute_kernels").glob("*/config.py")), ids=lambda path: path.parent.name)
+CONFIGS = [path for path in LIBRARY if path.name in ("config.py", "variants.py")]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
 def test_configs_are_plain_python(path):
+    """What kernels, launches and references all read."""
     allowed = {"__future__", "cute_kernels", *sys.stdlib_module_names}
     assert packages(path, top_level_only=False) <= allowed
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels.")}
@@ -73,6 +78,23 @@ def test_configs_are_plain_python(path):
     for name in ours:
         module = ROOT / Path(*name.split(".")).with_suffix(".py")
         assert not module.exists() or packages(module, top_level_only=True) <= allowed
+
+
+REFERENCES = [path for path in LIBRARY if path.stem == "reference" or path.parent.name == "reference"]
+
+
+def test_there_are_references():
+    assert {"cute_kernels/norm/reference.py", "cute_kernels/mhc/reference/pre.py"} <= set(names(REFERENCES))
+
+
+@pytest.mark.parametrize("path", REFERENCES, ids=names(REFERENCES))
+def test_references_are_plain_torch(path):
+    """A specification stands on checks and other references alone, not on what it is the measure of."""
+    assert packages(path, top_level_only=False) <= {"__future__", "cute_kernels", "torch", *sys.stdlib_module_names}
+    ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
+    family = ".".join(path.relative_to(ROOT).parts[:2])
+    allowed = ("cute_kernels._check", "cute_kernels._autograd", *(f"{family}.{n}" for n in REFERENCE_MODULES))
+    assert all(name.startswith(allowed) for name in ours), ours
 
 
 LIGHT = [path for path in LIBRARY if path not in KERNELS and path.parent.name != "common"]

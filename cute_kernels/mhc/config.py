@@ -1,0 +1,205 @@
+"""Static choices of the mhc kernels: pure functions of streams, channels and dtypes, never of the number of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """How a thread takes part in a token: ``vec`` channels of each of ``n`` streams.
+
+    ``order``: "streams" (stream after stream in memory) or "channels" (channel after channel). ``access``: elements of
+    x that one load moves. ``unroll``: vectors whose loads a thread has in flight.
+    """
+
+    n: int
+    channels: int
+    order: str
+    vec: int
+    access: int
+    unroll: int
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a token."""
+        return self.channels // self.vec
+
+
+def stream_layout(n: int, channels: int, order: str, itemsize: int, alignment: int) -> StreamLayout:
+    """``alignment``: elements on a multiple of which all rows of all matrices start.
+
+    16 bytes of every stream a thread, with 8 streams 8 (their 72 sums of products fill the registers); in the order of
+    channels 16 bytes in all, so that neighbouring threads read neighbouring units, and several of them.
+    """
+    widest = 16 // itemsize
+    if n == 1 or order == "streams":
+        vec = math.gcd(widest if n < 8 else widest // 2, channels, alignment)
+        return StreamLayout(n, channels, "streams", vec, vec, 1)
+    vec = math.gcd(max(1, widest // n), channels, alignment)
+    return StreamLayout(n, channels, "channels", vec, math.gcd(widest, vec * n, alignment), min(4, n))
+
+
+@dataclass(frozen=True)
+class ProjectionConfig:
+    """How the products of tokens with phi are computed.
+
+    ``columns``: N; ``k``: n C; ``slice_k``: columns of x that are added by themselves; ``tile_k``: that come at once,
+    ``stages`` tiles in flight, ``ctas_per_sm`` times; ``warps_k``: warps that share a token's columns; ``x_terms``,
+    ``phi_terms``: bf16 numbers whose sum stands for an element; products of term a and term b are taken where
+    a + b < ``order``. ``tma``: rows start and end on 16 bytes.
+    """
+
+    columns: int
+    k: int
+    slice_k: int
+    tile_k: int
+    stages: int
+    ctas_per_sm: int
+    warps_k: int
+    x_terms: int
+    phi_terms: int
+    order: int
+    tma: bool
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns in whole tiles of the tensor cores."""
+        return -(-self.columns // 8) * 8
+
+    @property
+    def splits(self) -> int:
+        """Parts of K."""
+        return -(-self.k // self.slice_k)
+
+
+SLICE = 4096
+BIAS_CHUNK = 64  # tokens whose gradients of the bias are added first
+TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of 8 bits that an element needs to be exact
+
+
+def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tma: bool) -> ProjectionConfig:
+    """``x``, ``phi``: names of the dtypes. "tf32" takes products to 2^-16 of the largest, "fp32" to 2^-24.
+
+    H200, 8192x4x4096, share of the same-bytes copy: two CTAs of two stages of 128 columns 0.84, of four of 64 0.82,
+    three CTAs of two of 64 0.80.
+    """
+    order = 2 if precision == "tf32" else 3
+    light = columns <= 32 and x == "bfloat16"  # few enough sums that a warp's registers hold those of 64 tokens
+    return ProjectionConfig(
+        columns=columns,
+        k=k,
+        slice_k=SLICE,
+        tile_k=128 if light else 32 if x == "float32" else 64,
+        stages=2 if light else 3,
+        ctas_per_sm=2,
+        warps_k=2 if light else 1,
+        x_terms=min(TERMS[x], order),
+        phi_terms=min(TERMS[phi], order),
+        order=order,
+        tma=tma,
+    )
+
+
+@dataclass(frozen=True)
+class ProjectionBackwardConfig:
+    """How the gradients of the streams and of phi are computed.
+
+    ``columns``: N. A CTA owns ``slice_c`` channels of each of ``n`` streams of ``channels``, in memory in the order
+    ``layout``, and walks over chunks of ``chunk`` tokens (whose sums are stored by themselves), ``tile_m`` at a time,
+    ``stages`` tiles in flight. ``parts`` warps share their columns, each with one term of dH. ``x_terms``,
+    ``phi_terms``, ``order``, ``tma``: as in ProjectionConfig; dH has ``order`` terms.
+    """
+
+    columns: int
+    n: int
+    channels: int
+    layout: str
+    slice_c: int
+    tile_m: int
+    chunk: int
+    stages: int
+    parts: int
+    x_terms: int
+    phi_terms: int
+    order: int
+    tma: bool
+
+    @property
+    def k(self) -> int:
+        """Elements of a token."""
+        return self.n * self.channels
+
+    @property
+    def slices(self) -> int:
+        """How many CTAs share a token."""
+        return -(-self.channels // self.slice_c)
+
+    @property
+    def groups(self) -> int:
+        """Warps that have columns of their own: eight channels of every stream."""
+        return self.slice_c // 8
+
+    @property
+    def warps(self) -> int:
+        """Of a CTA."""
+        return self.groups * self.parts
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns in whole octets."""
+        return -(-self.columns // 8) * 8
+
+    @property
+    def terms_columns(self) -> int:
+        """Columns of all terms of dH, in whole steps of the tensor cores."""
+        return -(-self.order * self.padded_columns // 16) * 16
+
+    def block_rows(self, b: int) -> int:
+        """Rows that term b of phi takes: once for each term of dH that it is multiplied with."""
+        return -(-(self.order - b) * self.padded_columns // 16) * 16
+
+    @property
+    def phi_rows(self) -> int:
+        """Rows of all terms of phi."""
+        return sum(self.block_rows(b) for b in range(self.phi_terms))
+
+    def partials(self, num_tokens: int) -> int:
+        """Partial sums of the gradient of phi."""
+        return -(-num_tokens // self.chunk) * self.parts
+
+
+CHUNK = 512  # tokens
+SHARED_MEMORY = 227 * 1024  # of a CTA
+MAX_STAGES = 8
+
+
+def projection_backward_config(
+    n: int, channels: int, layout: str, columns: int, x: str, phi: str, precision: str, tma: bool, combines: bool = True
+) -> ProjectionBackwardConfig:
+    """128 bytes of a stream's row a CTA; of 8 streams less, since the terms of phi fill the shared memory."""
+    order = 2 if precision == "tf32" else 3
+    boxes = 2 if combines else 1  # of every stream: x, and dout
+    wide = columns > 32
+    slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" else 64)
+    parts = order if wide else 1
+    config = ProjectionBackwardConfig(
+        columns=columns,
+        n=n,
+        channels=channels,
+        layout="streams" if n == 1 else layout,
+        slice_c=slice_c,
+        tile_m=16 * parts if wide else 32,
+        chunk=CHUNK if parts < 3 else 480,
+        stages=0,
+        parts=parts,
+        x_terms=min(TERMS[x], order),
+        phi_terms=min(TERMS[phi], order),
+        order=order,
+        tma=tma,
+    )
+    itemsize = 4 if x == "float32" else 2
+    tile = config.tile_m * (slice_c * itemsize * (boxes * n + 1) + 2 * (config.terms_columns + 8) + 4 * (n * n + n + 5))
+    fixed = 2 * config.phi_rows * (n * slice_c + 8) + 4096
+    return replace(config, stages=min(MAX_STAGES, (SHARED_MEMORY - fixed) // tile))

@@ -1,0 +1,207 @@
+"""Weighted sum of a token's streams: out[c] = sum_i pre_i x_i[c], and its gradients.
+
+Forward: a warp takes some vectors of one token, as many warps as there are. Backward: one warp a token, since
+the gradient of pre is a sum over its channels; the order of that sum depends on C and the dtype alone.
+
+Profile: ncu --clock-control none -k regex:Aggregate python -m bench.bench_mhc --filter aggregate.8192x4x4096
+"""
+
+from dataclasses import replace
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from cute_kernels.mhc.config import StreamLayout
+from cute_kernels.mhc.kernel.streams import (
+    THREADS,
+    WARP_SIZE,
+    launch_size,
+    load_channels,
+    load_coefficients,
+    load_streams,
+    store_channels,
+    store_streams,
+    stream_fragment,
+    symbolic_streams,
+    unrolled,
+    vectors_of_thread,
+    warp_sums,
+)
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+TOKENS = 4  # warps of a CTA of the backward, a token each
+
+
+class AggregateForward:
+    """out[m, c] = sum_i pre[m, i] x[m, i, c], in ascending i; without ``pre`` every weight is ``scale``.
+
+    The last tokens come first: of what a projection has just read they are what L2 still holds.
+    """
+
+    def __init__(self, layout: StreamLayout, align: int):
+        self.layout = layout
+        self.align = align
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, pre: Optional[cute.Tensor], out: cute.Tensor, scale: Float32, stream):
+        self.kernel(x, pre, out, scale).launch(
+            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, pre: Optional[cute.Tensor], out: cute.Tensor, scale: Float32):
+        s = self.layout
+        row, vectors = vectors_of_thread(s, backwards=True)
+        if row < x.shape[0]:
+            rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
+            weights = cute.make_rmem_tensor((s.n,), Float32)
+            weights.fill(scale)
+            if const_expr(pre is not None):
+                weights = load_coefficients(pre, row, s.n, self.align)
+            for u in cutlass.range_constexpr(s.unroll):
+                total = cute.make_rmem_tensor((s.vec,), Float32)
+                for c in cutlass.range_constexpr(s.vec):
+                    total[c] = weights[0] * rX[u][c, 0].to(Float32)
+                    for i in cutlass.range_constexpr(1, s.n):
+                        total[c] = total[c] + weights[i] * rX[u][c, i].to(Float32)
+                store_channels(total, out, row, *vectors[u], s)
+
+
+class AggregateBackward:
+    """dx[m, i, c] = dout[m, c] pre[m, i] and dpre[m, i] = sum_c dout[m, c] x[m, i, c]; either may be left out."""
+
+    def __init__(self, layout: StreamLayout, align: int):
+        self.layout = replace(layout, unroll=max(2, layout.unroll))  # a vector is not enough in flight
+        self.align = align
+
+    @cute.jit
+    def __call__(
+        self,
+        dout: cute.Tensor,
+        x: cute.Tensor,
+        pre: Optional[cute.Tensor],
+        dx: Optional[cute.Tensor],
+        dpre: Optional[cute.Tensor],
+        stream,
+    ):
+        self.kernel(dout, x, pre, dx, dpre).launch(
+            grid=[cute.ceil_div(x.shape[0], TOKENS), 1, 1], block=[TOKENS * WARP_SIZE, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dout: cute.Tensor,
+        x: cute.Tensor,
+        pre: Optional[cute.Tensor],
+        dx: Optional[cute.Tensor],
+        dpre: Optional[cute.Tensor],
+    ):
+        s = self.layout
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        lane = tidx % WARP_SIZE
+        row = bidx * TOKENS + cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        if row < x.shape[0]:
+            weights = None
+            if const_expr(dx is not None):
+                weights = load_coefficients(pre, row, s.n, self.align)
+            sums = cute.make_rmem_tensor((s.n,), Float32)
+            sums.fill(0.0)
+            for vector in cutlass.range(lane, s.vectors, s.unroll * WARP_SIZE):
+                vectors = unrolled(vector, s)
+                rD = [load_channels(dout, row, channel, inside, s) for channel, inside in vectors]
+                if const_expr(dpre is not None):
+                    rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
+                for u in cutlass.range_constexpr(s.unroll):
+                    d = rD[u].load().to(Float32)
+                    if const_expr(dpre is not None):
+                        for i in cutlass.range_constexpr(s.n):
+                            for c in cutlass.range_constexpr(s.vec):
+                                sums[i] = sums[i] + d[c] * rX[u][c, i].to(Float32)
+                    if const_expr(dx is not None):
+                        gradient = stream_fragment(Float32, s)
+                        for i in cutlass.range_constexpr(s.n):
+                            for c in cutlass.range_constexpr(s.vec):
+                                gradient[c, i] = d[c] * weights[i]
+                        store_streams(gradient, dx, row, *vectors[u], s)
+            if const_expr(dpre is not None):
+                total = warp_sums([sums[i] for i in range(s.n)])
+                if lane < s.n:
+                    dpre[row, lane] = total
+
+
+class Expand:
+    """x[m, i, c] = scale h[m, c]: a copy for each stream, and the gradient of their mean."""
+
+    def __init__(self, layout: StreamLayout):
+        self.layout = layout
+
+    @cute.jit
+    def __call__(self, h: cute.Tensor, x: cute.Tensor, scale: Float32, stream):
+        self.kernel(h, x, scale).launch(
+            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, h: cute.Tensor, x: cute.Tensor, scale: Float32):
+        s = self.layout
+        row, vectors = vectors_of_thread(s)
+        if row < x.shape[0]:
+            rH = [load_channels(h, row, channel, inside, s) for channel, inside in vectors]
+            for u in cutlass.range_constexpr(s.unroll):
+                copies = stream_fragment(Float32, s)
+                for i in cutlass.range_constexpr(s.n):
+                    for c in cutlass.range_constexpr(s.vec):
+                        copies[c, i] = scale * rH[u][c].to(Float32)
+                store_streams(copies, x, row, *vectors[u], s)
+
+
+@compiled
+def aggregate_forward(arch: str, dtype: Dtype, has_pre: bool, align: int, layout: StreamLayout) -> Program:
+    """out (M, C) from x (M, n C) and pre (M, n) or a constant; rows of pre start on ``align`` elements."""
+    rows = cute.sym_int()
+    s = layout
+    return Program(
+        AggregateForward(s, align),
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n, align) if has_pre else None,
+        symbolic_streams(dtype, rows, s.channels, s.vec),
+        Float32(1.0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def aggregate_backward(
+    arch: str, dtype: Dtype, needs_dx: bool, needs_dpre: bool, align: int, layout: StreamLayout
+) -> Program:
+    """dx (M, n C) and dpre (M, n) from dout (M, C), x and pre."""
+    rows = cute.sym_int()
+    s = layout
+    return Program(
+        AggregateBackward(s, align),
+        symbolic_streams(dtype, rows, s.channels, s.vec),
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n, align) if needs_dx else None,
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access) if needs_dx else None,
+        symbolic_streams(Float32, rows, s.n, 1) if needs_dpre else None,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def expand_streams(arch: str, dtype: Dtype, layout: StreamLayout) -> Program:
+    """x (M, n C) from h (M, C)."""
+    rows = cute.sym_int()
+    s = layout
+    return Program(
+        Expand(s),
+        symbolic_streams(dtype, rows, s.channels, s.vec),
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        Float32(1.0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

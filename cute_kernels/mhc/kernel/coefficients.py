@@ -1,0 +1,368 @@
+"""From a token's projection to the coefficients of its mixture, and back: 32 tokens a CTA, one thread a token.
+
+    h = alpha H / rms + beta;   pre = sigmoid(h) + pre_eps,   post = post_mult sigmoid(h),   res = Sinkhorn(h) or h
+
+Forward: all threads add the partial sums of H that the projection left, in ascending order, into shared memory; then a
+warp computes. Backward: sums over tokens (dalpha, dbeta) leave a partial row for every 32 tokens, which a dependent
+launch adds in a fixed order.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.row_layout import SUM_COLUMNS
+from cute_kernels.common.rows import symbolic_vector
+from cute_kernels.mhc.kernel.sinkhorn import LOG2_E, Sinkhorn, exp2
+from cute_kernels.mhc.kernel.streams import WARP_SIZE, load_coefficients, symbolic_streams, warp_sums
+from cute_kernels.mhc.variants import Variant
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+TOKENS = WARP_SIZE  # of a CTA
+THREADS = 128
+
+
+class Coefficients:
+    """The arithmetic of one token. ``head``: there is only pre."""
+
+    def __init__(self, n: int, variant: Variant, head: bool):
+        self.n = n
+        self.variant = variant
+        self.head = head
+        self.columns = n if head else n * n + 2 * n
+        self.groups = [0] * n if head else [0] * n + [1] * n + [2] * n * n  # which alpha a column has
+        self.sinkhorn = Sinkhorn(n, variant.sinkhorn, variant.iterations, variant.sinkhorn_eps)
+
+    @cute.jit
+    def inverse_rms(self, mean_square: Float32):
+        """1 / rms, with eps as the variant has it."""
+        if const_expr(self.variant.rms_eps_placement == "inside"):
+            inverse = 1.0 / cute.math.sqrt(mean_square + self.variant.rms_eps)
+        else:
+            inverse = 1.0 / (cute.math.sqrt(mean_square) + self.variant.rms_eps)
+        return inverse
+
+    @cute.jit
+    def linear(self, h: cute.Tensor, inverse: Float32, alpha: cute.Tensor, beta: cute.Tensor):
+        """alpha H / rms + beta of all columns."""
+        values = cute.make_rmem_tensor((self.columns,), Float32)
+        for j in cutlass.range_constexpr(self.columns):
+            values[j] = alpha[self.groups[j]].to(Float32) * (h[j] * inverse) + beta[j].to(Float32)
+        return values
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return cute.arch.rcp_approx(1.0 + exp2(-x * LOG2_E))
+
+
+class CoefficientsForward:
+    """See the module. With ``partials`` H and mean_square are results (or None), without they are what is given.
+
+    ``variant`` None: H and mean_square are all that is wanted. ``normalises``: res is what Sinkhorn makes of h.
+    """
+
+    def __init__(self, n: int, k: int, variant: Optional[Variant], head: bool, normalises: bool):
+        self.columns = n if head else n * n + 2 * n
+        self.k = k
+        self.math = None if variant is None else Coefficients(n, variant, head)
+        self.normalises = normalises
+
+    @cute.jit
+    def __call__(
+        self,
+        partials: Optional[cute.Tensor],
+        h: Optional[cute.Tensor],
+        mean_square: Optional[cute.Tensor],
+        alpha: Optional[cute.Tensor],
+        beta: Optional[cute.Tensor],
+        pre: Optional[cute.Tensor],
+        post: Optional[cute.Tensor],
+        res: Optional[cute.Tensor],
+        num_tokens: Int32,
+        stream,
+    ):
+        self.kernel(partials, h, mean_square, alpha, beta, pre, post, res, num_tokens).launch(
+            grid=[cute.ceil_div(num_tokens, TOKENS), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        partials: Optional[cute.Tensor],
+        h: Optional[cute.Tensor],
+        mean_square: Optional[cute.Tensor],
+        alpha: Optional[cute.Tensor],
+        beta: Optional[cute.Tensor],
+        pre: Optional[cute.Tensor],
+        post: Optional[cute.Tensor],
+        res: Optional[cute.Tensor],
+        num_tokens: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        columns = const_expr(self.columns)
+        smem = SmemAllocator()
+        sH = smem.allocate_tensor(Float32, cute.make_layout((TOKENS, columns + 1), stride=(columns + 1, 1)))
+        first_row = bidx * TOKENS
+        for index in cutlass.range(tidx, TOKENS * (columns + 1), THREADS, unroll=4):
+            token, column = index % TOKENS, index // TOKENS
+            row = first_row + token
+            if row < num_tokens:
+                value = Float32(0.0)
+                if const_expr(partials is not None):
+                    value = sum_splits(partials, row, column)
+                    if column == columns:
+                        value = value / Float32(self.k)
+                        if const_expr(mean_square is not None):
+                            mean_square[row] = value
+                    else:
+                        if const_expr(h is not None):
+                            h[row, column] = value
+                else:
+                    if column == columns:
+                        value = mean_square[row]
+                    else:
+                        value = h[row, column]
+                sH[token, column] = value
+        if const_expr(self.math is not None):
+            cute.arch.barrier()
+            row = first_row + tidx
+            if tidx < TOKENS and row < num_tokens:
+                self.token(sH[tidx, None], alpha, beta, pre, post, res, row)
+
+    @cute.jit
+    def token(self, h: cute.Tensor, alpha, beta, pre, post, res, row: Int32):
+        """The coefficients of one token, from shared memory to global memory."""
+        math = self.math
+        n = const_expr(math.n)
+        values = math.linear(h, math.inverse_rms(h[self.columns]), alpha, beta)
+        gates = cute.make_rmem_tensor((n,), Float32)
+        for i in cutlass.range_constexpr(n):
+            gates[i] = sigmoid(values[i]) + math.variant.pre_eps
+        cute.autovec_copy(gates, pre[row, None])
+        if const_expr(not math.head):
+            for i in cutlass.range_constexpr(n):
+                gates[i] = math.variant.post_mult * sigmoid(values[n + i])
+            cute.autovec_copy(gates, post[row, None])
+            logits = cute.make_rmem_tensor((n * n,), Float32)
+            for j in cutlass.range_constexpr(n * n):
+                logits[j] = values[2 * n + j]
+            if const_expr(self.normalises):
+                p = cute.make_rmem_tensor((n * n,), Float32)
+                math.sinkhorn.forward(logits, p)
+                logits = p
+            cute.autovec_copy(logits, res[row, None])
+
+
+@cute.jit
+def sum_splits(partials: cute.Tensor, row: Int32, column: Int32):
+    """The sum of a token's partial sums, in ascending order of the parts of K."""
+    total = partials[0, column, row]
+    for split in cutlass.range_constexpr(1, partials.shape[0]):
+        total = total + partials[split, column, row]
+    return total
+
+
+class CoefficientsBackward:
+    """dH, dmean_square, dalpha and dbeta from the gradients of pre, post and res (None: zero)."""
+
+    def __init__(
+        self,
+        n: int,
+        variant: Variant,
+        head: bool,
+        normalises: bool,
+        accumulate: tuple[bool, bool],
+        aligns: tuple[int, int, int],
+    ):
+        self.math = Coefficients(n, variant, head)
+        self.normalises = normalises
+        self.aligns = aligns
+        self.sum_rows = SumRows(accumulate)
+
+    @cute.jit
+    def __call__(
+        self,
+        h: cute.Tensor,
+        mean_square: cute.Tensor,
+        alpha: cute.Tensor,
+        beta: cute.Tensor,
+        dpre: Optional[cute.Tensor],
+        dpost: Optional[cute.Tensor],
+        dres: Optional[cute.Tensor],
+        dh: cute.Tensor,
+        dmean_square: cute.Tensor,
+        partials: Optional[cute.Tensor],
+        dbeta: Optional[cute.Tensor],
+        dalpha: Optional[cute.Tensor],
+        stream,
+    ):
+        chunks = cute.ceil_div(h.shape[0], TOKENS)
+        self.kernel(h, mean_square, alpha, beta, dpre, dpost, dres, dh, dmean_square, partials).launch(
+            grid=[chunks, 1, 1], block=[TOKENS, 1, 1], stream=stream
+        )
+        if const_expr(partials is not None):
+            self.sum_rows.launch(partials, dbeta, dalpha, chunks, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        h: cute.Tensor,
+        mean_square: cute.Tensor,
+        alpha: cute.Tensor,
+        beta: cute.Tensor,
+        dpre: Optional[cute.Tensor],
+        dpost: Optional[cute.Tensor],
+        dres: Optional[cute.Tensor],
+        dh: cute.Tensor,
+        dmean_square: cute.Tensor,
+        partials: Optional[cute.Tensor],
+    ):
+        n, columns = const_expr(self.math.n), const_expr(self.math.columns)
+        lane, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        row = bidx * TOKENS + lane
+        if const_expr(self.normalises):
+            history, (logits, p, dp) = self.math.sinkhorn.allocate(SmemAllocator(), lane)
+        # What is summed over the tokens: the gradients of h, then each times H / rms by group
+        delta = cute.make_rmem_tensor((columns,), Float32)
+        dalphas = cute.make_rmem_tensor((3,), Float32)
+        delta.fill(0.0)
+        dalphas.fill(0.0)
+        if row < h.shape[0]:
+            rH = load_coefficients(h, row, columns, const_expr(4 if columns % 4 == 0 else 1))
+            square = mean_square[row]
+            inverse = self.math.inverse_rms(square)
+            values = self.math.linear(rH, inverse, alpha, beta)
+            if const_expr(dpre is not None):
+                gradient = load_coefficients(dpre, row, n, self.aligns[0])
+                for i in cutlass.range_constexpr(n):
+                    gate = sigmoid(values[i])
+                    delta[i] = gradient[i] * (gate * (1.0 - gate))
+            if const_expr(dpost is not None):
+                gradient = load_coefficients(dpost, row, n, self.aligns[1])
+                for i in cutlass.range_constexpr(n):
+                    gate = sigmoid(values[n + i])
+                    delta[n + i] = gradient[i] * (self.math.variant.post_mult * (gate * (1.0 - gate)))
+            if const_expr(dres is not None):
+                gradient = load_coefficients(dres, row, n * n, self.aligns[2])
+                if const_expr(self.normalises):
+                    for j in cutlass.range_constexpr(n * n):
+                        logits[j] = values[2 * n + j]
+                        dp[j] = gradient[j]
+                    self.math.sinkhorn.backward(logits, p, dp, history)
+                    gradient = dp
+                for j in cutlass.range_constexpr(n * n):
+                    delta[2 * n + j] = gradient[j]
+            dinverse = Float32(0.0)
+            for j in cutlass.range_constexpr(columns):
+                group = const_expr(self.math.groups[j])
+                scaled = alpha[group].to(Float32) * delta[j]
+                dalphas[group] = dalphas[group] + delta[j] * (rH[j] * inverse)
+                dinverse = dinverse + scaled * rH[j]
+                rH[j] = scaled * inverse
+            cute.autovec_copy(rH, dh[row, None])
+            if const_expr(self.math.variant.rms_eps_placement == "inside"):
+                dmean_square[row] = -0.5 * (inverse * inverse * inverse) * dinverse
+            else:
+                # A token of zeros has no gradient, as of a norm at 0
+                slope = -0.5 * (inverse * inverse) / cute.math.sqrt(square)
+                dmean_square[row] = slope * dinverse if square > 0.0 else Float32(0.0)
+        if const_expr(partials is not None):
+            sums = const_expr([*range(columns), *range(columns, columns + (1 if self.math.head else 3))])
+            for first in cutlass.range_constexpr(0, len(sums), WARP_SIZE):
+                count = const_expr(min(WARP_SIZE, len(sums) - first))
+                total = warp_sums(
+                    [delta[j] if j < columns else dalphas[j - columns] for j in range(first, first + count)]
+                )
+                if lane < count:
+                    if first + lane < columns:
+                        partials[0, bidx, first + lane] = total
+                    else:
+                        partials[1, bidx, first + lane - columns] = total
+
+
+@compiled
+def coefficients_forward(
+    arch: str,
+    n: int,
+    k: int,
+    splits: int,
+    keeps: bool,
+    parameters: Optional[tuple[Dtype, Dtype]],
+    variant: Optional[Variant],
+    head: bool,
+    normalises: bool,
+) -> Program:
+    """pre, post and res, and H and mean_square if it ``keeps`` them, from ``splits`` partial sums, or from those two.
+
+    ``parameters``: dtypes of alpha and beta; with ``variant`` None H and mean_square are all that is wanted.
+    """
+    rows = cute.sym_int()
+    columns = n if head else n * n + 2 * n
+    given = splits == 0
+    computes = variant is not None
+    alpha, beta = parameters or (None, None)
+    return Program(
+        CoefficientsForward(n, k, variant, head, normalises),
+        None
+        if given
+        else cute.runtime.make_fake_compact_tensor(
+            Float32, (splits, columns + 1, rows), stride_order=(2, 1, 0), assumed_align=4
+        ),
+        symbolic_streams(Float32, rows, columns, 1) if given or keeps else None,
+        symbolic_vector(Float32, rows) if given or keeps else None,
+        symbolic_vector(alpha, 1 if head else 3),
+        symbolic_vector(beta, columns),
+        symbolic_streams(Float32, rows, n, min(4, n)) if computes else None,
+        symbolic_streams(Float32, rows, n, min(4, n)) if computes and not head else None,
+        symbolic_streams(Float32, rows, n * n, min(4, n * n)) if computes and not head else None,
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def coefficients_backward(
+    arch: str,
+    n: int,
+    parameters: tuple[Dtype, Dtype],
+    gradients: tuple[Optional[Dtype], Optional[Dtype]],
+    accumulate: tuple[bool, bool],
+    has: tuple[bool, bool, bool],
+    aligns: tuple[int, int, int],
+    variant: Variant,
+    head: bool,
+    normalises: bool,
+) -> Program:
+    """dH, dmean_square, dbeta, dalpha (``gradients``: dtypes of these) from what it ``has`` of dpre, dpost, dres."""
+    rows, chunks = cute.sym_int(), cute.sym_int()
+    columns = n if head else n * n + 2 * n
+    padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
+    dbeta, dalpha = gradients
+    sums = dbeta is not None or dalpha is not None
+    align = 4 if columns % 4 == 0 else 1
+    return Program(
+        CoefficientsBackward(n, variant, head, normalises, accumulate, aligns),
+        symbolic_streams(Float32, rows, columns, align),
+        symbolic_vector(Float32, rows),
+        symbolic_vector(parameters[0], 1 if head else 3),
+        symbolic_vector(parameters[1], columns),
+        symbolic_streams(Float32, rows, n, aligns[0]) if has[0] else None,
+        symbolic_streams(Float32, rows, n, aligns[1]) if has[1] else None,
+        symbolic_streams(Float32, rows, n * n, aligns[2]) if has[2] else None,
+        symbolic_streams(Float32, rows, columns, align),
+        symbolic_vector(Float32, rows),
+        cute.runtime.make_fake_compact_tensor(Float32, (2, chunks, padded), stride_order=(2, 1, 0), assumed_align=16)
+        if sums
+        else None,
+        symbolic_vector(dbeta, columns),
+        symbolic_vector(dalpha, 1 if head else 3),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

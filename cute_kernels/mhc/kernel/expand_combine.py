@@ -1,0 +1,412 @@
+"""New streams from a sublayer's output and the old streams, and their gradients.
+
+    out[o, c] = dropout((f[c] + bias[c]) post_o) + sum_i R(i, o) x_i[c],    R(i, o) = res[i, o] or res[o, i]
+
+Forward: a warp takes some vectors of one token, as many warps as there are. Backward: one warp a token, since
+the gradients of post and res are sums over its channels; their order depends on C and the dtype alone.
+
+Profile: ncu --clock-control none -k regex:ExpandCombine python -m bench.bench_mhc --filter expand_combine.8192x4x4096
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32, Uint64, const_expr
+
+from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.row_layout import SUM_COLUMNS
+from cute_kernels.common.rows import symbolic_vector
+from cute_kernels.mhc.config import StreamLayout
+from cute_kernels.mhc.kernel.philox import philox
+from cute_kernels.mhc.kernel.streams import (
+    THREADS,
+    WARP_SIZE,
+    launch_size,
+    load_channels,
+    load_coefficients,
+    load_streams,
+    mix,
+    store_channels,
+    store_streams,
+    stream_fragment,
+    symbolic_streams,
+    unrolled,
+    vectors_of_thread,
+    warp_sums,
+)
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+TOKENS = 4  # warps of a CTA of the backward, a token each
+
+
+@cute.jit
+def keep_scales(seed: cute.Tensor, row, channel, threshold: Uint32, scale: Float32, s: cutlass.Constexpr):
+    """What dropout multiplies each element of a fragment (vec, n) by: 0 or ``scale`` = 1 / (1 - p).
+
+    Element k of a token is dropped where word k % 4 of the random words of (k // 4, token) is below ``threshold``.
+    """
+    kept = stream_fragment(Float32, s)
+    in_memory = cute.make_tensor(kept.iterator, cute.make_layout(s.vec * s.n))
+    streams = const_expr(s.order == "streams")
+    run = const_expr(s.vec if streams else s.vec * s.n)
+    whole = const_expr(run % 4 == 0 and (s.channels % 4 == 0 or not streams))  # runs consist of whole groups of four
+    for r in cutlass.range_constexpr(s.vec * s.n // run):
+        first = r * s.channels + channel if const_expr(streams) else channel * s.n
+        for e in cutlass.range_constexpr(run):
+            k = first + e
+            if const_expr(e % 4 == 0 or not whole):
+                words = philox(Uint32(k // 4), Uint32(row), Uint64(seed[0]))
+            word = words[e % 4]
+            if const_expr(not whole):
+                for w in cutlass.range_constexpr(4):
+                    word = words[w] if k % 4 == w else word
+            in_memory[r * run + e] = Float32(0.0) if word < threshold else scale
+    return kept
+
+
+@cute.jit
+def load_bias(bias: cute.Tensor, channel, inside, s: cutlass.Constexpr):
+    """Channels ``channel, ...`` of the bias, in fp32; it may start anywhere. Zeros unless ``inside``."""
+    values = cute.make_rmem_tensor((s.vec,), Float32)
+    values.fill(0.0)
+    if inside:
+        for c in cutlass.range_constexpr(s.vec):
+            values[c] = bias[channel + c].to(Float32)
+    return values
+
+
+class ExpandCombineForward:
+    """See the module; ``orientation`` "io": R(i, o) = res[i, o], "oi": res[o, i]."""
+
+    def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int]):
+        self.layout = layout
+        self.orientation = orientation
+        self.post_align, self.res_align = aligns
+
+    @cute.jit
+    def __call__(
+        self,
+        f: cute.Tensor,
+        bias: Optional[cute.Tensor],
+        post: cute.Tensor,
+        x: cute.Tensor,
+        res: cute.Tensor,
+        seed: Optional[cute.Tensor],
+        out: cute.Tensor,
+        threshold: Uint32,
+        scale: Float32,
+        stream,
+    ):
+        self.kernel(f, bias, post, x, res, seed, out, threshold, scale).launch(
+            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        f: cute.Tensor,
+        bias: Optional[cute.Tensor],
+        post: cute.Tensor,
+        x: cute.Tensor,
+        res: cute.Tensor,
+        seed: Optional[cute.Tensor],
+        out: cute.Tensor,
+        threshold: Uint32,
+        scale: Float32,
+    ):
+        s = self.layout
+        row, vectors = vectors_of_thread(s)
+        if row < x.shape[0]:
+            rF = [load_channels(f, row, channel, inside, s) for channel, inside in vectors]
+            rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
+            posts = load_coefficients(post, row, s.n, self.post_align)
+            weights = load_coefficients(res, row, s.n * s.n, self.res_align)
+            for u in cutlass.range_constexpr(s.unroll):
+                channel, inside = vectors[u]
+                if const_expr(bias is not None):
+                    biases = load_bias(bias, channel, inside, s)
+                if const_expr(seed is not None):
+                    kept = keep_scales(seed, row, channel, threshold, scale, s)
+                total = stream_fragment(Float32, s)
+                for c in cutlass.range_constexpr(s.vec):
+                    output = rF[u][c].to(Float32)
+                    if const_expr(bias is not None):
+                        output = output + biases[c]
+                    for o in cutlass.range_constexpr(s.n):
+                        expanded = output * posts[o]
+                        if const_expr(seed is not None):
+                            expanded = expanded * kept[c, o]
+                        for i in cutlass.range_constexpr(s.n):
+                            expanded = expanded + weights[mix(i, o, s.n, self.orientation)] * rX[u][c, i].to(Float32)
+                        total[c, o] = expanded
+                store_streams(total, out, row, channel, inside, s)
+
+
+class ExpandCombineBackward:
+    """df, dx, dpost and dres from dout; dx and df may be left out, and dpost and dres together.
+
+    dx_i = sum_o R(i, o) dout_o, df = sum_o post_o d_o, dpost_o = sum_c (f + bias) d_o, dR(i, o) = sum_c x_i dout_o,
+    where d_o is dout_o after dropout.
+    """
+
+    def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int]):
+        self.layout = layout
+        self.orientation = orientation
+        self.post_align, self.res_align = aligns
+
+    @cute.jit
+    def __call__(
+        self,
+        dout: cute.Tensor,
+        f: cute.Tensor,
+        bias: Optional[cute.Tensor],
+        post: cute.Tensor,
+        x: cute.Tensor,
+        res: cute.Tensor,
+        seed: Optional[cute.Tensor],
+        dx: Optional[cute.Tensor],
+        df: Optional[cute.Tensor],
+        dpost: Optional[cute.Tensor],
+        dres: Optional[cute.Tensor],
+        threshold: Uint32,
+        scale: Float32,
+        stream,
+    ):
+        self.kernel(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, threshold, scale).launch(
+            grid=[cute.ceil_div(x.shape[0], TOKENS), 1, 1], block=[TOKENS * WARP_SIZE, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dout: cute.Tensor,
+        f: cute.Tensor,
+        bias: Optional[cute.Tensor],
+        post: cute.Tensor,
+        x: cute.Tensor,
+        res: cute.Tensor,
+        seed: Optional[cute.Tensor],
+        dx: Optional[cute.Tensor],
+        df: Optional[cute.Tensor],
+        dpost: Optional[cute.Tensor],
+        dres: Optional[cute.Tensor],
+        threshold: Uint32,
+        scale: Float32,
+    ):
+        s = self.layout
+        n = const_expr(s.n)
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        lane = tidx % WARP_SIZE
+        row = bidx * TOKENS + cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        if row < x.shape[0]:
+            posts = load_coefficients(post, row, n, self.post_align)
+            weights = load_coefficients(res, row, n * n, self.res_align)
+            sums = cute.make_rmem_tensor((n + n * n,), Float32)
+            sums.fill(0.0)
+            for vector in cutlass.range(lane, s.vectors, s.unroll * WARP_SIZE):
+                vectors = unrolled(vector, s)
+                rD = [load_streams(dout, row, channel, inside, s) for channel, inside in vectors]
+                if const_expr(dpost is not None):
+                    rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
+                    rF = [load_channels(f, row, channel, inside, s) for channel, inside in vectors]
+                for u in cutlass.range_constexpr(s.unroll):
+                    channel, inside = vectors[u]
+                    if const_expr(bias is not None):
+                        biases = load_bias(bias, channel, inside, s)
+                    if const_expr(seed is not None):
+                        kept = keep_scales(seed, row, channel, threshold, scale, s)
+                    gradient_f = cute.make_rmem_tensor((s.vec,), Float32)
+                    gradient_x = stream_fragment(Float32, s)
+                    for c in cutlass.range_constexpr(s.vec):
+                        d = [rD[u][c, o].to(Float32) for o in range(n)]
+                        dropped = [d[o] * kept[c, o] for o in range(n)] if const_expr(seed is not None) else d
+                        gradient_f[c] = dropped[0] * posts[0]
+                        for o in cutlass.range_constexpr(1, n):
+                            gradient_f[c] = gradient_f[c] + dropped[o] * posts[o]
+                        if const_expr(dpost is not None):
+                            output = rF[u][c].to(Float32)
+                            if const_expr(bias is not None):
+                                output = output + biases[c]
+                            for o in cutlass.range_constexpr(n):
+                                sums[o] = sums[o] + output * dropped[o]
+                            for i in cutlass.range_constexpr(n):
+                                stream_i = rX[u][c, i].to(Float32)
+                                for o in cutlass.range_constexpr(n):
+                                    at = n + mix(i, o, n, self.orientation)
+                                    sums[at] = sums[at] + stream_i * d[o]
+                        if const_expr(dx is not None):
+                            for i in cutlass.range_constexpr(n):
+                                gradient_x[c, i] = weights[mix(i, 0, n, self.orientation)] * d[0]
+                                for o in cutlass.range_constexpr(1, n):
+                                    weight = weights[mix(i, o, n, self.orientation)]
+                                    gradient_x[c, i] = gradient_x[c, i] + weight * d[o]
+                    if const_expr(df is not None):
+                        store_channels(gradient_f, df, row, channel, inside, s)
+                    if const_expr(dx is not None):
+                        store_streams(gradient_x, dx, row, channel, inside, s)
+            if const_expr(dpost is not None):
+                for first in cutlass.range_constexpr(0, n + n * n, WARP_SIZE):
+                    count = const_expr(min(WARP_SIZE, n + n * n - first))
+                    total = warp_sums([sums[first + j] for j in range(count)])
+                    if lane < count:
+                        if first + lane < n:
+                            dpost[row, lane] = total
+                        else:
+                            dres[row, first + lane - n] = total
+
+
+class BiasGradient:
+    """partials[chunk, c] = sum over the chunk's tokens, ascending, of sum_o post_o d_o[c]: what is summed to dbias."""
+
+    def __init__(self, layout: StreamLayout, align: int, tokens: int, accumulate: bool):
+        self.layout = layout
+        self.align = align
+        self.tokens = tokens
+        self.sum_rows = SumRows((accumulate, False))
+
+    @cute.jit
+    def __call__(
+        self,
+        dout: cute.Tensor,
+        post: cute.Tensor,
+        seed: Optional[cute.Tensor],
+        partials: cute.Tensor,
+        dbias: cute.Tensor,
+        threshold: Uint32,
+        scale: Float32,
+        stream,
+    ):
+        chunks = cute.ceil_div(dout.shape[0], self.tokens)
+        self.kernel(dout, post, seed, partials, threshold, scale).launch(
+            grid=[cute.ceil_div(self.layout.vectors, WARP_SIZE), chunks, 1], block=[WARP_SIZE, 1, 1], stream=stream
+        )
+        self.sum_rows.launch(partials, dbias, None, chunks, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        dout: cute.Tensor,
+        post: cute.Tensor,
+        seed: Optional[cute.Tensor],
+        partials: cute.Tensor,
+        threshold: Uint32,
+        scale: Float32,
+    ):
+        s = self.layout
+        tidx, _, _ = cute.arch.thread_idx()
+        slice_index, chunk, _ = cute.arch.block_idx()
+        channel = (slice_index * WARP_SIZE + tidx) * s.vec
+        if channel < s.channels:
+            sums = cute.make_rmem_tensor((s.vec,), Float32)
+            sums.fill(0.0)
+            last = cutlass.min((chunk + 1) * self.tokens, dout.shape[0])
+            for row in cutlass.range(chunk * self.tokens, last, unroll=2):
+                rD = load_streams(dout, row, channel, True, s)
+                posts = load_coefficients(post, row, s.n, self.align)
+                if const_expr(seed is not None):
+                    kept = keep_scales(seed, row, channel, threshold, scale, s)
+                for c in cutlass.range_constexpr(s.vec):
+                    gradient = Float32(0.0)
+                    for o in cutlass.range_constexpr(s.n):
+                        d = rD[c, o].to(Float32)
+                        if const_expr(seed is not None):
+                            d = d * kept[c, o]
+                        gradient = gradient + d * posts[o]
+                    sums[c] = sums[c] + gradient
+            for c in cutlass.range_constexpr(s.vec):
+                partials[0, chunk, channel + c] = sums[c]
+
+
+@compiled
+def expand_combine_forward(
+    arch: str,
+    dtype: Dtype,
+    bias: Optional[Dtype],
+    dropout: bool,
+    orientation: str,
+    aligns: tuple[int, int],
+    layout: StreamLayout,
+) -> Program:
+    """out (M, n C) from f (M, C), post (M, n), x (M, n C), res (M, n n); rows of post and res start on ``aligns``."""
+    rows = cute.sym_int()
+    s = layout
+    streams = symbolic_streams(dtype, rows, s.n * s.channels, s.access)
+    return Program(
+        ExpandCombineForward(s, orientation, aligns),
+        symbolic_streams(dtype, rows, s.channels, s.vec),
+        symbolic_vector(bias, s.channels),
+        symbolic_streams(Float32, rows, s.n, aligns[0]),
+        streams,
+        symbolic_streams(Float32, rows, s.n * s.n, aligns[1]),
+        symbolic_vector(Int64, 1) if dropout else None,
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        Uint32(0),
+        Float32(1.0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def expand_combine_backward(
+    arch: str,
+    dtype: Dtype,
+    bias: Optional[Dtype],
+    dropout: bool,
+    needs_dx: bool,
+    needs_df: bool,
+    needs_sums: bool,
+    orientation: str,
+    aligns: tuple[int, int],
+    layout: StreamLayout,
+) -> Program:
+    """dx (M, n C), df (M, C), dpost (M, n) and dres (M, n n) from dout (M, n C) and what the forward had."""
+    rows = cute.sym_int()
+    s = layout
+    return Program(
+        ExpandCombineBackward(s, orientation, aligns),
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(dtype, rows, s.channels, s.vec),
+        symbolic_vector(bias, s.channels),
+        symbolic_streams(Float32, rows, s.n, aligns[0]),
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n * s.n, aligns[1]),
+        symbolic_vector(Int64, 1) if dropout else None,
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access) if needs_dx else None,
+        symbolic_streams(dtype, rows, s.channels, s.vec) if needs_df else None,
+        symbolic_streams(Float32, rows, s.n, 1) if needs_sums else None,
+        symbolic_streams(Float32, rows, s.n * s.n, 1) if needs_sums else None,
+        Uint32(0),
+        Float32(1.0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def bias_gradient(
+    arch: str,
+    dtype: Dtype,
+    dbias: Dtype,
+    accumulate: bool,
+    dropout: bool,
+    align: int,
+    tokens: int,
+    layout: StreamLayout,
+) -> Program:
+    """dbias (C,) from dout (M, n C) and post (M, n), through a partial row for every ``tokens`` tokens."""
+    rows, chunks = cute.sym_int(), cute.sym_int()
+    s = layout
+    columns = -(-s.channels // SUM_COLUMNS) * SUM_COLUMNS
+    return Program(
+        BiasGradient(s, align, tokens, accumulate),
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n, align),
+        symbolic_vector(Int64, 1) if dropout else None,
+        cute.runtime.make_fake_compact_tensor(Float32, (1, chunks, columns), stride_order=(2, 1, 0), assumed_align=16),
+        symbolic_vector(dbias, s.channels),
+        Uint32(0),
+        Float32(1.0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,177 @@
+"""A thread's part of a token's streams: where it lies, and how it gets in and out of registers.
+
+A token has n streams of C channels, in one of two orders: "streams" (stream after stream, element ``i C + c``) or
+"channels" (channel after channel, element ``c n + i``). A thread holds ``vec`` neighbouring channels of all streams as
+a fragment (vec, n), whatever the order: only loads and stores know it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.mhc.config import StreamLayout
+
+WARP_SIZE = 32
+THREADS = 256  # of a CTA whose warps have nothing to do with each other
+
+
+@cute.jit
+def launch_size(rows, s: cutlass.Constexpr):
+    """CTAs, so that every warp's worth of vectors of every token has a warp."""
+    return Int32(cute.ceil_div(Int64(rows) * warps_per_token(s), THREADS // WARP_SIZE))
+
+
+def warps_per_token(s: StreamLayout) -> int:
+    """Warps that share a token where each takes ``unroll`` vectors a lane."""
+    return -(-s.vectors // (WARP_SIZE * s.unroll))
+
+
+@cute.jit
+def vectors_of_thread(s: cutlass.Constexpr, backwards: cutlass.Constexpr[bool] = False):
+    """(token, vectors of this thread: (first channel, whether it is inside) each); only the CTA's place in 64 bits.
+
+    ``backwards``: the first CTA has the last tokens.
+    """
+    warps = const_expr(warps_per_token(s))
+    tidx = cute.arch.thread_idx()[0]
+    bidx = cute.arch.block_idx()[0]
+    if const_expr(backwards):
+        bidx = cute.arch.grid_dim()[0] - 1 - bidx
+    first = Int64(bidx) * (THREADS // WARP_SIZE)
+    first_row = first // warps
+    index = Int32(first - first_row * warps) + tidx // WARP_SIZE
+    vector = index % warps * (WARP_SIZE * s.unroll) + tidx % WARP_SIZE
+    return Int32(first_row) + index // warps, unrolled(vector, s)
+
+
+def unrolled(vector, s: StreamLayout) -> list:
+    """(first channel, whether it is inside) of the vectors of a lane, the first of which is ``vector``."""
+    exact = s.vectors % (WARP_SIZE * s.unroll) == 0
+    vectors = [vector + u * WARP_SIZE for u in range(s.unroll)]
+    return [(v * s.vec, True if exact else v < s.vectors) for v in vectors]
+
+
+@cute.jit
+def row_pointer(matrix: cute.Tensor, row, column, align: cutlass.Constexpr[int]):
+    """Address of ``matrix[row, column]``, in 64 bits, known to start on ``align`` elements."""
+    pointer = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+    return pointer.align(align * matrix.element_type.width // 8)
+
+
+def stream_fragment(dtype, s: StreamLayout):
+    """Registers for ``vec`` channels of all streams, as (vec, n), in the order of memory."""
+    stride = (1, s.vec) if s.order == "streams" else (s.n, 1)
+    return cute.make_rmem_tensor(cute.make_layout((s.vec, s.n), stride=stride), dtype)
+
+
+@cute.jit
+def load_streams(x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
+    """The streams of channels ``channel, ...``, in x's dtype; zeros unless ``inside``."""
+    fragment = stream_fragment(x.element_type, s)
+    if const_expr(inside is not True):
+        fragment.fill(0)
+    if inside:
+        if const_expr(s.order == "streams"):
+            for i in cutlass.range_constexpr(s.n):
+                source = row_pointer(x, row, i * s.channels + channel, s.vec)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(s.vec)), fragment[None, i])
+        else:
+            for part in cutlass.range_constexpr(s.vec * s.n // s.access):
+                source = row_pointer(x, row, channel * s.n + part * s.access, s.access)
+                target = cute.make_tensor(fragment.iterator + part * s.access, cute.make_layout(s.access))
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(s.access)), target)
+    return fragment
+
+
+@cute.jit
+def store_streams(values: cute.Tensor, x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
+    """Round a fragment (vec, n) of fp32 to x's dtype and write it, if it is ``inside``."""
+    fragment = stream_fragment(x.element_type, s)
+    for i in cutlass.range_constexpr(s.n):
+        for c in cutlass.range_constexpr(s.vec):
+            fragment[c, i] = values[c, i].to(x.element_type)
+    if inside:
+        if const_expr(s.order == "streams"):
+            for i in cutlass.range_constexpr(s.n):
+                target = row_pointer(x, row, i * s.channels + channel, s.vec)
+                cute.autovec_copy(fragment[None, i], cute.make_tensor(target, cute.make_layout(s.vec)))
+        else:
+            for part in cutlass.range_constexpr(s.vec * s.n // s.access):
+                target = row_pointer(x, row, channel * s.n + part * s.access, s.access)
+                source = cute.make_tensor(fragment.iterator + part * s.access, cute.make_layout(s.access))
+                cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(s.access)))
+
+
+@cute.jit
+def load_channels(h: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
+    """Channels ``channel, ...`` of one row of an (M, C) matrix, in its dtype; zeros unless ``inside``."""
+    fragment = cute.make_rmem_tensor((s.vec,), h.element_type)
+    if const_expr(inside is not True):
+        fragment.fill(0)
+    if inside:
+        source = row_pointer(h, row, channel, s.vec)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(s.vec)), fragment)
+    return fragment
+
+
+@cute.jit
+def store_channels(values: cute.Tensor, h: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
+    """Round ``vec`` fp32 values to h's dtype and write them, if they are ``inside``."""
+    fragment = cute.make_rmem_tensor((s.vec,), h.element_type)
+    fragment.store(values.load().to(h.element_type))
+    if inside:
+        target = row_pointer(h, row, channel, s.vec)
+        cute.autovec_copy(fragment, cute.make_tensor(target, cute.make_layout(s.vec)))
+
+
+@cute.jit
+def load_coefficients(matrix: cute.Tensor, row, count: cutlass.Constexpr[int], align: cutlass.Constexpr[int]):
+    """The first ``count`` fp32 values of a row, ``align`` of which move together."""
+    fragment = cute.make_rmem_tensor((count,), Float32)
+    for part in cutlass.range_constexpr(count // align):
+        source = row_pointer(matrix, row, part * align, align)
+        target = cute.make_tensor(fragment.iterator + part * align, cute.make_layout(align))
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(align)), target)
+    return fragment
+
+
+def mix(i: int, o: int, n: int, orientation: str) -> int:
+    """Index in a row of ``res`` of the weight with which stream ``i`` of x enters stream ``o`` of the result."""
+    return i * n + o if orientation == "io" else o * n + i
+
+
+def warp_sums(values: list):
+    """Sums over a warp of each of up to 32 ``values``: lane l gets that of ``values[l % P]``, P a power of two.
+
+    Lanes exchange halves of their lists, so that P values cost P - 1 shuffles and what is left of five, not 5 P. The
+    order of the additions is that of a butterfly.
+    """
+    lane = cute.arch.lane_idx()
+    size = 1 << (len(values) - 1).bit_length()
+    values = values + [Float32(0.0)] * (size - len(values))
+    while len(values) > 1:
+        half = len(values) // 2
+        upper = (lane & half) != 0
+        values = [
+            select(upper, high, low) + cute.arch.shuffle_sync_bfly(select(upper, low, high), offset=half)
+            for low, high in zip(values[:half], values[half:], strict=True)
+        ]
+    total = values[0]
+    while size < WARP_SIZE:
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=size)
+        size *= 2
+    return total
+
+
+@cute.jit
+def select(condition, a, b):
+    """``a`` where the condition holds, else ``b``."""
+    return a if condition else b
+
+
+def symbolic_streams(dtype, rows, width: int, align: int):
+    """A (rows, width) matrix of any row stride, whose rows start on ``align`` elements."""
+    if dtype is None:
+        return None
+    stride = (cute.sym_int64(divisibility=align), 1)
+    return cute.runtime.make_fake_tensor(dtype, (rows, width), stride, assumed_align=align * dtype.width // 8)

@@ -1,0 +1,601 @@
+"""Plans and launches of the hyper-connections: from a call's signature to a compiled kernel, then one dict lookup.
+
+All take matrices, a row a token, and write to those that they are given; a plan is found by what a kernel is
+specialised on, so another number of tokens finds the same plan. Each function here is also registered as the operator
+``cute_kernels::mhc_<name>``, which runs in its place where graphs are traced. No tokens: nothing is launched, and sums
+over the tokens are zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._op import is_plain, mutating_op
+from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.common.row_layout import SUM_COLUMNS
+from cute_kernels.mhc.config import (
+    BIAS_CHUNK,
+    SLICE,
+    ProjectionBackwardConfig,
+    StreamLayout,
+    projection_backward_config,
+    projection_config,
+    stream_layout,
+)
+from cute_kernels.mhc.variants import Variant
+
+PROJECTION_TOKENS = 128  # of a CTA
+COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
+# Of a Variant, what the coefficients' kernels know, in the order of its fields
+VARIANT = (
+    "float rms_eps, str rms_eps_placement, float pre_eps, float post_mult, "
+    "str sinkhorn, float sinkhorn_eps, int iterations"
+)
+Launch = Callable[..., None]
+
+OPERATORS: dict[str, Launch] = {}  # name -> what runs; all that are registered
+_plans: dict[tuple, Any] = {}
+
+
+def variant_fields(variant: Variant) -> tuple:
+    """The last arguments of the coefficients' launches."""
+    v = variant
+    return (v.rms_eps, v.rms_eps_placement, v.pre_eps, v.post_mult, v.sinkhorn, v.sinkhorn_eps, v.iterations)
+
+
+def registered(schema: str) -> Callable[[Launch], Launch]:
+    """Register a launch as an operator of its name; the result runs it in eager mode, the operator where traced."""
+
+    def decorate(function: Launch) -> Launch:
+        name = f"mhc_{function.__name__}"
+        OPERATORS[name] = function
+        operator = mutating_op(name, schema, function)
+
+        @functools.wraps(function)
+        def launch(first: Tensor, *rest) -> None:
+            if is_plain(first):
+                function(first, *rest)
+            else:
+                operator(first, *rest)
+
+        return launch
+
+    return decorate
+
+
+# The projection
+
+
+@registered("Tensor x, Tensor phi, Tensor? norm_weight, Tensor(a!) partials, str precision")
+def projection_forward(x: Tensor, phi: Tensor, norm_weight: Tensor | None, partials: Tensor, precision: str) -> None:
+    """Fill ``partials`` (``partial_sums``) from x (M, K), phi (N, K) and norm_weight (K,)."""
+    if not x.shape[0]:
+        return
+    key = ("projection_forward", precision, x.get_device(), _rows_key(x, phi), phi.shape[0], _dtypes(norm_weight))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan_projection(x, phi, norm_weight, precision)
+    function, splits, max_ctas = plan
+    blocks = -(-x.shape[0] // PROJECTION_TOKENS)
+    function(x, phi, norm_weight, partials, min(blocks * splits, max_ctas))
+
+
+def partial_sums(x: Tensor, phi: Tensor) -> Tensor:
+    """Room for what the parts of K add up to, N products and the sum of squares for each token."""
+    columns, k = phi.shape
+    return x.new_empty((-(-k // SLICE), columns + 1, x.shape[0]), dtype=torch.float32)
+
+
+@registered(
+    "Tensor x, Tensor phi, Tensor? norm_weight, Tensor dH, Tensor dmean_square, Tensor? dout, Tensor? res, "
+    "Tensor? dlayer, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dphi, Tensor(c!)? dnorm_weight, int n, str layout, "
+    "str? orientation, str precision, bool accumulate_phi, bool accumulate_norm_weight"
+)
+def projection_backward(
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    dH: Tensor,
+    dmean_square: Tensor,
+    dout: Tensor | None,
+    res: Tensor | None,
+    dlayer: Tensor | None,
+    pre: Tensor | None,
+    dx: Tensor | None,
+    dphi: Tensor | None,
+    dnorm_weight: Tensor | None,
+    n: int,
+    layout: str,
+    orientation: str | None,
+    precision: str,
+    accumulate_phi: bool,
+    accumulate_norm_weight: bool,
+) -> None:
+    """dx, dphi and dnorm_weight from dH (M, N) and dmean_square (M,), both contiguous.
+
+    With ``orientation`` what reaches x past the projection is added to dx before it is rounded: dout (M, K) by way of
+    res (M, n n); with ``dlayer`` (M, C) that by way of pre (M, n), too. res and pre are contiguous.
+    """
+    sums = dphi is not None or dnorm_weight is not None
+    if not x.shape[0]:
+        _zero((dphi, accumulate_phi), (dnorm_weight, accumulate_norm_weight))
+        return
+    accumulate = (accumulate_phi, accumulate_norm_weight)
+    key = (
+        "projection_backward",
+        n,
+        layout,
+        orientation,
+        precision,
+        accumulate,
+        x.get_device(),
+        _rows_key(x, dout, dlayer, dx),
+        _dtypes(phi, norm_weight, dphi, dnorm_weight),
+        phi.shape[0],
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        arguments = (x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight)
+        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate)
+    function, sum_chunks, config, num_sms = plan
+    tokens = x.shape[0]
+    partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32) if sums else None
+    num_ctas = min(-(-tokens // config.chunk) * config.slices, num_sms)
+    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas)
+    if sum_chunks is not None:
+        sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight)
+
+
+def _product_name(phi: Tensor, norm_weight: Tensor | None) -> str:
+    """The dtype that holds phi times norm_weight."""
+    return _name(phi) if norm_weight is None else "float32"
+
+
+def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> tuple[Launch, int, int]:
+    from cute_kernels.mhc.kernel.projection import projection_forward
+
+    index, (columns, k) = x.get_device(), phi.shape
+    tma = columns > 1 and x.stride(0) >= k and _aligned(k, x, phi)  # no boxes of a matrix of one row
+    config = projection_config(columns, k, _name(x), _product_name(phi, norm_weight), precision, tma)
+    function = projection_forward(arch_of(index), *_cutlass(x, phi, norm_weight), config)
+    return function, config.splits, sm_count(index) * config.ctas_per_sm
+
+
+def _plan_projection_backward(
+    x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, n, layout, orientation, precision, accumulate
+) -> tuple[Launch, Launch | None, ProjectionBackwardConfig, int]:
+    from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
+    from cute_kernels.mhc.kernel.projection_backward import projection_backward
+
+    index, (columns, k) = x.get_device(), phi.shape
+    arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
+    tma = _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
+    names = _name(x), _product_name(phi, norm_weight)
+    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, dout is not None)
+    dtypes = _cutlass(x, phi, norm_weight)
+    function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
+    sum_chunks = None
+    if sums:
+        dtypes = _cutlass(phi, norm_weight, dphi, dnorm_weight)
+        sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k)
+    return function, sum_chunks, config, sm_count(index)
+
+
+# The coefficients
+
+
+@registered("Tensor partials, Tensor(a!) H, Tensor(b!) mean_square, int n, int k")
+def sum_parts(partials: Tensor, H: Tensor, mean_square: Tensor, n: int, k: int) -> None:
+    """H (M, N) and mean_square (M,) from the sums of the parts of K."""
+    if not H.shape[0]:
+        return
+    splits, head = partials.shape[0], H.shape[1] == n
+    key = ("sum_parts", n, k, splits, head, H.get_device())
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
+
+        arch = arch_of(H.get_device())
+        function = _plans[key] = coefficients_forward(arch, n, k, splits, True, None, None, head, False)
+    function(partials, H, mean_square, None, None, None, None, None, H.shape[0])
+
+
+@registered(
+    "Tensor partials, Tensor alpha, Tensor beta, Tensor(a!)? H, Tensor(b!)? mean_square, Tensor(c!) pre, "
+    f"Tensor(d!)? post, Tensor(e!)? res, int k, {VARIANT}"
+)
+def coefficients_of_parts(
+    partials: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    H: Tensor | None,
+    mean_square: Tensor | None,
+    pre: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+    k: int,
+    *variant,
+) -> None:
+    """pre (M, n), post (M, n) and doubly stochastic res (M, n n), of a head pre alone, from the parts of K.
+
+    ``H``, ``mean_square``: kept for the backward if given.
+    """
+    if not pre.shape[0]:
+        return
+    n, splits, head, keeps = pre.shape[1], partials.shape[0], res is None, H is not None
+    key = ("coefficients_of_parts", n, k, splits, head, keeps, variant, pre.get_device(), _dtypes(alpha, beta))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
+
+        arch, dtypes = arch_of(pre.get_device()), _cutlass(alpha, beta)
+        function = _plans[key] = coefficients_forward(
+            arch, n, k, splits, keeps, dtypes, _variant(variant), head, not head
+        )
+    function(partials, H, mean_square, alpha, beta, pre, post, res, pre.shape[0])
+
+
+@registered(
+    "Tensor H, Tensor mean_square, Tensor alpha, Tensor beta, Tensor(a!) pre, Tensor(b!) post, Tensor(c!) logits, "
+    + VARIANT
+)
+def coefficients_forward(
+    H: Tensor, mean_square: Tensor, alpha: Tensor, beta: Tensor, pre: Tensor, post: Tensor, logits: Tensor, *variant
+) -> None:
+    """pre (M, n), post (M, n) and the logits of res (M, n n) from H (M, N) and mean_square (M,)."""
+    if not H.shape[0]:
+        return
+    n = pre.shape[1]
+    key = ("coefficients_forward", n, variant, H.get_device(), _dtypes(alpha, beta))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
+
+        arch, dtypes = arch_of(H.get_device()), _cutlass(alpha, beta)
+        function = _plans[key] = coefficients_forward(arch, n, 0, 0, False, dtypes, _variant(variant), False, False)
+    function(None, H, mean_square, alpha, beta, pre, post, logits, H.shape[0])
+
+
+@registered(
+    "Tensor H, Tensor mean_square, Tensor alpha, Tensor beta, Tensor? dpre, Tensor? dpost, Tensor? dres, "
+    "Tensor(a!) dH, Tensor(b!) dmean_square, Tensor(c!)? dbeta, Tensor(d!)? dalpha, int n, bool normalises, "
+    f"bool accumulate_beta, bool accumulate_alpha, {VARIANT}"
+)
+def coefficients_backward(
+    H: Tensor,
+    mean_square: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    dH: Tensor,
+    dmean_square: Tensor,
+    dbeta: Tensor | None,
+    dalpha: Tensor | None,
+    n: int,
+    normalises: bool,
+    accumulate_beta: bool,
+    accumulate_alpha: bool,
+    *variant,
+) -> None:
+    """Gradients from those of pre, post and res (None: zeros); ``normalises``: res is what Sinkhorn makes of h."""
+    tokens, columns = H.shape
+    if not tokens:
+        _zero((dbeta, accumulate_beta), (dalpha, accumulate_alpha))
+        return
+    if columns % 4 == 0 and (H.stride(0) % 4 or H.data_ptr() % 16):
+        H = H.clone(memory_format=torch.contiguous_format)
+    accumulate = (accumulate_beta, accumulate_alpha)
+    key = (
+        "coefficients_backward",
+        n,
+        columns,
+        normalises,
+        accumulate,
+        variant,
+        H.get_device(),
+        _rows_key(dpre, dpost, dres),
+        _dtypes(alpha, beta, dbeta, dalpha),
+    )
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.coefficients import coefficients_backward
+
+        given = (dpre, dpost, dres)
+        function = _plans[key] = coefficients_backward(
+            arch_of(H.get_device()),
+            n,
+            _cutlass(alpha, beta),
+            _cutlass(dbeta, dalpha),
+            accumulate,
+            tuple(t is not None for t in given),
+            tuple(_row_alignment(t) for t in given),
+            _variant(variant),
+            columns == n,
+            normalises,
+        )
+    partials = None
+    if dbeta is not None or dalpha is not None:
+        partials = _rows_of_sums(H, 2, COEFFICIENT_TOKENS, columns)
+    function(H, mean_square, alpha, beta, dpre, dpost, dres, dH, dmean_square, partials, dbeta, dalpha)
+
+
+@registered("Tensor logits, Tensor(a!) res, int iterations, str variant, float eps")
+def sinkhorn_forward(logits: Tensor, res: Tensor, iterations: int, variant: str, eps: float) -> None:
+    """res (M, n n) from logits (M, n n)."""
+    if not logits.shape[0]:
+        return
+    key = ("sinkhorn_forward", iterations, variant, eps, logits.get_device(), _rows_key(logits))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.sinkhorn import sinkhorn_forward
+
+        arch, n = arch_of(logits.get_device()), math.isqrt(logits.shape[1])
+        function = _plans[key] = sinkhorn_forward(arch, n, variant, iterations, eps, _row_alignment(logits))
+    function(logits, res)
+
+
+@registered("Tensor logits, Tensor dres, Tensor(a!) dlogits, int iterations, str variant, float eps")
+def sinkhorn_backward(logits: Tensor, dres: Tensor, dlogits: Tensor, iterations: int, variant: str, eps: float) -> None:
+    """dlogits (M, n n) from logits and dres."""
+    if not logits.shape[0]:
+        return
+    key = ("sinkhorn_backward", iterations, variant, eps, logits.get_device(), _rows_key(logits, dres))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.sinkhorn import sinkhorn_backward
+
+        arch, n = arch_of(logits.get_device()), math.isqrt(logits.shape[1])
+        aligns = (_row_alignment(logits), _row_alignment(dres))
+        function = _plans[key] = sinkhorn_backward(arch, n, variant, iterations, eps, aligns)
+    function(logits, dres, dlogits)
+
+
+# The streams
+
+
+@registered("Tensor x, Tensor? pre, Tensor(a!) out, str layout, float scale")
+def aggregate_forward(x: Tensor, pre: Tensor | None, out: Tensor, layout: str, scale: float) -> None:
+    """out (M, C): the sum of x's streams, each times its weight of pre (M, n), or all times ``scale``."""
+    if not x.shape[0]:
+        return
+    key = ("aggregate_forward", layout, x.get_device(), _rows_key(x, pre, out))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.aggregate import aggregate_forward
+
+        arch, (dtype,), streams = arch_of(x.get_device()), _cutlass(x), _streams(layout, out.shape[1], x, out)
+        function = _plans[key] = aggregate_forward(arch, dtype, pre is not None, _row_alignment(pre), streams)
+    function(x, pre, out, scale)
+
+
+@registered("Tensor dout, Tensor x, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dpre, str layout")
+def aggregate_backward(
+    dout: Tensor, x: Tensor, pre: Tensor | None, dx: Tensor | None, dpre: Tensor | None, layout: str
+) -> None:
+    """dx (M, K) by way of pre (M, n), and dpre (M, n), from dout (M, C)."""
+    if not x.shape[0]:
+        return
+    if dx is None:
+        pre = None
+    key = ("aggregate_backward", layout, dpre is None, x.get_device(), _rows_key(dout, x, pre, dx))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.aggregate import aggregate_backward
+
+        arch, (dtype,), streams = arch_of(x.get_device()), _cutlass(x), _streams(layout, dout.shape[1], x, dout, dx)
+        needs = (dx is not None, dpre is not None)
+        function = _plans[key] = aggregate_backward(arch, dtype, *needs, _row_alignment(pre), streams)
+    function(dout, x, pre, dx, dpre)
+
+
+@registered("Tensor h, Tensor(a!) x, str layout, float scale")
+def expand_streams(h: Tensor, x: Tensor, layout: str, scale: float) -> None:
+    """Every stream of x (M, K) is ``scale`` times h (M, C)."""
+    if not h.shape[0]:
+        return
+    key = ("expand_streams", layout, h.get_device(), _rows_key(h, x))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.aggregate import expand_streams
+
+        arch, (dtype,), streams = arch_of(h.get_device()), _cutlass(h), _streams(layout, h.shape[1], x, h)
+        function = _plans[key] = expand_streams(arch, dtype, streams)
+    function(h, x, scale)
+
+
+@registered(
+    "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? seed, Tensor(a!) out, float dropout_p, "
+    "str layout, str orientation"
+)
+def expand_combine_forward(
+    f: Tensor,
+    bias: Tensor | None,
+    post: Tensor,
+    x: Tensor,
+    res: Tensor,
+    seed: Tensor | None,
+    out: Tensor,
+    dropout_p: float,
+    layout: str,
+    orientation: str,
+) -> None:
+    """out (M, K) from f (M, C), post (M, n), x (M, K) and res (M, n n); ``seed`` (1,): there is dropout."""
+    if not x.shape[0]:
+        return
+    dropout = seed is not None
+    key = (
+        "expand_combine_forward",
+        layout,
+        orientation,
+        dropout,
+        x.get_device(),
+        _rows_key(f, post, x, res, out),
+        _dtypes(bias),
+    )
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.expand_combine import expand_combine_forward
+
+        arch, dtypes, streams = arch_of(x.get_device()), _cutlass(x, bias), _streams(layout, f.shape[1], x, f, out)
+        aligns = (_row_alignment(post), _row_alignment(res))
+        function = _plans[key] = expand_combine_forward(arch, *dtypes, dropout, orientation, aligns, streams)
+    function(f, bias, post, x, res, seed, out, *_dropout(dropout_p))
+
+
+@registered(
+    "Tensor dout, Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? seed, Tensor(a!)? dx, "
+    "Tensor(b!)? df, Tensor(c!)? dpost, Tensor(d!)? dres, float dropout_p, str layout, str orientation"
+)
+def expand_combine_backward(
+    dout: Tensor,
+    f: Tensor,
+    bias: Tensor | None,
+    post: Tensor,
+    x: Tensor,
+    res: Tensor,
+    seed: Tensor | None,
+    dx: Tensor | None,
+    df: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    dropout_p: float,
+    layout: str,
+    orientation: str,
+) -> None:
+    """dx, df, and the pair of dpost and dres, from dout (M, K) and what the forward had."""
+    if not x.shape[0]:
+        return
+    dropout = seed is not None
+    key = (
+        "expand_combine_backward",
+        layout,
+        orientation,
+        dropout,
+        dpost is None,
+        x.get_device(),
+        _rows_key(dout, f, post, x, res, dx, df),
+        _dtypes(bias),
+    )
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward
+
+        streams = _streams(layout, f.shape[1], x, f, dout, dx, df)
+        function = _plans[key] = expand_combine_backward(
+            arch_of(x.get_device()),
+            *_cutlass(x, bias),
+            dropout,
+            dx is not None,
+            df is not None,
+            dpost is not None,
+            orientation,
+            (_row_alignment(post), _row_alignment(res)),
+            streams,
+        )
+    function(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, *_dropout(dropout_p))
+
+
+@registered("Tensor dout, Tensor post, Tensor? seed, Tensor(a!) dbias, float dropout_p, str layout, bool accumulate")
+def bias_gradient(
+    dout: Tensor,
+    post: Tensor,
+    seed: Tensor | None,
+    dbias: Tensor,
+    dropout_p: float,
+    layout: str,
+    accumulate: bool,
+) -> None:
+    """dbias (C,) from dout (M, K) and post (M, n)."""
+    if not dout.shape[0]:
+        _zero((dbias, accumulate))
+        return
+    dropout, channels = seed is not None, dbias.shape[0]
+    key = (
+        "bias_gradient",
+        layout,
+        dropout,
+        accumulate,
+        dout.get_device(),
+        _rows_key(dout, post),
+        _dtypes(dbias),
+    )
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.expand_combine import bias_gradient
+
+        arch, dtypes, streams = arch_of(dout.get_device()), _cutlass(dout, dbias), _streams(layout, channels, dout)
+        align = _row_alignment(post)
+        function = _plans[key] = bias_gradient(arch, *dtypes, accumulate, dropout, align, BIAS_CHUNK, streams)
+    function(dout, post, seed, _rows_of_sums(dout, 1, BIAS_CHUNK, channels), dbias, *_dropout(dropout_p))
+
+
+# What the plans have in common
+
+
+def _rows_key(*matrices: Tensor | None) -> tuple:
+    """All that a kernel is specialised on of matrices but for their number of rows."""
+    return tuple([None if t is None else (t.dtype, t.shape[1], t.stride(0), t.data_ptr() & 15) for t in matrices])
+
+
+def _dtypes(*tensors: Tensor | None) -> tuple:
+    return tuple([None if t is None else t.dtype for t in tensors])
+
+
+def _cutlass(*tensors: Tensor | None) -> tuple:
+    return tuple([None if t is None else cutlass_dtype(t.dtype) for t in tensors])
+
+
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _variant(fields: tuple) -> Variant:
+    """The kernels know neither orientation nor layout: variants that differ in them share one."""
+    return Variant(*fields, res_orientation="io", layout="streams")
+
+
+def _streams(layout: str, channels: int, x: Tensor, *matrices: Tensor | None) -> StreamLayout:
+    """How threads share the tokens of ``x`` (M, n C) and of other matrices, (M, n C) or (M, C), of its dtype."""
+    itemsize = x.element_size()
+    rows = [t for t in (x, *matrices) if t is not None]
+    alignment = math.gcd(16 // itemsize, *(t.stride(0) for t in rows), *(t.data_ptr() // itemsize for t in rows))
+    return stream_layout(x.shape[1] // channels, channels, layout, itemsize, alignment)
+
+
+def _row_alignment(t: Tensor | None) -> int:
+    """Elements on which all rows of coefficients start."""
+    return 1 if t is None else math.gcd(4, t.shape[1], t.stride(0), t.data_ptr() // t.element_size())
+
+
+def _aligned(width: int, *matrices: Tensor) -> bool:
+    """Whether all rows start on 16 bytes and ``width`` elements of them end on 16."""
+    for t in matrices:
+        size = t.element_size()
+        if t.data_ptr() % 16 or t.stride(0) * size % 16 or width * size % 16:
+            return False
+    return True
+
+
+def _rows_of_sums(like: Tensor, outputs: int, tokens: int, columns: int) -> Tensor:
+    """Room for ``outputs`` partial rows for every ``tokens`` tokens, of whole CTAs of SumRows."""
+    chunks = -(-like.shape[0] // tokens)
+    return like.new_empty((outputs, chunks, -(-columns // SUM_COLUMNS) * SUM_COLUMNS), dtype=torch.float32)
+
+
+def _dropout(p: float) -> tuple[int, float]:
+    """(threshold of the random words, what is kept is multiplied by)."""
+    return int(p * 2**32), 1.0 / (1.0 - p)
+
+
+def _zero(*sums: tuple[Tensor | None, bool]) -> None:
+    for t, accumulate in sums:
+        if t is not None and not accumulate:
+            t.zero_()

@@ -1,0 +1,85 @@
+"""The input of a sublayer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_aggregate, sizes
+from cute_kernels.mhc.op.common import (
+    apply,
+    checked,
+    differentiates,
+    empty_like,
+    gradient_rows,
+    matrix_of,
+    rows,
+    takes_reference,
+)
+
+OP = "aggregate"
+
+
+def aggregate(x: Tensor, pre: Tensor, *, layout: str = "streams", backend: str | None = None) -> Tensor:
+    """``sum_i pre_i x_i``: the sum of the streams that a sublayer gets.
+
+    Args:
+        x: (..., n, C) for layout "streams", (..., C, n) for "channels"; bf16, fp16 or fp32; n = 1, 2, 4 or 8, C from 8.
+            A token is one piece of memory; the leading dimensions must collapse to tokens of one stride.
+        pre: (..., n) fp32, last dimension contiguous.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        (..., C) in x's dtype.
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics: fp32, streams in ascending order, rounded once. The gradient of pre sums over C in an order fixed by C,
+    the dtype and the alignment of the tokens. A token's output and gradients have the same bits whatever the other
+    tokens and their number; an incoming gradient whose tokens are not rows of one stride is copied.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+    """
+    if takes_reference(OP, x, backend):
+        return reference.aggregate(x, pre, layout=layout)
+    checked(check_aggregate, x, pre, layout)
+    if differentiates(x, pre):
+        return apply(_Aggregate, x, pre, layout)
+    return _forward(x, pre, layout)
+
+
+def _forward(x: Tensor, pre: Tensor, layout: str) -> Tensor:
+    n, channels = sizes(x, layout)
+    out = x.new_empty((*x.shape[:-2], channels))
+    x, pre = rows(OP, "x", x, n * channels), rows(OP, "pre", pre, n)
+    launch.aggregate_forward(x, pre, out.view(-1, channels), layout, 1.0)
+    return out
+
+
+class _Aggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, pre, layout):
+        ctx.save_for_backward(x, pre)
+        ctx.layout = layout
+        return _forward(x, pre, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, pre = ctx.saved_tensors
+        n, channels = sizes(x, ctx.layout)
+        k = n * channels
+        dx, dpre = empty_like(x, ctx.needs_input_grad[0]), empty_like(pre, ctx.needs_input_grad[1])
+        launch.aggregate_backward(
+            gradient_rows(dout, channels),
+            rows(OP, "x", x, k),
+            rows(OP, "pre", pre, n),
+            matrix_of(dx, k),
+            matrix_of(dpre, n),
+            ctx.layout,
+        )
+        return dx, dpre, None

@@ -1,0 +1,136 @@
+"""From the projection of a token to what it is mixed with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels._autograd import gradient_buffer
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_coefficients
+from cute_kernels.mhc.launch import variant_fields
+from cute_kernels.mhc.op.common import (
+    apply,
+    checked,
+    differentiates,
+    empty_like,
+    gradient_rows,
+    rows,
+    takes_reference,
+)
+from cute_kernels.mhc.variants import Variant, variant_of
+
+OP = "coefficients"
+
+
+def coefficients(
+    H: Tensor,
+    mean_square: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    n: int,
+    *,
+    variant: str | Variant,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``h = alpha * H / rms + beta``; ``pre = sigmoid(h) + pre_eps``, ``post = post_mult * sigmoid(h)``, res logits h.
+
+    rms = sqrt(mean_square + rms_eps), or sqrt(mean_square) + rms_eps, as the variant says.
+
+    Args:
+        H: (..., N) fp32, N = n * n + 2 * n: columns [pre n | post n | res n * n]; last dimension contiguous; the
+            leading dimensions must collapse to rows of one stride.
+        mean_square: (...,) fp32, contiguous.
+        alpha: (3,) fp32 or bf16: of pre, of post, of res.
+        beta: (N,) fp32 or bf16.
+        n: number of streams, 1, 2, 4 or 8.
+        variant: a name of ``VARIANTS`` or a Variant.
+        backend: as in ``aggregate``.
+
+    Returns:
+        pre (..., n), post (..., n), res_logits (..., n, n), fp32.
+
+    Raises: as ``aggregate``.
+
+    Numerics: fp32; a token's coefficients and gradients have the same bits whatever the other tokens. The gradients of
+    alpha and beta are added over 32 tokens at a time, then over these in a fixed order, without atomics; into
+    ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A token of zeros has no gradient of its mean
+    square where eps is outside the root. The backward copies an H whose rows do not start on 16 bytes.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 16 to 18.
+    """
+    if takes_reference(OP, H, backend):
+        return reference.coefficients(H, mean_square, alpha, beta, n, variant=variant)
+    variant = variant_of(OP, variant)
+    checked(check_coefficients, H, mean_square, alpha, beta, n)
+    fields = variant_fields(variant)
+    if differentiates(H, mean_square, alpha, beta):
+        return apply(_Coefficients, H, mean_square, alpha, beta, n, fields)
+    return _forward(H, mean_square, alpha, beta, n, fields)
+
+
+def _forward(H, mean_square, alpha, beta, n, variant) -> tuple[Tensor, Tensor, Tensor]:
+    shape = H.shape[:-1]
+    pre, post, logits = H.new_empty((*shape, n)), H.new_empty((*shape, n)), H.new_empty((*shape, n, n))
+    launch.coefficients_forward(
+        rows(OP, "H", H, H.shape[-1]),
+        mean_square.view(-1),
+        alpha,
+        beta,
+        pre.view(-1, n),
+        post.view(-1, n),
+        logits.view(-1, n * n),
+        *variant,
+    )
+    return pre, post, logits
+
+
+class _Coefficients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, H, mean_square, alpha, beta, n, variant):
+        ctx.save_for_backward(H, mean_square, alpha, beta)
+        ctx.call = n, variant
+        ctx.main_grads = getattr(alpha, "main_grad", None), getattr(beta, "main_grad", None)
+        ctx.set_materialize_grads(False)
+        return _forward(H, mean_square, alpha, beta, n, variant)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dpre, dpost, dlogits):
+        H, mean_square, alpha, beta = ctx.saved_tensors
+        n, variant = ctx.call
+        needs_H, needs_mean_square, needs_alpha, needs_beta, *_ = ctx.needs_input_grad
+        dH, dmean_square = empty_like(H), empty_like(mean_square)
+        dalpha = dalpha_result = dbeta = dbeta_result = None
+        if needs_alpha:
+            dalpha, dalpha_result = gradient_buffer(OP, "alpha", alpha, ctx.main_grads[0])
+        if needs_beta:
+            dbeta, dbeta_result = gradient_buffer(OP, "beta", beta, ctx.main_grads[1])
+        columns = H.shape[-1]
+        launch.coefficients_backward(
+            rows(OP, "H", H, columns),
+            mean_square.view(-1),
+            alpha,
+            beta,
+            gradient_rows(dpre, n),
+            gradient_rows(dpost, n),
+            gradient_rows(dlogits, n * n),
+            dH.view(-1, columns),
+            dmean_square.view(-1),
+            dbeta,
+            dalpha,
+            n,
+            False,
+            needs_beta and dbeta_result is None,
+            needs_alpha and dalpha_result is None,
+            *variant,
+        )
+        return (
+            dH if needs_H else None,
+            dmean_square if needs_mean_square else None,
+            dalpha_result,
+            dbeta_result,
+            None,
+            None,
+        )

@@ -1,0 +1,110 @@
+"""What the hyper-connections' operators share: choice of backend, checks, matrices of tokens, autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._autograd import apply_eager
+from cute_kernels._check import expect
+from cute_kernels._op import is_plain
+
+MAX_PASSED = 4096  # signatures, numbers of tokens and all: those of old batches are forgotten
+
+_passed: set[tuple] = set()
+
+
+def takes_reference(op: str, x: Tensor, backend: str | None) -> bool:
+    """Whether plain torch computes: told so, or not on a GPU.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
+    return backend is not None or not isinstance(x, Tensor) or not on_gpu(x)
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def checked(check: Callable[..., None], *arguments: Any, op: str | None = None) -> None:
+    """``check(*arguments)``, unless arguments of these shapes, strides and dtypes have passed it."""
+    options = {} if op is None else {"op": op}
+    if not is_plain(arguments[0]):
+        check(*arguments, **options)
+        return
+    try:
+        key = (
+            check,
+            *[(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else (type(a), a) for a in arguments],
+        )
+        if key in _passed:
+            return
+    except TypeError:  # an argument that cannot be part of a key: the check names it
+        key = None
+    check(*arguments, **options)
+    if key is not None:
+        if len(_passed) >= MAX_PASSED:
+            _passed.clear()
+        _passed.add(key)
+
+
+def differentiates(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of one of them is wanted."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def apply(function: type[torch.autograd.Function], first: Tensor, *rest: Any) -> Any:
+    return apply_eager(function, first, *rest) if is_plain(first) else function.apply(first, *rest)
+
+
+def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
+    """``t`` as a matrix of ``width`` numbers a token, without a copy.
+
+    Raises:
+        ValueError: its tokens do not collapse to rows of one stride.
+    """
+    try:
+        matrix = t.view(-1, width)
+    except RuntimeError:
+        expected = "have leading dimensions that collapse to rows of one stride"
+        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
+        raise
+    if width == 1 and matrix.stride(1) != 1:  # a dimension of one element may have any stride
+        matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
+    return matrix
+
+
+def gradient_rows(t: Tensor | None, width: int) -> Tensor | None:
+    """An incoming gradient as a matrix of ``width`` numbers a token; copied if its tokens have no one stride."""
+    if t is None:
+        return None
+    if not t.is_contiguous():
+        if is_plain(t):
+            try:
+                matrix = t.view(-1, width)
+            except RuntimeError:
+                pass
+            else:
+                if matrix.stride(1) == 1 and matrix.stride(0) >= width:
+                    return matrix
+        t = t.contiguous()
+    return t.view(-1, width)
+
+
+def empty_like(t: Tensor, wanted: bool = True) -> Tensor | None:
+    """Room for a gradient of ``t``, contiguous."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device) if wanted else None
+
+
+def matrix_of(t: Tensor | None, width: int) -> Tensor | None:
+    """A contiguous tensor of our own as a matrix of tokens."""
+    return None if t is None else t.view(-1, width)

@@ -1,0 +1,131 @@
+"""What ``pre``, ``head`` and ``hyper_connection`` have in common: projection, coefficients and aggregate as one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels._autograd import gradient_buffer
+from cute_kernels.mhc import launch
+from cute_kernels.mhc.checks import sizes
+from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
+
+# Of a call: op, variant (launch.variant_fields), layout, precision, orientation ("io" or "oi": of hyper_connection)
+Options = tuple[str, tuple, str, str, str | None]
+PARAMETERS = ("phi", "alpha", "beta", "norm_weight")
+HEAD_PARAMETERS = ("fn", "scale", "base", "norm_weight")
+
+
+def run(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None, options: Options, keeps: bool):
+    """((layer_input, post, res), (H, mean_square, pre)); of a head, whose phi has n rows, post and res are None.
+
+    Three launches. H and mean_square are None unless it ``keeps`` them.
+    """
+    op, variant, layout, precision, _ = options
+    (n, channels), shape, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
+    k, is_head = n * channels, columns == n
+
+    def fp32(*shape: int, wanted: bool = True) -> Tensor | None:
+        return x.new_empty(shape, dtype=torch.float32) if wanted else None
+
+    layer_input = x.new_empty((*shape, channels))
+    x_rows = rows(op, "x", x, k)
+    tokens = x_rows.shape[0]
+    H, mean_square, pre = fp32(tokens, columns, wanted=keeps), fp32(tokens, wanted=keeps), fp32(tokens, n)
+    post, res = fp32(*shape, n, wanted=not is_head), fp32(*shape, n, n, wanted=not is_head)
+    partials = launch.partial_sums(x_rows, phi)
+    launch.projection_forward(x_rows, phi, norm_weight, partials, precision)
+    launch.coefficients_of_parts(
+        partials, alpha, beta, H, mean_square, pre, matrix_of(post, n), matrix_of(res, n * n), k, *variant
+    )
+    launch.aggregate_forward(x_rows, pre, layer_input.view(-1, channels), layout, 1.0)
+    return (layer_input, post, res), (H, mean_square, pre)
+
+
+class Composite(torch.autograd.Function):
+    """layer_input, post and res; of a head layer_input alone.
+
+    A gradient of x is written once. For that, with an orientation, there is a fourth output: x, an alias that nobody
+    but this call's ``ExpandCombine`` gets. By a convention of the two, the alias's "gradient" is not that of x, but the
+    gradient dout of the new streams as it came; the backward here adds sum_o R(i, o) dout_o to dx itself.
+    """
+
+    @staticmethod
+    def forward(ctx, x, phi, alpha, beta, norm_weight, options):
+        (layer_input, post, res), (H, mean_square, pre) = run(x, phi, alpha, beta, norm_weight, options, True)
+        mixes = options[-1] is not None
+        ctx.save_for_backward(x, phi, alpha, beta, norm_weight, H, mean_square, pre, res if mixes else None)
+        ctx.options = options
+        ctx.main_grads = [getattr(t, "main_grad", None) for t in (phi, alpha, beta, norm_weight)]
+        ctx.set_materialize_grads(False)
+        if res is None:
+            return layer_input
+        return (layer_input, post, res, x.view_as(x)) if mixes else (layer_input, post, res)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlayer, dpost=None, dres=None, dout=None):
+        x, phi, alpha, beta, norm_weight, H, mean_square, pre, res = ctx.saved_tensors
+        op, variant, layout, precision, orientation = ctx.options
+        needs_x, *needs = ctx.needs_input_grad[:5]
+        (n, channels), columns = sizes(x, layout), phi.shape[0]
+        k, is_head = n * channels, columns == n
+        x_rows = rows(op, "x", x, k)
+        targets, results = [], []
+        names = HEAD_PARAMETERS if is_head else PARAMETERS
+        for name, t, main_grad, needed in zip(
+            names, (phi, alpha, beta, norm_weight), ctx.main_grads, needs, strict=True
+        ):
+            target, result = gradient_buffer(op, name, t, main_grad) if needed else (None, None)
+            targets.append(target)
+            results.append(result)
+        accumulates = [target is not None and result is None for target, result in zip(targets, results, strict=True)]
+        dphi, dalpha, dbeta, dweight = targets
+        dlayer, dpre = gradient_rows(dlayer, channels), None
+        if dlayer is not None:
+            dpre = empty_like(pre)
+            launch.aggregate_backward(dlayer, x_rows, None, None, dpre, layout)
+        dH, dmean_square = empty_like(H), empty_like(mean_square)
+        launch.coefficients_backward(
+            H,
+            mean_square,
+            alpha,
+            beta,
+            dpre,
+            gradient_rows(dpost, n),
+            gradient_rows(dres, n * n),
+            dH,
+            dmean_square,
+            dbeta,
+            dalpha,
+            n,
+            not is_head,
+            accumulates[2],
+            accumulates[1],
+            *variant,
+        )
+        dx = empty_like(x, needs_x)
+        if needs_x or dphi is not None or dweight is not None:
+            mixes, gathers = needs_x and dout is not None, needs_x and dlayer is not None
+            launch.projection_backward(
+                x_rows,
+                phi,
+                norm_weight,
+                dH,
+                dmean_square,
+                gradient_rows(dout, k) if mixes else None,
+                res.view(-1, n * n) if mixes else None,
+                dlayer if gathers else None,
+                pre if gathers else None,
+                matrix_of(dx, k),
+                dphi,
+                dweight,
+                n,
+                layout,
+                orientation if mixes else None,
+                precision,
+                accumulates[0],
+                accumulates[3],
+            )
+        return dx, *results, None

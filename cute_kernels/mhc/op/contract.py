@@ -1,0 +1,57 @@
+"""From the residual to the output of a model, without parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_contract, sizes
+from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
+
+OP = "contract"
+
+
+def contract(x: Tensor, *, layout: str = "streams", backend: str | None = None) -> Tensor:
+    """The mean of the streams.
+
+    Args:
+        x, layout, backend: as in ``aggregate``.
+
+    Returns:
+        (..., C) in x's dtype.
+
+    Raises: as ``aggregate``.
+
+    Numerics: fp32, streams in ascending order, rounded once. The gradient of every stream is a n-th of the output's,
+    exactly.
+    """
+    if takes_reference(OP, x, backend):
+        return reference.contract(x, layout=layout)
+    checked(check_contract, x, layout)
+    if differentiates(x):
+        return apply(_Contract, x, layout)
+    return _forward(x, layout)
+
+
+def _forward(x: Tensor, layout: str) -> Tensor:
+    n, channels = sizes(x, layout)
+    out = x.new_empty((*x.shape[:-2], channels))
+    launch.aggregate_forward(rows(OP, "x", x, n * channels), None, out.view(-1, channels), layout, 1.0 / n)
+    return out
+
+
+class _Contract(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layout):
+        ctx.call = sizes(x, layout), layout
+        return _forward(x, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        (n, channels), layout = ctx.call
+        dx = dout.new_empty((*dout.shape[:-1], *((n, channels) if layout == "streams" else (channels, n))))
+        launch.expand_streams(gradient_rows(dout, channels), dx.view(-1, n * channels), layout, 1.0 / n)
+        return dx, None

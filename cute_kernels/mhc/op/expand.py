@@ -1,0 +1,60 @@
+"""The residual at the input of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_expand
+from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
+
+OP = "expand"
+
+
+def expand(h: Tensor, n: int, *, layout: str = "streams", backend: str | None = None) -> Tensor:
+    """n equal streams ``x_i = h``.
+
+    Args:
+        h: (..., C) bf16, fp16 or fp32, C from 8; last dimension contiguous; the leading dimensions must collapse to
+            rows of one stride.
+        n: 1, 2, 4 or 8.
+        layout, backend: as in ``aggregate``.
+
+    Returns:
+        (..., n, C) for layout "streams", (..., C, n) for "channels"; in h's dtype, contiguous.
+
+    Raises: as ``aggregate``.
+
+    Numerics: copies. The gradient is the streams' sum in fp32, in ascending order, rounded once.
+    """
+    if takes_reference(OP, h, backend):
+        return reference.expand(h, n, layout=layout)
+    checked(check_expand, h, n, layout)
+    if differentiates(h):
+        return apply(_Expand, h, n, layout)
+    return _forward(h, n, layout)
+
+
+def _forward(h: Tensor, n: int, layout: str) -> Tensor:
+    channels = h.shape[-1]
+    x = h.new_empty((*h.shape[:-1], n, channels) if layout == "streams" else (*h.shape, n))
+    launch.expand_streams(rows(OP, "h", h, channels), x.view(-1, n * channels), layout, 1.0)
+    return x
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, n, layout):
+        ctx.call = n, layout
+        return _forward(h, n, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        n, layout = ctx.call
+        channels = dx.shape[-1] if layout == "streams" else dx.shape[-2]
+        dh = dx.new_empty((*dx.shape[:-2], channels))
+        launch.aggregate_forward(gradient_rows(dx, n * channels), None, dh.view(-1, channels), layout, 1.0)
+        return dh, None, None

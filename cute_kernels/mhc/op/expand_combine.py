@@ -1,0 +1,166 @@
+"""The residual after a sublayer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels._autograd import gradient_buffer
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_expand_combine, sizes
+from cute_kernels.mhc.op.common import (
+    apply,
+    checked,
+    differentiates,
+    empty_like,
+    gradient_rows,
+    matrix_of,
+    rows,
+    takes_reference,
+)
+from cute_kernels.mhc.reference.dropout import draw_seed
+
+OP = "expand_combine"
+
+
+def expand_combine(
+    f: Tensor,
+    post: Tensor,
+    x: Tensor,
+    res: Tensor,
+    *,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | int | None = None,
+    layout: str = "streams",
+    res_orientation: str = "io",
+    backend: str | None = None,
+) -> Tensor:
+    """``out_o = dropout((f + bias) post_o) + sum_i R(i, o) x_i``: the sublayer's output added to the mixed streams.
+
+    Args:
+        f: (..., C) in x's dtype, the sublayer's output; last dimension contiguous.
+        post: (..., n) fp32, last dimension contiguous.
+        x, layout, backend: as in ``aggregate``.
+        res: (..., n, n) fp32, a matrix is one piece of memory.
+        bias: (C,) fp32 or bf16, the sublayer's; None: 0.
+        dropout_p: in [0, 1); each of the K = n * C elements of a token has a mask of its own, ``dropout_mask``'s.
+        seed: int64 tensor of one element on x's device, or an int; None: drawn on the device from torch's generator
+            where dropout_p > 0. It is not read on the host, and its mask is made again in the backward.
+        res_orientation: "io": R(i, o) = res[i, o]; "oi": R(i, o) = res[o, i].
+
+    The leading dimensions of each must collapse to rows of one stride.
+
+    Returns:
+        Like x, contiguous.
+
+    Raises: as ``aggregate``.
+
+    Numerics: fp32, streams in ascending order, rounded once. The gradients of post and res sum over C in an order fixed
+    by C, the dtype and the alignment of the rows; a token's output and gradients have the same bits whatever the other
+    tokens, but for its mask, which depends on its place. The gradient of bias is added over 64 tokens at a time, then
+    over these in a fixed order, without atomics; into ``bias.main_grad`` (fp32) where that exists, and ``.grad`` stays
+    None. An incoming gradient whose tokens are not rows of one stride is copied.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+    """
+    if takes_reference(OP, x, backend):
+        return reference.expand_combine(
+            f,
+            post,
+            x,
+            res,
+            bias=bias,
+            dropout_p=dropout_p,
+            seed=seed,
+            layout=layout,
+            res_orientation=res_orientation,
+        )
+    return combine(OP, f, post, x, res, bias, dropout_p, seed, layout, res_orientation, False)
+
+
+def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, hands_on: bool) -> Tensor:
+    """``expand_combine`` after the choice of the backend. ``hands_on``: see ``ExpandCombine``."""
+    arguments = f, post, x, res, bias, dropout_p, seed, layout, orientation
+    if isinstance(seed, int):  # not a part of what has been checked
+        check_expand_combine(*arguments, op=op)
+    else:
+        checked(check_expand_combine, *arguments, op=op)
+    if dropout_p == 0.0:
+        seed = None
+    elif seed is None:
+        seed = draw_seed(x.device)
+    else:
+        seed = seed.view(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    options = op, float(dropout_p), layout, orientation
+    if differentiates(f, post, x, res, bias):
+        return apply(ExpandCombine, f, post, x, res, bias, seed, options, hands_on)
+    return _forward(f, post, x, res, bias, seed, options)
+
+
+def _forward(f, post, x, res, bias, seed, options) -> Tensor:
+    op, dropout_p, layout, orientation = options
+    n, channels = sizes(x, layout)
+    out = empty_like(x)
+    launch.expand_combine_forward(
+        rows(op, "f", f, channels),
+        bias,
+        rows(op, "post", post, n),
+        rows(op, "x", x, n * channels),
+        rows(op, "res", res, n * n),
+        seed,
+        out.view(-1, n * channels),
+        dropout_p,
+        layout,
+        orientation,
+    )
+    return out
+
+
+class ExpandCombine(torch.autograd.Function):
+    """``hands_on``: x is an alias whose gradient is dout as it came, see ``Composite``."""
+
+    @staticmethod
+    def forward(ctx, f, post, x, res, bias, seed, options, hands_on):
+        ctx.save_for_backward(f, post, x, res, bias, seed)
+        ctx.call = options, hands_on
+        ctx.main_grad = getattr(bias, "main_grad", None)
+        return _forward(f, post, x, res, bias, seed, options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        f, post, x, res, bias, seed = ctx.saved_tensors
+        (op, dropout_p, layout, orientation), hands_on = ctx.call
+        needs_f, needs_post, needs_x, needs_res, needs_bias, *_ = ctx.needs_input_grad
+        n, channels = sizes(x, layout)
+        k = n * channels
+        dout_rows, post_rows = gradient_rows(dout, k), rows(op, "post", post, n)
+        df, dx = empty_like(f, needs_f), empty_like(x, needs_x and not hands_on)
+        sums = needs_post or needs_res
+        dpost, dres = empty_like(post, sums), empty_like(res, sums)
+        if df is not None or dx is not None or sums:
+            launch.expand_combine_backward(
+                dout_rows,
+                rows(op, "f", f, channels),
+                bias,
+                post_rows,
+                rows(op, "x", x, k),
+                rows(op, "res", res, n * n),
+                seed,
+                matrix_of(dx, k),
+                matrix_of(df, channels),
+                matrix_of(dpost, n),
+                matrix_of(dres, n * n),
+                dropout_p,
+                layout,
+                orientation,
+            )
+        dbias_result = None
+        if needs_bias:
+            dbias, dbias_result = gradient_buffer(op, "bias", bias, ctx.main_grad)
+            launch.bias_gradient(dout_rows, post_rows, seed, dbias, dropout_p, layout, dbias_result is None)
+        if hands_on and needs_x:
+            dx = dout
+        return df, dpost if needs_post else None, dx, dres if needs_res else None, dbias_result, None, None, None

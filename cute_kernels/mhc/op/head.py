@@ -1,0 +1,58 @@
+"""From the residual to the output of a model, with learned weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cute_kernels.mhc import reference
+from cute_kernels.mhc.checks import check_head
+from cute_kernels.mhc.launch import variant_fields
+from cute_kernels.mhc.op.common import apply, checked, differentiates, takes_reference
+from cute_kernels.mhc.op.composite import Composite, run
+from cute_kernels.mhc.variants import Variant, variant_of
+
+OP = "head"
+
+
+def head(
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    variant: str | Variant = "deepseek_v4",
+    layout: str | None = None,
+    precision: str = "tf32",
+    backend: str | None = None,
+) -> Tensor:
+    """``sum_i pre_i x_i`` with ``pre = sigmoid(scale * H / rms + base) + pre_eps``, H = x (fn * norm_weight)^T.
+
+    Args:
+        x, backend: as in ``aggregate``.
+        fn: (n, K) fp32 or bf16, K = n * C in x's memory order.
+        base: (n,) fp32 or bf16.
+        scale: (1,) fp32 or bf16.
+        norm_weight: (K,) fp32 or bf16; None: 1.
+        variant: its rms_eps, rms_eps_placement and pre_eps.
+        layout: the variant's if None.
+        precision: as in ``projection``.
+
+    Returns:
+        (..., C) in x's dtype.
+
+    Raises: as ``aggregate``.
+
+    Numerics: as ``pre``.
+    """
+    if takes_reference(OP, x, backend):
+        return reference.head(
+            x, fn, base, scale, norm_weight=norm_weight, variant=variant, layout=layout, precision=precision
+        )
+    variant = variant_of(OP, variant)
+    layout = variant.layout if layout is None else layout
+    checked(check_head, x, fn, base, scale, norm_weight, layout, precision)
+    options = OP, variant_fields(variant), layout, precision, None
+    if differentiates(x, fn, base, scale, norm_weight):
+        return apply(Composite, x, fn, scale, base, norm_weight, options)
+    return run(x, fn, scale, base, norm_weight, options, False)[0][0]

@@ -1,0 +1,121 @@
+"""The products of a token with phi, and its mean square."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels._autograd import gradient_buffer
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_projection, sizes
+from cute_kernels.mhc.op.common import (
+    apply,
+    checked,
+    differentiates,
+    empty_like,
+    matrix_of,
+    rows,
+    takes_reference,
+)
+
+OP = "projection"
+
+
+def projection(
+    x: Tensor,
+    phi: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    layout: str = "streams",
+    precision: str = "tf32",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``H = x (phi * norm_weight)^T`` and ``mean_square = mean(x^2)``: H is not divided by the rms.
+
+    Args:
+        x, layout, backend: as in ``aggregate``.
+        phi: (N, K) fp32 or bf16, K = n * C in x's memory order; N = n * n + 2 * n, or n for a head.
+        norm_weight: (K,) fp32 or bf16, the weight of the RMS norm; None: 1.
+        precision: of the products on tensor cores, which add bf16 parts of the factors in fp32. "tf32": parts up to
+            2^-16 of the largest, no less than tf32; "fp32": up to 2^-24.
+
+    Returns:
+        H (..., N) and mean_square (...,), fp32.
+
+    Raises: as ``aggregate``.
+
+    Numerics: K is split every 4096 columns, each part added in ascending order in fp32, then the parts: a token's H,
+    mean square and gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs.
+    The gradients of phi and norm_weight are added over chunks of a fixed number of tokens, then over the chunks in
+    ascending order, without atomics; into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
+    """
+    if takes_reference(OP, x, backend):
+        return reference.projection(x, phi, norm_weight=norm_weight, layout=layout, precision=precision)
+    checked(check_projection, x, phi, norm_weight, layout, precision)
+    if differentiates(x, phi, norm_weight):
+        return apply(_Projection, x, phi, norm_weight, layout, precision)
+    return _forward(x, phi, norm_weight, layout, precision)
+
+
+def _forward(x, phi, norm_weight, layout, precision) -> tuple[Tensor, Tensor]:
+    (n, channels), tokens, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
+    k = n * channels
+    x = rows(OP, "x", x, k)
+    H = x.new_empty((*tokens, columns), dtype=torch.float32)
+    mean_square = x.new_empty(tokens, dtype=torch.float32)
+    partials = launch.partial_sums(x, phi)
+    launch.projection_forward(x, phi, norm_weight, partials, precision)
+    launch.sum_parts(partials, H.view(-1, columns), mean_square.view(-1), n, k)
+    return H, mean_square
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, phi, norm_weight, layout, precision):
+        ctx.save_for_backward(x, phi, norm_weight)
+        ctx.call = layout, precision
+        ctx.main_grads = getattr(phi, "main_grad", None), getattr(norm_weight, "main_grad", None)
+        ctx.set_materialize_grads(False)
+        return _forward(x, phi, norm_weight, layout, precision)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dH, dmean_square):
+        x, phi, norm_weight = ctx.saved_tensors
+        layout, precision = ctx.call
+        needs_x, needs_phi, needs_weight, *_ = ctx.needs_input_grad
+        n, channels = sizes(x, layout)
+        tokens, columns, k = x.shape[:-2], phi.shape[0], n * channels
+        dH = x.new_zeros((*tokens, columns), dtype=torch.float32) if dH is None else dH.contiguous()
+        if dmean_square is None:
+            dmean_square = x.new_zeros(tokens, dtype=torch.float32)
+        dx = empty_like(x, needs_x)
+        dphi = dphi_result = dweight = dweight_result = None
+        if needs_phi:
+            dphi, dphi_result = gradient_buffer(OP, "phi", phi, ctx.main_grads[0])
+        if needs_weight:
+            dweight, dweight_result = gradient_buffer(OP, "norm_weight", norm_weight, ctx.main_grads[1])
+        launch.projection_backward(
+            rows(OP, "x", x, k),
+            phi,
+            norm_weight,
+            dH.view(-1, columns),
+            dmean_square.contiguous().view(-1),
+            None,
+            None,
+            None,
+            None,
+            matrix_of(dx, k),
+            dphi,
+            dweight,
+            n,
+            layout,
+            None,
+            precision,
+            needs_phi and dphi_result is None,
+            needs_weight and dweight_result is None,
+        )
+        return dx, dphi_result, dweight_result, None, None

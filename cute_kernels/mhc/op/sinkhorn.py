@@ -1,0 +1,87 @@
+"""Matrices that are doubly stochastic to the accuracy of a few iterations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.checks import check_sinkhorn
+from cute_kernels.mhc.op.common import (
+    apply,
+    checked,
+    differentiates,
+    empty_like,
+    gradient_rows,
+    rows,
+    takes_reference,
+)
+
+OP = "sinkhorn"
+
+
+def sinkhorn(
+    logits: Tensor,
+    *,
+    iterations: int = 20,
+    variant: str = "log",
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> Tensor:
+    """Sinkhorn and Knopp's normalisation of exp(logits), rows (sums over the last dimension) and columns in turn.
+
+    Columns are normalised last: their sums are 1 to rounding and eps, those of rows as far as the iterations have
+    converged.
+
+    "log"          f = g = 0; f_i = -logsumexp_j(x_ij + g_j), g_j = -logsumexp_i(x_ij + f_i); P = exp(f_i + x_ij + g_j).
+    "softmax_eps"  P = softmax_j(x) + eps; columns; then iterations - 1 times rows, columns: P / (sum + eps).
+    "exp_clamp"    P = exp(x - max_j x); iterations times rows, columns: P / max(sum, eps).
+
+    Args:
+        logits: (..., n, n) fp32, n = 1, 2, 4 or 8; a matrix is one piece of memory; the leading dimensions must
+            collapse to matrices of one stride.
+        iterations: 1 to 100.
+        variant: "log", "softmax_eps" or "exp_clamp".
+        eps: between 0 and 1; "log" has none.
+        backend: as in ``aggregate``.
+
+    Returns:
+        A contiguous fp32 tensor of the logits' shape.
+
+    Raises: as ``aggregate``.
+
+    Numerics: fp32 in registers, one thread a matrix, whose bits the other matrices do not change. The backward repeats
+    the forward's iterations and differentiates each.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 9 and 19.
+    """
+    if takes_reference(OP, logits, backend):
+        return reference.sinkhorn(logits, iterations=iterations, variant=variant, eps=eps)
+    checked(check_sinkhorn, logits, iterations, variant, eps)
+    if differentiates(logits):
+        return apply(_Sinkhorn, logits, iterations, variant, eps)
+    return _forward(logits, iterations, variant, eps)
+
+
+def _forward(logits: Tensor, *options) -> Tensor:
+    res, size = empty_like(logits), logits.shape[-1] ** 2
+    launch.sinkhorn_forward(rows(OP, "logits", logits, size), res.view(-1, size), *options)
+    return res
+
+
+class _Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, iterations, variant, eps):
+        ctx.save_for_backward(logits)
+        ctx.options = iterations, variant, eps
+        return _forward(logits, iterations, variant, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dres):
+        (logits,) = ctx.saved_tensors
+        dlogits, size = empty_like(logits), logits.shape[-1] ** 2
+        logits = rows(OP, "logits", logits, size)
+        launch.sinkhorn_backward(logits, gradient_rows(dres, size), dlogits.view(-1, size), *ctx.options)
+        return dlogits, None, None, None

@@ -1,0 +1,52 @@
+"""The kernels of the hyper-connections that an installation needs: DeepSeek-V4's, of four streams in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cute_kernels.mhc.checks import num_coefficients
+from cute_kernels.mhc.config import projection_backward_config, projection_config, stream_layout
+from cute_kernels.mhc.variants import VARIANTS
+
+N = 4
+CHANNELS = (1280, 2560, 4096, 5120, 7168)
+
+
+def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
+    """(builder, arguments) of each kernel: pre, expand_combine and hyper_connection, with fp32 parameters."""
+    from cutlass import BFloat16 as bf16
+    from cutlass import Float32
+
+    from cute_kernels.mhc.kernel.aggregate import aggregate_backward, aggregate_forward
+    from cute_kernels.mhc.kernel.coefficients import coefficients_backward, coefficients_forward
+    from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward, expand_combine_forward
+    from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
+    from cute_kernels.mhc.kernel.projection import projection_forward
+    from cute_kernels.mhc.kernel.projection_backward import projection_backward
+
+    variant, columns = VARIANTS["deepseek_v4"], num_coefficients(N)
+    layout, orientation = variant.layout, variant.res_orientation
+    names = "bfloat16", "float32", "tf32", True
+    fp32 = (Float32, Float32)
+    both_main_grads = ((False, False), (True, True))
+    for accumulate in both_main_grads:
+        has, aligns = (True, True, True), (4, 4, 4)
+        yield coefficients_backward, (arch, N, fp32, fp32, accumulate, has, aligns, variant, False, True)
+    for channels in CHANNELS:
+        k, streams = N * channels, stream_layout(N, channels, layout, 2, 8)
+        config = projection_config(columns, k, *names)
+        yield projection_forward, (arch, bf16, Float32, None, config)
+        for training in (True, False):
+            yield coefficients_forward, (arch, N, k, config.splits, training, fp32, variant, False, True)
+        yield aggregate_forward, (arch, bf16, True, 4, streams)
+        yield aggregate_backward, (arch, bf16, False, True, 1, streams)
+        for mixes in (orientation, None):  # of hyper_connection, and of pre alone
+            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None)
+            yield projection_backward, (arch, bf16, Float32, None, True, True, mixes, True, config)
+        for accumulate, _ in both_main_grads:
+            yield phi_gradient, (arch, Float32, None, Float32, None, (accumulate, False), columns, k)
+        yield expand_combine_forward, (arch, bf16, None, False, orientation, (4, 4), streams)
+        for needs_dx in (False, True):  # of hyper_connection, and of expand_combine alone
+            needs = (needs_dx, True, True)
+            yield expand_combine_backward, (arch, bf16, None, False, *needs, orientation, (4, 4), streams)

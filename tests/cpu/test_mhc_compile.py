@@ -1,0 +1,175 @@
+"""The hyper-connections' kernels compile for both architectures without a GPU, and what came out.
+
+No local memory, but for backwards of eight streams, whose sums are more than the registers hold; no float atomics;
+products on tensor cores from operands that come by TMA.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_kernels.mhc import prewarm
+from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
+from tests.gpu.mhc.conftest import kernels_of
+from tests.mhc_cases import BF16, FP16, FP32, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILDERS = {
+    "aggregate_forward",
+    "aggregate_backward",
+    "expand_streams",
+    "expand_combine_forward",
+    "expand_combine_backward",
+    "bias_gradient",
+    "sinkhorn_forward",
+    "sinkhorn_backward",
+    "coefficients_forward",
+    "coefficients_backward",
+    "projection_forward",
+    "projection_backward",
+    "phi_gradient",
+}
+SPILLING_STREAMS = 8
+SPILLED = 1024  # bytes a thread, at most, of the backwards of eight streams
+
+
+def streams_of(builder, arguments) -> int:
+    """n of a kernel's arguments; 0 where they do not tell."""
+    name = builder.__name__
+    if name in ("sinkhorn_forward", "sinkhorn_backward", "coefficients_forward", "coefficients_backward"):
+        return arguments[1]
+    last = arguments[-1]
+    if name == "projection_forward":
+        return {3: 1, 8: 2, 24: 4, 80: 8}.get(last.columns, 0)
+    return getattr(last, "n", 0)
+
+
+def compile_and_check(jobs, arch: str) -> None:
+    for builder, arguments in jobs:
+        record = builder.obtain(*arguments).record
+        assert record["key"]["arch"] == arch
+        kernels = record["kernels"]
+        if streams_of(builder, arguments) == SPILLING_STREAMS and "backward" in builder.__name__:
+            assert all(kernel["stack_bytes"] <= SPILLED for kernel in kernels), (builder.__name__, kernels)
+            record = {"kernels": [{**kernel, "stack_bytes": 0} for kernel in kernels]}
+        try:
+            check_record(record)
+        except AssertionError as error:
+            raise AssertionError(f"{builder.__name__}{arguments}: {error}") from None
+
+
+def jobs_of(arch: str, *calls) -> list:
+    """Of (op, case) or (op, case, precision)."""
+    return kernels_of([(*call, *["tf32"] * (2 - len(call[1:])), True) for call in calls], arch)
+
+
+PARTS = ("coefficients", "sinkhorn", "aggregate", "expand_combine", "expand")
+# Each kernel with four streams in bf16; then what changes the most of each: dtypes, rows off 16 bytes, n
+CALLS = {
+    "parts": [(op, Case(4, 4096, norm_weight=True, bias=True, dropout_p=0.1)) for op in PARTS],
+    "composites": [("hyper_connection", Case(4, 4096, norm_weight=True, bias=True)), ("head", Case(4, 4096))],
+    "fp32": [("hyper_connection", Case(4, 1280, (5,), FP32, bias=True), "fp32")],
+    "fp16": [("hyper_connection", Case(4, 1280, (5,), FP16, BF16, "transformer_engine", bias=True, dropout_p=0.1))],
+    "off 16 bytes": [("hyper_connection", Case(4, 5129, (5,), BF16, FP32, "megatron", norm_weight=True, bias=True))],
+    "one stream": [("hyper_connection", Case(1, 768, bias=True))],
+    "two streams": [("hyper_connection", Case(2, 768, variant="transformer_engine", bias=True))],
+}
+
+
+@pytest.mark.parametrize(
+    "arch, name",
+    [("sm_90a", name) for name in CALLS]
+    + [("sm_100a", "composites")]
+    + [pytest.param("sm_100a", name, marks=pytest.mark.slow) for name in CALLS if name != "composites"],
+)
+def test_compiles(name, arch):
+    compile_and_check(jobs_of(arch, *CALLS[name]), arch)
+
+
+def eight_streams(arch: str) -> list:
+    """One of each kernel, the products in "tf32"."""
+    jobs = jobs_of(arch, *[(op, Case(8, 768)) for op in ("sinkhorn", "hyper_connection")])
+    return list({builder.__name__: (builder, arguments) for builder, arguments in jobs}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_eight_streams_compile(arch):
+    compile_and_check(eight_streams(arch), arch)
+
+
+def test_every_builder_is_among_them():
+    found = jobs_of("sm_90a", *[call for calls in CALLS.values() for call in calls])
+    assert {builder.__name__ for builder, _ in found} == BUILDERS
+    assert {streams_of(*job) for job in found} >= {1, 2, 4}
+    assert "projection_backward" in {builder.__name__ for builder, _ in eight_streams("sm_90a")}
+
+
+PARTS_OF_THE_TABLE = 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("part", range(PARTS_OF_THE_TABLE))
+def test_the_shipped_table_compiles_without_spills(part, arch):
+    compile_and_check(list(prewarm.specializations(arch))[part::PARTS_OF_THE_TABLE], arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_shipped_table_is_what_a_model_asks_for(arch):
+    table = set(prewarm.specializations(arch))
+    for channels in prewarm.CHANNELS:
+        wanted = jobs_of(arch, ("hyper_connection", Case(4, channels)), ("pre", Case(4, channels)))
+        assert set(wanted) <= table
+
+
+def test_shared_memory_fits_a_cta():
+    """Of the widest configurations, which the table does not hold."""
+    calls = [("projection", Case(n, 4096, (5,), dtype), p) for n in (4,) for dtype in (FP32, BF16) for p in ("fp32",)]
+    for builder, arguments in jobs_of("sm_90a", *calls):
+        for kernel in builder.obtain(*arguments).record["kernels"]:
+            assert kernel["static_smem_bytes"] + kernel.get("dynamic_smem_bytes", 0) <= CTA_SHARED_MEMORY, kernel
+
+
+# Operands come by TMA, are multiplied by warp-level MMA from ldmatrix, and no sum is left to the order of atomics
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+def test_instructions(arch, tmp_path):
+    program = f"""
+from tests.cpu.test_mhc_compile import jobs_of
+from tests.mhc_cases import Case
+calls = [("hyper_connection", Case(4, 1280, bias=True)), ("contract", Case(4, 1280)), ("sinkhorn", Case(4, 1280))]
+for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *calls)}}.values():
+    assert builder.obtain(*arguments).origin == "compiled"
+"""
+    environment = {
+        **os.environ,
+        "JIT_CACHE_DIR": str(tmp_path / "cache"),
+        "JIT_CACHE_MODE": "on",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = [part for path in tmp_path.glob("*.ptx") for part in path.read_text().split(".entry ")[1:]]
+    assert len(kernels) >= len(BUILDERS)
+    products = [kernel for kernel in kernels if "mma.sync" in kernel]
+    assert len(products) == 2  # projection_forward, projection_backward
+    for kernel in products:
+        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in kernel
+        assert "cp.async.bulk.tensor" in kernel and "ldmatrix.sync.aligned" in kernel
+        assert not re.search(r"mma\S*\.(tf32|f16\.f16\.f16|e4m3|e5m2)", kernel)
+    for kernel in kernels:
+        assert not re.search(r"\b(atom|red)\.", kernel)
+        assert "cp.reduce" not in kernel and ".local" not in kernel
+
+
+def test_these_tests_need_no_gpu():
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,540 @@
+"""The kernels' path of the hyper-connections on the CPU: plans, launches, allocation, autograd and the torch bridge.
+
+Plain torch takes the place of the compiled kernels; all above them is what runs on a GPU.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from cute_kernels import mhc
+from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.prewarm import specializations
+from cute_kernels.mhc.variants import VARIANTS
+from tests.mhc_cases import (
+    BF16,
+    FP16,
+    FP32,
+    LAYOUTS,
+    OPERATIONS,
+    PRESETS,
+    RES_ORIENTATIONS,
+    SEED,
+    STREAMS,
+    Case,
+    call,
+    check,
+    differentiate,
+    make_inputs,
+    make_upstream,
+    oracle,
+    seeded_generator,
+    stand_in,
+    sublayer,
+)
+
+WITH_PARAMETERS = {
+    "projection": ("phi", "norm_weight"),
+    "coefficients": ("alpha", "beta"),
+    "expand_combine": ("bias",),
+    "head": ("fn", "base", "scale", "norm_weight"),
+    "pre": ("phi", "alpha", "beta", "norm_weight"),
+    "hyper_connection": ("phi", "alpha", "beta", "norm_weight", "bias"),
+}
+FULL = Case(4, 16, (5,), FP32, norm_weight=True, bias=True)
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with stand_in() as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def generator(request):
+    return seeded_generator(request.node.nodeid, "cpu")
+
+
+def assert_as_the_reference(op, case, generator):
+    inputs = make_inputs(case, generator)
+    upstream = make_upstream(op, case, generator)
+    found = differentiate(mhc, op, case, inputs, upstream)
+    exact = oracle(op, case, inputs, upstream)
+    assert found.keys() == exact.keys()
+    check(found, exact)
+
+
+# Results and gradients
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", STREAMS)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_streams_and_layouts(op, n, layout, generator):
+    assert_as_the_reference(op, Case(n, 24, (2, 3), FP32, layout=layout, norm_weight=True, bias=True), generator)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("orientation", RES_ORIENTATIONS)
+@pytest.mark.parametrize("op", ["expand_combine", "hyper_connection"])
+def test_orientations_and_dropout(op, orientation, layout, dropout_p, generator):
+    case = dataclasses.replace(FULL, res_orientation=orientation, layout=layout, dropout_p=dropout_p)
+    assert_as_the_reference(op, case, generator)
+
+
+@pytest.mark.parametrize("variant", PRESETS)
+@pytest.mark.parametrize("op", ["coefficients", "sinkhorn", "head", "pre", "hyper_connection"])
+def test_variants(op, variant, generator):
+    assert_as_the_reference(op, dataclasses.replace(FULL, variant=variant), generator)
+
+
+@pytest.mark.parametrize("parameters", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_dtypes(op, dtype, parameters, generator):
+    case = dataclasses.replace(FULL, dtype=dtype, parameters=parameters, channels=13)
+    assert_as_the_reference(op, case, generator)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gap", [1, 2, 8])
+@pytest.mark.parametrize(
+    "op", ["projection", "aggregate", "expand_combine", "contract", "head", "pre", "hyper_connection"]
+)
+def test_strided_tokens(op, gap, layout, generator):
+    assert_as_the_reference(op, dataclasses.replace(FULL, dtype=BF16, layout=layout, gap=gap), generator)
+
+
+def test_many_tokens(generator):
+    """Several chunks of each sum, several parts of K."""
+    case = dataclasses.replace(FULL, channels=1280, tokens=(1100,))
+    for op in ("pre", "hyper_connection"):
+        assert_as_the_reference(op, case, generator)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_packed_coefficients(start, generator):
+    """Slices of one matrix with an offset, and a matrix H with gaps: no copy in the forward, right in the backward."""
+    t = make_inputs(FULL, generator)
+    wide = torch.zeros(5, 27)
+    wide[:, start : start + 24] = torch.cat([t["pre"], t["post"], t["res"].flatten(1)], 1).detach()
+    packed = wide[:, start : start + 24]
+    sliced = {"pre": packed[:, :4], "post": packed[:, 4:8], "res": packed[:, 8:].unflatten(1, (4, 4))}
+    wide_h = torch.zeros(5, 27)
+    wide_h[:, start : start + 24] = t["H"].detach()
+    sliced |= {"logits": sliced["res"], "H": wide_h[:, start : start + 24]}
+    inputs = t | {name: tensor.detach().requires_grad_() for name, tensor in sliced.items()}
+    for op in ("aggregate", "expand_combine", "sinkhorn", "coefficients"):
+        upstream = make_upstream(op, FULL, generator)
+        check(differentiate(mhc, op, FULL, inputs, upstream), oracle(op, FULL, inputs, upstream))
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_upstream_of_any_layout(op, generator):
+    """Incoming gradients that are transposed, that have gaps, that are one number."""
+    inputs = make_inputs(FULL, generator)
+    upstream = make_upstream(op, FULL, generator)
+    wanted = differentiate(mhc, op, FULL, inputs, upstream)
+    transposed = {name: t.movedim(0, -1).clone().movedim(-1, 0) for name, t in upstream.items()}
+    gapped = {name: torch.stack([t, t], 1)[:, 0] for name, t in upstream.items()}
+    for other in (transposed, gapped):
+        found = differentiate(mhc, op, FULL, inputs, other)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    ones = {name: torch.ones(()).expand(t.shape) for name, t in upstream.items()}
+    check(differentiate(mhc, op, FULL, inputs, ones), oracle(op, FULL, inputs, ones))
+
+
+# The composite is its parts
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("variant", PRESETS)
+def test_pre_is_its_parts(variant, dtype, generator):
+    case = dataclasses.replace(FULL, variant=variant, dtype=dtype, channels=1280)
+    t = make_inputs(case, generator)
+    with torch.no_grad():
+        H, mean_square = call(mhc, "projection", case, t)
+        steps = t | {"H": H, "mean_square": mean_square}
+        pre, post, logits = call(mhc, "coefficients", case, steps)
+        (res,) = call(mhc, "sinkhorn", case, {"logits": logits})
+        (layer_input,) = call(mhc, "aggregate", case, t | {"pre": pre})
+        (out,) = call(mhc, "expand_combine", case, t | {"f": sublayer(layer_input), "post": post, "res": res})
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            found = call(mhc, "pre", case, t)
+            whole = call(mhc, "hyper_connection", case, t)[0]
+        assert all(torch.equal(a, b) for a, b in zip(found, (layer_input, post, res), strict=True))
+        assert torch.equal(whole, out)
+
+
+def test_launches(kernels, generator):
+    """Three for pre; one dx for a hyper-connection, and no product where only the coefficients' parameters learn."""
+    t = make_inputs(FULL, generator)
+    with torch.no_grad():
+        call(mhc, "pre", FULL, t)
+    assert names_of(kernels) == ["projection_forward", "coefficients_forward", "aggregate_forward"]
+    kernels.clear()
+    call(mhc, "hyper_connection", FULL, t)[0].sum().backward()
+    assert names_of(kernels)[-5:] == [
+        "bias_gradient",
+        "aggregate_backward",
+        "coefficients_backward",
+        "projection_backward",
+        "phi_gradient",
+    ]
+    static = {job[0].__name__: job[1] for job in kernels}
+    assert static["expand_combine_backward"][4:7] == (False, True, True)
+    assert static["aggregate_backward"][2:4] == (False, True)
+    assert static["projection_backward"][4:8] == (True, True, "io", True)
+    kernels.clear()
+    frozen = {name: tensor.detach().requires_grad_(name in ("alpha", "beta")) for name, tensor in t.items()}
+    call(mhc, "pre", FULL, frozen)[1].sum().backward()
+    assert "projection_backward" not in names_of(kernels) and "aggregate_backward" not in names_of(kernels)
+
+
+def names_of(jobs):
+    return [builder.__name__ for builder, _ in jobs]
+
+
+def test_another_number_of_tokens_builds_nothing(kernels, generator):
+    for tokens in ((3,), (7, 2)):
+        case = dataclasses.replace(FULL, tokens=tokens, dropout_p=0.1)
+        inputs = make_inputs(case, generator)
+        for op in OPERATIONS:
+            differentiate(mhc, op, case, inputs, make_upstream(op, case, generator))
+        if len(tokens) == 1:
+            built = len(kernels)
+    assert len(kernels) == built
+
+
+@pytest.mark.parametrize("channels", [1280])
+def test_prewarm(kernels, channels, generator):
+    """It compiles what training and inference launch."""
+    case = Case(4, channels, (2,), BF16)
+    t = make_inputs(case, generator)
+    for op in ("pre", "expand_combine", "hyper_connection"):
+        differentiate(mhc, op, case, t, make_upstream(op, case, generator))
+        with torch.no_grad():
+            call(mhc, op, case, t)
+    wanted = {(builder.__name__, arguments) for builder, arguments in kernels}
+    kernels.clear()
+    for build, arguments in specializations("sm_90a"):
+        build(*arguments)
+    assert wanted <= {(builder.__name__, arguments) for builder, arguments in kernels}
+
+
+# Gradients that are wanted, and not
+
+
+@pytest.mark.parametrize("op", WITH_PARAMETERS)
+def test_main_grad(op, generator):
+    """Added to, whatever the parameter's dtype; .grad stays None."""
+    for parameters in (FP32, BF16):
+        case = dataclasses.replace(FULL, parameters=parameters, dropout_p=0.2)
+        t = make_inputs(case, generator)
+        upstream = make_upstream(op, case, generator)
+        exact = oracle(op, case, t, upstream)
+        before = {}
+        for name in WITH_PARAMETERS[op]:
+            t[name].main_grad = torch.randn(t[name].shape, generator=generator)
+            before[name] = t[name].main_grad.clone()
+        found = differentiate(mhc, op, case, t, upstream)
+        for name in WITH_PARAMETERS[op]:
+            assert f"d{name}" not in found
+            found[f"d{name}"] = t[name].main_grad - before[name]
+        margins = {f"d{name}": 4e-7 * (1.0 + before[name].abs().max()).item() for name in before}
+        check(found, exact, margins=margins)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_one_gradient_at_a_time(op, generator):
+    """Each input alone requires grad: its gradient is what it is with all; without any nothing is recorded."""
+    case = dataclasses.replace(FULL, dropout_p=0.2)
+    t = make_inputs(case, generator)
+    upstream = make_upstream(op, case, generator)
+    wanted = differentiate(mhc, op, case, t, upstream)
+    for name in OPERATIONS[op][0]:
+        alone = {key: tensor.detach().requires_grad_(key == name) for key, tensor in t.items()}
+        outputs = [t for t in call(mhc, op, case, alone) if t.requires_grad]
+        incoming = [u for u, o in zip(upstream.values(), call(mhc, op, case, alone), strict=True) if o.requires_grad]
+        (found,) = torch.autograd.grad(outputs, [alone[name]], incoming)
+        torch.testing.assert_close(found, wanted[f"d{name}"])
+    frozen = {key: tensor.detach() for key, tensor in t.items()}
+    assert not any(output.requires_grad for output in call(mhc, op, case, frozen))
+
+
+@pytest.mark.parametrize("op", ["projection", "coefficients", "pre"])
+def test_unused_outputs(op, generator):
+    t = make_inputs(FULL, generator)
+    upstream = make_upstream(op, FULL, generator)
+    leaves = [t[name] for name in OPERATIONS[op][0]]
+    for index, name in enumerate(OPERATIONS[op][1]):
+        found = torch.autograd.grad(call(mhc, op, FULL, t)[index], leaves, upstream[name], allow_unused=True)
+        wanted = torch.autograd.grad(call(reference, op, FULL, t)[index], leaves, upstream[name], allow_unused=True)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a if a is not None else torch.zeros_like(b), b if b is not None else a * 0)
+
+
+def test_sublayers_of_every_kind(generator):
+    """Without gradient, without parameters that learn, with all frozen but its own, under checkpointing, twice x."""
+    t = make_inputs(FULL, generator)
+    names = ("x", "phi", "alpha", "beta")
+    weight = torch.randn(16, 16, generator=generator).requires_grad_()
+    upstream = make_upstream("hyper_connection", FULL, generator)["out"]
+
+    def gradients(library, layer, frozen=()):
+        p = {name: t[name].detach().requires_grad_(name not in frozen) for name in names}
+        out = library.hyper_connection(p["x"], layer, p["phi"], p["alpha"], p["beta"])
+        leaves = [*[p[name] for name in names if name not in frozen], weight]
+        return torch.autograd.grad(out, leaves, upstream, allow_unused=True)
+
+    def linear(h):
+        return torch.tanh(h @ weight)
+
+    layers = {
+        "detached": (lambda h: h.detach() * 2.0, ()),
+        "linear": (linear, ()),
+        "all frozen": (linear, names),
+        "x frozen": (linear, ("x",)),
+        "x alone": (linear, ("phi", "alpha", "beta")),
+        "identity": (lambda h: h, ()),
+        "checkpoint": (lambda h: checkpoint(linear, h, use_reentrant=False), ()),
+        "no grad": (lambda h: h.new_ones(h.shape), ()),
+    }
+    for layer, frozen in layers.values():
+        found, wanted = gradients(mhc, layer, frozen), gradients(reference, layer, frozen)
+        for a, b in zip(found, wanted, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_chain_of_hyper_connections(generator):
+    """x used elsewhere, too: autograd adds what it must; the reference's gradients in the end."""
+    t = make_inputs(FULL, generator)
+
+    def loss(library):
+        h = t["h"].detach().requires_grad_()
+        x = library.expand(h, 4)
+        first = library.hyper_connection(x, sublayer, t["phi"], t["alpha"], t["beta"], norm_weight=t["norm_weight"])
+        x = library.hyper_connection(first, sublayer, t["phi"], t["alpha"], t["beta"], bias=t["bias"])
+        out = library.contract(x) + library.head(x, t["fn"], t["base"], t["scale"]) + first.mean()
+        return torch.autograd.grad(
+            out.square().sum(), [h, t["phi"], t["alpha"], t["beta"], t["norm_weight"], t["bias"]]
+        )
+
+    for a, b in zip(loss(mhc), loss(reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("library", [mhc, reference], ids=["kernels", "reference"])
+def test_a_seed_is_drawn(library, generator):
+    """From torch's generator: another for each call, the same after manual_seed, the same under checkpointing."""
+    t = make_inputs(FULL, generator)
+
+    def run(x):
+        return library.hyper_connection(x, sublayer, t["phi"], t["alpha"], t["beta"], dropout_p=0.5)
+
+    torch.manual_seed(1)
+    first, second = run(t["x"]), run(t["x"])
+    torch.manual_seed(1)
+    again = run(t["x"])
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    (wanted,) = torch.autograd.grad(again.square().sum(), t["x"])
+    for reentrant in (True, False):
+        torch.manual_seed(1)
+        out = checkpoint(run, t["x"], use_reentrant=reentrant)
+        assert torch.equal(out, first)
+        (gradient,) = torch.autograd.grad(out.square().sum(), t["x"]) if not reentrant else (None,)
+        if gradient is not None:
+            assert torch.equal(gradient, wanted)
+
+
+def test_seeds(generator):
+    t = make_inputs(FULL, generator)
+
+    def run(**options):
+        return mhc.expand_combine(t["f"], t["post"], t["x"], t["res"], **options)
+
+    wanted = reference.expand_combine(t["f"], t["post"], t["x"], t["res"], dropout_p=0.5, seed=SEED)
+    for seed in (SEED, torch.tensor(SEED), torch.tensor([[SEED]])):
+        torch.testing.assert_close(run(dropout_p=0.5, seed=seed), wanted)
+    assert torch.equal(run(dropout_p=0, seed=3), run())
+    with pytest.raises(ValueError, match="fit in 64 bits"):
+        run(dropout_p=0.5, seed=2**63)
+
+
+# Edges
+
+
+@pytest.mark.parametrize("tokens", [(0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_no_tokens(op, tokens, kernels, generator):
+    case = dataclasses.replace(FULL, tokens=tokens, dropout_p=0.1)
+    t = make_inputs(case, generator)
+    found = differentiate(mhc, op, case, t, make_upstream(op, case, generator))
+    wanted = differentiate(reference, op, case, t, make_upstream(op, case, generator))
+    assert found.keys() == wanted.keys() and not kernels
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for name in WITH_PARAMETERS.get(op, ()):
+        t[name].main_grad = torch.ones(t[name].shape)
+    differentiate(mhc, op, case, t, make_upstream(op, case, generator))
+    assert all(t[name].main_grad.eq(1).all() for name in WITH_PARAMETERS.get(op, ()))
+
+
+def test_one_token_and_leading_dimensions(generator):
+    for tokens in ((), (1,), (1, 1, 2)):
+        for op in OPERATIONS:
+            assert_as_the_reference(op, dataclasses.replace(FULL, tokens=tokens), generator)
+
+
+def test_rows_without_one_stride():
+    x = torch.zeros(3, 2, 4, 16).transpose(0, 1)
+    with pytest.raises(ValueError, match="aggregate: x must have leading dimensions that collapse to rows"):
+        mhc.aggregate(x, torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="aggregate: pre must have leading dimensions that collapse to rows"):
+        mhc.aggregate(torch.zeros(2, 3, 4, 16), torch.zeros(3, 2, 4).transpose(0, 1))
+
+
+def test_backends(kernels, generator):
+    t = make_inputs(FULL, generator)
+    for op in OPERATIONS:
+        found = call(mhc, op, FULL, t, backend="reference")
+        assert all(torch.equal(a, b) for a, b in zip(found, call(reference, op, FULL, t), strict=True))
+        with pytest.raises(ValueError, match=f"{op}: backend must be None or 'reference', got 'triton'"):
+            call(mhc, op, FULL, t, backend="triton")
+    assert not kernels
+
+
+def test_inputs_are_left_alone(generator):
+    case = dataclasses.replace(FULL, dropout_p=0.2)
+    t = make_inputs(case, generator)
+    before = {name: tensor.detach().clone() for name, tensor in t.items()}
+    for op in OPERATIONS:
+        upstream = make_upstream(op, case, generator)
+        copies = {name: tensor.clone() for name, tensor in upstream.items()}
+        differentiate(mhc, op, case, t, upstream)
+        assert all(torch.equal(upstream[name], copies[name]) for name in upstream)
+    assert all(torch.equal(t[name], before[name]) for name in t)
+
+
+# The torch bridge
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_compile(op, generator):
+    """fullgraph, without and with gradients; another number of tokens, too."""
+    torch._dynamo.reset()
+    compiled = {}
+    for tokens in ((5,), (7,)):
+        case = dataclasses.replace(FULL, tokens=tokens, dropout_p=0.2)
+        t = make_inputs(case, generator)
+        upstream = make_upstream(op, case, generator)
+
+        def run(leaves, op=op, case=case):
+            return call(mhc, op, case, leaves)
+
+        compiled.setdefault("run", torch.compile(run, fullgraph=True, backend="aot_eager"))
+        names = OPERATIONS[op][0]
+        with torch.no_grad():
+            for a, b in zip(compiled["run"](t), run(t), strict=True):
+                assert torch.equal(a, b)
+        outputs = compiled["run"](t)
+        incoming = [upstream[name] for name in OPERATIONS[op][1]]
+        found = torch.autograd.grad(outputs, [t[name] for name in names], incoming)
+        wanted = differentiate(mhc, op, case, t, upstream)
+        for name, gradient in zip(names, found, strict=True):
+            torch.testing.assert_close(gradient, wanted[f"d{name}"])
+
+
+def test_compile_draws_a_seed(generator):
+    torch._dynamo.reset()
+    t = make_inputs(FULL, generator)
+
+    def run(x):
+        return mhc.hyper_connection(x, sublayer, t["phi"], t["alpha"], t["beta"], dropout_p=0.5)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    out = compiled(t["x"])
+    (gradient,) = torch.autograd.grad(out, t["x"], torch.ones_like(out))
+    assert gradient.isfinite().all() and not torch.equal(out, compiled(t["x"]))
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_fake_tensors(op, kernels, generator):
+    """Shapes, dtypes and strides as those of real tensors; nothing is launched."""
+    case = dataclasses.replace(FULL, dropout_p=0.2)
+    t = make_inputs(case, generator)
+    upstream = make_upstream(op, case, generator)
+    wanted = differentiate(mhc, op, case, t, upstream)
+    kernels.clear()
+    launch._plans.clear()
+    mode = FakeTensorMode()
+    fakes = {name: mode.from_tensor(tensor.detach()).requires_grad_() for name, tensor in t.items()}
+    incoming = {name: mode.from_tensor(tensor) for name, tensor in upstream.items()}
+    with mode:
+        found = differentiate(mhc, op, case, fakes, incoming)
+    assert not kernels
+    for name in wanted:
+        assert found[name].shape == wanted[name].shape and found[name].dtype is wanted[name].dtype
+        assert found[name].stride() == wanted[name].stride()
+
+
+def test_opcheck(monkeypatch, generator):
+    """Every registered operator, with arguments as a training step gives them."""
+    calls = {}
+    for name, function in launch.OPERATORS.items():
+
+        def record(*arguments, name=name, function=function):
+            calls.setdefault(name, arguments)
+            function(*arguments)
+
+        monkeypatch.setattr(launch, name.removeprefix("mhc_"), record)
+    case = dataclasses.replace(FULL, dropout_p=0.2)
+    t = make_inputs(case, generator)
+    for op in OPERATIONS:
+        differentiate(mhc, op, case, t, make_upstream(op, case, generator))
+    assert calls.keys() == launch.OPERATORS.keys()
+    for name, arguments in calls.items():
+        operator = getattr(torch.ops.cute_kernels, name).default
+        torch.library.opcheck(operator, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+
+def test_the_schemas_name_what_is_written():
+    written = {}
+    for name in launch.OPERATORS:
+        operator = getattr(torch.ops.cute_kernels, name).default
+        assert not operator._schema.returns
+        arguments = operator._schema.arguments
+        written[name] = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert written == {
+        "mhc_projection_forward": {"partials"},
+        "mhc_projection_backward": {"dx", "dphi", "dnorm_weight"},
+        "mhc_sum_parts": {"H", "mean_square"},
+        "mhc_coefficients_of_parts": {"H", "mean_square", "pre", "post", "res"},
+        "mhc_coefficients_forward": {"pre", "post", "logits"},
+        "mhc_coefficients_backward": {"dH", "dmean_square", "dbeta", "dalpha"},
+        "mhc_sinkhorn_forward": {"res"},
+        "mhc_sinkhorn_backward": {"dlogits"},
+        "mhc_aggregate_forward": {"out"},
+        "mhc_aggregate_backward": {"dx", "dpre"},
+        "mhc_expand_streams": {"x"},
+        "mhc_expand_combine_forward": {"out"},
+        "mhc_expand_combine_backward": {"dx", "df", "dpost", "dres"},
+        "mhc_bias_gradient": {"dbias"},
+    }
+
+
+def test_variants_that_differ_above_the_kernels_share_them(kernels, generator):
+    t = make_inputs(FULL, generator)
+    other = dataclasses.replace(VARIANTS["deepseek_v4"], res_orientation="oi")
+    for variant in ("deepseek_v4", other):
+        mhc.pre(t["x"], t["phi"], t["alpha"], t["beta"], variant=variant)
+    assert len(kernels) == 3

@@ -1,0 +1,88 @@
+"""compute-sanitizer finds no bad access and no race in small calls of each kernel, forward and backward."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_kernels._target import arch_of
+from jit_cache import prewarm
+from tests.gpu.mhc.conftest import kernels_of
+from tests.mhc_cases import BF16, FP16, FP32, Case
+
+ROOT = Path(__file__).resolve().parents[3]
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+PARTS = ("projection", "coefficients", "sinkhorn", "aggregate", "expand_combine", "expand", "contract")
+PRODUCTS = ("projection", "head", "hyper_connection")
+# Rows on and off 16 bytes, the last tile of tokens and of channels not whole, several chunks, parts of K
+RUNS = {
+    "streams": [(op, Case(4, 64, (67,), norm_weight=True, bias=True, dropout_p=0.3)) for op in PARTS],
+    "channels": [(op, Case(4, 64, (67,), FP16, BF16, "transformer_engine", bias=True)) for op in PARTS],
+    "unaligned": [(op, Case(4, 13, (35,), FP32, norm_weight=True, bias=True, dropout_p=0.3)) for op in PARTS]
+    + [(op, Case(2, 13, (35,), BF16, layout="channels", bias=True)) for op in ("aggregate", *PRODUCTS)],
+    "composites": [(op, Case(4, 136, (133,), norm_weight=True, bias=True)) for op in ("pre", *PRODUCTS)]
+    + [(op, Case(4, 40, (133,), FP16, layout="channels")) for op in PRODUCTS],
+    "eight_streams": [
+        (op, Case(8, 40, (35,), norm_weight=True, bias=True)) for op in dict.fromkeys((*PARTS, *PRODUCTS))
+    ],
+    "one_stream": [(op, Case(1, 72, (35,), norm_weight=True, bias=True)) for op in dict.fromkeys((*PARTS, *PRODUCTS))],
+    "chunks": [("hyper_connection", Case(2, 2056, (520,), norm_weight=True, bias=True))],
+}
+PROGRAM = """
+import sys
+import torch
+from cute_kernels import mhc
+from tests.gpu.mhc.test_sanitizer import RUNS, precision_of_run
+from tests.mhc_cases import differentiate, make_inputs, make_upstream, seeded_generator
+
+for op, case in RUNS[sys.argv[1]]:
+    generator = seeded_generator(str(case), "cpu")  # the sanitizer makes each kernel slow
+    tensors = {name: t.detach().cuda().requires_grad_() for name, t in make_inputs(case, generator).items()}
+    upstream = {name: t.cuda() for name, t in make_upstream(op, case, generator).items()}
+    for precision in precision_of_run(op):
+        found = differentiate(mhc, op, case, tensors, upstream, **precision)
+        torch.cuda.synchronize()
+        assert all(result.isfinite().all() for result in found.values())
+print("done")
+"""
+
+
+def precision_of_run(op: str) -> list[dict]:
+    return [{"precision": name} for name in ("tf32", "fp32")] if op == "projection" else [{}]
+
+
+@pytest.fixture(scope="module")
+def compiled_for_the_sanitizer():
+    calls = [
+        (op, case, options.get("precision", "tf32"), True)
+        for runs in RUNS.values()
+        for op, case in runs
+        for options in precision_of_run(op)
+    ]
+    prewarm(kernels_of(calls, arch_of(0)))  # what fails to compile fails again where it is used
+
+
+def test_the_runs_are_not_twice_the_same():
+    for runs in RUNS.values():
+        assert len(set(runs)) == len(runs)
+    assert {case.dtype for runs in RUNS.values() for _, case in runs} == {BF16, FP16, FP32}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool, name, compiled_for_the_sanitizer):
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", PROGRAM, name]
+    # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    report = done.stdout + done.stderr
+    if "Device not supported" in report:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert "done" in done.stdout, report[-4000:]
+    assert done.returncode == 0 and " SUMMARY: 0 " in report, report[-4000:]
