@@ -3,9 +3,20 @@
 Importing it imports neither the compiler nor initialises CUDA; a kernel compiles on its first call and is kept on disk.
 """
 
+from cute_kernels import mhc
 from cute_kernels._target import UnsupportedDeviceError
 from cute_kernels.gemm import Provenance, linear, mm, provenance
 from cute_kernels.invariance import check_invariance
+from cute_kernels.mxfp8 import (
+    dequantize,
+    from_blocked,
+    quantize_3d_colwise,
+    quantize_3d_dual,
+    quantize_colwise,
+    quantize_dual,
+    quantize_rowwise,
+    to_blocked,
+)
 from cute_kernels.norm import layer_norm, rms_norm
 
 __version__ = "0.1.0"
@@ -13,9 +24,18 @@ __all__ = [
     "Provenance",
     "UnsupportedDeviceError",
     "check_invariance",
+    "dequantize",
+    "from_blocked",
     "layer_norm",
     "linear",
+    "mhc",
     "mm",
     "provenance",
+    "quantize_3d_colwise",
+    "quantize_3d_dual",
+    "quantize_colwise",
+    "quantize_dual",
+    "quantize_rowwise",
     "rms_norm",
+    "to_blocked",
 ]

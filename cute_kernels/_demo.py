@@ -22,6 +22,7 @@ ARCHS = ("sm_90a", "sm_100a")
 TOKENS = 8192
 MODELS = {"Llama-3-8B": 4096, "Qwen3-32B": 5120, "DeepSeek-V3": 7168}  # hidden sizes
 FEED_FORWARD = {"Llama-3-8B": 14336, "Qwen3-32B": 25600, "DeepSeek-V3": 18432}  # of dense layers
+EXPERT_WEIGHTS = {"DeepSeek-V3": (8, 2048, 7168)}  # a GPU's experts, outputs, inputs
 DECODE_TOKENS = 16
 REPETITIONS = 30
 
@@ -70,7 +71,7 @@ def _measure_models(console: Console) -> bool:
     from cute_kernels.__main__ import bench_module
 
     try:
-        bench_norm, bench_gemm = bench_module("norm"), bench_module("gemm")
+        bench_norm, bench_gemm, bench_mxfp8 = map(bench_module, ("norm", "gemm", "mxfp8"))
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         return False
@@ -78,7 +79,14 @@ def _measure_models(console: Console) -> bool:
         f"{torch.cuda.get_device_name()}: compile each op (ours and torch's), check it against fp64, time it\n"
     )
     # All are run, so that one failure does not hide another.
-    return all([_measure_norms(console, bench_norm), _measure_gemms(console, bench_gemm), _check_batches(console)])
+    return all(
+        [
+            _measure_norms(console, bench_norm),
+            _measure_gemms(console, bench_gemm),
+            _measure_quantizers(console, bench_mxfp8),
+            _check_batches(console),
+        ]
+    )
 
 
 def _measure_norms(console: Console, bench_norm: ModuleType) -> bool:
@@ -141,6 +149,27 @@ def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
             f"{1e-6 * case.flops / ours.us:.0f}",
             "-" if cublas is None else f"{cublas.us / ours.us:.2f}",
         )
+    console.print(table)
+    console.print()
+    return len(found) == len(cases) and all("cute_kernels" in measurement.results for measurement in found)
+
+
+def _measure_quantizers(console: Console, bench_mxfp8: ModuleType) -> bool:
+    """A model's expert weights, one operand and both from one read; bytes are compared with the reference's."""
+    cases = {
+        bench_mxfp8.Quantize(op, shape): model for model, shape in EXPERT_WEIGHTS.items() for op in bench_mxfp8.OPS
+    }
+    found = bench_mxfp8.run(list(cases), ["cute_kernels"], repetitions=REPETITIONS, breakdown=False)
+    table = Table(title="Block-scaled fp8 of expert weights, bf16, cold L2", box=None, pad_edge=False)
+    for column in ("model", "op", "shape"):
+        table.add_column(column)
+    for column in ("bytes", "us", "share of copy's speed"):
+        table.add_column(column, justify="right")
+    models = {quantize.case: model for quantize, model in cases.items()}
+    for measurement in found:
+        case, ours = measurement.case, measurement.results.get("cute_kernels")
+        numbers = ("exact", f"{ours.us:.1f}", f"{measurement.copy_us / ours.us:.0%}") if ours else ("[red]failed[/]",)
+        table.add_row(models[case], case.op, case.shape, *numbers)
     console.print(table)
     console.print()
     return len(found) == len(cases) and all("cute_kernels" in measurement.results for measurement in found)

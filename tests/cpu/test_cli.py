@@ -63,7 +63,7 @@ def test_driver_cuda_version(monkeypatch, heading):
 
 def test_bench_of_an_unknown_family(capsys):
     assert cli.main(["bench", "nothing"]) == 1
-    assert "no such family: nothing; there are: gemm, norm" in capsys.readouterr().err
+    assert "no such family: nothing; there are: gemm, " in capsys.readouterr().err
 
 
 def test_bench_outside_a_checkout(capsys, monkeypatch, tmp_path):
@@ -130,6 +130,7 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
     monkeypatch.setattr(_demo, "FEED_FORWARD", {"Small": 96})
     monkeypatch.setattr(_demo, "TOKENS", 32)
+    monkeypatch.setattr(_demo, "EXPERT_WEIGHTS", {"Experts": (2, 64, 96)})
     monkeypatch.setattr(_demo, "_check_batches", lambda console: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
@@ -137,7 +138,11 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(harness, "environment", lambda commit: {})
     monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
     assert _demo.run() == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("Small")]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line for line in lines if line[:1] == ["Small"]]
+    assert [line for line in lines if line[:1] == ["Experts"]] == [
+        ["Experts", op, "2x64x96", "exact", "10.0", "200%"] for op in ("quantize_3d_colwise", "quantize_3d_dual")
+    ]
     norms, gemms = rows[:4], rows[4:]
     assert [row[1:4] for row in norms] == [
         [op, direction, "32x64"] for op in ("rms_norm", "layer_norm") for direction in ("fwd", "bwd")

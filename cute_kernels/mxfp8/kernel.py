@@ -1,0 +1,404 @@
+"""Block-scaled quantization for SM90 and SM100: one read of the input, one or both orientations written.
+
+A matrix (A, B), B contiguous, of each of E experts is cut into tiles of 128 x 128. Blocks of 32 lie along B ("row":
+the output has the input's layout), along A ("col": the output is the transpose), or are squares of 32 x 32.
+
+    gmem x --TMA--> sX --> registers: magnitudes, scale, product, fp8 --> sRow, sCol --TMA--> gmem q
+                                                                      --> scales in smem --> gmem s
+
+The col pass gives a thread two neighbouring columns of 32 rows, so their largest magnitude needs no other thread and
+their 32 bytes of output lie together; sCol is swizzled as TMA wants it, and half of the threads store their two halves
+in the other order, so no bank is met twice. The row pass gives a block to 4 threads (8 of fp32) that read 16 bytes
+each. Elements beyond the matrix arrive as zeros, whose scale is 0: the padding of blocked scales comes for nothing.
+The scales of squares go from the col pass to the row pass, as words: a byte read through a pointer counts as signed.
+
+Profile: ncu --clock-control none -k regex:Quantize python -m bench.bench_mxfp8 --filter 1x8192x5120
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, QuantizeConfig, ScaleRule, scale_rule
+from cute_kernels.mxfp8.kernel_scales import (
+    as_float,
+    base_of,
+    byte_at,
+    largest_of_chunk,
+    largest_of_columns,
+    put,
+    scale_of,
+    staged_at,
+    word_at,
+)
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+WARP = 32
+UNITS = TILE // BLOCK * 2  # parts of a tile that a warp takes at once in the col pass: 32 rows of 64 columns
+
+
+class Quantize:
+    """See the module; arguments as in the builder ``mxfp8_quantize``."""
+
+    def __init__(self, transposed: bool, square: bool, rule: ScaleRule, kinds: tuple, config: QuantizeConfig):
+        self.transposed = transposed
+        self.square = square
+        self.rule = rule
+        self.kinds = kinds  # how scales of blocks along k and along n are laid out
+        self.stages = config.stages
+        self.ctas_per_sm = config.ctas_per_sm
+        self.warps = config.warps
+        self.group = config.group
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        q_k: Optional[cute.Tensor],
+        s_k: Optional[cute.Tensor],
+        q_n: Optional[cute.Tensor],
+        s_n: Optional[cute.Tensor],
+        num_ctas: Int32,
+        stream,
+    ):
+        # Blocks along the contiguous dimension are the row pass's
+        if const_expr(self.transposed):
+            q_row, s_row, q_col, s_col = q_n, s_n, q_k, s_k
+            self.row_kind, self.col_kind = self.kinds[1], self.kinds[0]
+        else:
+            q_row, s_row, q_col, s_col = q_k, s_k, q_n, s_n
+            self.row_kind, self.col_kind = self.kinds
+        self.dtype = x.element_type
+        tile = (TILE, TILE)
+        x = self.as_memory(x, self.transposed)
+        sX_layout = cute.make_layout((TILE, TILE, self.stages), stride=(TILE, 1, TILE * TILE))
+        one = cute.make_layout(tile, stride=(TILE, 1))
+        swizzled = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8), tile, order=(0, 1)
+        )
+        tma_x, mX = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, one, tile)
+        tma_row, mRow, tma_col, mCol = None, None, None, None
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        if const_expr(q_row is not None):
+            self.out = q_row.element_type
+            row = self.as_memory(cute.recast_tensor(q_row, Uint8), self.transposed)
+            tma_row, mRow = cpasync.make_tiled_tma_atom(store, row, one, tile)
+        if const_expr(q_col is not None):
+            self.out = q_col.element_type
+            col = self.as_memory(cute.recast_tensor(q_col, Uint8), not self.transposed)
+            tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, tile)
+        s_row = None if const_expr(s_row is None) else cute.recast_ptr(s_row.iterator, dtype=Uint8)
+        s_col = None if const_expr(s_col is None) else cute.recast_ptr(s_col.iterator, dtype=Uint8)
+        self.kernel(tma_x, mX, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
+            grid=[num_ctas, 1, 1],
+            block=[self.warps * WARP, 1, 1],
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.jit
+    def as_memory(self, t: cute.Tensor, swapped: cutlass.Constexpr[bool]):
+        """(N, K) or (E, N, K) as (rows, contiguous dimension, E)."""
+        n, k = (1, 0) if const_expr(swapped) else (0, 1)
+        if const_expr(cute.rank(t) == 2):
+            shape, stride = (t.shape[n], t.shape[k], 1), (t.stride[n], t.stride[k], t.stride[n])
+        else:
+            shape = (t.shape[1 + n], t.shape[1 + k], t.shape[0])
+            stride = (t.stride[1 + n], t.stride[1 + k], t.stride[0])
+        return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=stride))
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        sX_layout: cute.Layout,
+        tma_row: Optional[cute.CopyAtom],
+        mRow: Optional[cute.Tensor],
+        s_row: Optional[cute.Pointer],
+        tma_col: Optional[cute.CopyAtom],
+        mCol: Optional[cute.Tensor],
+        s_col: Optional[cute.Pointer],
+        swizzled: cute.ComposedLayout,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        has_row, has_col = const_expr(mRow is not None), const_expr(mCol is not None)
+
+        smem = SmemAllocator()
+        sCol = sRow = staged_row = staged_col = squares = None
+        if const_expr(has_col):
+            sCol = smem.allocate_tensor(Uint8, swizzled.outer, byte_alignment=1024, swizzle=swizzled.inner)
+            staged_col = smem.allocate_tensor(Uint8, cute.make_layout(ATOM), byte_alignment=16).iterator
+        if const_expr(has_row):
+            sRow = smem.allocate_tensor(Uint8, cute.make_layout((TILE, TILE), stride=(TILE, 1)), byte_alignment=128)
+            staged_row = smem.allocate_tensor(Uint8, cute.make_layout(ATOM), byte_alignment=16).iterator
+        if const_expr(self.square):
+            squares = smem.allocate_tensor(Int32, cute.make_layout(16), byte_alignment=16)
+        sX = smem.allocate_tensor(self.dtype, sX_layout, byte_alignment=128)
+        full = smem.allocate_array(Int64, self.stages)
+
+        tiles_a, tiles_b = cute.ceil_div(mX.shape[0], TILE), cute.ceil_div(mX.shape[1], TILE)
+        num_tiles = tiles_a * tiles_b * mX.shape[2]
+        gX = cute.local_tile(mX, (TILE, TILE), (None, None, None))
+        tXsX, tXgX = cpasync.tma_partition(
+            tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_x)
+            if lane == 0:
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + stage, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            for stage in cutlass.range_constexpr(self.stages):
+                self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, tiles_a, tiles_b)
+        cute.arch.barrier()
+
+        slot, phase = Int32(0), Int32(0)
+        for tile in cutlass.range(bidx, num_tiles, grid):
+            a, b, e = self.place(tile, tiles_a, tiles_b)
+            cute.arch.mbarrier_wait(full + slot, phase)
+            sT = sX[None, None, slot].iterator
+            if tile > bidx:
+                # The tile before is still on its way out of sRow and sCol: the warp that sent it says when it has left
+                if warp == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier()
+            if const_expr(has_col or self.square):
+                for unit in cutlass.range(warp, UNITS, self.warps, unroll=1):
+                    self.col_unit(sT, unit, lane, sCol, staged_col, squares)
+            if const_expr(has_row):
+                if const_expr(self.square):
+                    cute.arch.barrier()
+                self.row_pass(sT, warp, lane, sRow, staged_row, squares)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier()
+            if warp == 0:
+                if const_expr(has_col):
+                    self.send(tma_col, sCol, mCol, b, a, e)
+                if const_expr(has_row):
+                    self.send(tma_row, sRow, mRow, a, b, e)
+                cute.arch.cp_async_bulk_commit_group()
+                # All threads have read the slot
+                self.fetch(tma_x, tXgX, tXsX, full, slot, tile + self.stages * grid, num_tiles, tiles_a, tiles_b)
+            if const_expr(self.kind_is_square()):
+                if tidx < 16:
+                    s = s_row if const_expr(has_row) else s_col
+                    self.store_squares(squares, s, tidx, a, b, e, mX.shape[0] // BLOCK, mX.shape[1] // BLOCK)
+            else:
+                if tidx < TILE:
+                    if const_expr(has_col):
+                        self.store_scales(
+                            self.col_kind, staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK
+                        )
+                    if const_expr(has_row):
+                        self.store_scales(
+                            self.row_kind, staged_row, s_row, tidx, a, b, e, mX.shape[0], mX.shape[1] // BLOCK
+                        )
+            slot += 1
+            if slot == self.stages:
+                slot = Int32(0)
+                phase ^= 1
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def kind_is_square(self) -> bool:
+        """Whether one scale a square is written."""
+        return "square" in (self.row_kind, self.col_kind)
+
+    @cute.jit
+    def place(self, tile: Int32, tiles_a: Int32, tiles_b: Int32):
+        """(tile along A, along B, expert): bands of ``group`` tiles along A, walked down before along B."""
+        e = tile // (tiles_a * tiles_b)
+        rest = tile - e * (tiles_a * tiles_b)
+        if const_expr(self.group == 1):
+            a = rest // tiles_b
+            return a, rest - a * tiles_b, e
+        band = rest // (self.group * tiles_b)
+        height = cutlass.min(tiles_a - band * self.group, self.group)
+        rest = rest - band * self.group * tiles_b
+        b = rest // height
+        return band * self.group + rest - b * height, b, e
+
+    @cute.jit
+    def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, tiles_a, tiles_b):
+        """Ask for a tile, if there is one; called by the first warp."""
+        if tile < num_tiles:
+            a, b, e = self.place(tile, tiles_a, tiles_b)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * TILE * self.dtype.width // 8)
+            cute.arch.sync_warp()
+            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=full + slot)
+
+    @cute.jit
+    def send(self, tma_out, source, matrix, row: Int32, column: Int32, e: Int32):
+        """Store a tile of bytes; called by the first warp."""
+        gQ = cute.local_tile(matrix, (TILE, TILE), (row, column, e))
+        tSsQ, tSgQ = cpasync.tma_partition(
+            tma_out, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(gQ, 0, 2)
+        )
+        cute.copy(tma_out, tSsQ, tSgQ)
+
+    @cute.jit
+    def col_unit(self, sT: cute.Pointer, unit: Int32, lane: Int32, sCol, staged, squares):
+        """32 rows of 64 columns: a lane has columns 2 lane and 2 lane + 1."""
+        block, column = unit % (TILE // BLOCK), unit // (TILE // BLOCK) * 64 + 2 * lane
+        rX = cute.make_rmem_tensor((2, BLOCK), self.dtype)
+        for i in cutlass.range_constexpr(BLOCK):
+            pair = (sT + ((block * BLOCK + i) * TILE + column)).align(2 * self.dtype.width // 8)
+            cute.autovec_copy(cute.make_tensor(pair, cute.make_layout(2)), rX[None, i])
+        bits = largest_of_columns(rX)
+        if const_expr(self.square):
+            both = cutlass.max(bits[0], bits[1])
+            for step in cutlass.range_constexpr(4):
+                both = cutlass.max(both, cute.arch.shuffle_sync_bfly(both, offset=1 << step))
+            s = scale_of(both, self.rule)
+            scales = [s, s]
+            if lane % 16 == 0:
+                squares[block * 4 + column // BLOCK] = s
+        else:
+            scales = [scale_of(bits[0], self.rule), scale_of(bits[1], self.rule)]
+        if const_expr(sCol is not None):
+            swapped = (lane >> 2) & 1
+            for j in cutlass.range_constexpr(2):
+                row = column + j
+                rQ = self.quantized(rX[j, None], scales[j])
+                for half in cutlass.range_constexpr(2):
+                    rHalf = cute.make_rmem_tensor((4,), Int32)
+                    for v in cutlass.range_constexpr(4):
+                        rHalf[v] = rQ[4 * (1 - half) + v] if swapped == 1 else rQ[4 * half + v]
+                    chunk = (2 * block + (half ^ swapped)) ^ (row & 7)
+                    target = base_of(sCol, row * TILE + chunk * 16)
+                    cute.autovec_copy(rHalf, cute.make_tensor(target, cute.make_layout(4)))
+                if const_expr(self.col_kind != "square"):
+                    put(byte_at(staged + staged_at(self.col_kind, row, block)), scales[j].to(Uint8))
+
+    @cute.jit
+    def row_pass(self, sT: cute.Pointer, warp: Int32, lane: Int32, sRow, staged, squares):
+        """A warp's rows, 512 bytes at once: a lane has 16 bytes of a block."""
+        vec = const_expr(128 // self.dtype.width)
+        rows_at_once = const_expr(WARP * vec // TILE)
+        count = const_expr(TILE // self.warps // rows_at_once)
+        column = lane % (TILE // vec) * vec
+        for batch in cutlass.range(count // 4, unroll=1):
+            first = warp * (TILE // self.warps) + batch * 4 * rows_at_once + lane // (TILE // vec)
+            rX = cute.make_rmem_tensor((vec, 4), self.dtype)
+            for i in cutlass.range_constexpr(4):
+                chunk = (sT + ((first + i * rows_at_once) * TILE + column)).align(16)
+                cute.autovec_copy(cute.make_tensor(chunk, cute.make_layout(vec)), rX[None, i])
+            for i in cutlass.range_constexpr(4):
+                row = first + i * rows_at_once
+                if const_expr(self.square):
+                    s = squares[row // BLOCK * 4 + column // BLOCK]
+                else:
+                    bits = largest_of_chunk(rX[None, i])
+                    for step in cutlass.range_constexpr((BLOCK // vec).bit_length() - 1):
+                        bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
+                    s = scale_of(bits, self.rule)
+                rQ = self.quantized(rX[None, i], s)
+                target = cute.recast_ptr((sRow.iterator + (row * TILE + column)).align(vec), dtype=Int32)
+                cute.autovec_copy(rQ, cute.make_tensor(target, cute.make_layout(vec // 4)))
+                if const_expr(self.row_kind != "square"):
+                    if lane % (BLOCK // vec) == 0:
+                        put(byte_at(staged + staged_at(self.row_kind, row, column // BLOCK)), s.to(Uint8))
+
+    @cute.jit
+    def quantized(self, values: cute.Tensor, s: Int32):
+        """fp8 of ``values * 2^(127 - s)``, four to an integer; all NaN where s is 255."""
+        bits = (254 - s) << 23
+        bits = Int32(0x7FC00000) if s == 255 else bits
+        product = values.load().to(Float32) * as_float(bits)
+        rQ = cute.make_rmem_tensor((cute.size(values),), self.out)
+        rQ.store(product.to(self.out))
+        return cute.recast_tensor(rQ, Int32)
+
+    @cute.jit
+    def store_scales(self, kind: cutlass.Constexpr[str], staged, s, t: Int32, tr, tc, e, rows, columns):
+        """A tile's scales: (128 rows, 4 columns) of a matrix (rows, columns) an expert, 4 bytes a thread."""
+        word = word_at(staged + 4 * t)[0]
+        if const_expr(kind == "blocked"):
+            tiles_r, tiles_c = cute.ceil_div(rows, TILE), cute.ceil_div(columns, 4)
+            put(word_at(s + (((Int64(e) * tiles_r + tr) * tiles_c + tc) * ATOM + 4 * t)), word)
+        elif const_expr(kind == "rows"):  # (columns, rows): neighbours along the rows
+            row, column = tr * TILE + t % 32 * 4, tc * 4 + t // 32
+            if row < rows and column < columns:
+                put(word_at(s + ((Int64(e) * columns + column) * rows + row)), word)
+        else:
+            row, column = tr * TILE + t, tc * 4
+            if row < rows:
+                offset = (Int64(e) * rows + row) * columns + column
+                if columns % 4 == 0:
+                    put(word_at(s + offset), word)
+                else:
+                    for i in cutlass.range_constexpr(4):
+                        if column + i < columns:
+                            put(byte_at(s + (offset + i)), byte_at(staged + (4 * t + i))[0])
+
+    @cute.jit
+    def store_squares(self, squares, s, t: Int32, a: Int32, b: Int32, e: Int32, blocks_a, blocks_b):
+        """The scales of a tile's 16 squares, to (E, N / 32, K / 32)."""
+        row, column = a * 4 + t // 4, b * 4 + t % 4
+        if row < blocks_a and column < blocks_b:
+            offset = (Int64(e) * blocks_a + row) * blocks_b + column
+            if const_expr(self.transposed):
+                offset = (Int64(e) * blocks_b + column) * blocks_a + row
+            put(byte_at(s + offset), squares[t].to(Uint8))
+
+
+@compiled
+def mxfp8_quantize(
+    arch: str,
+    dtype: Dtype,
+    out: Dtype,
+    rank: int,
+    transposed: bool,
+    along_k: bool,
+    along_n: bool,
+    square: bool,
+    mode: str,
+    scale_layout: str,
+    config: QuantizeConfig,
+) -> Program:
+    """x (N, K) or (E, N, K) to fp8 and scales; sizes and the strides of x are run-time values.
+
+    ``transposed``: N is the contiguous dimension of x, else K. ``along_k``, ``along_n``: which operands are wanted:
+    row-major q with blocks along K, column-major q with blocks along N. ``square``: blocks of 32 x 32 serve both.
+    """
+    n, k = cute.sym_int(divisibility=BLOCK), cute.sym_int(divisibility=BLOCK)
+    experts = () if rank == 2 else (cute.sym_int(),)
+    unit = 128 // dtype.width
+
+    def matrix(element: Dtype, swapped: bool, divisibility: int):
+        strides = [cute.sym_int64(divisibility=divisibility) for _ in range(rank)]
+        strides[-2 if swapped else -1] = 1
+        return cute.runtime.make_fake_tensor(element, (*experts, n, k), tuple(strides), assumed_align=16)
+
+    def scales(kind: str):
+        shape = (cute.sym_int(),) if kind == "blocked" else (cute.sym_int(), cute.sym_int())
+        shape = (*experts, *shape)
+        order = tuple(range(len(shape)))[::-1]
+        return cute.runtime.make_fake_compact_tensor(cutlass.Float8E8M0FNU, shape, stride_order=order, assumed_align=16)
+
+    plain = ("square", "square") if square else ("columns", "columns" if rank == 2 else "rows")
+    kinds = ("blocked", "blocked") if scale_layout == "blocked" else plain
+    fmt = "e5m2" if out is cutlass.Float8E5M2 else "e4m3"
+    return Program(
+        Quantize(transposed, square, scale_rule(mode, fmt), kinds, config),
+        matrix(dtype, transposed, unit),
+        matrix(out, False, BLOCK) if along_k else None,
+        scales(kinds[0]) if along_k else None,
+        matrix(out, True, BLOCK) if along_n else None,
+        scales(kinds[1]) if along_n else None,
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

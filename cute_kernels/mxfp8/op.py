@@ -1,0 +1,242 @@
+"""The quantizers on torch tensors: the public functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from cute_kernels._check import expect
+from cute_kernels._op import is_plain
+from cute_kernels.mxfp8 import launch, reference
+from cute_kernels.mxfp8.checks import check_dequantize, check_quantize
+
+E4M3 = torch.float8_e4m3fn
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def quantize_rowwise(
+    x: Tensor,
+    *,
+    mode: str = "rceil",
+    scale_layout: str = "plain",
+    dtype: torch.dtype = E4M3,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """fp8 of a matrix with one power-of-two scale for each 1 x 32 block of a row.
+
+    Args:
+        x: (M, K) bf16, fp16 or fp32; M and K multiples of 32; row-major or the transpose of a row-major matrix, with
+            rows (columns) that start on 16 bytes.
+        mode: how a scale follows from a block's largest magnitude amax. "rceil": amax / largest rounded up to a power
+            of two, nothing saturates; "floor": by amax's exponent alone, up to an eighth saturates; "ceil": the same,
+            rounded up; "even": the same of amax rounded to the element's mantissa.
+        scale_layout: "plain", or "blocked": the layout that tensor cores read (``to_blocked``), padded by zeros.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        (q, scale): q (M, K) of ``dtype``, row-major; scale float8_e8m0fnu, plain (M, K / 32), blocked
+        (roundup(M, 128) * roundup(K / 32, 4),).
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics: bit by bit those of the reference, on every GPU: scale byte s = 0 to 254, q = fp8(x * 2^(127 - s)) to
+    nearest even, saturating. NaN or infinity anywhere in a block: s = 255, and NaN (0x7F) for all its elements. Zeros:
+    s = 0 and q = +-0. Not differentiable: a call belongs inside an autograd.Function.
+
+    Source: OCP Microscaling Formats specification 1.0, section 6.3; rceil: Mishra et al., Recipes for Pre-training LLMs
+    with MXFP8, 2025, arXiv 2506.08027.
+    """
+    if _takes_reference("quantize_rowwise", x, backend):
+        return reference.quantize_rowwise(x, mode=mode, scale_layout=scale_layout, dtype=dtype)
+    q, scale = _quantize("quantize_rowwise", "x", x, 2, True, False, False, mode, scale_layout, dtype)
+    return q, scale
+
+
+def quantize_colwise(
+    x: Tensor,
+    *,
+    mode: str = "rceil",
+    scale_layout: str = "plain",
+    dtype: torch.dtype = E4M3,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """fp8 of a matrix with one power-of-two scale for each 32 x 1 block of a column.
+
+    Returns:
+        (q, scale): q (M, K) of ``dtype``, column-major (strides 1, M); scale float8_e8m0fnu, plain (K, M / 32), blocked
+        (roundup(K, 128) * roundup(M / 32, 4),).
+
+    Arguments, errors, numerics and source as in ``quantize_rowwise``.
+    """
+    if _takes_reference("quantize_colwise", x, backend):
+        return reference.quantize_colwise(x, mode=mode, scale_layout=scale_layout, dtype=dtype)
+    q, scale = _quantize("quantize_colwise", "x", x, 2, False, True, False, mode, scale_layout, dtype)
+    return q, scale
+
+
+def quantize_dual(
+    x: Tensor,
+    *,
+    mode: str = "rceil",
+    scale_layout: str = "plain",
+    dtype: torch.dtype = E4M3,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``quantize_rowwise`` and ``quantize_colwise`` from one read of x.
+
+    Returns:
+        (q, scale) of the rows, then (q, scale) of the columns: the bits and layouts of the two functions.
+
+    Arguments, errors, numerics and source as in ``quantize_rowwise``.
+    """
+    if _takes_reference("quantize_dual", x, backend):
+        return reference.quantize_dual(x, mode=mode, scale_layout=scale_layout, dtype=dtype)
+    q_k, s_k, q_n, s_n = _quantize("quantize_dual", "x", x, 2, True, True, False, mode, scale_layout, dtype)
+    return q_k, s_k, q_n, s_n
+
+
+def quantize_3d_colwise(
+    w: Tensor,
+    *,
+    mode: str = "rceil",
+    block: tuple[int, int] = (32, 1),
+    scale_layout: str = "plain",
+    dtype: torch.dtype = E4M3,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """fp8 of expert weights with scales along N: the column-major operand of a grouped product over N.
+
+    Args:
+        w: (E, N, K) bf16, fp16 or fp32; N and K multiples of 32, E from 0 to what 2^31 tiles of 128 x 128 allow. K
+            contiguous, or (the transpose of such a tensor) N contiguous; rows and experts start on 16 bytes.
+        mode, scale_layout, dtype, backend: as in ``quantize_rowwise``.
+        block: (32, 1): a scale for 32 neighbours along N; (32, 32): one for 32 x 32.
+
+    Returns:
+        (q, scale): q (E, N, K) of ``dtype`` with strides (N K, 1, N); scale float8_e8m0fnu, plain (E, N / 32, K), of
+        squares (E, N / 32, K / 32), blocked (E, roundup(K, 128) * roundup(N / 32, 4)), an expert's the blocked form of
+        the matrix (K, N / 32), in which a square's scale is repeated for its 32 rows.
+
+    Errors, numerics and source as in ``quantize_rowwise``; the layouts are those of torch._scaled_grouped_mm's second
+    operand, as pytorch/ao's pull request 3002 introduced them.
+    """
+    if _takes_reference("quantize_3d_colwise", w, backend):
+        return reference.quantize_3d_colwise(w, mode=mode, block=block, scale_layout=scale_layout, dtype=dtype)
+    square = block == (32, 32)
+    q, scale = _quantize("quantize_3d_colwise", "w", w, 3, False, True, square, mode, scale_layout, dtype, block)
+    return q, scale
+
+
+def quantize_3d_dual(
+    w: Tensor,
+    *,
+    square: bool = False,
+    mode: str = "rceil",
+    scale_layout: str = "plain",
+    dtype: torch.dtype = E4M3,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both operands of expert weights from one read: for the forward scaled along K, for dgrad scaled along N.
+
+    Args:
+        w: as in ``quantize_3d_colwise``.
+        square: blocks of 32 x 32, whose scales and elements serve both operands.
+        mode, scale_layout, dtype, backend: as in ``quantize_rowwise``.
+
+    Returns:
+        (q, scale) of the forward: q (E, N, K) row-major; scale plain (E, N, K / 32), blocked
+        (E, roundup(N, 128) * roundup(K / 32, 4)). Then (q, scale) of dgrad, as ``quantize_3d_colwise`` returns them.
+        Of squares the plain scales are one tensor (E, N / 32, K / 32), returned twice.
+
+    Errors, numerics and source as in ``quantize_3d_colwise``.
+    """
+    expect(isinstance(square, bool), "quantize_3d_dual", "square", "be a bool", repr(square), TypeError)
+    if _takes_reference("quantize_3d_dual", w, backend):
+        return reference.quantize_3d_dual(w, square=square, mode=mode, scale_layout=scale_layout, dtype=dtype)
+    found = _quantize("quantize_3d_dual", "w", w, 3, True, True, square, mode, scale_layout, dtype)
+    return found[0], found[1], found[2], found[-1] if len(found) == 4 else found[1]
+
+
+def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, backend: str | None = None) -> Tensor:
+    """The values ``q * 2^(s - 127)`` that the functions above stand for.
+
+    Args:
+        q: (M, K) or (E, N, K) float8_e4m3fn or float8_e5m2, row-major (blocks along the last dimension) or column-major
+            (blocks along the last but one), without gaps.
+        scale: float8_e8m0fnu in any of the layouts that the functions above return; its shape tells which.
+        dtype: bf16, fp16 or fp32.
+        backend: as in ``quantize_rowwise``.
+
+    Returns:
+        the values, of q's shape and strides.
+
+    Raises: as ``quantize_rowwise``.
+
+    Numerics: the product in fp32, where it is exact unless it overflows, and one rounding to ``dtype``.
+
+    Source: OCP Microscaling Formats specification 1.0, section 6.2.
+    """
+    if _takes_reference("dequantize", q, backend):
+        return reference.dequantize(q, scale, dtype=dtype)
+    if is_plain(q) and type(scale) in _PLAIN:
+        return launch.dequantize(q, scale, dtype)
+    check_dequantize(q, scale, dtype)
+    _register_sharding(q)
+    return launch.dequantize_op(q, scale, dtype)
+
+
+def to_blocked(scale: Tensor) -> Tensor:
+    """Scales in the layout that tensor cores read: atoms of 128 x 4, padded by zeros.
+
+    Args:
+        scale: (R, C) or (E, R, C) float8_e8m0fnu (or uint8) of any strides; R counts rows of the operand, C blocks of a
+            row. (Plain scales (E, N / 32, K) of ``quantize_3d_colwise`` are its ``.mT``.)
+
+    Returns:
+        (roundup(R, 128) * roundup(C, 4),), or such a row for each expert. Scale (i, j) lies at
+        ((i // 128) * (roundup(C, 4) // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4.
+
+    Plain torch on every device. Raises: TypeError, ValueError: naming argument, expected and got.
+
+    Source: NVIDIA cuBLAS documentation, 1D block scaling factors layout.
+    """
+    return reference.to_blocked(scale)
+
+
+def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of ``to_blocked``: (rows, columns), or (E, rows, columns) of two-dimensional ``blocked``, contiguous.
+
+    Plain torch on every device. Raises: TypeError, ValueError: naming argument, expected and got.
+    """
+    return reference.from_blocked(blocked, rows, columns)
+
+
+def _takes_reference(op: str, x: Tensor, backend: str | None) -> bool:
+    if backend is None:
+        return not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_cuda)
+    expect(backend == "reference", op, "backend", "be None or 'reference'", repr(backend))
+    return True
+
+
+def _quantize(op, name, x, rank, along_k, along_n, square, mode, scale_layout, dtype, block=(32, 1)) -> list[Tensor]:
+    if is_plain(x):
+        try:
+            return launch.quantize(op, name, x, rank, along_k, along_n, square, mode, scale_layout, dtype, block)
+        except TypeError:  # an argument that cannot be part of a key
+            check_quantize(op, name, x, rank, mode, scale_layout, dtype, block)
+            raise
+    check_quantize(op, name, x, rank, mode, scale_layout, dtype, block)
+    _register_sharding(x)
+    return launch.traced_quantize(x.detach(), along_k, along_n, square, mode, scale_layout, dtype)
+
+
+def _register_sharding(x: Tensor) -> None:
+    """At the first DTensor. (A program that calls compiled code alone calls ``mxfp8.sharding.register`` itself.)"""
+    if not is_compiling() and type(x).__module__.startswith("torch.distributed.tensor"):
+        from cute_kernels.mxfp8.sharding import register
+
+        register()

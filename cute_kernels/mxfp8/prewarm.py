@@ -1,0 +1,29 @@
+"""The quantizers that an installation needs: bf16 to e4m3 with "rceil" scales, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cute_kernels.mxfp8.config import quantize_config
+
+
+def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
+    """(builder, arguments) of each kernel: matrices and experts, each orientation, both, squares; either layout."""
+    from cutlass import BFloat16 as bf16
+    from cutlass import Float8E4M3FN as e4m3
+
+    from cute_kernels.mxfp8.kernel import mxfp8_quantize
+    from cute_kernels.mxfp8.kernel_dequantize import mxfp8_dequantize
+
+    # Rank, blocks along k, along n, squares
+    matrices = [(2, True, False, False), (2, False, True, False), (2, True, True, False)]
+    experts = [(3, False, True, False), (3, True, True, False), (3, True, True, True)]
+    for rank, along_k, along_n, square in matrices + experts:
+        config = quantize_config(arch, 2, along_k + along_n)
+        for scale_layout in ("plain", "blocked"):
+            flags = (rank, False, along_k, along_n, square)
+            yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
+    for rank, transposed, plain in ((2, False, "columns"), (3, False, "columns"), (3, True, "rows")):
+        for kind in (plain, "blocked"):
+            yield mxfp8_dequantize, (arch, e4m3, bf16, rank, transposed, kind)

@@ -1,0 +1,122 @@
+"""The quantizers compile for both architectures without a GPU, and what came out: no spills, the instructions meant."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.mxfp8 import prewarm
+from cute_kernels.mxfp8.config import quantize_config
+from tests.cpu.test_compile import check_record
+from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHS = ["sm_90a", "sm_100a"]
+SM_SHARED_MEMORY = 228 * 1024
+SIGNED_BYTE = re.compile(r"\.s8\b|\bbfe\.s|\bszext\b")
+
+
+def check(builder, arguments) -> None:
+    record = builder.obtain(*arguments).record
+    assert record["key"]["arch"] == arguments[0] and len(record["kernels"]) == 1
+    check_record(record)
+    if builder.__name__ == "mxfp8_quantize":
+        # As many CTAs fit an SM as the configuration counts on (each reserves 1 KB)
+        (kernel,) = record["kernels"]
+        ctas = arguments[-1].ctas_per_sm
+        shared = kernel["static_smem_bytes"] + kernel["dynamic_smem_bytes"]
+        assert ctas * (shared + 1024) <= SM_SHARED_MEMORY, kernel
+        assert ctas * kernel["threads"] * kernel["registers"] <= 64 * 1024, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+def test_compiles(dtype, arch):
+    """Each variant and layout, of bf16 in either memory order; squares and both orientations of the other dtypes."""
+    cases = every_variant((2, 96, 160), dtype=dtype)
+    if dtype is BF16:
+        cases += every_variant((2, 96, 160), transposed=True)
+    else:
+        cases = [case for case in cases if "3d" in case.variant and case.scale_layout == "plain"]
+    for builder, arguments in kernels_of(cases, arch):
+        check(builder, arguments)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_e5m2_compiles(arch):
+    cases = [Case("3d_dual", (2, 96, 160), mode="even", out=E5M2), Case("rowwise", (96, 160), mode="floor", out=E5M2)]
+    for builder, arguments in kernels_of(cases, arch):
+        check(builder, arguments)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_shipped_table(arch):
+    """It compiles, and the first call of a bf16 model finds its kernels in it."""
+    table = list(prewarm.specializations(arch))
+    assert len(set(table)) == len(table)
+    for builder, arguments in table:
+        check(builder, arguments)
+    cases = [case for case in every_variant((2, 96, 160)) if "3d_colwise_square" not in case.variant]
+    wanted = {job for job in kernels_of(cases, arch) if job[0].__name__ == "mxfp8_quantize"}
+    assert wanted == {job for job in table if job[0].__name__ == "mxfp8_quantize"}
+
+
+def test_configs_differ_where_shared_memory_does():
+    for arch in ARCHS:
+        assert quantize_config(arch, 2, 1).ctas_per_sm > quantize_config(arch, 2, 2).ctas_per_sm
+        assert quantize_config(arch, 4, 1).ctas_per_sm == 2
+
+
+def instructions(cases: str, arch: str, folder: Path) -> list[str]:
+    """The PTX of the kernels of these cases, compiled in a process of its own."""
+    program = f"""
+from tests.mxfp8_cases import *
+for builder, arguments in kernels_of({cases}, {arch!r}):
+    assert builder.obtain(*arguments).origin == "compiled"
+"""
+    environment = {
+        **os.environ,
+        "JIT_CACHE_DIR": str(folder / "cache"),
+        "JIT_CACHE_MODE": "on",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [part for path in folder.glob("*.ptx") for part in path.read_text().split(".entry ")[1:]]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_instructions(arch, tmp_path):
+    """Tiles come and go by TMA, 32-bit and wider accesses between; subnormal numbers are kept; no atomics."""
+    cases = '[Case("3d_dual", (2, 96, 160)), Case("3d_dual", (2, 96, 160), FP32), Case("colwise", (96, 160), FP16)]'
+    kernels = instructions(cases, arch, tmp_path)
+    quantizers = [kernel for kernel in kernels if "mbarrier" in kernel]
+    assert len(quantizers) == 3 and len(kernels) > 3
+    for kernel in kernels:
+        assert not re.search(r"\b(atom|red)\.", kernel) and ".local" not in kernel and ".ftz" not in kernel
+        assert not SIGNED_BYTE.search(kernel)
+    for kernel in quantizers:
+        assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.shared", kernel)
+        assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.global", kernel)
+        assert "cp.async.bulk.wait_group.read" in kernel and "fence.proxy.async" in kernel
+        assert "max.NaN.xorsign.abs" in kernel and "cvt.rn.satfinite.e4m3x2.f32" in kernel
+        assert "ld.shared.v4" in kernel or "ld.shared.b32" in kernel or "ld.shared.v2" in kernel
+        assert "ue8m0" not in kernel  # the scale is integer arithmetic on every GPU
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scales_of_squares_are_not_signed(arch, tmp_path):
+    """They go through shared memory: a byte read back as signed would be wrong from 128 on."""
+    (kernel,) = [k for k in instructions('[Case("3d_dual_square", (2, 96, 160))]', arch, tmp_path) if "mbarrier" in k]
+    assert not SIGNED_BYTE.search(kernel)
+    assert kernel.count("bar.sync") == 4  # inputs, outputs sent, squares, outputs written
+
+
+def test_a_call_names_its_dtypes():
+    jobs = kernels_of([Case("rowwise", (32, 32), BF16)], "sm_90a")
+    assert [builder.__name__ for builder, _ in jobs] == ["mxfp8_quantize", "mxfp8_dequantize"]
