@@ -34,7 +34,8 @@ from jit_cache import Program, compiled
 Dtype = type[cutlass.Numeric]
 HELPERS = 4  # warps beside those that multiply: one moves tiles, three prepare what the tokens have beside x
 TOKEN_WARPS = HELPERS - 1
-CONSUMER_REGISTERS, HELPER_REGISTERS = 200, 104  # of 64512 in all, where eight warps multiply
+# Of 64512 in all, where eight warps multiply: theirs and the helpers', with dout and without (nothing spills)
+REGISTERS = {True: (200, 104), False: (208, 88)}
 
 
 class ProjectionBackward:
@@ -45,6 +46,7 @@ class ProjectionBackward:
         self.orientation = orientation
         self.gathers = gathers
         self.consumers = config.warps
+        self.registers = REGISTERS[orientation is not None]
 
     @cute.jit
     def __call__(
@@ -167,7 +169,7 @@ class ProjectionBackward:
         slot, phase = Int32(0), Int32(0)
         if warp_index >= self.consumers:
             if const_expr(self.consumers == 8):
-                cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
+                cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_index == self.consumers:
                 self.move(
                     tma_x, tma_out, tma_layer, tma_dx, mX, mOut, mLayer, mDx, sX, sOut, sLayer, full, done,
@@ -195,7 +197,7 @@ class ProjectionBackward:
                             phase ^= 1
         else:
             if const_expr(self.consumers == 8):
-                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+                cute.arch.setmaxregister_increase(self.registers[0])
             group, part = warp_index % config.groups, warp_index // config.groups
             thr_mma = tiled_mma.get_slice(lane)
             slice_index = Int32(-1)
