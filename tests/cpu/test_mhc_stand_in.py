@@ -250,6 +250,30 @@ def test_main_grad(op, generator):
         check(found, exact, margins=margins)
 
 
+@pytest.mark.parametrize("op", WITH_PARAMETERS)
+def test_main_grad_of_one_parameter(op, generator):
+    """Added to where it is; the other parameters get the gradients that they get without."""
+    t = make_inputs(FULL, generator)
+    upstream = make_upstream(op, FULL, generator)
+    wanted = differentiate(mhc, op, FULL, t, upstream)
+    for name in WITH_PARAMETERS[op]:
+        t[name].main_grad = torch.ones_like(t[name])
+        found = differentiate(mhc, op, FULL, t, upstream)
+        torch.testing.assert_close(t[name].main_grad, 1.0 + wanted[f"d{name}"], rtol=1e-6, atol=1e-6)
+        del t[name].main_grad
+        assert found.keys() == wanted.keys() - {f"d{name}"}
+        assert all(torch.equal(result, wanted[key]) for key, result in found.items())
+
+
+def test_a_weighted_bf16_phi_has_the_terms_of_fp32(kernels, generator):
+    """The product of two bf16 numbers has 16 bits."""
+    case = dataclasses.replace(FULL, parameters=BF16)
+    differentiate(mhc, "pre", case, make_inputs(case, generator), make_upstream("pre", case, generator))
+    products = [job for job in kernels if job[0].__name__.startswith("projection_")]
+    terms = {builder.__name__: arguments[-1].phi_terms for builder, arguments in products}
+    assert terms == {"projection_forward": 2, "projection_backward": 2}
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_one_gradient_at_a_time(op, generator):
     """Each input alone requires grad: its gradient is what it is with all; without any nothing is recorded."""
