@@ -471,34 +471,18 @@ def measure_connection(
     repetitions: int,
     breakdown: bool,
 ) -> list[harness.Measurement]:
-    """One measurement for each direction. A provider is set up once for both, so that torch.compile compiles once."""
+    """One measurement for each direction."""
     inputs = make_inputs(connection, device.name)
     truth = fp64_truth(connection, inputs)
-    makers: dict[str, dict[str, Callable[[], harness.Call]]] = {direction: {} for direction in directions}
-    failures: dict[str, str] = {}
-    for provider in providers:
-        try:
-            calls = PROVIDERS[provider](connection, inputs)
-        except Exception as error:  # a peer that cannot even be imported
-            failures[provider] = harness.describe(error)
-            continue
-        if calls is not None:
-            forward, make_backward = calls
-            for direction in directions:
-                makers[direction][provider] = functools.partial(_same, forward) if direction == "fwd" else make_backward
-    measurements = []
-    for direction in directions:
-        measurement = harness.measure(
-            connection.case(direction),
-            makers[direction],
-            truth[direction],
-            device,
-            repetitions=repetitions,
-            breakdown=breakdown,
-            least=least_errors(connection, truth[direction]),
-        )
-        measurements.append(dataclasses.replace(measurement, failures=failures | measurement.failures))
-    return measurements
+    return harness.measure_directions(
+        {direction: connection.case(direction) for direction in directions},
+        {provider: functools.partial(PROVIDERS[provider], connection, inputs) for provider in providers},
+        truth,
+        device,
+        least={direction: least_errors(connection, truth[direction]) for direction in directions},
+        repetitions=repetitions,
+        breakdown=breakdown,
+    )
 
 
 def run(
@@ -641,10 +625,6 @@ def _first_columns(call: harness.Call, columns: int) -> harness.Call:
         return first[:, :columns], *others
 
     return narrowed
-
-
-def _same(call: harness.Call) -> harness.Call:
-    return call
 
 
 if __name__ == "__main__":

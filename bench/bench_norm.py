@@ -338,33 +338,17 @@ def measure_norm(
     repetitions: int,
     breakdown: bool,
 ) -> list[harness.Measurement]:
-    """One measurement for each direction. A provider is set up once for both, so that torch.compile compiles once."""
+    """One measurement for each direction."""
     inputs = make_inputs(norm, device.name)
     truth = fp64_truth(norm, inputs)
-    makers: dict[str, dict[str, Callable[[], harness.Call]]] = {direction: {} for direction in directions}
-    failures: dict[str, str] = {}
-    for provider in providers:
-        try:
-            calls = PROVIDERS[provider](norm, inputs)
-        except Exception as error:  # a peer that cannot even be imported
-            failures[provider] = harness.describe(error)
-            continue
-        if calls is not None:
-            forward, make_backward = calls
-            for direction in directions:
-                makers[direction][provider] = functools.partial(_same, forward) if direction == "fwd" else make_backward
-    measurements = []
-    for direction in directions:
-        measurement = harness.measure(
-            norm.case(direction),
-            makers[direction],
-            truth[direction],
-            device,
-            repetitions=repetitions,
-            breakdown=breakdown,
-        )
-        measurements.append(dataclasses.replace(measurement, failures=failures | measurement.failures))
-    return measurements
+    return harness.measure_directions(
+        {direction: norm.case(direction) for direction in directions},
+        {provider: functools.partial(PROVIDERS[provider], norm, inputs) for provider in providers},
+        truth,
+        device,
+        repetitions=repetitions,
+        breakdown=breakdown,
+    )
 
 
 def run(
@@ -426,10 +410,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _autograd_calls(function: Callable[..., Tensor | Sequence[Tensor]], inputs: Inputs) -> Calls:
     return harness.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
-
-
-def _same(call: harness.Call) -> harness.Call:
-    return call
 
 
 def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

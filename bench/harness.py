@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,6 +194,45 @@ def measure(
             kernels=device.kernels(captured[provider].call) if breakdown else {},
         )
     return Measurement(case, statistics.median(copy_times), results, failures)
+
+
+def measure_directions(
+    cases: Mapping[str, Case],
+    providers: Mapping[str, Callable[[], tuple[Call, Callable[[], Call]] | None]],
+    truth: Mapping[str, Mapping[str, Tensor]],
+    device: Device,
+    *,
+    least: Mapping[str, Mapping[str, float]] | None = None,
+    repetitions: int = REPETITIONS,
+    breakdown: bool = True,
+) -> list[Measurement]:
+    """One measurement for each direction ("fwd", "bwd"). A provider is set up once for both, so that it compiles once.
+
+    providers: name -> a function that makes its forward, and a factory of its backward; None: it has no such op
+    """
+    makers: dict[str, dict[str, Callable[[], Call]]] = {direction: {} for direction in cases}
+    failures: dict[str, str] = {}
+    for provider, make in providers.items():
+        try:
+            calls = make()
+        except Exception as error:  # a peer that cannot even be imported
+            failures[provider] = describe(error)
+            continue
+        if calls is not None:
+            forward, make_backward = calls
+            for direction in cases:
+                makers[direction][provider] = functools.partial(_same, forward) if direction == "fwd" else make_backward
+    measurements = []
+    for direction, case in cases.items():
+        rounding = None if least is None else least[direction]
+        options = {"repetitions": repetitions, "breakdown": breakdown, "least": rounding}
+        found = measure(case, makers[direction], truth[direction], device, **options)
+        measurements.append(replace(found, failures=failures | found.failures))
+    return measurements
+
+
+def _same(call: Call) -> Call:
+    return call
 
 
 def replayed_error(
