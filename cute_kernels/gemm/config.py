@@ -17,7 +17,7 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, of 256 two times 64.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
@@ -47,12 +47,21 @@ DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 6, 1)
 DECODE_64_TALL = GemmConfig((128, 64, 128), (1, 1), 4, 1)
 DECODE_64_PAIR = GemmConfig((64, 64, 64), (1, 2), 12, 1)
 DECODE_128_PAIR = GemmConfig((64, 128, 64), (1, 2), 8, 1)
+DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 8, 8)
+# Tokens along M, up to 256 of them, SM90: widths that cut the weights into no more tiles than there are SMs
+DECODE_WIDE = (
+    GemmConfig((128, 192, 64), (2, 1), 5, 8),
+    GemmConfig((128, 224, 64), (2, 1), 4, 8),
+    GemmConfig((128, 112, 64), (1, 1), 6, 8),
+    GemmConfig((128, 96, 64), (1, 2), 7, 8),
+)
 
 
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     """All kernels that a call may be given to; None: the one for operands of any stride."""
     one = (DECODE_8, DECODE_16, DECODE_32, DECODE_64, DECODE_64_TALL)
-    return (None, *PREFILL, *one, DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR)
+    shared = (DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR, DECODE_32_TOKENS_M)
+    return (None, *PREFILL, *_wide(arch), *one, *shared)
 
 
 def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig, bool]:
@@ -62,7 +71,10 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
     32x12288x4096 DECODE_32 37.4 (38.4); 64x12288x4096 DECODE_64_TALL 38.2, DECODE_64 38.9 (38.3); 64x1024x4096
     DECODE_32 11.7, DECODE_64 13.6 (12.4); 64x4096x14336 DECODE_32 with the tokens along M 42.2, DECODE_64 43.6 (45.9);
     128x4096x14336 DECODE_64_PAIR 44.2, without the pair 49.8 (47.5); 192x1024x4096 DECODE_32_PAIR 12.5 (13.2);
-    256x4096x14336 DECODE_128_PAIR 54.5, (128, 64) of PREFILL 57.0 (54.9), but 256x4096x4096 23.9, 22.9 (24.5).
+    256x4096x14336 DECODE_128_PAIR 54.5, (128, 64) of PREFILL 57.0 (54.9), but 256x4096x4096 23.9, 22.9 (24.5);
+    256x1024x4096 DECODE_32_PAIR 14.0, with the tokens along M 13.7 (13.5); 256x14336x4096 (128, 224) 48.2, (128, 256)
+    50.2 (49.3); 128x14336x4096 (128, 112) 42.7, (128, 128) 43.9 (42.5); 128x12288x4096 (128, 96) 39.3, (128, 128) 40.3
+    (39.5).
     """
     tokens, weights = min(m, n), max(m, n)
     transposed = m < n
@@ -77,13 +89,20 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
     if tokens <= 64:
         tall = 2 * _waves(DECODE_64_TALL, weights, tokens, num_sms) <= _waves(DECODE_64, weights, tokens, num_sms)
         return (DECODE_64_TALL if tall else DECODE_64), transposed
-    if tokens <= 256 and weights <= 2048:
+    if tokens <= 192 and weights <= 2048:
         return DECODE_32_PAIR, transposed
+    if tokens <= 256 and weights <= 2048:
+        return DECODE_32_TOKENS_M, not transposed
     if tokens <= 128 and weights <= 8192:
         return DECODE_64_PAIR, transposed
     if tokens <= 256 and weights <= 8192 and k > 8192:
         return DECODE_128_PAIR, transposed
-    return min(PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
+    configs = _wide(arch) + PREFILL if tokens <= 256 else PREFILL
+    return min(configs, key=lambda config: _cost(config, m, n, num_sms)), False
+
+
+def _wide(arch: str) -> tuple[GemmConfig, ...]:
+    return DECODE_WIDE if arch == "sm_90a" else ()
 
 
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:

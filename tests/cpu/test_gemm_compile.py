@@ -96,16 +96,6 @@ def test_options_compile(option, arch):
         compile_and_check(arch, kernel, **(changes | ({"a_major": "k", "b_major": "k"} if kernel[0] is None else {})))
 
 
-@pytest.mark.parametrize("tile", [(256, 96, 64), (128, 224, 64)], ids=str)
-def test_tiles_beside_the_candidates(tile):
-    """256 rows are two times 64 a warpgroup; rows leave in parts that divide the tile."""
-    import cutlass
-
-    kernel = (GemmConfig(tile, (1, 2), 4, 8), False)
-    for changes in ({}, {"activation": "gelu", "keeps_z": True, "out": cutlass.Float32, "bias": cutlass.Float32}):
-        compile_and_check("sm_90a", kernel, **changes)
-
-
 @pytest.mark.parametrize("tile", [(192, 128, 64), (128, 72, 64)], ids=str)
 def test_tiles_that_cannot_be(tile):
     from cute_kernels.gemm.kernel_sm90 import GemmSm90
