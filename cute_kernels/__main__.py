@@ -1,4 +1,4 @@
-"""python -m cute_kernels env | demo | check | bench: what a person wants first."""
+"""python -m cute_kernels env | demo | check | train | bench: what a person wants first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from cute_kernels import _env
+from cute_kernels.train.options import add_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--only", action="append", metavar="NAME", help="like rms_norm or nn.Linear; may be repeated")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the reports there")
+    train = commands.add_parser(
+        "train", help="train a small language model with hyper-connections on a text file; also under torchrun"
+    )
+    add_options(train)
     bench = commands.add_parser("bench", help="measure on the GPU at hand (in a checkout of the repository)")
     bench.add_argument("families", nargs="*", metavar="family", help="like norm; default: every family")
     bench.add_argument("--quick", action="store_true", help="a few cases, fewer repetitions")
@@ -44,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cute_kernels import _check_ops
 
         return _check_ops.run(options.only, options.json)
+    if options.command == "train":
+        from cute_kernels.train import command
+
+        return command.run(options)
     return _bench(options.families, options.quick, options.save)
 
 

@@ -1,6 +1,31 @@
 """torch.nn modules over the operators."""
 
+from cute_kernels.nn.graph import CapturedStep
+from cute_kernels.nn.hyper_connection import (
+    HyperConnection,
+    HyperConnectionConfig,
+    LearnedHead,
+    optimal_recompute_layers,
+)
 from cute_kernels.nn.linear import Linear
 from cute_kernels.nn.norm import LayerNorm, RMSNorm
+from cute_kernels.nn.offload import ResidualOffload
+from cute_kernels.nn.recompute import RecomputeManager
+from cute_kernels.nn.transformer import MHCTransformer, TransformerBlock, TransformerConfig, TransformerLayer
 
-__all__ = ["LayerNorm", "Linear", "RMSNorm"]
+__all__ = [
+    "CapturedStep",
+    "HyperConnection",
+    "HyperConnectionConfig",
+    "LayerNorm",
+    "LearnedHead",
+    "Linear",
+    "MHCTransformer",
+    "RMSNorm",
+    "RecomputeManager",
+    "ResidualOffload",
+    "TransformerBlock",
+    "TransformerConfig",
+    "TransformerLayer",
+    "optimal_recompute_layers",
+]

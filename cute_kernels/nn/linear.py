@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.gemm import linear
+from cute_kernels.nn._whole import expect_whole
 
 
 class Linear(nn.Module):
@@ -17,10 +18,10 @@ class Linear(nn.Module):
         in_features, out_features: K, N.
         bias: learn a bias (N,).
         device, dtype: of the parameters.
-        activation, out_dtype: see ``cute_kernels.linear``.
+        activation, out_dtype, backend: see ``cute_kernels.linear``.
 
-    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves
-    ``.grad`` None.
+    An fp32 weight is cast to x's dtype at each call; its gradient is fp32. Where ``weight.main_grad`` or
+    ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class Linear(nn.Module):
         *,
         activation: str | None = None,
         out_dtype: torch.dtype | None = None,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation
         self.out_dtype = out_dtype
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -54,13 +57,20 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> Tensor:
         """(..., N) from x (..., K)."""
+        weight = self.weight
+        expect_whole("Linear", weight)
+        if weight.dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+            weight = weight.to(x.dtype)
+            if getattr(self.weight, "main_grad", None) is not None:
+                weight.main_grad = self.weight.main_grad
         return linear(
             x,
-            self.weight,
+            weight,
             self.bias,
             out_dtype=self.out_dtype,
             activation=self.activation,
             num_valid_tokens=num_valid_tokens,
+            backend=self.backend,
         )
 
     def extra_repr(self) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from cute_kernels._check import expect
+from cute_kernels.nn._whole import expect_whole
+from cute_kernels.nn.recompute import RecomputeManager, expect_memory
 from cute_kernels.norm import layer_norm, rms_norm
+from cute_kernels.norm.launch import normalize
 
 
 class _Norm(nn.Module):
-    def __init__(self, normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype) -> None:
+    def __init__(self, normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype, backend) -> None:
         super().__init__()
         name = type(self).__name__
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -21,6 +26,7 @@ class _Norm(nn.Module):
         self.weight_offset = weight_offset
         self.save = save
         self.out_dtype = out_dtype
+        self.backend = backend
 
     def reset_parameters(self) -> None:
         """weight + weight_offset = 1, bias = 0."""
@@ -50,7 +56,7 @@ class RMSNorm(_Norm):
         eps: added to the mean square; 1e-6 if None (torch: the dtype's machine epsilon).
         elementwise_affine: learn a weight (C,).
         device, dtype: of the weight.
-        weight_offset, save, out_dtype: see ``cute_kernels.rms_norm``.
+        weight_offset, save, out_dtype, backend: see ``cute_kernels.rms_norm``.
 
     If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None.
     """
@@ -66,9 +72,10 @@ class RMSNorm(_Norm):
         weight_offset: float = 0.0,
         save: str = "input",
         out_dtype: torch.dtype | None = None,
+        backend: str | None = None,
     ) -> None:
         super().__init__(
-            normalized_shape, 1e-6 if eps is None else eps, elementwise_affine, weight_offset, save, out_dtype
+            normalized_shape, 1e-6 if eps is None else eps, elementwise_affine, weight_offset, save, out_dtype, backend
         )
         make = (
             nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if elementwise_affine else None
@@ -79,6 +86,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """y of x's shape (..., C); with a residual (y, x + residual)."""
+        expect_whole("RMSNorm", self.weight)
         return rms_norm(
             x,
             self.weight,
@@ -88,7 +96,27 @@ class RMSNorm(_Norm):
             save=self.save,
             out_dtype=self.out_dtype,
             return_residual=residual is not None,
+            backend=self.backend,
         )
+
+    def recomputed(self, x: Tensor, recompute: RecomputeManager) -> Tensor:
+        """y, discarded at the end of the manager's block and made again from x."""
+        options = {"eps": self.eps, "weight_offset": self.weight_offset, "save": self.save, "out_dtype": self.out_dtype}
+        if self.backend is not None or not x.is_cuda:
+            function = functools.partial(rms_norm, backend=self.backend, **options)
+            return recompute.checkpoint(function, x, self.weight)
+        y = self(x)
+        weight, rows = self.weight, x.detach()
+        statistics = x.new_empty((1, x.shape[:-1].numel()), dtype=torch.float32)
+        facts = True, "rms", self.eps, self.weight_offset, self.save, self.out_dtype, False, True
+
+        def refill(out: Tensor) -> None:
+            if weight is not None:
+                expect_memory("RMSNorm: weight", weight)
+            normalize(*facts, rows, weight, None, None, (out, None, statistics))
+
+        recompute.discard((y,), refill)
+        return y
 
 
 class LayerNorm(_Norm):
@@ -100,7 +128,7 @@ class LayerNorm(_Norm):
         elementwise_affine: learn a weight (C,) and, unless ``bias`` is False, a bias (C,).
         bias: learn a bias.
         device, dtype: of the parameters.
-        weight_offset, save, out_dtype: see ``cute_kernels.layer_norm``.
+        weight_offset, save, out_dtype, backend: see ``cute_kernels.layer_norm``.
 
     Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None.
     """
@@ -117,8 +145,9 @@ class LayerNorm(_Norm):
         weight_offset: float = 0.0,
         save: str = "input",
         out_dtype: torch.dtype | None = None,
+        backend: str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype, backend)
         for name, present in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
             make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if present else None
             self.register_parameter(name, make)
@@ -136,4 +165,5 @@ class LayerNorm(_Norm):
             save=self.save,
             out_dtype=self.out_dtype,
             return_residual=residual is not None,
+            backend=self.backend,
         )

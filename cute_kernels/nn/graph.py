@@ -1,0 +1,107 @@
+"""A whole training step, forward, backward and optimizer, as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels._check import expect, expect_tensor
+
+
+class CapturedStep:
+    """``step(*inputs)``, captured once; a call copies its inputs to the graph's own, replays it, returns its outputs.
+
+    The warm-up that a capture needs runs ``step`` several times on a side stream. What it changes of the model, the
+    optimizer and the GPU's random numbers is put back in place, so that the first call is the first step, with the bits
+    of an eager one.
+
+    Args:
+        step: forward, backward and optimizer's step on ``inputs``, which begins with
+            ``optimizer.zero_grad(set_to_none=True)``; returns a tensor or a tuple of tensors (a loss, say), which the
+            next call overwrites. It may read nothing back to the host.
+        inputs: CUDA tensors, of the shapes and dtypes of all inputs to come.
+        model: what ``step`` trains.
+        optimizer: with ``capturable=True`` where it has that option, and a learning rate that is a tensor where it is
+            to change. Its state must begin as zeros (Adam's, momentum without dampening).
+        warmup: runs before the capture, from 1.
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        warmup: int = 3,
+    ) -> None:
+        name = "CapturedStep"
+        expect(isinstance(inputs, tuple), name, "inputs", "be a tuple of tensors", type(inputs).__name__, TypeError)
+        expect(len(inputs) > 0, name, "inputs", "have at least one tensor", "none")
+        for t in inputs:
+            expect_tensor(name, "inputs", t)
+            expect(t.is_cuda, name, "inputs", "be on a GPU", t.device)
+        for group in optimizer.param_groups:
+            good = group.get("capturable", True)
+            expect(good, name, "optimizer", "be made with capturable=True", f"{type(optimizer).__name__} without")
+        good = type(warmup) is int and warmup >= 1
+        expect(good, name, "warmup", "be an int from 1", repr(warmup))
+        device = inputs[0].device
+        self._inputs = tuple(t.clone() for t in inputs)
+        before = _State(model, optimizer, device)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(warmup):
+                step(*self._inputs)
+        torch.cuda.current_stream(device).wait_stream(side)
+        before.restore(model, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = step(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """What ``step`` returns, for these inputs."""
+        expect(len(inputs) == len(self._inputs), "CapturedStep", "inputs", f"be {len(self._inputs)}", len(inputs))
+        for mine, t in zip(self._inputs, inputs, strict=True):
+            good = t.shape == mine.shape and t.dtype == mine.dtype
+            wanted = f"be {mine.dtype} of shape {tuple(mine.shape)}, as captured"
+            expect(good, "CapturedStep", "inputs", wanted, f"{t.dtype} of shape {tuple(t.shape)}")
+            mine.copy_(t, non_blocking=True)
+        self._graph.replay()
+        return self._outputs
+
+
+class _State:
+    """All that a step changes, copied to the host, without a graph: its nodes would remember this stream."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.device = device
+        self.model = {name: t.detach().to("cpu", copy=True) for name, t in _tensors(model)}
+        self.optimizer = {
+            p: {key: t.to("cpu", copy=True) for key, t in state.items() if isinstance(t, Tensor)}
+            for p, state in optimizer.state.items()
+        }
+        self.random = torch.cuda.get_rng_state(device)
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for name, t in _tensors(model):
+            t.copy_(self.model[name])
+        for p, state in optimizer.state.items():
+            for key, t in state.items():
+                if isinstance(t, Tensor):
+                    old = self.optimizer.get(p, {}).get(key)
+                    t.zero_() if old is None else t.copy_(old)
+        torch.cuda.set_rng_state(self.random, self.device)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

@@ -1,0 +1,301 @@
+"""HyperConnection and LearnedHead: modules of the hyper-connections' parameters, on ``cute_kernels.mhc``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels import mhc
+from cute_kernels._check import expect
+from cute_kernels.mhc import launch
+from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_pre, num_coefficients, sizes
+from cute_kernels.mhc.launch import variant_fields
+from cute_kernels.mhc.op.common import apply, checked, differentiates, rows, takes_reference
+from cute_kernels.mhc.op.composite import Composite, run
+from cute_kernels.mhc.op.expand_combine import combine
+from cute_kernels.mhc.reference.dropout import draw_seed
+from cute_kernels.mhc.variants import MAX_ITERATIONS, Variant, variant_of
+from cute_kernels.nn.recompute import RecomputeManager
+
+OP = "HyperConnection"
+PRECISION = "tf32"
+
+
+@dataclass(frozen=True)
+class HyperConnectionConfig:
+    """Hyper-connections of a model; frozen, and checked when it is made.
+
+    Memory inside of the block of layers grows linearly with ``num_streams``: the residual between any two sublayers
+    holds num_streams * hidden_size numbers a token. ``recompute`` keeps one of them for ``recompute_layers`` layers,
+    ``offload`` moves what is kept to the host.
+
+    Args:
+        hidden_size: C, channels of one stream, the model's hidden size; from 8.
+        num_streams: n: 1, 2, 4 or 8.
+        sinkhorn_iterations: 1 to 100, in place of the variant's.
+        init_gating_factor: >= 0; what alpha begins with.
+        variant: a name of ``mhc.VARIANTS`` or a Variant.
+        eps: > 0, added to a token's mean square (or its root, as the variant has it); the variant's if None.
+        recompute: discard layer inputs, norm outputs and residuals in the forward, and make them again in the backward.
+        recompute_layers: layers a block of recompute; None or "optimal": ``optimal_recompute_layers``.
+        offload: move the residuals that are kept for the backward to pinned host memory; CUDA alone.
+
+    Raises:
+        TypeError, ValueError: naming the field, expected and got.
+    """
+
+    hidden_size: int
+    num_streams: int = 4
+    sinkhorn_iterations: int = 20
+    init_gating_factor: float = 0.01
+    variant: str | Variant = "deepseek_v4"
+    eps: float | None = None
+    recompute: bool = False
+    recompute_layers: int | str | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        name = "HyperConnectionConfig"
+        expect_int(name, "hidden_size", self.hidden_size)
+        expect(self.hidden_size >= MIN_CHANNELS, name, "hidden_size", f"be at least {MIN_CHANNELS}", self.hidden_size)
+        expect_int(name, "num_streams", self.num_streams)
+        hint = f"be one of {STREAMS} (for none: hyper_connections=None in the model's config)"
+        expect(self.num_streams in STREAMS, name, "num_streams", hint, self.num_streams)
+        expect_int(name, "sinkhorn_iterations", self.sinkhorn_iterations)
+        good = 1 <= self.sinkhorn_iterations <= MAX_ITERATIONS
+        expect(good, name, "sinkhorn_iterations", f"be from 1 to {MAX_ITERATIONS}", self.sinkhorn_iterations)
+        expect_float(name, "init_gating_factor", self.init_gating_factor)
+        good = 0.0 <= self.init_gating_factor < math.inf
+        expect(good, name, "init_gating_factor", "be finite and not negative", self.init_gating_factor)
+        variant_of(name, self.variant)
+        if self.eps is not None:
+            expect_float(name, "eps", self.eps)
+            expect(0.0 < self.eps < math.inf, name, "eps", "be finite and positive, or None", self.eps)
+        for field in ("recompute", "offload"):
+            value = getattr(self, field)
+            expect(isinstance(value, bool), name, field, "be a bool", type(value).__name__, TypeError)
+        layers = self.recompute_layers
+        if layers is not None:
+            expect(self.recompute, name, "recompute_layers", "be None unless recompute=True", repr(layers))
+            if isinstance(layers, str):
+                expect(layers == "optimal", name, "recompute_layers", "be an int, 'optimal' or None", repr(layers))
+            else:
+                expect_int(name, "recompute_layers", layers)
+                expect(layers >= 1, name, "recompute_layers", "be at least 1", layers)
+
+    def resolved_variant(self) -> Variant:
+        """The variant with this config's iterations and eps."""
+        variant = replace(variant_of("HyperConnectionConfig", self.variant), iterations=self.sinkhorn_iterations)
+        return variant if self.eps is None else replace(variant, rms_eps=self.eps)
+
+    def layers_per_block(self, num_layers: int) -> int:
+        """Layers a block of recompute in a model of ``num_layers``."""
+        if isinstance(self.recompute_layers, int):
+            return min(self.recompute_layers, num_layers)
+        return optimal_recompute_layers(self.num_streams, num_layers)
+
+
+def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
+    """round(sqrt(n L / (n + 2))), from 1 to L: the least of n C ceil(L / L_r), kept, and (n + 2) C L_r, transient.
+
+    Source: Xie et al., mHC, arXiv 2512.24880, equation 20.
+    """
+    return min(max(1, round(math.sqrt(num_streams * num_layers / (num_streams + 2)))), num_layers)
+
+
+class Mix(NamedTuple):
+    """What ``HyperConnection.forward`` hands to ``combine``.
+
+    post (..., n) and res (..., n, n) are fp32. ``residual`` is what forward got, where ``owns`` as an alias by which
+    the gradient comes back to forward, to be added there in fp32: for ``combine`` alone.
+    """
+
+    post: Tensor
+    res: Tensor
+    residual: Tensor
+    owns: bool
+
+
+class FloatModule(nn.Module):
+    """A module whose floating-point tensors keep their dtype: ``.to(dtype)``, ``.half()`` and the like only move."""
+
+    def _apply(self, fn, recurse=True):
+        def move(t):
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+
+class HyperConnection(FloatModule):
+    """The hyper-connection of one sublayer: what comes before it, ``forward``, and after it, ``combine``.
+
+    Args:
+        config: see ``HyperConnectionConfig``.
+        backend: as in ``mhc.pre``.
+        device: of the parameters.
+
+    Parameters, fp32 always (``.to(dtype)`` leaves them as they are): ``phi`` (n * n + 2 * n, n * C), begun as Xavier's
+    uniform; ``alpha`` (3,) of pre, post and res, ``init_gating_factor``; ``beta`` (n * n + 2 * n,), zeros. The
+    coefficients are fp32, too. Where a parameter has a ``main_grad`` (fp32) the backward adds to it.
+
+    The residual is (..., n, C), for variants of layout "channels" (..., C, n). Its gradient is written once.
+    """
+
+    def __init__(
+        self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        n, k = config.num_streams, config.num_streams * config.hidden_size
+        self.config = config
+        self.backend = backend
+        self.variant = config.resolved_variant()
+        options = {"device": device, "dtype": torch.float32}
+        self.phi = nn.Parameter(torch.empty((num_coefficients(n), k), **options))
+        self.alpha = nn.Parameter(torch.empty(3, **options))
+        self.beta = nn.Parameter(torch.empty(num_coefficients(n), **options))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.phi)
+        nn.init.constant_(self.alpha, self.config.init_gating_factor)
+        nn.init.zeros_(self.beta)
+
+    def forward(self, x: Tensor, recompute: RecomputeManager | None = None) -> tuple[Tensor, Mix]:
+        """(layer_input, mix) from the residual; the first is the sublayer's, the second for ``combine``.
+
+        With a manager, layer_input is discarded at the end of its block; the coefficients are kept.
+        """
+        if takes_reference(OP, x, self.backend):
+            return self._reference_forward(x, recompute)
+        v, parameters = self.variant, (self.phi, self.alpha, self.beta, None)
+        checked(check_pre, x, *parameters, v.layout, PRECISION, op=OP)
+        options = OP, variant_fields(v), v.layout, PRECISION, v.res_orientation
+        if not differentiates(x, *parameters):
+            (layer_input, post, res), _ = run(x, *parameters, options, False)
+            return layer_input, Mix(post, res, x, False)
+        layer_input, post, res, residual = apply(Composite, x, *parameters, options)
+        if recompute is not None:
+            n, channels = sizes(x, v.layout)
+            x_rows, pre = rows(OP, "x", x.detach(), n * channels), layer_input.grad_fn.saved_tensors[-2]
+
+            def aggregate(out: Tensor) -> None:
+                launch.aggregate_forward(x_rows, pre, out.view(-1, channels), v.layout, 1.0)
+
+            recompute.discard((layer_input,), aggregate)
+        return layer_input, Mix(post, res, residual, True)
+
+    def combine(
+        self,
+        f: Tensor,
+        x: Tensor,
+        mix: Mix,
+        bias: Tensor | None = None,
+        dropout_p: float = 0.0,
+        recompute: RecomputeManager | None = None,
+    ) -> Tensor:
+        """The residual after the sublayer, from its output f (..., C) and what ``forward`` got and returned.
+
+        ``bias`` (C,) and ``dropout_p``: as in ``mhc.expand_combine``. With a manager, the result is discarded at the
+        end of its block, unless the block ends in it.
+        """
+        v = self.variant
+        post, res, residual, owns = mix
+        if takes_reference(OP, x, self.backend):
+            function = functools.partial(_reference_combine, v, dropout_p)
+            arguments = function, f, post, x, res, bias
+            return recompute.checkpoint(*arguments) if recompute is not None else function(*arguments[1:])
+        seed = draw_seed(x.device) if dropout_p > 0.0 else None
+        out = combine(OP, f, post, residual, res, bias, dropout_p, seed, v.layout, v.res_orientation, owns)
+        if recompute is not None:
+            n, channels = sizes(x, v.layout)
+            k = n * channels
+            matrices = (
+                rows(OP, "f", f.detach(), channels),
+                bias,
+                rows(OP, "post", post.detach(), n),
+                rows(OP, "x", x.detach(), k),
+                rows(OP, "res", res.detach(), n * n),
+                seed,
+            )
+
+            def expand_combine(out: Tensor) -> None:
+                launch.expand_combine_forward(*matrices, out.view(-1, k), float(dropout_p), v.layout, v.res_orientation)
+
+            recompute.discard((out,), expand_combine)
+        return out
+
+    def _reference_forward(self, x: Tensor, recompute: RecomputeManager | None) -> tuple[Tensor, Mix]:
+        arguments = functools.partial(_reference_pre, self.variant), x, self.phi, self.alpha, self.beta
+        function, *tensors = arguments
+        layer_input, post, res = function(*tensors) if recompute is None else recompute.checkpoint(*arguments)
+        return layer_input, Mix(post, res, x, False)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"hidden_size={c.hidden_size}, num_streams={c.num_streams}, variant={c.variant!r}"
+
+
+class LearnedHead(FloatModule):
+    """From the residual to the output of a model: ``mhc.head``.
+
+    Arguments as of ``HyperConnection``. Parameters, fp32 always: ``fn`` (n, n * C), ``base`` (n,), zeros, and ``scale``
+    (1,), ``init_gating_factor``.
+    """
+
+    def __init__(
+        self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        n = config.num_streams
+        self.config = config
+        self.backend = backend
+        self.variant = config.resolved_variant()
+        options = {"device": device, "dtype": torch.float32}
+        self.fn = nn.Parameter(torch.empty((n, n * config.hidden_size), **options))
+        self.base = nn.Parameter(torch.empty(n, **options))
+        self.scale = nn.Parameter(torch.empty(1, **options))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.fn)
+        nn.init.zeros_(self.base)
+        nn.init.constant_(self.scale, self.config.init_gating_factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) from the residual."""
+        return mhc.head(x, self.fn, self.base, self.scale, variant=self.variant, backend=self.backend)
+
+
+def _reference_pre(variant: Variant, x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    return mhc.pre(x, phi, alpha, beta, variant=variant, precision=PRECISION, backend="reference")
+
+
+def _reference_combine(variant: Variant, dropout_p: float, f, post, x, res, bias) -> Tensor:
+    return mhc.expand_combine(
+        f,
+        post,
+        x,
+        res,
+        bias=bias,
+        dropout_p=dropout_p,
+        layout=variant.layout,
+        res_orientation=variant.res_orientation,
+        backend="reference",
+    )
+
+
+def expect_int(name: str, field: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is an int; a bool is none."""
+    expect(type(value) is int, name, field, "be an int", f"{value!r} of type {type(value).__name__}", TypeError)
+
+
+def expect_float(name: str, field: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a float or an int; a bool is none."""
+    good = type(value) in (int, float)
+    expect(good, name, field, "be a float", f"{value!r} of type {type(value).__name__}", TypeError)

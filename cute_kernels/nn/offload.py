@@ -1,0 +1,91 @@
+"""Residuals kept for the backward in host memory instead of the GPU's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect
+
+
+class ResidualOffload:
+    """Of one forward: the residuals that it moved to the host, and how they come back.
+
+    ``keep(x, out)`` copies x to pinned memory on a side stream. The next call waits for that copy and releases the
+    GPU's memory, in place, as ``RecomputeManager`` does; the last residual stays on the GPU, where the backward begins.
+    A hook on ``out`` brings x back before the backward of what computed ``out`` from x, and starts to bring the one
+    before it, so that it comes while the backward computes.
+    """
+
+    def __init__(self) -> None:
+        self._moves: list[_Move] = []
+
+    def keep(self, x: Tensor, out: Tensor) -> None:
+        """x is read by nothing but what computes ``out``, forward and backward.
+
+        Raises:
+            ValueError: x is not on a GPU, or ``out`` does not require grad.
+        """
+        expect(x.is_cuda, "ResidualOffload", "x", "be on a GPU (set offload=False on the CPU)", x.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("ResidualOffload: cannot run in a CUDA graph's capture; set offload=False")
+        expect(out.requires_grad, "ResidualOffload", "out", "require grad", "one that does not")
+        if self._moves:
+            self._moves[-1].release()
+        move = _Move(x, self._moves[-1] if self._moves else None)
+        self._moves.append(move)
+        out.register_hook(move)
+
+
+class _Move:
+    """One residual: to the host, and back."""
+
+    def __init__(self, x: Tensor, previous: _Move | None) -> None:
+        self.previous = previous
+        self.storage = x.untyped_storage()
+        self.size = self.storage.nbytes()
+        self.side = _side_stream(x.get_device())
+        self.host: Tensor | None = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+        self.back: torch.cuda.Event | None = None
+        self.side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self.side):
+            self.host.copy_(self._bytes(), non_blocking=True)
+            self.copied = self.side.record_event()
+        self.released = False
+
+    def release(self) -> None:
+        """The work enqueued from here on may have the GPU's memory: it waits for the copy."""
+        torch.cuda.current_stream(self.side.device).wait_event(self.copied)
+        self.storage.resize_(0)
+        self.released = True
+
+    def start(self) -> None:
+        """Begin to bring it back."""
+        if not self.released or self.back is not None:
+            return
+        self.storage.resize_(self.size)
+        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
+        with torch.cuda.stream(self.side):
+            self._bytes().copy_(self.host, non_blocking=True)
+            self.back = self.side.record_event()
+
+    def __call__(self, gradient: Tensor) -> None:
+        previous, self.previous = self.previous, None
+        self.start()
+        if self.back is not None:
+            torch.cuda.current_stream(self.side.device).wait_event(self.back)
+            self.host = None
+        if previous is not None:
+            previous.start()
+
+    def _bytes(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.side.device).set_(self.storage)
+
+
+_side_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: int) -> torch.cuda.Stream:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]

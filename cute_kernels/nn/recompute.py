@@ -1,0 +1,227 @@
+"""Activation recompute with discarded outputs: what a backward needs again is made again, block by block.
+
+A block is a part of the forward that ends in one tensor, the hook tensor. Outputs given to a ``RecomputeManager`` in
+between lose their memory at the end of the block; one hook on the hook tensor makes them again, all of them, in the
+order of the forward, before the block's backward begins.
+
+Invariants, which the backward of every operator in the block relies on:
+- An output keeps its storage object: what others saved of it, views included, finds its data again.
+- It is restored in place, and no version counter moves: nothing was modified in autograd's sense.
+- It is restored before a later replay reads it, since replays run in the order in which they were registered.
+- The hook tensor itself, and what shares its memory, is never released.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect, expect_tensor
+
+Replay = Callable[[], None]
+
+
+class RecomputeManager:
+    """The discarded outputs of one block, and how each is made again. A new block takes a new manager."""
+
+    def __init__(self) -> None:
+        self._outputs: list[tuple[Tensor, ...]] = []
+        self._replays: list[Replay] = []
+        self._ended = False
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, of which the inputs alone are kept: run without a graph, its outputs discarded.
+
+        The replay runs it again, with a graph and the same random numbers (the CPU's, and those of the tensors'
+        devices). Gradients go to the tensors in ``args`` and to parameters that ``function`` reaches by itself.
+
+        Args:
+            function: returns a tensor or a tuple of tensors in memory of their own.
+            args: tensors and whatever else, in any order; a gradient of what is no tensor is None.
+
+        Raises:
+            RuntimeError: the block has ended; in a CUDA graph's capture.
+            TypeError, ValueError: naming argument, expected and got.
+        """
+        self._check_open("checkpoint")
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "RecomputeManager: checkpoint cannot run in a CUDA graph's capture, where the state of the random "
+                "numbers is out of reach. The kernels' hyper-connections recompute without it"
+            )
+        call = _Call(function, args)
+        results = _Checkpoint.apply(call, *call.tensors(args))
+        outputs = results if isinstance(results, tuple) else (results,)
+        storages = {_storage(t) for t in call.tensors(args)}
+        for output in outputs:
+            good = _storage(output) not in storages
+            expect(good, "checkpoint", "function", "return tensors in memory of their own", "a view of an argument")
+        if any(output.requires_grad for output in outputs):
+            self._register(outputs, call.replay, always=True)
+        return results
+
+    def discard(self, outputs: tuple[Tensor, ...], refill: Callable[..., None]) -> None:
+        """Discard outputs of an operator that has a graph of its own, and keeps its inputs in it.
+
+        Args:
+            outputs: tensors whose memory is released at the end of the block.
+            refill: called with a tensor for each output, of its place in memory but with a version counter of its own;
+                writes there what the output held. Not called where all of them are what the block ends in.
+
+        Raises:
+            RuntimeError: the block has ended.
+        """
+        self._check_open("discard")
+        self._register(outputs, refill, always=False)
+
+    def end_block(self, hook_tensor: Tensor) -> None:
+        """Release the memory of all outputs and leave the one hook that brings them back on ``hook_tensor``.
+
+        Raises:
+            TypeError: hook_tensor is no tensor.
+            ValueError: it does not require grad: its hook would never run, and the data would be lost.
+            RuntimeError: the block has ended before.
+        """
+        self._check_open("end_block")
+        expect_tensor("end_block", "hook_tensor", hook_tensor)
+        expect(
+            hook_tensor.requires_grad,
+            "end_block",
+            "hook_tensor",
+            "require grad, or the discarded outputs would be lost",
+            "one that does not (in evaluation, do without a manager)",
+        )
+        self._ended = True
+        kept = _storage(hook_tensor)
+        storages, replays = {}, []
+        for outputs, (replay, always) in zip(self._outputs, self._replays, strict=True):
+            released = {_storage(t): t.untyped_storage() for t in outputs if _storage(t) != kept}
+            storages.update(released)
+            if released or always:
+                replays.append(replay)
+        self._outputs, self._replays = [], []
+        if replays:
+            hook_tensor.register_hook(_Block(list(storages.values()), replays))
+
+    def _register(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], always: bool) -> None:
+        aliases = tuple(_alias(t) for t in outputs)
+        self._outputs.append(outputs)
+        self._replays.append((lambda: refill(*aliases), always))
+
+    def _check_open(self, method: str) -> None:
+        if self._ended:
+            raise RuntimeError(f"RecomputeManager: {method} after end_block; a new block takes a new manager")
+
+
+def expect_memory(what: str, t: Tensor) -> None:
+    """Raise RuntimeError where a replay reads a tensor whose memory is gone."""
+    if t.numel() and not t.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"{what} has no memory when the block is replayed. Of a parameter of fully_shard: pass "
+            "reshard_after_forward=False, or recompute in blocks of one layer (recompute_layers=1)"
+        )
+
+
+class _Block:
+    """The hook: allocates what was released and runs the replays, once."""
+
+    def __init__(self, storages: list[torch.UntypedStorage], replays: list[Replay]) -> None:
+        self.replays = replays
+        self.released = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+
+    def __call__(self, gradient: Tensor) -> None:
+        released, self.released = self.released, []
+        replays, self.replays = self.replays, []
+        for storage, size in released:
+            storage.resize_(size)
+        with torch.no_grad():
+            for replay in replays:
+                replay()
+
+
+class _Call:
+    """A function, its arguments, and the random numbers it began with."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args: tuple[Any, ...] = args
+        self.versions = [t._version for t in self.tensors(args)]
+        self.devices = sorted({t.get_device() for t in self.tensors(args) if t.is_cuda})
+        self.cpu_state = torch.get_rng_state()
+        self.cuda_states = [torch.cuda.get_rng_state(device) for device in self.devices]
+        self.graph: tuple[tuple[Tensor, ...], list[Tensor]] | None = None
+
+    @staticmethod
+    def tensors(args: tuple[Any, ...]) -> list[Tensor]:
+        return [a for a in args if isinstance(a, Tensor)]
+
+    def replay(self, *aliases: Tensor) -> None:
+        """Run the function with a graph and fill ``aliases`` with its outputs."""
+        kept = self.tensors(self.args)
+        for i, (t, version) in enumerate(zip(kept, self.versions, strict=True)):
+            if t._version != version:
+                raise RuntimeError(f"checkpoint: tensor argument {i} was modified in place after the forward")
+            expect_memory(f"checkpoint: tensor argument {i}", t)
+        args = tuple(_leaf(a) if isinstance(a, Tensor) else a for a in self.args)
+        self.args = ()
+        with torch.random.fork_rng(self.devices), torch.enable_grad():
+            torch.set_rng_state(self.cpu_state)
+            for device, state in zip(self.devices, self.cuda_states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            results = self.function(*args)
+        outputs = results if isinstance(results, tuple) else (results,)
+        for alias, output in zip(aliases, outputs, strict=True):
+            alias.copy_(output.detach())
+        self.graph = outputs, self.tensors(args)
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.function(*call.args)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        graph, ctx.call.graph = ctx.call.graph, None
+        if graph is None:
+            raise RuntimeError(
+                "checkpoint: nothing to differentiate: end_block was not called before the backward, or this is a "
+                "second backward of one forward, which recompute does not support"
+            )
+        outputs, leaves = graph
+        found: list[Tensor | None] = [None] * len(leaves)
+        for i, leaf in enumerate(leaves):
+            if leaf.requires_grad:  # a hook sees a gradient in the layout that it came in; ``grad`` may be a copy of it
+                leaf.register_hook(functools.partial(found.__setitem__, i))
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, *found
+
+
+def _storage(t: Tensor) -> int:
+    """Which storage object a tensor has."""
+    return t.untyped_storage()._cdata
+
+
+def _alias(t: Tensor) -> Tensor:
+    """The same memory under a version counter of its own."""
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+        t.untyped_storage(), t.storage_offset(), t.size(), t.stride()
+    )
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """A leaf for the replay's graph, which delivers to the parameter's ``main_grad`` where it has one."""
+    leaf = t.detach().requires_grad_(t.requires_grad)
+    if getattr(t, "main_grad", None) is not None:
+        leaf.main_grad = t.main_grad
+    return leaf

@@ -1,0 +1,295 @@
+"""MHCTransformer: a decoder of n residual streams, or of one, from the same config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cute_kernels import mhc
+from cute_kernels._check import expect, expect_dtype, expect_tensor
+from cute_kernels.nn.attention import Attention, RotaryEmbedding
+from cute_kernels.nn.hyper_connection import (
+    HyperConnection,
+    HyperConnectionConfig,
+    LearnedHead,
+    expect_float,
+    expect_int,
+)
+from cute_kernels.nn.linear import Linear
+from cute_kernels.nn.norm import RMSNorm
+from cute_kernels.nn.offload import ResidualOffload
+from cute_kernels.nn.recompute import RecomputeManager
+
+BACKENDS = (None, "reference")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder; frozen, and checked when it is made.
+
+    Args:
+        vocab_size, hidden_size, num_layers, ffn_hidden_size: sizes, from 1.
+        num_heads: hidden_size must be a multiple of 2 * num_heads.
+        num_kv_heads: heads of keys and values; must divide num_heads; num_heads if None.
+        max_sequence_length: the longest sequence.
+        rope_theta: base of the rotary embedding's wavelengths, > 0.
+        norm_eps: of all RMSNorms, > 0.
+        dropout_p: in [0, 1), of what a sublayer adds to the residual, in training; with hyper-connections each stream
+            has a mask of its own.
+        hyper_connections: None: one residual stream.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Raises:
+        TypeError, ValueError: naming the field, expected and got.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_hidden_size: int
+    max_sequence_length: int
+    num_kv_heads: int | None = None
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    dropout_p: float = 0.0
+    hyper_connections: HyperConnectionConfig | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        name = "TransformerConfig"
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size", "max_sequence_length")
+        for field in sizes if self.num_kv_heads is None else (*sizes, "num_kv_heads"):
+            expect_int(name, field, getattr(self, field))
+            expect(getattr(self, field) >= 1, name, field, "be at least 1", getattr(self, field))
+        good = self.hidden_size % (2 * self.num_heads) == 0
+        expect(good, name, "hidden_size", f"be a multiple of 2 * num_heads = {2 * self.num_heads}", self.hidden_size)
+        good = self.num_heads % self.kv_heads == 0
+        expect(good, name, "num_kv_heads", f"divide num_heads = {self.num_heads}", self.num_kv_heads)
+        for field in ("rope_theta", "norm_eps"):
+            value = getattr(self, field)
+            expect_float(name, field, value)
+            expect(0.0 < value < math.inf, name, field, "be finite and positive", value)
+        expect_float(name, "dropout_p", self.dropout_p)
+        expect(0.0 <= self.dropout_p < 1.0, name, "dropout_p", "be in [0, 1)", self.dropout_p)
+        expect(self.backend in BACKENDS, name, "backend", "be None or 'reference'", repr(self.backend))
+        hc = self.hyper_connections
+        if hc is None:
+            return
+        good = isinstance(hc, HyperConnectionConfig)
+        expected = "be a HyperConnectionConfig or None"
+        expect(good, name, "hyper_connections", expected, type(hc).__name__, TypeError)
+        expected = f"be the model's hidden_size = {self.hidden_size}"
+        expect(hc.hidden_size == self.hidden_size, name, "hyper_connections.hidden_size", expected, hc.hidden_size)
+        if isinstance(hc.recompute_layers, int):
+            expected = f"be at most num_layers = {self.num_layers}"
+            good = hc.recompute_layers <= self.num_layers
+            expect(good, name, "hyper_connections.recompute_layers", expected, hc.recompute_layers)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+
+class MLP(nn.Module):
+    """SwiGLU: ``down(silu(gate x) * up x)``, silu in the product's epilogue."""
+
+    def __init__(self, config: TransformerConfig, **options) -> None:
+        super().__init__()
+        c, f = config.hidden_size, config.ffn_hidden_size
+        options = {"bias": False, "backend": config.backend, **options}
+        self.gate = Linear(c, f, activation="silu", **options)
+        self.up = Linear(c, f, **options)
+        self.down = Linear(f, c, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each behind a norm; with hyper-connections each in one of its own.
+
+    Arguments as of ``MHCTransformer``.
+    """
+
+    def __init__(self, config: TransformerConfig, **options) -> None:
+        super().__init__()
+        device = options.get("device")
+        norm = {"eps": config.norm_eps, "backend": config.backend, **options}
+        self.config = config
+        self.attention_norm = RMSNorm(config.hidden_size, **norm)
+        self.attention = Attention(config, **options)
+        self.mlp_norm = RMSNorm(config.hidden_size, **norm)
+        self.mlp = MLP(config, **options)
+        hc = config.hyper_connections
+        if hc is not None:
+            self.attention_connection = HyperConnection(hc, backend=config.backend, device=device)
+            self.mlp_connection = HyperConnection(hc, backend=config.backend, device=device)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        recompute: RecomputeManager | None = None,
+        offload: ResidualOffload | None = None,
+    ) -> Tensor:
+        """The residual after the layer: (B, S, C), with hyper-connections (B, S, n, C).
+
+        Args:
+            x: the residual before it.
+            rotation: ``RotaryEmbedding``'s.
+            recompute: of the block that the layer is in.
+            offload: where residuals are kept, if not on the GPU; not with ``recompute``, which keeps none in a layer.
+        """
+        if torch.compiler.is_compiling() and (recompute is not None or offload is not None):
+            torch._dynamo.graph_break(msg="fullgraph needs recompute=False and offload=False: hooks cannot be traced")
+        dropout_p = self.config.dropout_p if self.training else 0.0
+        if self.config.hyper_connections is None:
+            f = self.attention(self.attention_norm(x), rotation)
+            y, x = self.mlp_norm(F.dropout(f, dropout_p) if dropout_p else f, x)
+            f = self.mlp(y)
+            return x + (F.dropout(f, dropout_p) if dropout_p else f)
+        for connection, norm, sublayer, arguments in (
+            (self.attention_connection, self.attention_norm, self.attention, (rotation,)),
+            (self.mlp_connection, self.mlp_norm, self.mlp, ()),
+        ):
+            layer_input, mix = connection(x, recompute)
+            y = norm(layer_input) if recompute is None else norm.recomputed(layer_input, recompute)
+            f = sublayer(y, *arguments)
+            out = connection.combine(f, x, mix, dropout_p=dropout_p, recompute=recompute)
+            if offload is not None and out.requires_grad:
+                offload.keep(x, out)
+            x = out
+        return x
+
+
+class TransformerBlock(nn.Module):
+    """All layers: the streams' expansion before them, the learned head and a norm after them.
+
+    Arguments as of ``MHCTransformer``.
+    """
+
+    def __init__(self, config: TransformerConfig, **options) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(TransformerLayer(config, **options) for _ in range(config.num_layers))
+        self.rotary = RotaryEmbedding(config, device=options.get("device"))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, backend=config.backend, **options)
+        hc = config.hyper_connections
+        if hc is not None:
+            self.head = LearnedHead(hc, backend=config.backend, device=options.get("device"))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(B, S, C) from (B, S, C)."""
+        hc = self.config.hyper_connections
+        rotation = self.rotary(h.shape[1])
+        if hc is None:
+            for layer in self.layers:
+                h = layer(h, rotation)
+            return self.norm(h)
+        keeps = torch.is_grad_enabled()
+        x = mhc.expand(h, hc.num_streams, layout=hc.resolved_variant().layout, backend=self.config.backend)
+        offload = ResidualOffload() if keeps and hc.offload else None
+        size = hc.layers_per_block(len(self.layers)) if keeps and hc.recompute else len(self.layers)
+        for first in range(0, len(self.layers), size):
+            recompute = RecomputeManager() if keeps and hc.recompute else None
+            begin = x
+            for layer in self.layers[first : first + size]:
+                x = layer(x, rotation, recompute, offload if recompute is None else None)
+            if recompute is not None and x.requires_grad:
+                if offload is not None:  # before the replay, which reads what the block began with
+                    offload.keep(begin, x)
+                recompute.end_block(x)
+        return self.norm(self.head(x))
+
+
+class MHCTransformer(nn.Module):
+    """A decoder: token embedding, ``TransformerBlock``, and a linear head that shares no weight with the embedding.
+
+    Args:
+        config: see ``TransformerConfig``.
+        device, dtype: of the parameters; dtype torch.float32 or torch.bfloat16 (torch.float16: the same, untested).
+
+    Dtypes: activations and residual streams are bf16, of a model in fp16 fp16. Parameters may be fp32, of which each
+    use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections, and
+    the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
+
+    Deterministic but for torch's attention, whose backward on GPUs is under
+    ``torch.use_deterministic_algorithms(True)`` alone.
+
+    Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
+    ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers
+    want that, too, where blocks of recompute are of several: all norms' weights of a block are read in its backward.
+    Tensor, sequence and pipeline parallelism are refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect(
+            isinstance(config, TransformerConfig),
+            "MHCTransformer",
+            "config",
+            "be a TransformerConfig",
+            type(config).__name__,
+            TypeError,
+        )
+        options = {"device": device, "dtype": dtype}
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **options)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.block = TransformerBlock(config, **options)
+        self.output = Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            out_dtype=torch.float32,
+            backend=config.backend,
+            **options,
+        )
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, in order: what ``fully_shard`` wraps."""
+        return self.block.layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, S, vocab_size), fp32, from tokens (B, S), int64.
+
+        Raises:
+            TypeError, ValueError: naming argument, expected and got.
+            NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
+        """
+        self._check(tokens)
+        h = F.embedding(tokens, self.embedding.weight)
+        if h.dtype is torch.float32:
+            h = h.to(torch.bfloat16)
+        return self.output(self.block(h))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats, fp32, of targets (B, S), int64; those of -100 do not count."""
+        logits = self(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _check(self, tokens: Tensor) -> None:
+        op = "MHCTransformer"
+        expect_tensor(op, "tokens", tokens)
+        if tokens.is_floating_point():
+            raise NotImplementedError(
+                f"{op}: tokens must have dtype int64, got {tokens.dtype}: stages of a pipeline, which get a residual, "
+                "are not supported yet; keep all layers in one process"
+            )
+        expect_dtype(op, "tokens", tokens.dtype, (torch.int64,))
+        longest = self.config.max_sequence_length
+        good = tokens.dim() == 2 and 1 <= tokens.shape[1] <= longest
+        expect(good, op, "tokens", f"have shape (B, S) with S from 1 to {longest}", tuple(tokens.shape))

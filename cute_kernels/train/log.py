@@ -1,0 +1,60 @@
+"""What a run tells: a line of JSON a step, a plot of the losses, a progress bar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+class Log:
+    """The file of one JSON object a step; each is there as soon as its step is done."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        """Keeps the lines of the first ``steps`` steps: a run goes on from its checkpoint, which may be older."""
+        self.lines = [line for line in read(path) if line["step"] <= steps]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(map(_text, self.lines)))
+        partial.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def add(self, line: Line) -> None:
+        self.lines.append(line)
+        self._file.write(_text(line))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[Line]:
+    """The whole lines of a log; [] if there is none."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def plot(lines: list[Line], path: Path) -> None:
+    """Draws the losses over the steps, if matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+
+    held_out = [line for line in lines if "held_out_loss" in line]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
+    axis.plot([line["step"] for line in lines], [line["loss"] for line in lines], linewidth=0.8, label="training batch")
+    axis.plot(
+        [line["step"] for line in held_out], [line["held_out_loss"] for line in held_out], "o-", label="held-out text"
+    )
+    axis.set(xlabel="step", ylabel="loss, nats a byte")
+    axis.grid(linewidth=0.3)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _text(line: Line) -> str:
+    return json.dumps(line) + "\n"

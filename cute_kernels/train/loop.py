@@ -1,0 +1,190 @@
+"""A training run: its steps, and what they leave in the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cute_kernels._check import expect
+from cute_kernels.train import checkpoint
+from cute_kernels.train.data import Text, read_text
+from cute_kernels.train.distributed import World, world
+from cute_kernels.train.log import Line, Log, plot
+from cute_kernels.train.model import Learner
+from cute_kernels.train.options import Options, flag
+
+TEST_BATCHES = 4
+FINAL_RATE = 0.1  # the learning rate at the end, of its highest
+
+# What makes the losses: a resumed run must have the same.
+SAME = ("layers", "hidden", "heads", "hyper_connections", "dropout", "sequence", "batch", "seed")
+
+
+def train(options: Options) -> None:
+    """Runs the options' steps, alone or as one of torchrun's ranks; rank 0 prints and writes.
+
+    Raises:
+        ValueError: an option does not fit the text, the ranks, or the run that is to be resumed.
+        OSError: the text cannot be read, or the folder not be written.
+    """
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    expect(device == "cpu" or torch.cuda.is_available(), "train", "--device", "be cpu where torch sees no GPU", device)
+    text = read_text(options.data, options.sequence)
+    started_from = _checkpoint(options)
+    facts = {"text": text.digest} | {name: getattr(options, name) for name in SAME}
+    if started_from is not None:
+        _expect_same_run(started_from, facts)
+    with world(device) as ranks:
+        fits = f"be a multiple of the {ranks.size} ranks"
+        expect(options.batch % ranks.size == 0, "train", "--batch", fits, options.batch)
+        learner = Learner(options, ranks)
+        done = 0
+        if started_from is not None:
+            checkpoint.load(started_from, learner.model, learner.optimizer)
+            done = checkpoint.step_of(started_from)
+        expect(
+            done < options.steps, "train", "--steps", f"be more than the {done} steps of {started_from}", options.steps
+        )
+        console = Console(quiet=ranks.rank != 0)
+        if not console.is_terminal:
+            console = Console(quiet=ranks.rank != 0, width=200)
+        console.print(_introduction(options, ranks, learner, text, started_from), highlight=False)
+        with _deterministic(device):
+            _run(options, ranks, text, learner, done, facts, console)
+
+
+def learning_rate(options: Options, step: int) -> float:
+    """Of the step after ``step`` steps: a linear rise, then a cosine down to a tenth."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    share = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return options.lr * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def test_loss(options: Options, ranks: World, text: Text, learner: Learner) -> float:
+    """Mean cross-entropy of the held-out text, in nats a byte."""
+    losses = []
+    for index in range(TEST_BATCHES):
+        tokens, targets = map(ranks.rows, text.test_batch(index, TEST_BATCHES, options.batch, options.sequence))
+        losses.append(ranks.mean(learner.test(tokens, targets)))
+    return torch.stack(losses).mean().item()
+
+
+def _run(
+    options: Options,
+    ranks: World,
+    text: Text,
+    learner: Learner,
+    done: int,
+    facts: dict[str, Any],
+    console: Console,
+) -> None:
+    folder = options.checkpoint
+    log = Log(folder / "log.jsonl", done) if ranks.rank == 0 else None
+    with _progress(console) as progress:
+        task = progress.add_task("training", total=options.steps, completed=done, loss=math.nan)
+        for step in range(done, options.steps):
+            began = time.perf_counter()
+            torch.manual_seed(_seed(options.seed, step, ranks.rank))  # what dropout draws from
+            tokens, targets = map(ranks.rows, text.batch(options.seed, step, options.batch, options.sequence))
+            rate = learning_rate(options, step)
+            loss, norm = learner.step(tokens, targets, rate)
+            line: Line = {"step": step + 1, "loss": ranks.mean(loss).item(), "grad_norm": norm.item(), "lr": rate}
+            line["seconds"] = round(time.perf_counter() - began, 6)
+            is_last = step + 1 == options.steps
+            if is_last or (step + 1) % options.evaluate_every == 0:
+                line["held_out_loss"] = test_loss(options, ranks, text, learner)
+            if log is not None:
+                log.add(line)
+            progress.update(task, completed=step + 1, loss=line["loss"])
+            if is_last or (step + 1) % options.checkpoint_every == 0:
+                checkpoint.save(folder, step + 1, learner.model, learner.optimizer, facts)
+                if log is not None:
+                    plot(log.lines, folder / "loss.png")
+    if log is not None:
+        log.close()
+        console.print(_summary(log.lines, folder), highlight=False)
+
+
+@contextlib.contextmanager
+def _deterministic(device: str) -> Iterator[None]:
+    """Torch's own operators deterministic meanwhile: on GPUs attention's backward is not by itself."""
+    if device != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it would write every output twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+def _checkpoint(options: Options) -> Path | None:
+    """What the run starts from."""
+    newest = checkpoint.latest(options.checkpoint)
+    if options.resume:
+        expect(newest is not None, "train", "--resume", "find a whole checkpoint", f"none in {options.checkpoint}")
+        return newest
+    free = "be a folder without checkpoints, or --resume be given to go on from them"
+    expect(newest is None, "train", "--checkpoint", free, newest)
+    return None
+
+
+def _expect_same_run(newest: Path, facts: dict[str, Any]) -> None:
+    saved = checkpoint.facts_of(newest)
+    for name, value in facts.items():
+        option = "--data" if name == "text" else flag(name)
+        expected = f"be as in {newest}, " + ("another text" if name == "text" else repr(saved.get(name)))
+        expect(saved.get(name) == value, "train", option, expected, value)
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:8], "little") >> 1
+
+
+def _introduction(options: Options, ranks: World, learner: Learner, text: Text, started_from: Path | None) -> str:
+    residual = f"{options.hyper_connections} streams" if options.hyper_connections else "a plain residual"
+    size = sum(parameter.numel() for parameter in learner.model.parameters())
+    where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "the CPU"
+    return (
+        f"{size:,} parameters, {options.layers} layers with {residual}, {ranks.size} x {where}; "
+        f"{len(text.training):,} bytes to learn, {len(text.held_out):,} held out\n"
+        + (f"goes on from {started_from}\n" if started_from else "")
+        + f"if it is interrupted, --resume goes on from the newest checkpoint in {options.checkpoint}"
+    )
+
+
+def _summary(lines: list[Line], folder: Path) -> str:
+    last = lines[-1]
+    drawn = "loss.png" if (folder / "loss.png").is_file() else "no loss.png (pip install 'cute-kernels[train]')"
+    return (
+        f"step {last['step']}: {last['held_out_loss']:.3f} nats a byte on held-out text; "
+        f"in {folder}: checkpoints, log.jsonl, {drawn}"
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console)

@@ -1,0 +1,182 @@
+"""HyperConnection and LearnedHead on the references, and on the path of the kernels (stand-ins)."""
+
+import copy
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import mhc
+from cute_kernels.nn import (
+    HyperConnection,
+    HyperConnectionConfig,
+    LearnedHead,
+    Linear,
+    MHCTransformer,
+    RecomputeManager,
+    RMSNorm,
+)
+from tests.nn_cases import BF16, FP32, make_config, make_model, make_tokens, stand_in
+
+FP16 = torch.float16
+
+
+@pytest.fixture(params=[False, True], ids=["references", "kernels"])
+def path(request):
+    """The references, or all above the kernels with plain torch in their place."""
+    if request.param:
+        with stand_in():
+            yield
+    else:
+        yield
+
+
+def connection(config, seed=0, **options):
+    torch.manual_seed(seed)
+    module = HyperConnection(config, **options)
+    with torch.no_grad():
+        module.alpha.copy_(torch.randn(3))
+        module.beta.copy_(torch.randn(len(module.beta)))
+    return module
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "transformer_engine", "megatron"])
+@pytest.mark.parametrize("streams", [1, 2, 4, 8])
+def test_forward_and_combine_are_the_operator(name, streams, path):
+    """In the kernels' path to the bit, x's gradient included, which is rounded once."""
+    config = HyperConnectionConfig(32, streams, variant=name)
+    module = connection(config)
+    v, kernels = config.resolved_variant(), torch.Tensor.is_cuda.__class__ is property
+    shape = (2, 3, streams, 32) if v.layout == "streams" else (2, 3, 32, streams)
+    x, bias = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(32, requires_grad=True)
+    dout = torch.randn(shape).to(BF16)
+    leaves = [x, bias, module.phi, module.alpha, module.beta]
+
+    layer_input, mix = module(x)
+    out = module.combine(layer_input.sin(), x, mix, bias=bias)
+    ours = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    out = mhc.hyper_connection(x, torch.sin, module.phi, module.alpha, module.beta, bias=bias, variant=v)
+    theirs = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.equal(one, two) if kernels else torch.allclose(one.float(), two.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_dropout_and_inference(path):
+    """Each stream has a mask of its own; the same with gradients or without."""
+    module = connection(HyperConnectionConfig(32))
+    x, f = torch.randn(2, 3, 4, 32).to(BF16), torch.randn(2, 3, 32).to(BF16)
+    outs = []
+    for wanted in (True, False):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(wanted):
+            _, mix = module(x)
+            outs.append(module.combine(f, x, mix, dropout_p=0.5).detach())
+    assert torch.equal(*outs)
+    kept = module.combine(f, x, module(x)[1]).detach()
+    assert not torch.equal(outs[0], kept)
+
+
+def test_initial_parameters():
+    module, head = (
+        HyperConnection(HyperConnectionConfig(32, init_gating_factor=0.5)),
+        LearnedHead(HyperConnectionConfig(32)),
+    )
+    assert [(name, tuple(p.shape)) for name, p in module.named_parameters()] == [
+        ("phi", (24, 128)),
+        ("alpha", (3,)),
+        ("beta", (24,)),
+    ]
+    assert (module.alpha == 0.5).all() and (module.beta == 0).all()
+    assert 0 < module.phi.abs().max() <= (6 / (24 + 128)) ** 0.5
+    assert [(name, tuple(p.shape)) for name, p in head.named_parameters()] == [
+        ("fn", (4, 128)),
+        ("base", (4,)),
+        ("scale", (1,)),
+    ]
+    assert torch.equal(head.scale.detach(), torch.tensor([0.01]))
+    assert repr(module) == "HyperConnection(hidden_size=32, num_streams=4, variant='deepseek_v4')"
+
+
+def test_the_head_is_the_operator(path):
+    config = HyperConnectionConfig(32)
+    head, x = LearnedHead(config), torch.randn(2, 3, 4, 32).to(BF16)
+    expected = mhc.head(x, head.fn, head.base, head.scale, variant=config.resolved_variant())
+    assert torch.equal(head(x), expected)
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to(BF16), lambda m: m.half(), lambda m: m.to("cpu", FP16)], ids="abc")
+def test_parameters_stay_fp32(convert):
+    """The coefficients' parameters and the rotary table; the matrices and norms follow."""
+    config = make_config()
+    model = make_model(config, dtype=FP32)
+    before = copy.deepcopy(model.state_dict())
+    convert(model)
+    for name, t in model.state_dict().items():
+        kept = "connection" in name or ".head." in name
+        assert t.dtype == (FP32 if kept else model.embedding.weight.dtype), name
+        assert not kept or torch.equal(t, before[name])
+    assert model.block.rotary.cos.dtype is FP32
+    tokens, _ = make_tokens(config)
+    assert model(tokens).dtype is FP32
+
+
+def test_meta_device_and_reset():
+    model = MHCTransformer(make_config(), device="meta", dtype=BF16)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    model = model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    fresh = MHCTransformer(make_config(), dtype=BF16)
+    assert torch.equal(model.block.rotary.cos, fresh.block.rotary.cos)
+    assert torch.equal(model.block.rotary.sin, fresh.block.rotary.sin)
+    assert model.loss(*make_tokens(make_config())).isfinite()
+
+
+def test_fp16_does_not_overflow(path):
+    """The sum of squares of a token's n C numbers is in fp32."""
+    module = connection(HyperConnectionConfig(4096))
+    x = torch.full((2, 4, 4096), 200.0, dtype=FP16)  # squares sum to 6.5e8
+    layer_input, mix = module(x)
+    assert layer_input.isfinite().all() and mix.post.isfinite().all() and mix.res.isfinite().all()
+    assert torch.allclose(mix.res.sum(-1), torch.ones(2, 4), atol=1e-3)
+
+
+def test_a_recomputed_norm_on_the_kernels_wants_its_weight():
+    with stand_in():
+        norm, manager = RMSNorm(32), RecomputeManager()
+        x = torch.randn(4, 32).to(BF16).requires_grad_()
+        end = norm.recomputed(x, manager).sin()
+        manager.end_block(end)
+        norm.weight.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="RMSNorm: weight has no memory when the block is replayed"):
+            end.sum().backward()
+
+
+def test_a_recomputed_norm_keeps_its_options():
+    norm = RMSNorm(32, eps=1e-2, weight_offset=1.0, out_dtype=FP32)
+    x = torch.randn(4, 32).to(BF16).requires_grad_()
+    manager = RecomputeManager()
+    y = norm.recomputed(x, manager)
+    expected = norm(x).detach()
+    assert torch.equal(y, expected) and y.dtype is FP32
+    end = y.sin()
+    manager.end_block(end)
+    end.sum().backward()
+    assert torch.equal(y, expected)
+
+
+def test_a_linear_of_an_fp32_weight():
+    """Cast at each use; its gradient is fp32, in main_grad where there is one."""
+    torch.manual_seed(0)
+    linear, x = Linear(32, 16), torch.randn(4, 32).to(BF16)
+    y = linear(x)
+    assert y.dtype is BF16
+    assert torch.equal(y, cute_kernels.linear(x, linear.weight.to(BF16), linear.bias))
+    y.sum().backward()
+    assert linear.weight.grad.dtype is FP32
+    gradient, linear.weight.grad = linear.weight.grad, None
+    linear.weight.main_grad = torch.ones(16, 32)
+    linear(x).sum().backward()
+    assert linear.weight.grad is None
+    assert torch.allclose(linear.weight.main_grad - 1, gradient, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,338 @@
+"""RecomputeManager: discarded outputs, one replay in the forward's order, restored in place; and its guards."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from cute_kernels.nn import RecomputeManager
+
+
+def double(x):
+    return 2 * x
+
+
+def turned(x):
+    return x.t().contiguous()
+
+
+def nbytes(t):
+    return t.untyped_storage().nbytes()
+
+
+def block(manager, x, *functions):
+    """(all outputs, the last made of its predecessor by an operator that stays)."""
+    outputs = []
+    for function in functions:
+        x = manager.checkpoint(function, x)
+        outputs.append(x)
+    return outputs, x.sin()
+
+
+def test_outputs_are_discarded_and_restored_in_place():
+    """Between the block's end and its backward they have no memory; then the same storage objects hold the same data,
+    views and what autograd saved included, and no version counter has moved."""
+    x = torch.randn(8, 8, requires_grad=True)
+    manager = RecomputeManager()
+    outputs, end = block(manager, x, torch.sin, torch.exp)
+    view, storages = outputs[0].view(64), [t.untyped_storage()._cdata for t in outputs]
+    wanted, versions = [t.detach().clone() for t in outputs], [t._version for t in outputs]
+    assert all(nbytes(t) == 256 for t in outputs)
+    manager.end_block(end)
+    assert all(nbytes(t) == 0 for t in outputs) and nbytes(end) == 256
+    end.sum().backward()
+    assert [t.untyped_storage()._cdata for t in outputs] == storages and [t._version for t in outputs] == versions
+    assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+    assert torch.equal(view, wanted[0].view(64))
+    other = x.detach().clone().requires_grad_()
+    other.sin().exp().sin().sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+def test_replays_run_in_the_order_of_the_forward():
+    """Once each, from one hook, each after what it reads has been restored."""
+    calls = []
+
+    def step(name):
+        def function(x):
+            calls.append((name, bool(nbytes(x)), x.detach().sum().item()))
+            return x + 1
+
+        return function
+
+    x = torch.zeros(4, requires_grad=True)
+    manager = RecomputeManager()
+    _, end = block(manager, x, step("a"), step("b"), step("c"))
+    manager.end_block(end)
+    forward = list(calls)
+    assert forward == [("a", True, 0.0), ("b", True, 4.0), ("c", True, 8.0)]
+    end.sum().backward()
+    assert calls == forward * 2
+
+
+def test_functions_run_without_a_graph_at_first():
+    modes = []
+
+    def function(x):
+        modes.append(torch.is_grad_enabled())
+        return x * x
+
+    x = torch.ones(4, requires_grad=True)
+    manager = RecomputeManager()
+    _, end = block(manager, x, function)
+    manager.end_block(end)
+    end.sum().backward()
+    assert modes == [False, True]
+
+
+def test_blocks_replay_one_after_the_other():
+    """The last block first; a block's memory is back only from its own hook on."""
+    seen = []
+    x = torch.randn(16, requires_grad=True)
+    first, second = RecomputeManager(), RecomputeManager()
+    outputs, middle = block(first, x, torch.sin)
+    first.end_block(middle)
+    more, end = block(second, middle, torch.exp)
+    second.end_block(end)
+    middle.register_hook(lambda g: seen.append((nbytes(outputs[0]), nbytes(more[0]))))
+    more[0].register_hook(lambda g: seen.append((nbytes(outputs[0]), nbytes(more[0]))))
+    end.sum().backward()
+    assert seen == [(0, 64), (64, 64)]
+
+
+def test_what_a_block_ends_in_is_kept():
+    """Of a checkpoint the graph is still made again; a refill is left out."""
+    x = torch.randn(16, requires_grad=True)
+    manager = RecomputeManager()
+    y = manager.checkpoint(torch.sin, x)
+    end = manager.checkpoint(torch.exp, y)
+    manager.end_block(end)
+    assert nbytes(y) == 0 and nbytes(end) == 64
+    end.sum().backward()
+    assert torch.allclose(x.grad, x.detach().cos() * x.detach().sin().exp())
+
+    manager, refills = RecomputeManager(), []
+    end = x.sin()
+    manager.discard((end,), lambda out: refills.append(out))
+    manager.end_block(end)
+    end.sum().backward()
+    assert not refills and nbytes(end) == 64
+
+
+def test_a_discarded_output_of_an_operator_with_a_graph():
+    """``refill`` writes to the place in memory; autograd does not count it as a modification."""
+    x = torch.randn(16, requires_grad=True)
+    manager = RecomputeManager()
+    y = x.exp()  # its backward reads y
+    manager.discard((y,), lambda out: torch.exp(x.detach(), out=out))
+    end = y.sin()  # so does this
+    manager.end_block(end)
+    assert nbytes(y) == 0
+    end.sum().backward()
+    assert torch.allclose(x.grad, x.detach().exp().cos() * x.detach().exp()) and y._version == 0
+
+
+def test_mixed_arguments_and_several_outputs():
+    """Tensors that do and do not require grad, among what is none: these get no gradient."""
+
+    def function(scale, x, options, index, y, nothing):
+        assert options == {"shift": 3.0} and nothing is None
+        return (scale * x + options["shift"], y[index])
+
+    x, y = torch.randn(4, requires_grad=True), torch.randn(6, requires_grad=True)
+    index = torch.tensor([0, 2, 4, 4])
+    manager = RecomputeManager()
+    a, b = manager.checkpoint(function, 2.0, x, {"shift": 3.0}, index, y, None)
+    end = (a * b).sum()
+    node = a.grad_fn
+    manager.end_block(end)
+    end.backward()
+    expected = torch.autograd.grad(((2 * x + 3) * y[index]).sum(), (x, y))
+    assert torch.equal(x.grad, expected[0]) and torch.equal(y.grad, expected[1])
+    assert [next_function is None for next_function, _ in node.next_functions] == [False, True, False]  # x, index, y
+
+
+def test_gradients_keep_their_layout():
+    """The order of sums on GPUs follows it: those before the checkpoint would have other bits."""
+    strides = []
+    for checkpoints in (False, True):
+        x = torch.randn(4, 6, requires_grad=True)
+        h = x * 1
+        h.register_hook(lambda g: strides.append(g.stride()))
+        manager = RecomputeManager()
+        y = manager.checkpoint(turned, h) if checkpoints else turned(h)
+        end = y.sin()
+        if checkpoints:
+            manager.end_block(end)
+        end.sum().backward()
+    assert strides[0] == strides[1] == (1, 4)
+
+
+def test_outputs_that_nobody_uses():
+    x = torch.randn(4, requires_grad=True)
+    manager = RecomputeManager()
+    a, _ = manager.checkpoint(lambda x: (x.sin(), x.exp()), x)
+    end = a * 1
+    manager.end_block(end)
+    end.sum().backward()
+    assert torch.allclose(x.grad, x.detach().cos())
+
+
+def test_parameters_that_the_function_reaches_by_itself():
+    layer = torch.nn.Linear(8, 8)
+    x = torch.randn(2, 8)
+    manager = RecomputeManager()
+    h = torch.nn.Linear(8, 8)(x)
+    end = manager.checkpoint(layer, h).sin()
+    manager.end_block(end)
+    end.sum().backward()
+    found = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(h.detach()).sin().sum().backward()
+    assert torch.equal(found, layer.weight.grad)
+
+
+def test_main_grad_of_an_argument():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.main_grad = weight.main_grad
+            ctx.save_for_backward(x)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, dy):
+            ctx.main_grad += (dy * ctx.saved_tensors[0]).sum()
+            return dy, None
+
+    weight = torch.nn.Parameter(torch.ones(()))
+    weight.main_grad = torch.full((), 7.0)
+    x = torch.ones(4, requires_grad=True)
+    manager = RecomputeManager()
+    end = manager.checkpoint(Scale.apply, x, weight) * 1
+    manager.end_block(end)
+    end.sum().backward()
+    assert weight.grad is None and weight.main_grad == 11.0
+
+
+def test_random_numbers_are_forked_and_restored():
+    """The replay sees the forward's; whoever draws after the backward sees what they would have seen."""
+    x = torch.randn(64, requires_grad=True)
+    torch.manual_seed(1)
+    manager = RecomputeManager()
+    y = manager.checkpoint(torch.nn.functional.dropout, x, 0.5)
+    forward = y.detach().clone()
+    end = y * 1
+    manager.end_block(end)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    end.sum().backward()
+    assert torch.equal(y, forward) and torch.equal(x.grad, 2.0 * (forward != 0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_hook_tensor_without_grad_is_an_error_and_loses_nothing():
+    manager = RecomputeManager()
+    y = manager.checkpoint(torch.sin, torch.ones(4, requires_grad=True))
+    with pytest.raises(ValueError, match="end_block: hook_tensor must require grad, or the discarded outputs would be"):
+        manager.end_block(y.detach())
+    with pytest.raises(TypeError, match="hook_tensor must be a torch.Tensor, got NoneType"):
+        manager.end_block(None)
+    assert nbytes(y) == 16 and y.grad_fn is not None
+    manager.end_block(y * 1)
+    assert nbytes(y) == 0
+
+
+def test_nothing_requires_grad():
+    """Frozen inputs of frozen functions: nothing is discarded, since nothing is kept for a backward."""
+    manager = RecomputeManager()
+    y = manager.checkpoint(torch.sin, torch.ones(4))
+    x = torch.ones(4, requires_grad=True)
+    manager.end_block(x * y)
+    assert nbytes(y) == 16
+
+
+def test_a_second_backward():
+    """An operator's own graph survives it, a checkpoint's does not, and says so."""
+    x = torch.randn(4, requires_grad=True)
+    manager = RecomputeManager()
+    refills = []
+    y = x.exp()
+    manager.discard((y,), lambda out: refills.append(torch.exp(x.detach(), out=out)))
+    end = y.sin()
+    manager.end_block(end)
+    end.sum().backward(retain_graph=True)
+    first = x.grad.clone()
+    end.sum().backward()
+    assert torch.equal(x.grad, 2 * first) and len(refills) == 1
+
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.sin, x) * 1
+    manager.end_block(end)
+    end.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward of one forward, which recompute does not support"):
+        end.sum().backward()
+
+
+def test_a_backward_without_an_end():
+    y = RecomputeManager().checkpoint(torch.sin, torch.ones(4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="end_block was not called before the backward"):
+        y.sum().backward()
+
+
+def test_a_manager_is_of_one_block():
+    x = torch.ones(4, requires_grad=True)
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.sin, x) * 1
+    manager.end_block(end)
+    for name, call in (
+        ("checkpoint", lambda: manager.checkpoint(torch.sin, x)),
+        ("discard", lambda: manager.discard((end,), double)),
+        ("end_block", lambda: manager.end_block(end)),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} after end_block; a new block takes a new manager"):
+            call()
+
+
+def test_an_input_that_was_modified_in_place():
+    """Its new value would give other gradients without a word."""
+    x, c = torch.ones(4, requires_grad=True), torch.ones(4)
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.mul, x, c) * 1
+    manager.end_block(end)
+    c.add_(1)
+    with pytest.raises(RuntimeError, match="checkpoint: tensor argument 1 was modified in place after the forward"):
+        end.sum().backward()
+
+
+def test_an_input_without_memory():
+    """As of a parameter that fully_shard has freed."""
+    x, c = torch.ones(4, requires_grad=True), torch.ones(4)
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.mul, x, c) * 1
+    manager.end_block(end)
+    c.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="tensor argument 1 has no memory when the block is replayed"):
+        end.sum().backward()
+
+
+@pytest.mark.parametrize("function", [lambda x: x.view(2, 2), lambda x: x], ids=["view", "itself"])
+def test_a_view_of_an_argument_is_refused(function):
+    """Its memory is the argument's, which the replay has to find."""
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match="checkpoint: function must return tensors in memory of their own, got a view"):
+        RecomputeManager().checkpoint(function, x * 1)
+
+
+def test_nothing_outlives_the_backward():
+    x = torch.randn(16, requires_grad=True)
+    manager = RecomputeManager()
+    kept = torch.randn(16)
+    reference = weakref.ref(kept)
+    end = manager.checkpoint(torch.mul, x, kept).sin()
+    manager.end_block(end)
+    end.sum().backward()
+    del kept, end
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,128 @@
+"""The model under torch.compile, CUDA graphs, and several processes' tools: what runs, and what is refused."""
+
+import pytest
+import torch
+
+from cute_kernels.nn import CapturedStep, HyperConnection, LearnedHead, MHCTransformer
+from tests.nn_cases import (
+    BF16,
+    FP32,
+    assert_same_bits,
+    gradients,
+    make_config,
+    make_model,
+    make_tokens,
+    stand_in,
+    with_connections,
+)
+
+
+def run(config, dtype=BF16):
+    return gradients(make_model(config, dtype=dtype), *make_tokens(config))
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+def test_compile(streams):
+    config = make_config(streams=streams, layers=1)
+    wanted = run(config)
+    model = make_model(config)
+    torch._dynamo.reset()
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    tokens, targets = make_tokens(config)
+    loss = torch.nn.functional.cross_entropy(forward(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    assert_same_bits(wanted, {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+
+
+def test_compile_with_recompute():
+    config = with_connections(make_config(layers=1), recompute=True)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph needs recompute=False and offload=False"):
+        torch.compile(make_model(config), fullgraph=True, backend="aot_eager")(make_tokens(config)[0])
+
+
+def test_a_captured_step_is_of_gpus():
+    model = make_model(make_config())
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    tokens, _ = make_tokens(make_config())
+    with pytest.raises(ValueError, match="CapturedStep: inputs must be on a GPU, got cpu"):
+        CapturedStep(model, (tokens,), model, optimizer)
+    with pytest.raises(TypeError, match="CapturedStep: inputs must be a tuple of tensors, got Tensor"):
+        CapturedStep(model, tokens, model, optimizer)
+    with stand_in(), pytest.raises(ValueError, match="optimizer must be made with capturable=True, got AdamW without"):
+        CapturedStep(model, (tokens,), model, torch.optim.AdamW(model.parameters()))
+
+
+def test_bad_tokens():
+    config = make_config()
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    with pytest.raises(NotImplementedError, match="got torch.bfloat16: stages of a pipeline"):
+        model(torch.ones(2, 16, 32, dtype=BF16))
+    with pytest.raises(TypeError, match="MHCTransformer: tokens must have dtype int64, got torch.int32"):
+        model(tokens.int())
+    with pytest.raises(TypeError, match="tokens must be a torch.Tensor, got list"):
+        model([[1]])
+    for bad in (tokens[0], torch.cat((tokens, tokens), 1), tokens[:, :0]):
+        with pytest.raises(ValueError, match=r"tokens must have shape \(B, S\) with S from 1 to 16, got"):
+            model(bad)
+    with pytest.raises(TypeError, match="config must be a TransformerConfig, got HyperConnectionConfig"):
+        MHCTransformer(config.hyper_connections)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_tensor_and_sequence_parallelism_are_refused(one_process):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+
+    tokens, _ = make_tokens(make_config())
+    model = make_model(make_config())
+    with pytest.raises(NotImplementedError):  # torch's own: no torch.nn.Linear
+        parallelize_module(model.layers[0].mlp, one_process, {"up": ColwiseParallel()})
+    linear = model.layers[3].mlp.up
+    linear.weight = torch.nn.Parameter(distribute_tensor(linear.weight.detach(), one_process, [Shard(0)]))
+    with pytest.raises(
+        NotImplementedError, match="Linear: tensor and sequence parallelism are not supported yet, got a w"
+    ):
+        model(tokens)
+    model = make_model(make_config())
+    parallelize_module(model.layers[0], one_process, {"mlp_norm": SequenceParallel()})
+    with pytest.raises(NotImplementedError, match="RMSNorm: tensor and sequence parallelism are not supported yet"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_fully_shard_with_recompute(one_process, layers, dtype):
+    """One layer a block after its weights have come back; several where they stay. In bf16 the fp32 parts first."""
+    from torch.distributed.fsdp import fully_shard
+
+    config = with_connections(make_config(), recompute=True, recompute_layers=layers)
+    wanted = run(config, dtype)
+    model = make_model(config, dtype=dtype)
+    small = [m for m in model.modules() if isinstance(m, (HyperConnection, LearnedHead)) and dtype is BF16]
+    for module in small:
+        fully_shard(module, mesh=one_process, reshard_after_forward=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=one_process, reshard_after_forward=layers == 1)
+    found = gradients(model, *make_tokens(config))
+    assert_same_bits(wanted, {k: g if k == "loss" else g.full_tensor() for k, g in found.items()})
+
+
+def test_recompute_of_weights_that_are_gone(one_process):
+    """Blocks of several layers whose weights were freed after the forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    config = with_connections(make_config(), recompute=True, recompute_layers=2)
+    model = make_model(config, dtype=FP32)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=one_process)
+    with pytest.raises(RuntimeError, match="has no memory when the block is replayed. Of a parameter of fully_shard"):
+        gradients(model, *make_tokens(config))

@@ -1,0 +1,255 @@
+"""MHCTransformer on the references, and on the path of the kernels (stand-ins)."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_kernels import mhc
+from cute_kernels.nn import MHCTransformer, ResidualOffload, transformer
+from tests.nn_cases import (
+    BF16,
+    FP32,
+    assert_same_bits,
+    gradients,
+    make_config,
+    make_model,
+    make_tokens,
+    relative_errors,
+    stand_in,
+    with_connections,
+)
+
+
+def run(config, dtype=BF16):
+    return gradients(make_model(config, dtype=dtype), *make_tokens(config))
+
+
+@pytest.fixture(params=[False, True], ids=["references", "kernels"])
+def path(request):
+    """The references, or all above the kernels with plain torch in their place."""
+    if request.param:
+        with stand_in():
+            yield
+    else:
+        yield
+
+
+@pytest.mark.parametrize("streams", [None, 1, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_every_parameter_gets_a_gradient(streams, dtype, path):
+    config = make_config(streams=streams)
+    found = run(config, dtype)
+    model = make_model(config, dtype=dtype)
+    assert found["loss"].dtype is FP32
+    for name, parameter in model.named_parameters():
+        gradient = found[name]
+        assert gradient.dtype == parameter.dtype and gradient.isfinite().all() and gradient.any(), name
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+def test_kernels_path_is_the_references(streams):
+    """Apart by the rounding of bf16 activations alone."""
+    config = make_config(streams=streams)
+    wanted = run(config, FP32)
+    with stand_in() as jobs:
+        ours = run(config, FP32)
+    assert jobs
+    errors = relative_errors(ours, wanted)
+    assert max(errors.values()) < 0.1, errors
+
+
+def test_the_backend_is_passed_on():
+    """With backend="reference" no part of the model takes a kernel."""
+    config = make_config(backend="reference", dropout_p=0.1)
+    with stand_in() as jobs:
+        found = run(config)
+    assert not jobs
+    assert_same_bits(found, run(replace(config, backend=None)))
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+def test_it_learns(streams):
+    config = make_config(streams=streams, layers=2)
+    torch.manual_seed(0)
+    model, batch = MHCTransformer(config), make_tokens(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model.loss(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+def test_a_token_does_not_see_the_next(streams):
+    config = make_config(streams=streams)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % config.vocab_size
+    one, two = model(tokens), model(changed)
+    assert torch.equal(one[:, :9], two[:, :9]) and not torch.equal(one[:, 9:], two[:, 9:])
+
+
+def test_rotary_embedding_knows_distances_alone():
+    """Scores of q and k depend on the difference of their positions; the norm of a head stays."""
+    from cute_kernels.nn.attention import _rotate
+
+    rotary = make_model(make_config(hidden=64, length=16)).block.rotary
+    cos, sin = rotary(16)
+    q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 16, 1, 16)
+    turned_q, turned_k = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(k.shape)
+    _rotate(q, cos, sin, turned_q)
+    _rotate(k, cos, sin, turned_k)
+    scores = turned_q[0, :, 0] @ turned_k[0, :, 0].T
+    for offset in range(-15, 16):
+        diagonal = scores.diagonal(offset)
+        assert torch.allclose(diagonal, diagonal[:1], atol=1e-4)
+    assert torch.allclose(turned_q.norm(dim=-1), q.norm(dim=-1))
+
+
+def test_attention_is_the_formula():
+    """Gradients of the one Function that splits and rotates, against torch's own operators in fp32."""
+    from cute_kernels.nn.attention import _SplitRotated
+
+    heads, kv_heads, size, length = 4, 2, 8, 6
+    rotary = make_model(make_config(hidden=32, length=length)).block.rotary
+    cos, sin = rotary(length)
+    qkv = torch.randn(2, length, (heads + 2 * kv_heads) * size, requires_grad=True)
+    ours = _SplitRotated.apply(qkv, cos, sin, heads, kv_heads)
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos[..., : size // 2] - b * sin, b * cos[..., : size // 2] + a * sin), -1)
+
+    q, k, v = qkv.view(2, length, -1, size).split((heads, kv_heads, kv_heads), 2)
+    theirs = [t.transpose(1, 2) for t in (turned(q), turned(k), v)]
+    upstream = [torch.randn_like(t) for t in theirs]
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+    gradients = [torch.autograd.grad(outputs, qkv, upstream)[0] for outputs in (ours, theirs)]
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_streams_exist_between_expand_and_head_alone():
+    """Each once, whatever else there is; without hyper-connections neither."""
+    for streams in (4, None):
+        config = make_config(streams=streams, layers=3)
+        model, (tokens, _) = make_model(config), make_tokens(config)
+        shapes = []
+        for layer in model.layers:
+            layer.register_forward_hook(lambda module, args, out, shapes=shapes: shapes.append(tuple(out.shape)))
+        with (
+            mock.patch.object(mhc, "expand", wraps=mhc.expand) as expand,
+            mock.patch.object(mhc, "head", wraps=mhc.head) as head,
+        ):
+            model(tokens)
+        times = 0 if streams is None else 1
+        assert expand.call_count == head.call_count == times
+        assert shapes == [(2, 16, 32) if streams is None else (2, 16, 4, 32)] * 3
+
+
+# Recompute and offload
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, "optimal", None])
+@pytest.mark.parametrize("name", ["deepseek_v4", "transformer_engine"])
+def test_recompute_changes_no_bit(layers, name, path):
+    config = with_connections(make_config(dropout_p=0.1), variant=name)
+    assert_same_bits(run(config), run(with_connections(config, recompute=True, recompute_layers=layers)))
+
+
+def test_recompute_with_main_grad(path):
+    """Of the norms on the kernels alone."""
+    config = make_config()
+    results = []
+    for recompute in (False, True):
+        model = make_model(with_connections(config, recompute=recompute))
+        have = [(name, p) for name, p in model.named_parameters() if "norm" not in name and "embedding" not in name]
+        for _, parameter in have:
+            parameter.main_grad = torch.ones(parameter.shape)
+        torch.manual_seed(2)
+        model.loss(*make_tokens(config)).backward()
+        assert not [name for name, parameter in have if parameter.grad is not None]
+        results.append({name: p.main_grad for name, p in model.named_parameters() if hasattr(p, "main_grad")})
+    assert_same_bits(*results)
+    assert all((g != 1).any() for g in results[0].values())
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(1, 4), (3, 2), ("optimal", 2)])
+def test_what_a_block_discards(layers, expected, path):
+    """Two layer inputs, two norms' outputs and two residuals a layer, but for the last residual of a block."""
+    config = with_connections(make_config(), recompute=True, recompute_layers=layers)
+    size = config.hyper_connections.layers_per_block(4)
+    released = []
+
+    class Block(transformer.RecomputeManager):
+        def end_block(self, hook_tensor):
+            outputs = [t for outputs in self._outputs for t in outputs]
+            super().end_block(hook_tensor)
+            released.append([tuple(t.shape[2:]) for t in outputs if t.untyped_storage().nbytes() == 0])
+            assert hook_tensor.untyped_storage().nbytes() == hook_tensor.nbytes
+
+    with mock.patch.object(transformer, "RecomputeManager", Block):
+        run(config)
+    assert len(released) == expected
+    for i, shapes in enumerate(released):
+        layers_here = min(size, 4 - i * size)
+        assert shapes.count((32,)) == 4 * layers_here and shapes.count((4, 32)) == 2 * layers_here - 1
+
+
+def test_kernels_keep_the_coefficients():
+    """Their replay is of the aggregation alone: no projection, no Sinkhorn."""
+    config = with_connections(make_config(layers=2), recompute=True, recompute_layers=2)
+    with stand_in():
+        from cute_kernels.mhc import launch
+
+        model, batch = make_model(config), make_tokens(config)
+        loss = model.loss(*batch)
+        names = ("projection_forward", "coefficients_of_parts", "aggregate_forward", "expand_combine_forward")
+        with mock.patch.multiple(launch, **{name: mock.Mock(wraps=getattr(launch, name)) for name in names}):
+            loss.backward()
+            calls = [getattr(launch, name).call_count for name in names]
+    assert calls == [0, 0, 4 + 1, 3]  # and once for the gradient of expand
+
+
+def test_recompute_in_evaluation():
+    """Without gradients, or where nothing requires any, nothing is discarded."""
+    config = with_connections(make_config(), recompute=True)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    with torch.no_grad():
+        expected = model(tokens)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert torch.equal(model(tokens), expected)
+    model.layers[3].mlp.down.weight.requires_grad_()
+    model(tokens).sum().backward()
+    assert model.layers[3].mlp.down.weight.grad.any()
+
+
+def test_recompute_of_frozen_layers():
+    """The first layers frozen: their block does not require grad, and keeps its outputs."""
+    config = make_config()
+    results = []
+    for recompute in (False, True):
+        model = make_model(with_connections(config, recompute=recompute, recompute_layers=2 if recompute else None))
+        for module in (model.embedding, *model.layers[:3]):
+            module.requires_grad_(False)
+        model.loss(*make_tokens(config)).backward()
+        results.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert_same_bits(*results)
+
+
+def test_offload_is_of_gpus():
+    config = with_connections(make_config(), offload=True)
+    model, batch = make_model(config), make_tokens(config)
+    with pytest.raises(ValueError, match=r"x must be on a GPU \(set offload=False on the CPU\), got cpu"):
+        model.loss(*batch)
+    with torch.no_grad():
+        assert model(batch[0]).isfinite().all()
+    with pytest.raises(ValueError, match="x must be on a GPU"):
+        ResidualOffload().keep(torch.ones(4), torch.ones(4, requires_grad=True))

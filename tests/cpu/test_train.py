@@ -1,0 +1,197 @@
+"""python -m cute_kernels train on the CPU, one process: it learns, it is killed, it goes on with the same losses."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from cute_kernels import __main__ as cli
+from cute_kernels.train import checkpoint, data, log, loop
+from cute_kernels.train.distributed import World
+from cute_kernels.train.model import Learner, config_of
+from cute_kernels.train.options import Options
+from tests import train_cases
+
+TINY = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 16, "batch": 4, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the processes have that the runs here are compared with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(folder, **options):
+    assert cli.main(["train", *train_cases.arguments(folder, **{**TINY, **options})]) == 0
+    return train_cases.numbers(folder)
+
+
+def test_learns(tmp_path):
+    """Below what the frequencies of single letters give, about 3 nats a byte."""
+    lines = run(tmp_path, hidden=64, heads=4, batch=16, sequence=32, steps=80, evaluate_every=40)
+    held_out = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    assert list(held_out) == [40, 80] and held_out[80] < 2.5
+    assert [line["step"] for line in lines] == list(range(1, 81))
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("changed", [{"hyper_connections": 0}, {"recompute": True}, {"dropout": 0.1}])
+def test_resumes_with_the_same_losses(tmp_path, changed):
+    """Also a run that was to be shorter: the learning rate alone knows of the end, and warms up here."""
+    options = {**TINY, **changed, "warmup": 10, "checkpoint_every": 2, "evaluate_every": 2}
+    whole = run(tmp_path / "whole", steps=4, **options)
+    run(tmp_path / "parts", steps=2, **options)
+    assert run(tmp_path / "parts", steps=4, resume=True, **options) == whole
+
+
+def test_recompute_changes_no_bit(tmp_path):
+    assert run(tmp_path / "kept", steps=3) == run(tmp_path / "again", steps=3, recompute=True)
+
+
+def test_a_killed_process_goes_on(tmp_path):
+    options = {**TINY, "steps": 40, "checkpoint_every": 10, "evaluate_every": 20}
+    whole = run(tmp_path / "whole", **options)
+    process = train_cases.start(train_cases.arguments(tmp_path / "killed", **options))
+    train_cases.kill_after(process, tmp_path / "killed", steps=13)
+    assert process.returncode == -9
+    done = checkpoint.step_of(checkpoint.latest(tmp_path / "killed"))
+    assert 10 <= done < 40
+    assert run(tmp_path / "killed", resume=True, **options) == whole
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    """A run that dies while it writes leaves nothing that --resume takes, and its rest is written over."""
+    whole = run(tmp_path / "whole", steps=4)
+
+    def dies(state, checkpoint_id):
+        save(state, checkpoint_id=checkpoint_id)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        save = checkpoint.dcp.save
+        patch.setattr(checkpoint.dcp, "save", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "killed", steps=4, checkpoint_every=2)
+    assert [path.name for path in tmp_path.glob("killed/step-*")] == ["step-00000002.partial"]
+    assert checkpoint.latest(tmp_path / "killed") is None
+    assert run(tmp_path / "killed", steps=4) == whole
+    assert [path.name for path in sorted(tmp_path.glob("killed/step-*"))] == [
+        "step-00000002.partial",
+        "step-00000004",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"layers": 2}, "--layers must be as in .*step-00000001, 1, got 2"),
+        ({"hyper_connections": 0}, "--hyper-connections must be as in .*, 4, got 0"),
+        ({"seed": 1}, "--seed must be as in .*, 0, got 1"),
+        ({"data": __file__}, "--data must be as in .*, another text"),
+        ({"steps": 1}, "--steps must be more than the 1 steps of .*, got 1"),
+    ],
+)
+def test_goes_on_with_the_same_run_alone(tmp_path, capsys, changed, message):
+    run(tmp_path, steps=1)
+    capsys.readouterr()
+    command = train_cases.arguments(tmp_path, **{**TINY, "steps": 2, "resume": True, **changed})
+    assert cli.main(["train", *command]) == 1
+    assert_says(capsys, message)
+
+
+def test_a_folder_is_not_written_over(tmp_path, capsys):
+    run(tmp_path, steps=1)
+    assert cli.main(["train", *train_cases.arguments(tmp_path, **TINY)]) == 1
+    assert_says(capsys, "--checkpoint must be a folder without checkpoints, or --resume be given .*step-00000001")
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"hidden": 66}, r"--hidden must be a multiple of 2 \* --heads 2, got 66"),
+        ({"layers": 0}, "--layers must be at least 1, got 0"),
+        ({"seed": -1}, "--seed must not be negative, got -1"),
+        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0"),
+        ({"lr": 0.0}, "--lr must be positive, got 0.0"),
+        ({"device": "tpu"}, "--device must be cuda or cpu, got tpu"),
+        ({"recompute": True, "hyper_connections": 0}, "--recompute must be left out, or --hyper-connections be"),
+        ({"recompute": True, "compile": True}, "--recompute must be left out with --compile"),
+        ({"graph": True}, "--graph must be left out, or the run be one process on a GPU"),
+        ({"resume": True}, "--resume must find a whole checkpoint, got none in"),
+        ({"data": "/no/such/text"}, "No such file.*/no/such/text"),
+        ({"sequence": 100_000}, r"--data must have at least \d+ bytes at --sequence 100000, got \d+"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, capsys, changed, message):
+    assert cli.main(["train", *train_cases.arguments(tmp_path, **{**TINY, "steps": 1, **changed})]) == 1
+    assert_says(capsys, message)
+    assert not list(tmp_path.iterdir())
+
+
+def assert_says(capsys, message):
+    text = capsys.readouterr().err
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(text)
+
+
+def test_a_step_s_data_are_of_the_seed_and_the_step():
+    text = data.read_text(None, sequence=16)
+    tokens, targets = text.batch(1, 2, size=4, sequence=16)
+    again, _ = text.batch(1, 2, size=4, sequence=16)
+    assert tokens.shape == (4, 16) and tokens.dtype == torch.int64
+    assert torch.equal(tokens, again) and torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not any(torch.equal(tokens, text.batch(*of, size=4, sequence=16)[0]) for of in ((1, 3), (2, 2)))
+    bytes_of = bytes(text.training.tolist())
+    assert all(bytes(row.tolist()) in bytes_of for row in tokens)
+
+
+def test_ranks_share_a_batch():
+    batch = torch.arange(8)[:, None]
+    rows = [World(rank, 4, torch.device("cpu"), sharded=False).rows(batch) for rank in range(4)]
+    assert torch.equal(torch.cat(rows), batch)
+
+
+def test_held_out_text_is_not_trained_on(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(250)) * 4)
+    text = data.read_text(path, sequence=9)
+    assert bytes(text.training.tolist()) + bytes(text.held_out.tolist()) == path.read_bytes()
+    assert len(text.held_out) == 100
+    windows = [text.test_batch(index, 2, size=3, sequence=9)[1] for index in range(2)]
+    starts = torch.cat(windows)[:, 0] - 1
+    assert starts.tolist() == [150, 165, 180, 195, 210, 225]
+
+
+def test_learning_rate():
+    rates = [loop.learning_rate(Options(steps=100, warmup=10, lr=1.0), step) for step in range(100)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.102
+
+
+def test_the_log_goes_on_behind_its_checkpoint(tmp_path):
+    """Lines of steps that will be made again, and half a line, are dropped."""
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
+    lines = log.Log(path, 3)
+    lines.add({"step": 4, "loss": 1.0})
+    lines.close()
+    assert [line["step"] for line in log.read(path)] == [1, 2, 3, 4] and log.read(path)[-1]["loss"] == 1.0
+
+
+def test_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(tmp_path, steps=1)
+    assert "no loss.png without matplotlib" in capsys.readouterr().out
+
+
+def test_matrices_alone_decay():
+    learner = Learner(Options(**TINY), World(0, 1, torch.device("cpu"), sharded=False))
+    matrices, others = learner.optimizer.param_groups
+    assert matrices["weight_decay"] > 0 == others["weight_decay"]
+    assert {parameter.dim() for parameter in matrices["params"]} == {2} and others["params"]
+    assert sum(len(group["params"]) for group in (matrices, others)) == len(list(learner.model.parameters()))
+    assert config_of(Options(hidden=64)).ffn_hidden_size == 192

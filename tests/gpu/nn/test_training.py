@@ -1,0 +1,149 @@
+"""The model on the kernels: against the references, recompute, offload, CUDA graphs, torch.compile, memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels.nn import CapturedStep
+from tests.nn_cases import (
+    BF16,
+    FP32,
+    assert_same_bits,
+    gradients,
+    make_config,
+    make_model,
+    make_tokens,
+    relative_errors,
+    with_connections,
+)
+
+SIZES = {"hidden": 256, "layers": 4, "length": 128, "vocab": 512}
+PLAIN = make_config(**SIZES)
+DROPOUT = make_config(**SIZES, dropout_p=0.1)
+ONE_STREAM = make_config(**SIZES, streams=None, dropout_p=0.1)
+LARGE = make_config(hidden=1024, layers=8, length=1024, vocab=512)
+CONFIGS = [PLAIN, DROPOUT, ONE_STREAM, LARGE]
+
+
+def run(config, dtype=BF16):
+    return gradients(make_model(config, "cuda", dtype), *make_tokens(config, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("config", [PLAIN, replace(ONE_STREAM, dropout_p=0.0)], ids=["four", "one"])
+def test_gradients_are_the_references(config, dtype):
+    """Apart by what bf16 activations round: some 1e-2 of a gradient's norm through eight sublayers."""
+    ours, wanted = run(config, dtype), run(replace(config, backend="reference"), dtype)
+    torch.testing.assert_close(ours["loss"], wanted["loss"], rtol=2e-3, atol=0)
+    errors = relative_errors(ours, wanted)
+    assert max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.parametrize("config", [DROPOUT, ONE_STREAM], ids=["four", "one"])
+def test_run_to_run(config):
+    assert_same_bits(run(config), run(config))
+
+
+@pytest.mark.parametrize("layers", [1, 3, "optimal"])
+def test_recompute_changes_no_bit(layers):
+    """Kernels write in place what was discarded; blocks of one layer, of uneven numbers, of the best."""
+    assert_same_bits(run(DROPOUT), run(with_connections(DROPOUT, recompute=True, recompute_layers=layers)))
+
+
+def test_recompute_on_the_references():
+    """Checkpoints, with the GPU's random numbers restored: another mask would change everything.
+
+    Bits are the kernels' promise: torch's sums on a GPU choose their order by layouts.
+    """
+    config = replace(DROPOUT, backend="reference")
+    wanted, found = run(config), run(with_connections(config, recompute=True, recompute_layers=2))
+    errors = relative_errors(found, wanted)
+    assert torch.equal(found["loss"], wanted["loss"]) and max(errors.values()) < 0.02, errors
+
+
+@pytest.mark.parametrize("recompute", [{}, {"recompute": True, "recompute_layers": 2}], ids=["alone", "recompute"])
+def test_offload_changes_no_bit(recompute):
+    config = with_connections(DROPOUT, offload=True, **recompute)
+    wanted = run(DROPOUT)
+    for _ in range(2):  # the second takes the first's pinned memory
+        assert_same_bits(wanted, run(config))
+
+
+def peak(config):
+    """Bytes of activations at the peak of a training step."""
+    model, batch = make_model(config, "cuda"), make_tokens(config, device="cuda")
+    gradients(model, *batch)
+    torch.cuda.synchronize()
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients(model, *batch)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory():
+    """Peaks fall by what is discarded or moved, in units of M * C numbers.
+
+    A layer keeps two residuals (n each), two layer inputs and two norms' outputs. Recompute in blocks of L_r keeps a
+    residual a block, and makes one block's 2 n + 4 a layer at a time; offload keeps the residuals of two sublayers.
+    """
+    n, layers, block = 4, LARGE.num_layers, 2
+    unit = 2 * LARGE.max_sequence_length * LARGE.hidden_size * 2
+    plain = peak(LARGE)
+    recompute = peak(with_connections(LARGE, recompute=True, recompute_layers=block))
+    offload = peak(with_connections(LARGE, offload=True))
+    both = peak(with_connections(LARGE, recompute=True, recompute_layers=block, offload=True))
+    assert plain - recompute > 0.9 * unit * ((2 * n + 4) * (layers - block) - n * layers // block)
+    assert plain - offload > 0.9 * unit * n * (2 * layers - 4)
+    assert both < recompute
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DROPOUT, with_connections(DROPOUT, recompute=True, recompute_layers=2), ONE_STREAM],
+    ids=["four", "recompute", "one"],
+)
+def test_a_captured_step_has_the_bits_of_an_eager_one(config):
+    batches = [make_tokens(config, device="cuda", seed=seed) for seed in range(4)]
+    results = []
+    for captures in (False, True):
+        model = make_model(config, "cuda", FP32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+
+        def step(tokens, targets, model=model, optimizer=optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            loss = model.loss(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        torch.manual_seed(3)
+        call = CapturedStep(step, batches[0], model, optimizer) if captures else step
+        losses = [call(*batch).clone() for batch in batches]
+        results.append({"losses": torch.stack(losses), **dict(model.named_parameters())})
+    assert_same_bits(*results)
+    assert results[0]["losses"][-1] != results[0]["losses"][0]
+
+
+def test_offload_cannot_be_captured():
+    model = make_model(with_connections(DROPOUT, offload=True), "cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens, targets = make_tokens(DROPOUT, device="cuda")
+    with pytest.raises(RuntimeError, match="ResidualOffload: cannot run in a CUDA graph's capture; set offload=False"):
+        CapturedStep(model.loss, (tokens, targets), model, optimizer)
+
+
+@pytest.mark.parametrize("config", [DROPOUT, ONE_STREAM], ids=["four", "one"])
+def test_compile(config):
+    """As one graph; Inductor sums and rounds the rest of the model in its own way."""
+    config = replace(config, num_layers=1, dropout_p=0.0)
+    wanted = run(config)
+    model = make_model(config, "cuda")
+    tokens, targets = make_tokens(config, device="cuda")
+    logits = torch.compile(model, fullgraph=True)(tokens)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    errors = relative_errors(found, {name: wanted[name] for name in found})
+    assert max(errors.values()) < 0.1, errors
