@@ -14,7 +14,7 @@ from torch import Tensor
 import cute_kernels
 from cute_kernels.mxfp8 import launch, op, reference
 from cute_kernels.mxfp8.checks import SCALE
-from cute_kernels.mxfp8.config import MODES, scale_rule  # noqa: F401
+from cute_kernels.mxfp8.config import MANY_TILES, MODES, scale_rule  # noqa: F401
 from tests.norm_cases import seeded_generator  # noqa: F401
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -229,14 +229,29 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
 
 
 def kernels_of(cases: list[Case], arch: str) -> list[tuple]:
-    """(builder, arguments) of the kernels that the cases and the dequantization of their results need."""
+    """(builder, arguments) of the kernels that the cases, few tiles or many, and the way back need."""
     with stand_in(arch, computes=False) as jobs:
         for case in cases:
-            shape = (*case.shape[:-2], 32, 32)
-            found = call(case, laid_out(case, torch.zeros(shape, dtype=case.dtype)))
+            x = laid_out(case, torch.zeros((*case.shape[:-2], 32, 32), dtype=case.dtype))
+            for num_tiles in (1, MANY_TILES):
+                launch._plans.clear()
+                with mock.patch.object(launch, "num_tiles", lambda x, found=num_tiles: found):
+                    found = call(case, x)
             for i in range(0, len(found), 2):
                 cute_kernels.dequantize(found[i], found[i + 1])
     return list(dict.fromkeys(jobs))
+
+
+@contextlib.contextmanager
+def many_tiles() -> Iterator[None]:
+    """Within it the kernels for many tiles run, whatever the size."""
+    real = launch.quantize_config
+
+    def config(arch, itemsize, row_kind, col_kind, num_tiles):
+        return real(arch, itemsize, row_kind, col_kind, MANY_TILES)
+
+    with mock.patch.object(launch, "quantize_config", config), mock.patch.dict(launch._plans, clear=True):
+        yield
 
 
 def emulated_scales(amax: Tensor, mode: str, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ The col pass gives a thread two neighbouring columns of 32 rows, so their larges
 their 32 bytes of output lie together; sCol is swizzled as TMA wants it, and half of the threads store their two halves
 in the other order, so no bank is met twice. The row pass gives a block to 4 threads (8 of fp32) that read 16 bytes
 each. Elements beyond the matrix arrive as zeros, whose scale is 0: the padding of blocked scales comes for nothing.
+Of scales of which a tile has 4 bytes a row, the CTAs of a cluster, neighbours, make whole sectors; L2 keeps the others.
 The scales of squares go from the col pass to the row pass, as words: a byte read through a pointer counts as signed.
 
 Profile: ncu --clock-control none -k regex:Quantize python -m bench.bench_mxfp8 --filter 1x8192x5120
@@ -23,7 +24,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, QuantizeConfig, ScaleRule, scale_rule
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
 from cute_kernels.mxfp8.kernel_scales import (
     as_float,
     base_of,
@@ -33,7 +34,9 @@ from cute_kernels.mxfp8.kernel_scales import (
     put,
     scale_of,
     staged_at,
-    word_at,
+    store_scales,
+    store_squares,
+    store_together,
 )
 from jit_cache import Program, compiled
 
@@ -53,7 +56,8 @@ class Quantize:
         self.stages = config.stages
         self.ctas_per_sm = config.ctas_per_sm
         self.warps = config.warps
-        self.group = config.group
+        self.down = config.down
+        self.cluster = config.cluster
 
     @cute.jit
     def __call__(
@@ -97,6 +101,7 @@ class Quantize:
         self.kernel(tma_x, mX, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
             grid=[num_ctas, 1, 1],
             block=[self.warps * WARP, 1, 1],
+            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
@@ -146,6 +151,10 @@ class Quantize:
             squares = smem.allocate_tensor(Int32, cute.make_layout(16), byte_alignment=16)
         sX = smem.allocate_tensor(self.dtype, sX_layout, byte_alignment=128)
         full = smem.allocate_array(Int64, self.stages)
+        together = received = None
+        if const_expr(self.cluster > 1):
+            together = smem.allocate_tensor(Int32, cute.make_layout(TILE))
+            received = smem.allocate_array(Int64, 1)
 
         tiles_a, tiles_b = cute.ceil_div(mX.shape[0], TILE), cute.ceil_div(mX.shape[1], TILE)
         num_tiles = tiles_a * tiles_b * mX.shape[2]
@@ -158,11 +167,17 @@ class Quantize:
             if lane == 0:
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
+                if const_expr(self.cluster > 1):
+                    cute.arch.mbarrier_init(received, 1)
+                    cute.arch.mbarrier_arrive_and_expect_tx(received, 4 * TILE)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
             for stage in cutlass.range_constexpr(self.stages):
                 self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, tiles_a, tiles_b)
         cute.arch.barrier()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
 
         slot, phase = Int32(0), Int32(0)
         for tile in cutlass.range(bidx, num_tiles, grid):
@@ -194,17 +209,22 @@ class Quantize:
             if const_expr(self.kind_is_square()):
                 if tidx < 16:
                     s = s_row if const_expr(has_row) else s_col
-                    self.store_squares(squares, s, tidx, a, b, e, mX.shape[0] // BLOCK, mX.shape[1] // BLOCK)
+                    store_squares(
+                        self.transposed, squares, s, tidx, a, b, e, mX.shape[0] // BLOCK, mX.shape[1] // BLOCK
+                    )
             else:
-                if tidx < TILE:
-                    if const_expr(has_col):
-                        self.store_scales(
-                            self.col_kind, staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK
-                        )
-                    if const_expr(has_row):
-                        self.store_scales(
-                            self.row_kind, staged_row, s_row, tidx, a, b, e, mX.shape[0], mX.shape[1] // BLOCK
-                        )
+                if const_expr(has_col):
+                    mine = (staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK)
+                    if const_expr(self.cluster > 1 and self.down):
+                        store_together(self.cluster, together, received, *mine)
+                    elif tidx < TILE:
+                        store_scales(self.col_kind, *mine)
+                if const_expr(has_row):
+                    mine = (staged_row, s_row, tidx, a, b, e, mX.shape[0], mX.shape[1] // BLOCK)
+                    if const_expr(self.cluster > 1 and not self.down):
+                        store_together(self.cluster, together, received, *mine)
+                    elif tidx < TILE:
+                        store_scales(self.row_kind, *mine)
             slot += 1
             if slot == self.stages:
                 slot = Int32(0)
@@ -218,17 +238,14 @@ class Quantize:
 
     @cute.jit
     def place(self, tile: Int32, tiles_a: Int32, tiles_b: Int32):
-        """(tile along A, along B, expert): bands of ``group`` tiles along A, walked down before along B."""
+        """(tile along A, along B, expert)."""
         e = tile // (tiles_a * tiles_b)
         rest = tile - e * (tiles_a * tiles_b)
-        if const_expr(self.group == 1):
-            a = rest // tiles_b
-            return a, rest - a * tiles_b, e
-        band = rest // (self.group * tiles_b)
-        height = cutlass.min(tiles_a - band * self.group, self.group)
-        rest = rest - band * self.group * tiles_b
-        b = rest // height
-        return band * self.group + rest - b * height, b, e
+        if const_expr(self.down):
+            b = rest // tiles_a
+            return rest - b * tiles_a, b, e
+        a = rest // tiles_b
+        return a, rest - a * tiles_b, e
 
     @cute.jit
     def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, tiles_a, tiles_b):
@@ -322,38 +339,6 @@ class Quantize:
         rQ.store(product.to(self.out))
         return cute.recast_tensor(rQ, Int32)
 
-    @cute.jit
-    def store_scales(self, kind: cutlass.Constexpr[str], staged, s, t: Int32, tr, tc, e, rows, columns):
-        """A tile's scales: (128 rows, 4 columns) of a matrix (rows, columns) an expert, 4 bytes a thread."""
-        word = word_at(staged + 4 * t)[0]
-        if const_expr(kind == "blocked"):
-            tiles_r, tiles_c = cute.ceil_div(rows, TILE), cute.ceil_div(columns, 4)
-            put(word_at(s + (((Int64(e) * tiles_r + tr) * tiles_c + tc) * ATOM + 4 * t)), word)
-        elif const_expr(kind == "rows"):  # (columns, rows): neighbours along the rows
-            row, column = tr * TILE + t % 32 * 4, tc * 4 + t // 32
-            if row < rows and column < columns:
-                put(word_at(s + ((Int64(e) * columns + column) * rows + row)), word)
-        else:
-            row, column = tr * TILE + t, tc * 4
-            if row < rows:
-                offset = (Int64(e) * rows + row) * columns + column
-                if columns % 4 == 0:
-                    put(word_at(s + offset), word)
-                else:
-                    for i in cutlass.range_constexpr(4):
-                        if column + i < columns:
-                            put(byte_at(s + (offset + i)), byte_at(staged + (4 * t + i))[0])
-
-    @cute.jit
-    def store_squares(self, squares, s, t: Int32, a: Int32, b: Int32, e: Int32, blocks_a, blocks_b):
-        """The scales of a tile's 16 squares, to (E, N / 32, K / 32)."""
-        row, column = a * 4 + t // 4, b * 4 + t % 4
-        if row < blocks_a and column < blocks_b:
-            offset = (Int64(e) * blocks_a + row) * blocks_b + column
-            if const_expr(self.transposed):
-                offset = (Int64(e) * blocks_b + column) * blocks_a + row
-            put(byte_at(s + offset), squares[t].to(Uint8))
-
 
 @compiled
 def mxfp8_quantize(
@@ -389,8 +374,7 @@ def mxfp8_quantize(
         order = tuple(range(len(shape)))[::-1]
         return cute.runtime.make_fake_compact_tensor(cutlass.Float8E8M0FNU, shape, stride_order=order, assumed_align=16)
 
-    plain = ("square", "square") if square else ("columns", "columns" if rank == 2 else "rows")
-    kinds = ("blocked", "blocked") if scale_layout == "blocked" else plain
+    kinds = scale_kinds(rank, square, scale_layout)
     fmt = "e5m2" if out is cutlass.Float8E5M2 else "e4m3"
     return Program(
         Quantize(transposed, square, scale_rule(mode, fmt), kinds, config),

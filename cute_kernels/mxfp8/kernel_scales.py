@@ -1,13 +1,14 @@
-"""The arithmetic of scales in registers, and where a tile's scales lie in shared memory."""
+"""The arithmetic of scales in registers, where a tile's scales lie in shared memory, and their way to memory."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
-from cute_kernels.mxfp8.config import BLOCK, TILE, ScaleRule
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, ScaleRule
 
 Dtype = type[cutlass.Numeric]
 MAGNITUDE = 0x7FFFFFFF
+EVICT_LAST = 0x14F0000000000000  # an L2 cache policy, as createpolicy makes it
 
 
 @cute.jit
@@ -100,3 +101,72 @@ def base_of(tensor: cute.Tensor, offset: Int32):
     """16-byte aligned pointer to 32-bit words at a byte offset, without the tensor's swizzle."""
     address = tensor.iterator.toint() + offset
     return cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+
+
+@cute.jit
+def store_together(cluster: cutlass.Constexpr[int], together, received, staged, s, t: Int32, tr, tc, e, rows, columns):
+    """``store_scales`` of "columns"; if rows are whole sectors, each CTA of the cluster writes one of 16 rows."""
+    if columns % (4 * cluster) == 0:
+        rank = tc % cluster  # of the CTA: a row of tiles begins with the first CTA of a cluster
+        rows_each = const_expr(TILE // cluster)
+        if t < TILE:
+            place = together.iterator + (t % rows_each * cluster + rank)
+            cute.arch.store_async_dsmem(place, word_at(staged + 4 * t)[0], received, t // rows_each)
+            cute.arch.mbarrier_wait(received, 0)
+            row = tr * TILE + rank * rows_each + t // cluster
+            if row < rows:
+                offset = (Int64(e) * rows + row) * columns + ((tc - rank) * 4 + t % cluster * 4)
+                keep(s + offset, together[t])
+    elif t < TILE:
+        store_scales("columns", staged, s, t, tr, tc, e, rows, columns)
+
+
+@cute.jit
+def store_scales(kind: cutlass.Constexpr[str], staged, s, t: Int32, tr, tc, e, rows, columns):
+    """A tile's scales: (128 rows, 4 columns) of a matrix (rows, columns) an expert, 4 bytes a thread."""
+    word = word_at(staged + 4 * t)[0]
+    if const_expr(kind == "blocked"):
+        tiles_r, tiles_c = cute.ceil_div(rows, TILE), cute.ceil_div(columns, 4)
+        keep(s + (((Int64(e) * tiles_r + tr) * tiles_c + tc) * ATOM + 4 * t), word)
+    elif const_expr(kind == "rows"):  # (columns, rows): neighbours along the rows
+        row, column = tr * TILE + t % 32 * 4, tc * 4 + t // 32
+        if row < rows and column < columns:
+            keep(s + ((Int64(e) * columns + column) * rows + row), word)
+    else:
+        row, column = tr * TILE + t, tc * 4
+        if row < rows:
+            offset = (Int64(e) * rows + row) * columns + column
+            if columns % 4 == 0:
+                keep(s + offset, word)
+            elif columns % 2 == 0:
+                for i in cutlass.range_constexpr(2):
+                    if column + 2 * i < columns:
+                        keep(s + (offset + 2 * i), word >> (16 * i), bits=16)
+            else:
+                for i in cutlass.range_constexpr(4):
+                    if column + i < columns:
+                        keep(s + (offset + i), word >> (8 * i), bits=8)
+
+
+@cute.jit
+def store_squares(
+    transposed: cutlass.Constexpr[bool], squares, s, t: Int32, a: Int32, b: Int32, e: Int32, blocks_a, blocks_b
+):
+    """The scales of a tile's 16 squares, to (E, N / 32, K / 32)."""
+    row, column = a * 4 + t // 4, b * 4 + t % 4
+    if row < blocks_a and column < blocks_b:
+        offset = (Int64(e) * blocks_a + row) * blocks_b + column
+        if const_expr(transposed):
+            offset = (Int64(e) * blocks_b + column) * blocks_a + row
+        put(byte_at(s + offset), squares[t].to(Uint8))
+
+
+def keep(target: cute.Pointer, word: Int32, bits: int = 32) -> None:
+    """Store the low bits to global memory and keep the sector in L2, where other CTAs' scales complete it.
+
+    H200, dual 32768x7168, 4 bytes a row of scales: 276.5 us without the policy, 264.3 with it.
+    """
+    cute.arch.inline_ptx(
+        f"st.global.L2::cache_hint.b{bits} [{{$r0}}], {{$r1}}, {{$r2}};",
+        read_only_args=[target.toint(), word, Int64(EVICT_LAST)],
+    )

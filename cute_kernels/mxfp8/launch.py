@@ -23,7 +23,7 @@ from cute_kernels.mxfp8.checks import (
     check_quantize,
     is_transposed,
 )
-from cute_kernels.mxfp8.config import BLOCK, TILE, quantize_config
+from cute_kernels.mxfp8.config import BLOCK, TILE, quantize_config, scale_kinds
 
 MAX_PLANS = 4096  # sizes and all: those of old batches are forgotten
 
@@ -158,7 +158,10 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
 
     index = x.get_device()
     arch = arch_of(index)
-    config = quantize_config(arch, x.element_size(), along_k + along_n)
+    along = zip((along_k, along_n), scale_kinds(x.dim(), square, scale_layout), strict=True)
+    kinds = [kind if wanted else None for wanted, kind in along]
+    num_ctas = num_tiles(x)
+    config = quantize_config(arch, x.element_size(), *(kinds[::-1] if is_transposed(x) else kinds), num_ctas)
     function = mxfp8_quantize(
         arch,
         cutlass_dtype(x.dtype),
@@ -172,9 +175,9 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
         scale_layout,
         config,
     )
-    num_ctas = num_tiles(x)
     if config.persistent:
         num_ctas = min(num_ctas, config.ctas_per_sm * sm_count(index))
+    num_ctas = -(-num_ctas // config.cluster) * config.cluster
     x_strides = None
     if x.dim() == 3 and x.shape[0] == 1 and x.stride(0) * x.element_size() % 16:
         x_strides = (x.shape[1] * x.shape[2], *x.stride()[1:])  # one expert's stride means nothing, but TMA reads it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels.mxfp8.config import quantize_config
+from cute_kernels.mxfp8.config import MANY_TILES, quantize_config, scale_kinds
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -20,10 +20,13 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     matrices = [(2, True, False, False), (2, False, True, False), (2, True, True, False)]
     experts = [(3, False, True, False), (3, True, True, False), (3, True, True, True)]
     for rank, along_k, along_n, square in matrices + experts:
-        config = quantize_config(arch, 2, along_k + along_n)
+        flags = (rank, False, along_k, along_n, square)
         for scale_layout in ("plain", "blocked"):
-            flags = (rank, False, along_k, along_n, square)
-            yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
+            kind_k, kind_n = scale_kinds(rank, square, scale_layout)
+            kinds = (kind_k if along_k else None, kind_n if along_n else None)
+            for num_tiles in (1, MANY_TILES):
+                config = quantize_config(arch, 2, *kinds, num_tiles)
+                yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
     for rank, transposed, plain in ((2, False, "columns"), (3, False, "columns"), (3, True, "rows")):
         for kind in (plain, "blocked"):
             yield mxfp8_dequantize, (arch, e4m3, bf16, rank, transposed, kind)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.mxfp8 import prewarm
-from cute_kernels.mxfp8.config import quantize_config
+from cute_kernels.mxfp8.config import MANY_TILES, quantize_config
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
 
@@ -64,14 +64,21 @@ def test_the_shipped_table(arch):
     assert wanted == {job for job in table if job[0].__name__ == "mxfp8_quantize"}
 
 
-def test_configs_differ_where_shared_memory_does():
+def test_configs():
+    """More CTAs fit an SM with one output; few tiles are walked over; clusters for one output in columns."""
     for arch in ARCHS:
-        assert quantize_config(arch, 2, 1).ctas_per_sm > quantize_config(arch, 2, 2).ctas_per_sm
-        assert quantize_config(arch, 4, 1).ctas_per_sm == 2
+        one, both = (quantize_config(arch, 2, "rows", kind, 10**6) for kind in (None, "rows"))
+        assert one.ctas_per_sm > both.ctas_per_sm and one.cluster == both.cluster == 1
+        assert quantize_config(arch, 4, "rows", None, 1).ctas_per_sm == 2
+        assert quantize_config(arch, 2, "columns", None, 1).persistent
+        for kinds in (("columns", None), (None, "columns")):
+            config = quantize_config(arch, 2, *kinds, MANY_TILES)
+            assert config.cluster == 8 and not config.persistent and config.down == (kinds[0] is None)
+        assert quantize_config(arch, 2, "columns", "columns", 10**6).cluster == 1
 
 
 def instructions(cases: str, arch: str, folder: Path) -> list[str]:
-    """The PTX of the kernels of these cases, compiled in a process of its own."""
+    """The PTX of the cases' kernels for many tiles (those for few have their names and come first), in a process."""
     program = f"""
 from tests.mxfp8_cases import *
 for builder, arguments in kernels_of({cases}, {arch!r}):
@@ -119,4 +126,5 @@ def test_scales_of_squares_are_not_signed(arch, tmp_path):
 
 def test_a_call_names_its_dtypes():
     jobs = kernels_of([Case("rowwise", (32, 32), BF16)], "sm_90a")
-    assert [builder.__name__ for builder, _ in jobs] == ["mxfp8_quantize", "mxfp8_dequantize"]
+    wanted = ["mxfp8_quantize"] * 2 + ["mxfp8_dequantize"]  # for few tiles, for many, and the way back
+    assert [builder.__name__ for builder, _ in jobs] == wanted

@@ -16,9 +16,9 @@ CASES = [
 ]
 
 
-def as_words(t: torch.Tensor) -> torch.Tensor:
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor."""
-    return t.as_strided((t.numel(),), (1,)).view(torch.uint8).view(torch.int32)
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -26,11 +26,11 @@ def test_repeats(case, generator):
     x = make_input(case, generator)
     first = call(case, x)
     assert_same(first, call(case, x, reference))
-    words = [as_words(t) for t in first]
+    memory = [as_bytes(t) for t in first]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(REPEATS):
-        for t, expected in zip(call(case, x), words, strict=True):
-            wrong += (as_words(t) != expected).any()
+        for t, expected in zip(call(case, x), memory, strict=True):
+            wrong += (as_bytes(t) != expected).any()
     assert int(wrong) == 0
 
 
@@ -46,7 +46,7 @@ def test_repeats_beside_other_work(generator):
         for case, x, wanted, stream, count in zip(cases, inputs, first, streams, wrong, strict=True):
             with torch.cuda.stream(stream):
                 for t, expected in zip(call(case, x), wanted, strict=True):
-                    count += (as_words(t) != as_words(expected)).any()
+                    count += (as_bytes(t) != as_bytes(expected)).any()
     torch.cuda.synchronize()
     assert [int(count) for count in wrong] == [0, 0]
 

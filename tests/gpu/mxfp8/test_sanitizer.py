@@ -18,17 +18,20 @@ CASES = {
     "blocked": [case for case in every_variant(SHAPE) if case.scale_layout == "blocked"],
     "transposed": [Case("3d_dual", SHAPE, transposed=True), Case("3d_dual_square", SHAPE, transposed=True)],
     "fp32": [Case("3d_dual", SHAPE, FP32, gap=4), Case("3d_dual_square", SHAPE, FP32, scale_layout="blocked")],
+    "many": [Case("rowwise", (160, 1024)), Case("colwise", (1024, 160)), Case("rowwise", SHAPE[1:])],
 }
 PROGRAM = """
+import contextlib
 import sys
 import torch
 import cute_kernels
 from tests.gpu.mxfp8.test_sanitizer import CASES
-from tests.mxfp8_cases import assert_same, call, laid_out, make_input, reference, seeded_generator
+from tests.mxfp8_cases import assert_same, call, laid_out, make_input, many_tiles, reference, seeded_generator
 
 for case in CASES[sys.argv[1]]:
     x = make_input(case, seeded_generator(str(case), "cpu"))
-    found = call(case, laid_out(case, x.cuda()))
+    with many_tiles() if sys.argv[1] == "many" else contextlib.nullcontext():
+        found = call(case, laid_out(case, x.cuda()))
     values = [cute_kernels.dequantize(found[i], found[i + 1]) for i in range(0, len(found), 2)]
     torch.cuda.synchronize()
     assert_same([t.cpu() for t in found], call(case, x, reference))

@@ -1,0 +1,60 @@
+"""The kernels for many tiles on small matrices: clusters that put scales together, tiles walked down, a CTA a tile."""
+
+import pytest
+import torch
+
+from cute_kernels.mxfp8 import launch
+from tests.mxfp8_cases import (
+    FP32,
+    Case,
+    assert_same,
+    call,
+    every_variant,
+    make_input,
+    many_tiles,
+    poisoned,
+    reference,
+)
+
+# Rows of scales are whole sectors along both dimensions, along either, along none; edges; 90 scales a row
+SHAPES = ((3, 1024, 1024), (1, 1056, 2048), (2, 1024, 1056), (2, 416, 672), (1, 96, 2880))
+CASES = [
+    *(case for shape in SHAPES for swapped in (False, True) for case in every_variant(shape, transposed=swapped)),
+    Case("3d_dual", (2, 1056, 1024), FP32),
+    Case("rowwise", (1056, 1024), FP32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_many_tiles(case, generator):
+    """The reference's bytes, whichever kernel computes them."""
+    x = make_input(case, generator)
+    wanted = call(case, x, reference)
+    assert_same(call(case, x), wanted)
+    with many_tiles(), poisoned():
+        assert_same(call(case, x), wanted)
+
+
+@pytest.mark.parametrize("case", [Case("rowwise", (8192, 2048)), Case("colwise", (2048, 8192))], ids=str)
+def test_repeats_in_clusters(case, generator):
+    """A CTA that leaves before its cluster's scales have come, or reads them before, shows seldom."""
+    x = make_input(case, generator)
+    wanted = call(case, x, reference)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with many_tiles():
+        for _ in range(300):
+            q, scale = call(case, x)
+            wrong += (scale.view(torch.uint8) != wanted[1].view(torch.uint8)).any()
+        assert_same([q, scale], wanted)
+    assert int(wrong) == 0
+
+
+def test_sizes_choose():
+    """A matrix of few tiles and one of many take different kernels."""
+    few, many = (torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda") for rows in (1024, 32768))
+    launch._plans.clear()
+    for x in (few, many):
+        call(Case("rowwise", tuple(x.shape)), x)
+    one, two = launch._plans.values()
+    assert one.function is not two.function
+    assert two.num_ctas == 32768 // 128 * 2048 // 128
