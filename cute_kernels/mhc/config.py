@@ -108,8 +108,9 @@ class ProjectionBackwardConfig:
 
     ``columns``: N. A CTA owns ``slice_c`` channels of each of ``n`` streams of ``channels``, in memory in the order
     ``layout``, and walks over chunks of ``chunk`` tokens (whose sums are stored by themselves), ``tile_m`` at a time,
-    ``stages`` tiles in flight. ``parts`` warps share their columns, each with one term of dH. ``x_terms``,
-    ``phi_terms``, ``order``, ``tma``: as in ProjectionConfig; dH has ``order`` terms.
+    ``stages`` tiles in flight. ``parts`` warps share their columns, each with one term of dH. A warp that adds up has
+    ``sum_groups`` times the columns of one that computes dx. ``x_terms``, ``phi_terms``, ``order``, ``tma``: as in
+    ProjectionConfig; dH has ``order`` terms.
     """
 
     columns: int
@@ -121,6 +122,7 @@ class ProjectionBackwardConfig:
     chunk: int
     stages: int
     parts: int
+    sum_groups: int
     x_terms: int
     phi_terms: int
     order: int
@@ -137,14 +139,24 @@ class ProjectionBackwardConfig:
         return -(-self.channels // self.slice_c)
 
     @property
+    def team(self) -> int:
+        """CTAs with neighbouring channels that walk over the same tokens."""
+        return math.gcd(4, self.slices)
+
+    @property
     def groups(self) -> int:
         """Warps that have columns of their own: eight channels of every stream."""
         return self.slice_c // 8
 
     @property
     def warps(self) -> int:
-        """Of a CTA."""
+        """Of a CTA, that compute dx."""
         return self.groups * self.parts
+
+    @property
+    def sum_warps(self) -> int:
+        """Of a CTA, that add up the gradient of phi."""
+        return self.warps // self.sum_groups
 
     @property
     def padded_columns(self) -> int:
@@ -178,11 +190,13 @@ MAX_STAGES = 8
 def projection_backward_config(
     n: int, channels: int, layout: str, columns: int, x: str, phi: str, precision: str, tma: bool, combines: bool = True
 ) -> ProjectionBackwardConfig:
-    """128 bytes of a stream's row a CTA; of 8 streams less, since the terms of phi fill the shared memory."""
+    """128 bytes of a stream's row a CTA; of "fp32" products half, since three terms of dH fill the registers; of 8
+    streams less, since the terms of phi fill the shared memory.
+    """
     order = 2 if precision == "tf32" else 3
     boxes = 2 if combines else 1  # of every stream: x, and dout
     wide = columns > 32
-    slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" else 64)
+    slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" or order == 3 else 64)
     parts = order if wide else 1
     config = ProjectionBackwardConfig(
         columns=columns,
@@ -194,6 +208,7 @@ def projection_backward_config(
         chunk=CHUNK if parts < 3 else 480,
         stages=0,
         parts=parts,
+        sum_groups=slice_c // 32 if not wide else 1,
         x_terms=min(TERMS[x], order),
         phi_terms=min(TERMS[phi], order),
         order=order,

@@ -13,6 +13,7 @@ from typing import Optional
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32, Uint64, const_expr
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import SumRows
 from cute_kernels.common.row_layout import SUM_COLUMNS
@@ -27,6 +28,7 @@ from cute_kernels.mhc.kernel.streams import (
     load_coefficients,
     load_streams,
     mix,
+    row_pointer,
     store_channels,
     store_streams,
     stream_fragment,
@@ -77,13 +79,54 @@ def load_bias(bias: cute.Tensor, channel, inside, s: cutlass.Constexpr):
     return values
 
 
+class StreamWeights:
+    """R(i, o) of a warp's token: in registers, or where there are too many of them, n at a time from shared memory."""
+
+    def __init__(self, n: int, orientation: str, by: str, align: int, warps: int):
+        self.n = n
+        self.orientation = orientation
+        self.by = by  # "i" or "o": whose n weights are taken at once
+        self.align = align
+        self.warps = warps
+
+    @cute.jit
+    def load(self, res: cute.Tensor, row, warp_index):
+        """Those of a token; called by a whole warp."""
+        n = const_expr(self.n)
+        if const_expr(n < 8):
+            weights = load_coefficients(res, row, n * n, self.align)
+        else:
+            smem = SmemAllocator()
+            layout = cute.make_layout((n * n, self.warps), stride=(1, n * n))
+            weights = smem.allocate_tensor(Float32, layout, byte_alignment=16)[None, warp_index]
+            source = row_pointer(res, row, 0, 1)
+            for at in cutlass.range_constexpr(0, n * n, WARP_SIZE):
+                index = at + cute.arch.lane_idx()
+                target = index
+                if const_expr((self.orientation == "io") != (self.by == "i")):
+                    target = index % n * n + index // n
+                weights[target] = source[index]
+            cute.arch.sync_warp()
+        return weights
+
+    def of(self, weights: cute.Tensor, index: int):
+        """The n weights of stream ``index``."""
+        if self.n < 8:
+            pairs = [(index, other) if self.by == "i" else (other, index) for other in range(self.n)]
+            return [weights[mix(i, o, self.n, self.orientation)] for i, o in pairs]
+        values = cute.make_rmem_tensor((self.n,), Float32)
+        start = (weights.iterator + index * self.n).align(16)
+        cute.autovec_copy(cute.make_tensor(start, cute.make_layout(self.n)), values)
+        return values
+
+
 class ExpandCombineForward:
     """See the module; ``orientation`` "io": R(i, o) = res[i, o], "oi": res[o, i]."""
 
     def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int]):
         self.layout = layout
-        self.orientation = orientation
-        self.post_align, self.res_align = aligns
+        self.post_align = aligns[0]
+        self.weights = StreamWeights(layout.n, orientation, "o", aligns[1], THREADS // WARP_SIZE)
 
     @cute.jit
     def __call__(
@@ -122,7 +165,7 @@ class ExpandCombineForward:
             rF = [load_channels(f, row, channel, inside, s) for channel, inside in vectors]
             rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
             posts = load_coefficients(post, row, s.n, self.post_align)
-            weights = load_coefficients(res, row, s.n * s.n, self.res_align)
+            weights = self.weights.load(res, row, cute.arch.warp_idx())
             for u in cutlass.range_constexpr(s.unroll):
                 channel, inside = vectors[u]
                 if const_expr(bias is not None):
@@ -130,16 +173,17 @@ class ExpandCombineForward:
                 if const_expr(seed is not None):
                     kept = keep_scales(seed, row, channel, threshold, scale, s)
                 total = stream_fragment(Float32, s)
-                for c in cutlass.range_constexpr(s.vec):
-                    output = rF[u][c].to(Float32)
-                    if const_expr(bias is not None):
-                        output = output + biases[c]
-                    for o in cutlass.range_constexpr(s.n):
-                        expanded = output * posts[o]
+                for o in cutlass.range_constexpr(s.n):
+                    incoming = self.weights.of(weights, o)
+                    for c in cutlass.range_constexpr(s.vec):
+                        expanded = rF[u][c].to(Float32)
+                        if const_expr(bias is not None):
+                            expanded = expanded + biases[c]
+                        expanded = expanded * posts[o]
                         if const_expr(seed is not None):
                             expanded = expanded * kept[c, o]
                         for i in cutlass.range_constexpr(s.n):
-                            expanded = expanded + weights[mix(i, o, s.n, self.orientation)] * rX[u][c, i].to(Float32)
+                            expanded = expanded + incoming[i] * rX[u][c, i].to(Float32)
                         total[c, o] = expanded
                 store_streams(total, out, row, channel, inside, s)
 
@@ -154,7 +198,8 @@ class ExpandCombineBackward:
     def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int]):
         self.layout = layout
         self.orientation = orientation
-        self.post_align, self.res_align = aligns
+        self.post_align = aligns[0]
+        self.weights = StreamWeights(layout.n, orientation, "i", aligns[1], TOKENS)
 
     @cute.jit
     def __call__(
@@ -203,16 +248,19 @@ class ExpandCombineBackward:
         row = bidx * TOKENS + cute.arch.make_warp_uniform(tidx // WARP_SIZE)
         if row < x.shape[0]:
             posts = load_coefficients(post, row, n, self.post_align)
-            weights = load_coefficients(res, row, n * n, self.res_align)
+            if const_expr(dx is not None):
+                weights = self.weights.load(res, row, tidx // WARP_SIZE)
             sums = cute.make_rmem_tensor((n + n * n,), Float32)
             sums.fill(0.0)
-            for vector in cutlass.range(lane, s.vectors, s.unroll * WARP_SIZE):
-                vectors = unrolled(vector, s)
+            for first in cutlass.range(0, s.vectors, s.unroll * WARP_SIZE):
+                vectors = unrolled(first + lane, s)
                 rD = [load_streams(dout, row, channel, inside, s) for channel, inside in vectors]
                 if const_expr(dpost is not None):
                     rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
                     rF = [load_channels(f, row, channel, inside, s) for channel, inside in vectors]
                 for u in cutlass.range_constexpr(s.unroll):
+                    if const_expr(n == 8):
+                        cute.arch.sync_warp()  # or all weights would be loaded to registers at once
                     channel, inside = vectors[u]
                     if const_expr(bias is not None):
                         biases = load_bias(bias, channel, inside, s)
@@ -237,12 +285,14 @@ class ExpandCombineBackward:
                                 for o in cutlass.range_constexpr(n):
                                     at = n + mix(i, o, n, self.orientation)
                                     sums[at] = sums[at] + stream_i * d[o]
-                        if const_expr(dx is not None):
-                            for i in cutlass.range_constexpr(n):
-                                gradient_x[c, i] = weights[mix(i, 0, n, self.orientation)] * d[0]
+                    if const_expr(dx is not None):
+                        for i in cutlass.range_constexpr(n):
+                            outgoing = self.weights.of(weights, i)
+                            for c in cutlass.range_constexpr(s.vec):
+                                value = outgoing[0] * rD[u][c, 0].to(Float32)
                                 for o in cutlass.range_constexpr(1, n):
-                                    weight = weights[mix(i, o, n, self.orientation)]
-                                    gradient_x[c, i] = gradient_x[c, i] + weight * d[o]
+                                    value = value + outgoing[o] * rD[u][c, o].to(Float32)
+                                gradient_x[c, i] = value
                     if const_expr(df is not None):
                         store_channels(gradient_f, df, row, channel, inside, s)
                     if const_expr(dx is not None):

@@ -2,15 +2,17 @@
 
     dphi[j, k] = norm_weight[k] sum over chunks of partials[chunk, j, k],  dnorm_weight[k] = sum_j phi[j, k] sum(j, k)
 
-A warp adds the chunks of 32 columns of one row, in ascending order; the rows' contributions to the weight's gradient
-meet in shared memory and are added in ascending order, too.
+A warp adds the chunks of neighbouring columns of one row, in ascending order. For the weight's gradient a CTA has all
+rows: their contributions meet in shared memory and are added in ascending order, too.
 """
 
+import math
 from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.rows import symbolic_vector
@@ -19,7 +21,8 @@ from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
 MAX_WARPS = 24
-BATCH = 8  # loads in flight a thread
+WARPS = 4  # of a CTA that needs no other rows
+DEPTH = 16  # loads in flight a thread
 
 
 class PhiGradient:
@@ -29,7 +32,6 @@ class PhiGradient:
         self.columns = columns
         self.k = k
         self.accumulate = accumulate
-        self.warps = min(columns, MAX_WARPS)
 
     @cute.jit
     def __call__(
@@ -41,8 +43,15 @@ class PhiGradient:
         dweight: Optional[cute.Tensor],
         stream,
     ):
+        # Rows of a CTA, its warps, and columns of a thread: one where all rows of few columns fill the GPU better
+        self.rows = const_expr(WARPS if dweight is None else self.columns)
+        self.warps = const_expr(min(self.rows, MAX_WARPS))
+        self.vec = const_expr(math.gcd(4, self.k) if dweight is None else 1)
         self.kernel(partials, phi, norm_weight, dphi, dweight).launch(
-            grid=[cute.ceil_div(self.k, WARP_SIZE), 1, 1], block=[self.warps * WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(self.k, WARP_SIZE * self.vec), cute.ceil_div(self.columns, self.rows), 1],
+            block=[self.warps * WARP_SIZE, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -55,24 +64,29 @@ class PhiGradient:
         dweight: Optional[cute.Tensor],
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        lane, first = tidx % WARP_SIZE, cute.arch.make_warp_uniform(tidx // WARP_SIZE)
-        k = bidx * WARP_SIZE + lane
+        bidx, block, _ = cute.arch.block_idx()
+        lane, warp = tidx % WARP_SIZE, cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        k = (bidx * WARP_SIZE + lane) * self.vec
+        last = cutlass.min((block + 1) * self.rows, self.columns)
         smem = SmemAllocator()
         products = smem.allocate_tensor(Float32, cute.make_layout((WARP_SIZE, self.columns)), byte_alignment=16)
+        shape = const_expr((self.vec, DEPTH, self.warps * WARP_SIZE))
+        layout = cute.make_layout(shape, stride=(1, shape[0] * shape[2], shape[0]))
+        ring = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        cute.arch.griddepcontrol_wait()
         if k < self.k:
-            weight = Float32(1.0)
-            if const_expr(norm_weight is not None):
-                weight = norm_weight[k].to(Float32)
-            for j in cutlass.range(first, self.columns, self.warps):
-                total = sum_chunks(partials, j, k)
+            for j in cutlass.range(block * self.rows + warp, last, self.warps):
+                total = self.sum_chunks(partials, ring[None, None, tidx], j, k)
                 if const_expr(dphi is not None):
-                    gradient = total * weight
-                    if const_expr(self.accumulate[0]):
-                        gradient = gradient + dphi[j, k]
-                    dphi[j, k] = gradient.to(dphi.element_type)
+                    for v in cutlass.range_constexpr(self.vec):
+                        gradient = total[v]
+                        if const_expr(norm_weight is not None):
+                            gradient = gradient * norm_weight[k + v].to(Float32)
+                        if const_expr(self.accumulate[0]):
+                            gradient = gradient + dphi[j, k + v]
+                        dphi[j, k + v] = gradient.to(dphi.element_type)
                 if const_expr(dweight is not None):
-                    products[lane, j] = total * phi[j, k].to(Float32)
+                    products[lane, j] = total[0] * phi[j, k].to(Float32)
         if const_expr(dweight is not None):
             cute.arch.barrier()
             if tidx < WARP_SIZE and k < self.k:
@@ -83,21 +97,32 @@ class PhiGradient:
                     total = total + dweight[k]
                 dweight[k] = total.to(dweight.element_type)
 
+    @cute.jit
+    def sum_chunks(self, partials: cute.Tensor, ring: cute.Tensor, j: Int32, k: Int32):
+        """The sums over all chunks, in ascending order, of neighbouring columns.
 
-@cute.jit
-def sum_chunks(partials: cute.Tensor, j: Int32, k: Int32):
-    """The sum over all chunks, in ascending order."""
-    total = Float32(0.0)
-    chunks = partials.shape[0]
-    for begin in cutlass.range(0, chunks, BATCH):
-        batch = cute.make_rmem_tensor((BATCH,), Float32)
-        batch.fill(0.0)
-        for b in cutlass.range_constexpr(BATCH):
-            if begin + b < chunks:
-                batch[b] = partials[begin + b, j, k]
-        for b in cutlass.range_constexpr(BATCH):
-            total = total + batch[b]
-    return total
+        What a thread adds comes through its own part of ``ring``: loads to registers the compiler lets wait in turn.
+        """
+        total = cute.make_rmem_tensor((self.vec,), Float32)
+        total.fill(0.0)
+        chunks = partials.shape[0]
+        source = partials.iterator + (Int64(j) * self.k + k)
+        for chunk in cutlass.range_constexpr(DEPTH - 1):
+            self.ask(source, chunk, chunks, ring)
+        for chunk in cutlass.range(chunks):
+            self.ask(source, chunk + (DEPTH - 1), chunks, ring)
+            cute.arch.cp_async_wait_group(DEPTH - 1)
+            total.store(total.load() + ring[None, chunk % DEPTH].load())
+        return total
+
+    @cute.jit
+    def ask(self, source: cute.Pointer, chunk: Int32, chunks: Int32, ring: cute.Tensor):
+        """A chunk's columns to the ring, if there is one."""
+        if chunk < chunks:
+            columns = (source + Int64(chunk) * (self.columns * self.k)).align(4 * self.vec)
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32 * self.vec)
+            cute.copy(atom, cute.make_tensor(columns, cute.make_layout(self.vec)), ring[None, chunk % DEPTH])
+        cute.arch.cp_async_commit_group()
 
 
 @compiled
@@ -114,15 +139,15 @@ def phi_gradient(
     """dphi (N, K) and dnorm_weight (K,) from partials (chunks, N, K), phi (N, K) and norm_weight (K,)."""
     chunks = cute.sym_int()
 
-    def matrix(dtype: Optional[Dtype], *shape):
+    def matrix(dtype: Optional[Dtype], *shape, align: int = 0):
         if dtype is None:
             return None
-        order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=dtype.width // 8)
+        order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8
+        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
     return Program(
         PhiGradient(columns, k, accumulate),
-        matrix(Float32, chunks, columns, k),
+        matrix(Float32, chunks, columns, k, align=16),
         matrix(phi, columns, k),
         symbolic_vector(norm_weight, k),
         matrix(dphi, columns, k),

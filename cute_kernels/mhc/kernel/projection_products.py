@@ -1,0 +1,283 @@
+"""What the warps of ``projection_backward`` multiply and add: dx, and the sums of dphi, of a tile in the ring."""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from cute_kernels.mhc.config import ProjectionBackwardConfig
+from cute_kernels.mhc.kernel.projection import terms_of
+from cute_kernels.mhc.kernel.streams import WARP_SIZE
+from cute_kernels.mhc.kernel.tile_ring import TileRing, column_of, end_of_columns, in_boxes
+from cute_kernels.mhc.kernel.token_rows import TokenRows
+
+
+class StreamGradient:
+    """dx of a tile; phi in terms in shared memory, or where registers are left for it, a warp's columns in them.
+
+    H200: in registers 2048x4x5120 takes 63.5 us, not 65.3; 8192x4x4096 as long.
+    """
+
+    def __init__(self, config: ProjectionBackwardConfig, smem, ring: TileRing, tokens: TokenRows):
+        self.config = config
+        self.ring = ring
+        self.tokens = tokens
+        self.held_steps = config.phi_rows // 16 if tokens.orientation is None and config.phi_rows <= 80 else 0
+        columns = config.n * config.slice_c
+        layout = cute.make_layout((config.phi_rows, columns), stride=(columns + 8, 1))
+        self.sPhi = smem.allocate_tensor(BFloat16, layout, byte_alignment=16)
+
+    @cute.jit
+    def barrier(self):
+        """The warps that compute dx meet."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.config.warps * WARP_SIZE)
+
+    @cute.jit
+    def load_phi(self, phi, norm_weight, slice_index: Int32, tidx: Int32):
+        """The slice of phi' in terms. Block b: term b once for each term a of dH it is multiplied with, a + b < order.
+
+        Then A's columns [term 0 | term 1 | ...] times block b are all products with term b, in whole steps of 16.
+        All of a thread's loads are in flight at once.
+        """
+        config, sPhi = self.config, self.sPhi
+        threads = const_expr(config.warps * WARP_SIZE)
+        share = const_expr(-(-config.padded_columns * config.slice_c // threads))
+        values = cute.make_rmem_tensor((share, config.n), Float32)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(config.n):
+            for v in cutlass.range_constexpr(share):
+                j, c = (tidx + v * threads) // config.slice_c, (tidx + v * threads) % config.slice_c
+                bound, column = column_of(config, slice_index, i, c)
+                if j < config.columns and bound < end_of_columns(config):
+                    value = phi[j, column].to(Float32)
+                    if const_expr(norm_weight is not None):
+                        value = value * norm_weight[column].to(Float32)
+                    values[v, i] = value
+        for i in cutlass.range_constexpr(config.n):
+            for v in cutlass.range_constexpr(share):
+                j, c = (tidx + v * threads) // config.slice_c, (tidx + v * threads) % config.slice_c
+                if j < config.padded_columns:
+                    value = values[v, i]
+                    row = const_expr(0)
+                    for b in cutlass.range_constexpr(config.phi_terms):
+                        term = value.to(BFloat16)
+                        value = value - term.to(Float32)
+                        rows = const_expr(config.block_rows(b))
+                        for a in cutlass.range_constexpr(-(-rows // config.padded_columns)):
+                            at = a * config.padded_columns + j
+                            if at < rows:
+                                taken = const_expr(a < config.order - b)
+                                sPhi[row + at, i * config.slice_c + c] = term if const_expr(taken) else BFloat16(0.0)
+                        row = const_expr(row + rows)
+
+    @cute.jit
+    def load_phi_step(self, tiled_mma, step: cutlass.Constexpr[int], group: Int32, lane: Int32):
+        """16 rows of the terms of phi, a warp's columns, as operand B."""
+        config, sPhi = self.config, self.sPhi
+        if const_expr(config.layout == "streams"):
+            columns = cute.make_layout(((8, config.n), config.phi_rows), stride=((1, config.slice_c), sPhi.stride[0]))
+            b = cute.make_tensor((sPhi.iterator + group * 8).align(16), columns)
+        else:
+            columns = cute.make_layout(((8, config.n), config.phi_rows), stride=((1, 8), sPhi.stride[0]))
+            b = cute.make_tensor((sPhi.iterator + group * (8 * config.n)).align(16), columns)
+        return load_operand(tiled_mma, "b", cute.local_tile(b, (8 * config.n, 16), (0, step)), True, lane)
+
+    @cute.jit
+    def project(self, tiled_mma, held: list, slot: Int32, group: Int32, part: Int32, lane: Int32):
+        """dH phi' of this warp's tokens and columns."""
+        config = self.config
+        tokens = const_expr(config.tile_m // config.parts)
+        sH = self.tokens.sH[None, None, slot]
+        a = cute.make_tensor(
+            (sH.iterator + part * tokens * sH.stride[0]).align(16),
+            cute.make_layout((tokens, config.terms_columns), stride=(sH.stride[0], 1)),
+        )
+        gradient = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tokens, 8 * config.n)), Float32)
+        gradient.fill(0.0)
+        rA = load_operand(tiled_mma, "a", a, False, lane)
+        step = const_expr(0)
+        for block in cutlass.range_constexpr(config.phi_terms):
+            for k16 in cutlass.range_constexpr(config.block_rows(block) // 16):
+                if const_expr(self.held_steps > 0):
+                    rB = held[step]
+                else:
+                    rB = self.load_phi_step(tiled_mma, step, group, lane)
+                cute.gemm(tiled_mma, gradient, rA[None, None, k16], rB[None, None, 0], gradient)
+                step = const_expr(step + 1)
+        return gradient
+
+    @cute.jit
+    def finish(
+        self,
+        thr_mma,
+        gradient: cute.Tensor,
+        read: Optional[cute.Pointer],
+        slot: Int32,
+        phase: Int32,
+        group: Int32,
+        part: Int32,
+        lane: Int32,
+    ):
+        """Add what else there is to dx, and put it in the place of x, once those that add up (if any) have read it."""
+        config = self.config
+        n, count = const_expr(config.n), const_expr(config.tile_m // config.parts)
+        first = part * count
+        start = cute.assume(first * config.slice_c, divby=8)
+        vX = self.ring.columns_of_warp(self.ring.sX, slot, group)
+        vOut = self.ring.columns_of_warp(self.ring.sOut, slot, group)
+        sLayer = self.ring.sLayer
+        tCsX = thr_mma.partition_C(cute.make_tensor(vX.iterator + start, self.token_columns(vX, count)))
+        rX = cute.make_rmem_tensor(gradient.shape, self.ring.dtype)
+        cute.autovec_copy(tCsX, rX)
+        if const_expr(self.tokens.orientation is not None and config.layout == "streams"):
+            other = cute.make_tensor(vOut.iterator + start, self.token_columns(vOut, count))
+            rOut = cute.make_rmem_tensor(gradient.shape, self.ring.dtype)
+            cute.autovec_copy(thr_mma.partition_C(other), rOut)
+        for m in cutlass.range_constexpr(count // 16):
+            for h in cutlass.range_constexpr(2):
+                token = first + m * 16 + h * 8 + lane // 4
+                scale = self.tokens.scale(slot, token)
+                if const_expr(config.layout == "streams"):
+                    weights = self.tokens.weights(slot, token)
+                    gates = self.tokens.gates(slot, token)
+                    for e in cutlass.range_constexpr(2):
+                        if const_expr(self.tokens.gathers):
+                            layer = sLayer[token, group * 8 + lane % 4 * 2 + e, slot].to(Float32)
+                        for i in cutlass.range_constexpr(n):
+                            value = gradient[(e, h), m, i] + scale * rX[(e, h), m, i].to(Float32)
+                            if const_expr(self.tokens.gathers):
+                                value = value + gates[i] * layer
+                            if const_expr(self.tokens.orientation is not None):
+                                for o in cutlass.range_constexpr(n):
+                                    value = value + weights[i * n + o] * rOut[(e, h), m, o].to(Float32)
+                            rX[(e, h), m, i] = value.to(self.ring.dtype)
+                else:
+                    for q in cutlass.range_constexpr(n):
+                        # Two neighbouring streams of one channel
+                        column = 8 * q + lane % 4 * 2
+                        channel, stream = column // n, column % n
+                        if const_expr(self.tokens.gathers):
+                            layer = sLayer[token, group * 8 + channel, slot].to(Float32)
+                        if const_expr(self.tokens.orientation is not None):
+                            others = cute.make_rmem_tensor((n,), self.ring.dtype)
+                            place = cute.assume(token * config.slice_c + in_boxes(config, channel * n), divby=n)
+                            cute.autovec_copy(cute.make_tensor(vOut.iterator + place, cute.make_layout(n)), others)
+                        for e in cutlass.range_constexpr(2):
+                            value = gradient[(e, h), m, q] + scale * rX[(e, h), m, q].to(Float32)
+                            if const_expr(self.tokens.gathers):
+                                value = value + self.tokens.gate(slot, token, stream + e) * layer
+                            if const_expr(self.tokens.orientation is not None):
+                                weights = self.tokens.row(slot, token, stream + e)
+                                for o in cutlass.range_constexpr(n):
+                                    value = value + weights[o] * others[o].to(Float32)
+                            rX[(e, h), m, q] = value.to(self.ring.dtype)
+        if const_expr(read is not None):
+            cute.arch.mbarrier_wait(read + slot, phase)
+        cute.autovec_copy(rX, tCsX)
+
+    def token_columns(self, view: cute.Tensor, count: int):
+        """A warp's columns of ``count`` tokens."""
+        return cute.make_layout((count, view.shape[1]), stride=view.stride)
+
+
+class PhiSums:
+    """Sums of dphi over a chunk's tokens, in registers."""
+
+    def __init__(self, config: ProjectionBackwardConfig, ring: TileRing, tokens: TokenRows):
+        self.config = config
+        self.ring = ring
+        self.tokens = tokens
+
+    def zeros(self, tiled_mma):
+        """Accumulators: rows of terms by columns of a warp, by group."""
+        config = self.config
+        shape = tiled_mma.partition_shape_C((config.terms_columns // config.parts, 8 * config.n))
+        return cute.make_rmem_tensor((*shape, config.sum_groups), Float32)
+
+    @cute.jit
+    def add_products(self, tiled_mma, sums: cute.Tensor, freed, slot: Int32, group: Int32, part: Int32, lane: Int32):
+        """sums[j, k] += sum over the tile's tokens of dH[m, j] x[m, k], for every term of dH (of this part)."""
+        config = self.config
+        rows = const_expr(config.terms_columns // config.parts)
+        sH = self.tokens.sH[None, None, slot]
+        a = cute.make_tensor(
+            (sH.iterator + part * rows).align(16), cute.make_layout((rows, config.tile_m), stride=(1, sH.stride[0]))
+        )
+        rA = load_operand(tiled_mma, "a", a, True, lane)
+        operands = [self.load_columns(tiled_mma, slot, group + g, lane) for g in range(config.sum_groups)]
+        cute.arch.mbarrier_arrive(freed + slot)
+        for k16 in cutlass.range_constexpr(config.tile_m // 16):
+            for g in cutlass.range_constexpr(config.sum_groups):
+                total, operand = sums[None, None, None, g], operands[g][None, None, k16]
+                if const_expr(self.ring.dtype is BFloat16):
+                    cute.gemm(tiled_mma, total, rA[None, None, k16], operand, total)
+                else:
+                    terms = terms_of(operand.load().to(Float32), operand.shape, config.x_terms)
+                    for b in cutlass.range_constexpr(config.x_terms):
+                        cute.gemm(tiled_mma, total, rA[None, None, k16], terms[b], total)
+
+    @cute.jit
+    def load_columns(self, tiled_mma, slot: Int32, group: Int32, lane: Int32):
+        """A group's columns of x as operand B (columns, tokens)."""
+        view = self.ring.columns_of_warp(self.ring.sX, slot, group)
+        columns = cute.make_tensor(view.iterator, cute.select(view.layout, mode=[1, 0]))
+        if const_expr(self.ring.dtype.width == 16):
+            operand = load_operand(tiled_mma, "b", columns, True, lane)
+        else:
+            source = tiled_mma.get_slice(lane).partition_B(columns)
+            operand = cute.make_rmem_tensor(source.shape, self.ring.dtype)
+            for v in cutlass.range_constexpr(cute.size(operand)):
+                operand[v] = source[v]
+        return operand
+
+    @cute.jit
+    def store(
+        self,
+        sums: cute.Tensor,
+        partials: cute.Tensor,
+        chunk: Int32,
+        slice_index: Int32,
+        group: Int32,
+        part: Int32,
+        lane,
+    ):
+        """A chunk's sums to global memory, the terms added where one warp has them all."""
+        config = self.config
+        octets = const_expr(config.padded_columns // 8)
+        terms = const_expr(config.order if config.parts == 1 else 1)
+        for octet in cutlass.range_constexpr(octets):
+            j = octet * 8 + lane // 4
+            for q in cutlass.range_constexpr(config.n):
+                for e in cutlass.range_constexpr(2):
+                    total = sums[(e, octet % 2), octet // 2, q]
+                    for a in cutlass.range_constexpr(1, terms):
+                        row = const_expr(octet + a * octets)
+                        total = total + sums[(e, row % 2), row // 2, q]
+                    c = lane % 4 * 2 + e
+                    if const_expr(config.layout == "streams"):
+                        bound, column = column_of(config, slice_index, q, group * 8 + c)
+                    else:
+                        bound = slice_index * (config.n * config.slice_c) + group * (8 * config.n) + q * 8 + c
+                        column = bound
+                    if j < config.columns and bound < end_of_columns(config):
+                        partials[chunk * config.parts + part, j, column] = total
+
+
+@cute.jit
+def load_operand(
+    tiled_mma, which: cutlass.Constexpr[str], tile: cute.Tensor, transpose: cutlass.Constexpr[bool], lane: Int32
+):
+    """A warp's operand A (M, K) or B (N, K) from shared memory, by ldmatrix; ``transpose``: K is not contiguous."""
+    matrices = const_expr(4 if which == "a" or cute.size(tile, mode=[0]) > 8 else 2)
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, matrices), tile.element_type)
+    thr_mma = tiled_mma.get_slice(lane)
+    if const_expr(which == "a"):
+        copy = cute.make_tiled_copy_A(atom, tiled_mma)
+        registers = cute.make_rmem_tensor(thr_mma.partition_A(tile).shape, tile.element_type)
+    else:
+        copy = cute.make_tiled_copy_B(atom, tiled_mma)
+        registers = cute.make_rmem_tensor(thr_mma.partition_B(tile).shape, tile.element_type)
+    cute.copy(copy, copy.get_slice(lane).partition_S(tile), copy.retile(registers))
+    return registers
