@@ -58,7 +58,7 @@ def train(options: Options) -> None:
         console = Console(quiet=ranks.rank != 0)
         if not console.is_terminal:
             console = Console(quiet=ranks.rank != 0, width=200)
-        console.print(_introduction(options, ranks, learner, text, started_from), highlight=False)
+        console.print(_introduction(options, ranks, learner, text, started_from), highlight=False, markup=False)
         with _deterministic(device):
             _run(options, ranks, text, learner, done, facts, console)
 
@@ -113,7 +113,7 @@ def _run(
                     plot(log.lines, folder / "loss.png")
     if log is not None:
         log.close()
-        console.print(_summary(log.lines, folder), highlight=False)
+        console.print(_summary(log.lines, folder), highlight=False, markup=False)
 
 
 @contextlib.contextmanager

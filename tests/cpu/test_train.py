@@ -185,7 +185,7 @@ def test_the_log_goes_on_behind_its_checkpoint(tmp_path):
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run(tmp_path, steps=1)
-    assert "no loss.png without matplotlib" in capsys.readouterr().out
+    assert "no loss.png (pip install 'cute-kernels[train]')" in capsys.readouterr().out
 
 
 def test_matrices_alone_decay():
