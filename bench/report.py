@@ -204,6 +204,64 @@ def mhc_introduction(lines: Sequence[Line]) -> str:
     )
 
 
+# part of a training step -> what the name of each of its kernels contains; the first that fits
+STEP_PARTS = {
+    "products": ("cute_kernelsgemm",),
+    "hyper-connections": ("cute_kernelsmhc",),
+    "norms, sums": ("cute_kernelsnorm", "cute_kernelscommon"),
+    "attention": ("sdpa", "cudnn::fusion"),
+    "copies from and to the host": ("Memcpy",),
+    "torch's other kernels": ("",),
+}
+
+
+def transformer_introduction(lines: Sequence[Line]) -> str:
+    """What the columns are."""
+    return (
+        "`step` is forward and backward of layers x tokens x channels, replayed from a graph (with offload: eagerly);\n"
+        "n0: a plain residual, n4: four streams; recompute in blocks of one layer or of the best length. Peak is what\n"
+        "a step holds beside the parameters. Copies from and to the host run beside the kernels. `curve` is 300 steps\n"
+        "of the train command on layers x tokens x channels; the distance is the largest from torch's losses, each\n"
+        "averaged over 10 steps; torch_reordered gets the rows of each batch in the other order.\n"
+    )
+
+
+def transformer_table(lines: Sequence[Line]) -> str:
+    """A Markdown table of the training steps, or of the loss curves; one row a line, its parts in ms."""
+    if lines[0]["op"] == "curve":
+        rows = [
+            ["shape", "variant", "losses of", "ms a step", "distance, nats", "last loss"],
+            ["---"] * 3 + ["---:"] * 3,
+        ]
+        for line in lines:
+            found = [f"{line['us'] / 1e3:.2f}", f"{line['error']['distance']:.1e}", f"{line['losses'][-1]:.3f}"]
+            rows.append([line["shape"], line["variant"], line["provider"], *found])
+        return _markdown(rows)
+    head = ["shape", "variant", "ms", "over n0", "tokens/s", "TFLOP/s", "peak", "host ms", "loss's error", *STEP_PARTS]
+    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    plain = {line["shape"]: line["us"] for line in lines if line["variant"] == "n0"}
+    for line in lines:
+        us, shape = line["us"], line["shape"]
+        parts = dict.fromkeys(STEP_PARTS, 0.0)
+        for name, kernel_us in line["kernels"].items():
+            parts[next(part for part, words in STEP_PARTS.items() if any(word in name for word in words))] += kernel_us
+        rows.append(
+            [
+                shape,
+                line["variant"],
+                f"**{us / 1e3:.3f}**",
+                f"{us / plain[shape]:.4f}" if shape in plain else "–",
+                f"{1e6 * int(shape.split('x')[1]) / us:.0f}",
+                f"{1e-6 * line['flops'] / us:.0f}",
+                f"{line['peak_bytes'] / 2**20:.0f}",
+                f"{line['host_us'] / 1e3:.1f}",
+                f"{line['error']['loss']:.1e}",
+                *(f"{part_us / 1e3:.2f}" if part_us else "–" for part_us in parts.values()),
+            ]
+        )
+    return _markdown(rows)
+
+
 # What is drawn of a family: panel's title -> shape -> provider -> value.
 Panels = dict[str, dict[str, dict[str, float]]]
 
@@ -276,6 +334,9 @@ SECTIONS = {
         introduction=gemm_introduction,
     ),
     "mhc": dataclasses.replace(COPY_SECTION, panels=mhc_panels, introduction=mhc_introduction),
+    "transformer": dataclasses.replace(
+        COPY_SECTION, table=transformer_table, panels=lambda lines: {}, introduction=transformer_introduction
+    ),
 }
 MANY_SHAPES = 40  # from here on their names are set upright and small
 
