@@ -28,6 +28,10 @@ class GemmConfig:
     stages: int
     group: int
 
+    def stores_by_tma(self, transposed: bool) -> bool:
+        """Whether aligned results leave by TMA: of whole tiles of 128 rows, where they lie as the tile does."""
+        return self.tile[0] >= 128 and not transposed
+
 
 # Tokens along M, for many of them; the first of equal cost is taken
 PREFILL = (

@@ -24,7 +24,10 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         if config.group > 1:
             for a_major, b_major, out, accumulate in (forward, dx, dweight, dweight_main):
                 dtypes = (bf16, out, None, None, False)
-                yield gemm, (arch, *dtypes, a_major, b_major, False, accumulate, False, True, config)
+                yield (
+                    gemm,
+                    (arch, *dtypes, a_major, b_major, False, accumulate, False, config.stores_by_tma(False), config),
+                )
         else:
             dtypes = (bf16, bf16, None, None, False)
             # Transposed: the weight is a

@@ -1,5 +1,6 @@
 """The products' kernels compile for both architectures without a GPU, and what came out: no spills, no atomics."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -7,10 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from cute_kernels import linear
+from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config import GemmConfig, candidates
+from cute_kernels.gemm.launch import forced
 from tests.cpu.test_compile import check_record
-from tests.gemm_cases import BF16, FP16, FP32, Case, kernel_name, kernels, kernels_of
+from tests.gemm_cases import (
+    BF16,
+    FP16,
+    FP32,
+    Case,
+    kernel_name,
+    kernels,
+    kernels_of,
+    make_inputs,
+    run,
+    stand_in,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SM100 = pytest.param("sm_100a", marks=pytest.mark.slow)
@@ -33,7 +49,7 @@ def arguments(arch: str, kernel: tuple, **changes) -> tuple:
         "transposed": transposed,
         "accumulate": False,
         "counts_k": False,
-        "tma_store": config is not None and not transposed and config.tile[0] >= 128,
+        "tma_store": config is not None and config.stores_by_tma(transposed),
         "config": config,
     }
     assert changes.keys() <= given.keys()
@@ -110,6 +126,22 @@ def test_a_call_asks_for_what_is_tested():
     forward = [call for _, call in jobs if "k" == call[6] == call[7]]
     wanted = {arguments("sm_90a", kernel) for kernel in kernels("sm_90a")}
     assert forward and set(forward) <= wanted
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
+    """Forward and backward of a layer, and its gradient into main_grad, by each kernel."""
+    case = Case(256, 256, 256)
+    with stand_in(arch, computes=False) as jobs:
+        for kernel, accumulates in itertools.product(kernels(arch), (False, True)):
+            inputs = make_inputs(case, torch.Generator())
+            if accumulates:
+                inputs.weight.main_grad = torch.zeros(256, 256)
+            with forced(*kernel):
+                run(linear, case, inputs)
+    table = list(prewarm.specializations(arch))
+    assert len(set(table)) == len(table) and set(table) <= set(jobs)
+    assert {arguments[-1] for _, arguments in table} == set(candidates(arch)) - {None}
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
