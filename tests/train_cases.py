@@ -1,5 +1,6 @@
 """Runs of ``python -m cute_kernels train`` in processes of their own, what they leave, and what must hold of ranks."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,7 +32,8 @@ def arguments(folder: Path, **options: object) -> list[str]:
 
 def start(command: list[str], ranks: int = 0) -> subprocess.Popen:
     """The train command in a process, or under torchrun in as many as ranks; one thread each, output to one pipe."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher = [*launcher, "--nproc-per-node", str(ranks)] if ranks else []
     return subprocess.Popen(
         [sys.executable, *launcher, *MODULE, *command],
         cwd=ROOT,
@@ -43,19 +46,33 @@ def start(command: list[str], ranks: int = 0) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> str:
     """What it printed; it must end well."""
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, text
-    return text
+    with stopped_on_error(process):
+        text, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, text
+        return text
+
+
+@contextlib.contextmanager
+def stopped_on_error(process: subprocess.Popen) -> Iterator[None]:
+    """A process that is given up is asked to end: torchrun then ends its ranks, which would keep their GPUs."""
+    try:
+        yield
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
 
 
 def kill_after(process: subprocess.Popen, folder: Path, steps: int, rank: int | None = None) -> str:
     """Kills the process, or one of torchrun's ranks, when that many steps are in the log; returns what was printed."""
     deadline = time.monotonic() + PATIENCE
-    while len(log.read(folder / "log.jsonl")) < steps:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.02)
-    os.kill(process.pid if rank is None else _rank(process.pid, rank), signal.SIGKILL)
-    return process.communicate(timeout=PATIENCE)[0]
+    with stopped_on_error(process):
+        while len(log.read(folder / "log.jsonl")) < steps:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, f"{steps} steps were not made in {PATIENCE} s"
+            time.sleep(0.02)
+        os.kill(process.pid if rank is None else _rank(process.pid, rank), signal.SIGKILL)
+        return process.communicate(timeout=PATIENCE)[0]
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -70,34 +87,40 @@ def numbers(folder: Path) -> list[dict]:
 RANKS_OPTIONS = {"steps": 16, "checkpoint_every": 6, "evaluate_every": 6}
 
 
-def run_ranks(folder: Path, ranks: int, **options: object) -> str:
-    """Runs in this process (ranks 0) or under torchrun; returns what torchrun's ranks printed."""
-    command = arguments(folder, **{**RANKS_OPTIONS, **options})
-    if ranks:
-        return finish(start(command, ranks))
-    assert cli.main(["train", *command]) == 0
-    return ""
+def start_ranks(folder: Path, ranks: int, **options: object) -> subprocess.Popen:
+    return start(arguments(folder, **{**RANKS_OPTIONS, **options}), ranks)
+
+
+def run_alone(folder: Path, **options: object) -> None:
+    """Runs in this process."""
+    assert cli.main(["train", *arguments(folder, **{**RANKS_OPTIONS, **options})]) == 0
 
 
 def check_resumes_elsewhere(wrote: Path, folder: Path, ranks: int, bound: float, **options: object) -> None:
-    """The run in ``wrote`` goes on from step 12 on that many ranks, its losses within the bound of the run's own."""
+    """The run in ``wrote`` goes on from step 12 on that many ranks, with 0 in this process.
+
+    Its losses stay within the bound of the run's own.
+    """
     shutil.copytree(wrote, folder, ignore=shutil.ignore_patterns("step-00000016"))
     assert checkpoint.step_of(checkpoint.latest(folder)) == 12
-    run_ranks(folder, ranks, resume=True, **options)
+    if ranks:
+        finish(start_ranks(folder, ranks, resume=True, **options))
+    else:
+        run_alone(folder, resume=True, **options)
     assert numbers(folder)[:12] == numbers(wrote)[:12]
     assert_close(folder, wrote, bound)
 
 
 def check_killed_rank(whole: Path, folder: Path, **options: object) -> None:
     """Of two ranks one is killed: torchrun says which; resumed, the run has the bits of the whole one."""
-    process = start(arguments(folder, **{**RANKS_OPTIONS, **options}), 2)
+    process = start_ranks(folder, 2, **options)
     text = kill_after(process, folder, steps=7, rank=1)
     assert process.returncode != 0
     # Torchrun's summary; its root cause is rank 0 where that misses its peer before torchrun looks.
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9 .*SIGKILL", text), text
     assert f"if it is interrupted, --resume goes on from the newest checkpoint in {folder}" in text
     assert 6 <= checkpoint.step_of(checkpoint.latest(folder)) < 16
-    run_ranks(folder, 2, resume=True, **options)
+    finish(start_ranks(folder, 2, resume=True, **options))
     assert numbers(folder) == numbers(whole)
 
 

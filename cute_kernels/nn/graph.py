@@ -24,8 +24,9 @@ class CapturedStep:
             next call overwrites. It may read nothing back to the host.
         inputs: CUDA tensors, of the shapes and dtypes of all inputs to come.
         model: what ``step`` trains.
-        optimizer: with ``capturable=True`` where it has that option, and a learning rate that is a tensor where it is
-            to change. Its state must begin as zeros (Adam's, momentum without dampening).
+        optimizer: with ``capturable=True`` where it has that option. What is to change from step to step, its learning
+            rate say, must be a tensor, and be changed in place: the rest stays as it was captured, and a call raises
+            ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without dampening).
         warmup: runs before the capture, from 1.
 
     Raises:
@@ -63,8 +64,9 @@ class CapturedStep:
         torch.cuda.current_stream(device).wait_stream(side)
         before.restore(model, optimizer)
         optimizer.zero_grad(set_to_none=True)
+        self._optimizer, self._settings = optimizer, settings(optimizer)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side):  # torch's own would be of the first device that captured
             self._outputs = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -75,8 +77,26 @@ class CapturedStep:
             wanted = f"be {mine.dtype} of shape {tuple(mine.shape)}, as captured"
             expect(good, "CapturedStep", "inputs", wanted, f"{t.dtype} of shape {tuple(t.shape)}")
             mine.copy_(t, non_blocking=True)
+        expect_settings(self._optimizer, self._settings)
         self._graph.replay()
         return self._outputs
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What a capture of its step keeps for good, of each group: a tensor as an object, its value may change."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def expect_settings(optimizer: torch.optim.Optimizer, captured: list[dict[str, Any]]) -> None:
+    """Raise ValueError where the optimizer's settings are not the captured ones."""
+    for group, before in zip(optimizer.param_groups, captured, strict=True):
+        for name, value in before.items():
+            now = group[name]
+            if now is not value and (isinstance(value, Tensor) or isinstance(now, Tensor) or now != value):
+                raise ValueError(
+                    f"CapturedStep: the optimizer's {name} must stay as captured, got {now} in place of {value}; "
+                    "make it a tensor, and change that in place"
+                )
 
 
 class _State:

@@ -20,6 +20,7 @@ from cute_kernels.mhc.op.composite import Composite, run
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, Variant, variant_of
+from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager
 
 OP = "HyperConnection"
@@ -171,6 +172,7 @@ class HyperConnection(FloatModule):
 
         With a manager, layer_input is discarded at the end of its block; the coefficients are kept.
         """
+        expect_whole(OP, self.phi, self.alpha, self.beta)
         if takes_reference(OP, x, self.backend):
             return self._reference_forward(x, recompute)
         v, parameters = self.variant, (self.phi, self.alpha, self.beta, None)
@@ -269,6 +271,7 @@ class LearnedHead(FloatModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) from the residual."""
+        expect_whole("LearnedHead", self.fn, self.base, self.scale)
         return mhc.head(x, self.fn, self.base, self.scale, variant=self.variant, backend=self.backend)
 
 

@@ -155,6 +155,7 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """y of x's shape (..., C); with a residual (y, x + residual)."""
+        expect_whole("LayerNorm", self.weight, self.bias)
         return layer_norm(
             x,
             self.weight,

@@ -9,6 +9,7 @@ Invariants, which the backward of every operator in the block relies on:
 - It is restored in place, and no version counter moves: nothing was modified in autograd's sense.
 - It is restored before a later replay reads it, since replays run in the order in which they were registered.
 - The hook tensor itself, and what shares its memory, is never released.
+- Nobody outside of the block reads an output after its end, and no backward but the block's own: its memory is gone.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ class RecomputeManager:
 
     def __init__(self) -> None:
         self._outputs: list[tuple[Tensor, ...]] = []
-        self._replays: list[Replay] = []
+        self._versions: list[tuple[int, ...]] = []
+        self._replays: list[tuple[Replay, bool]] = []
         self._ended = False
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, of which the inputs alone are kept: run without a graph, its outputs discarded.
 
         The replay runs it again, with a graph and the same random numbers (the CPU's, and those of the tensors'
-        devices). Gradients go to the tensors in ``args`` and to parameters that ``function`` reaches by itself.
+        devices). Gradients go to the tensors in ``args`` and to parameters that ``function`` reaches by itself. Where
+        no tensor in ``args`` requires grad it runs as it is, and nothing is discarded.
 
         Args:
-            function: returns a tensor or a tuple of tensors in memory of their own.
+            function: returns a tensor or a tuple of tensors, all of them in memory of their own.
             args: tensors and whatever else, in any order; a gradient of what is no tensor is None.
 
         Raises:
@@ -53,13 +56,19 @@ class RecomputeManager:
                 "RecomputeManager: checkpoint cannot run in a CUDA graph's capture, where the state of the random "
                 "numbers is out of reach. The kernels' hyper-connections recompute without it"
             )
+        if not any(t.requires_grad for t in _Call.tensors(args)):
+            return function(*args)
         call = _Call(function, args)
         results = _Checkpoint.apply(call, *call.tensors(args))
         outputs = results if isinstance(results, tuple) else (results,)
         storages = {_storage(t) for t in call.tensors(args)}
         for output in outputs:
-            good = _storage(output) not in storages
-            expect(good, "checkpoint", "function", "return tensors in memory of their own", "a view of an argument")
+            expected, kind = "return a tensor or a tuple of tensors", type(output).__name__
+            expect(isinstance(output, Tensor), "checkpoint", "function", expected, kind, TypeError)
+            expected = "return tensors in memory of their own"
+            expect(_storage(output) not in storages, "checkpoint", "function", expected, "a view of an argument")
+            good = output.untyped_storage().nbytes() >= output.nbytes
+            expect(good, "checkpoint", "function", expected, "elements that share their memory")
         if any(output.requires_grad for output in outputs):
             self._register(outputs, call.replay, always=True)
         return results
@@ -84,7 +93,7 @@ class RecomputeManager:
         Raises:
             TypeError: hook_tensor is no tensor.
             ValueError: it does not require grad: its hook would never run, and the data would be lost.
-            RuntimeError: the block has ended before.
+            RuntimeError: the block has ended before; an output was modified in place, which a replay would undo.
         """
         self._check_open("end_block")
         expect_tensor("end_block", "hook_tensor", hook_tensor)
@@ -95,6 +104,11 @@ class RecomputeManager:
             "require grad, or the discarded outputs would be lost",
             "one that does not (in evaluation, do without a manager)",
         )
+        for outputs, versions in zip(self._outputs, self._versions, strict=True):
+            if any(t._version != version for t, version in zip(outputs, versions, strict=True)):
+                raise RuntimeError(
+                    "RecomputeManager: a discarded output was modified in place; its replay would undo that"
+                )
         self._ended = True
         kept = _storage(hook_tensor)
         storages, replays = {}, []
@@ -103,13 +117,14 @@ class RecomputeManager:
             storages.update(released)
             if released or always:
                 replays.append(replay)
-        self._outputs, self._replays = [], []
+        self._outputs, self._versions, self._replays = [], [], []
         if replays:
             hook_tensor.register_hook(_Block(list(storages.values()), replays))
 
     def _register(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], always: bool) -> None:
         aliases = tuple(_alias(t) for t in outputs)
         self._outputs.append(outputs)
+        self._versions.append(tuple(t._version for t in outputs))
         self._replays.append((lambda: refill(*aliases), always))
 
     def _check_open(self, method: str) -> None:

@@ -25,6 +25,7 @@ from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
 
 BACKENDS = (None, "reference")
+NO_STAGES = "stages of a pipeline, which get a residual, are not supported yet; keep all layers in one process"
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,18 @@ class TransformerBlock(nn.Module):
             self.head = LearnedHead(hc, backend=config.backend, device=options.get("device"))
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, S, C) from (B, S, C)."""
-        hc = self.config.hyper_connections
+        """(B, S, C) from (B, S, C).
+
+        Raises:
+            NotImplementedError: h is no (B, S, C), or layers are missing: the stage of a pipeline.
+        """
+        config = self.config
+        if h.dim() != 3 or h.shape[2] != config.hidden_size or len(self.layers) != config.num_layers:
+            raise NotImplementedError(
+                f"TransformerBlock: {NO_STAGES}; expected {config.num_layers} layers and h of shape (B, S, "
+                f"{config.hidden_size}), got {len(self.layers)} layers and {tuple(h.shape)}"
+            )
+        hc = config.hyper_connections
         rotation = self.rotary(h.shape[1])
         if hc is None:
             for layer in self.layers:
@@ -225,7 +236,8 @@ class MHCTransformer(nn.Module):
     Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
     ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers
     want that, too, where blocks of recompute are of several: all norms' weights of a block are read in its backward.
-    Tensor, sequence and pipeline parallelism are refused.
+    There gradients go to ``.grad``, whatever ``main_grad`` a sharded parameter has, and a MixedPrecisionPolicy's
+    param_dtype also rounds what is fp32 here: leave it None. Tensor, sequence and pipeline parallelism are refused.
     """
 
     def __init__(
@@ -271,7 +283,7 @@ class MHCTransformer(nn.Module):
             NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
         """
         self._check(tokens)
-        h = F.embedding(tokens, self.embedding.weight)
+        h = self.embedding(tokens)
         if h.dtype is torch.float32:
             h = h.to(torch.bfloat16)
         return self.output(self.block(h))
@@ -285,10 +297,7 @@ class MHCTransformer(nn.Module):
         op = "MHCTransformer"
         expect_tensor(op, "tokens", tokens)
         if tokens.is_floating_point():
-            raise NotImplementedError(
-                f"{op}: tokens must have dtype int64, got {tokens.dtype}: stages of a pipeline, which get a residual, "
-                "are not supported yet; keep all layers in one process"
-            )
+            raise NotImplementedError(f"{op}: tokens must have dtype int64, got {tokens.dtype}: {NO_STAGES}")
         expect_dtype(op, "tokens", tokens.dtype, (torch.int64,))
         longest = self.config.max_sequence_length
         good = tokens.dim() == 2 and 1 <= tokens.shape[1] <= longest

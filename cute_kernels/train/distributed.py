@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_kernels._check import expect
+
 
 @dataclass(frozen=True)
 class World:
@@ -41,7 +43,9 @@ def world(device: str) -> Iterator[World]:
         yield World(0, 1, torch.device(device), sharded=False)
         return
     if device == "cuda":
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        expect(local < gpus, "train", "--nproc-per-node", f"be at most {gpus}, the GPUs of this machine", local + 1)
+        own = torch.device("cuda", local)
         torch.cuda.set_device(own)
         dist.init_process_group("nccl", device_id=own)
     else:

@@ -30,10 +30,21 @@ class Log:
 
 
 def read(path: Path) -> list[Line]:
-    """The whole lines of a log; [] if there is none."""
+    """The whole lines of a log; [] if there is none.
+
+    Raises:
+        ValueError: a line is not a log's.
+    """
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if line.endswith("\n"):
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    return found
 
 
 def plot(lines: list[Line], path: Path) -> None:

@@ -4,6 +4,7 @@ No local memory, but for backwards of eight streams, whose sums are more than th
 products on tensor cores from operands that come by TMA.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from cute_kernels.mhc import prewarm
+from cute_kernels.mhc.config import projection_backward_config
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
-from tests.mhc_cases import BF16, FP16, FP32, Case
+from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDERS = {
@@ -108,6 +110,22 @@ def test_every_builder_is_among_them():
     assert {builder.__name__ for builder, _ in found} == BUILDERS
     assert {streams_of(*job) for job in found} >= {1, 2, 4}
     assert "projection_backward" in {builder.__name__ for builder, _ in eight_streams("sm_90a")}
+
+
+def test_every_ring_has_two_slots():
+    """Of the projection's backward: with one it would wait for itself."""
+    names = ("bfloat16", "float16", "float32")
+    rings = {
+        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines).stages
+        for n in STREAMS
+        for channels in (8, 4096)
+        for layout in LAYOUTS
+        for columns in (n, n * n + 2 * n)
+        for x, phi in itertools.product(names, names)
+        for precision in ("tf32", "fp32")
+        for combines in (False, True)
+    }
+    assert min(rings) == 2
 
 
 PARTS_OF_THE_TABLE = 4

@@ -193,6 +193,20 @@ def test_parameters_that_the_function_reaches_by_itself():
     assert torch.equal(found, layer.weight.grad)
 
 
+def test_parameters_behind_arguments_that_are_frozen():
+    """Without a gradient to pass on the checkpoint would be no part of the graph: it runs as it is."""
+    layer, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+    manager = RecomputeManager()
+    y = manager.checkpoint(layer, x)
+    end = y.sin()
+    manager.end_block(end)
+    end.sum().backward()
+    found = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(x).sin().sum().backward()
+    assert torch.equal(found, layer.weight.grad) and nbytes(y) == 64
+
+
 def test_main_grad_of_an_argument():
     class Scale(torch.autograd.Function):
         @staticmethod
@@ -315,6 +329,34 @@ def test_an_input_without_memory():
     c.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="tensor argument 1 has no memory when the block is replayed"):
         end.sum().backward()
+
+
+def test_an_output_that_was_modified_in_place():
+    """A replay would write what it was before, and nobody would know."""
+    x = torch.randn(4, requires_grad=True)
+    for makes in (
+        lambda manager: manager.checkpoint(torch.cos, x),
+        lambda manager: (y := x.cos(), manager.discard((y,), lambda out: torch.cos(x.detach(), out=out)))[0],
+    ):
+        manager = RecomputeManager()
+        y = makes(manager)
+        end = y.mul_(2).sin()
+        with pytest.raises(RuntimeError, match="a discarded output was modified in place; its replay would undo that"):
+            manager.end_block(end)
+
+
+@pytest.mark.parametrize(
+    "function, error, got",
+    [
+        (lambda x: [x.sin()], TypeError, "return a tensor or a tuple of tensors, got list"),
+        (lambda x: (x.sin(), None), TypeError, "return a tensor or a tuple of tensors, got NoneType"),
+        (lambda x: x.sum().expand(4), ValueError, "return tensors in memory of their own, got elements that share"),
+    ],
+    ids=["list", "None", "expanded"],
+)
+def test_results_that_cannot_be_restored(function, error, got):
+    with pytest.raises(error, match=f"checkpoint: function must {got}"):
+        RecomputeManager().checkpoint(function, torch.ones(4, requires_grad=True))
 
 
 @pytest.mark.parametrize("function", [lambda x: x.view(2, 2), lambda x: x], ids=["view", "itself"])

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from cute_kernels.nn import CapturedStep, HyperConnection, LearnedHead, MHCTransformer
+from cute_kernels.nn import (
+    CapturedStep,
+    HyperConnection,
+    HyperConnectionConfig,
+    LayerNorm,
+    LearnedHead,
+    MHCTransformer,
+    graph,
+)
 from tests.nn_cases import (
     BF16,
     FP32,
@@ -89,13 +97,50 @@ def test_tensor_and_sequence_parallelism_are_refused(one_process):
     linear = model.layers[3].mlp.up
     linear.weight = torch.nn.Parameter(distribute_tensor(linear.weight.detach(), one_process, [Shard(0)]))
     with pytest.raises(
-        NotImplementedError, match="Linear: tensor and sequence parallelism are not supported yet, got a w"
+        NotImplementedError, match="Linear: tensor and sequence parallelism are not supported yet, got a t"
     ):
         model(tokens)
     model = make_model(make_config())
     parallelize_module(model.layers[0], one_process, {"mlp_norm": SequenceParallel()})
     with pytest.raises(NotImplementedError, match="RMSNorm: tensor and sequence parallelism are not supported yet"):
         model(tokens)
+
+    connections = HyperConnectionConfig(32)
+    for module, name, shape in (
+        (HyperConnection(connections), "phi", (2, 3, 4, 32)),
+        (LearnedHead(connections), "fn", (2, 3, 4, 32)),
+        (LayerNorm(32), "bias", (2, 32)),
+    ):
+        part = distribute_tensor(getattr(module, name).detach(), one_process, [Shard(0)])
+        setattr(module, name, torch.nn.Parameter(part))
+        wanted = f"^{type(module).__name__}: tensor and sequence parallelism are not supported yet"
+        with pytest.raises(NotImplementedError, match=wanted):
+            module(torch.ones(shape, dtype=BF16))
+
+
+def test_stages_of_a_pipeline_are_refused():
+    config = make_config()
+    block = make_model(config).block
+    with pytest.raises(NotImplementedError, match=r"TransformerBlock: stages of a pipeline.* \(2, 16, 4, 32\)"):
+        block(torch.ones(2, 16, 4, 32, dtype=BF16))
+    del block.layers[2:]
+    with pytest.raises(NotImplementedError, match="expected 4 layers and h .*, got 2 layers"):
+        block(torch.ones(2, 16, 32, dtype=BF16))
+
+
+def test_settings_that_a_captured_step_would_not_see():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1), betas=(0.9, 0.95))
+    captured = graph.settings(optimizer)
+    group = optimizer.param_groups[0]
+    group["lr"].fill_(0.2)
+    group["initial_lr"] = 0.1  # a scheduler's
+    graph.expect_settings(optimizer, captured)
+    for name, value in (("lr", torch.tensor(0.2)), ("betas", (0.9, 0.99)), ("weight_decay", 0.0)):
+        before, group[name] = group[name], value
+        with pytest.raises(ValueError, match=f"CapturedStep: the optimizer's {name} must stay as captured, got"):
+            graph.expect_settings(optimizer, captured)
+        group[name] = before
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -110,7 +155,7 @@ def test_fully_shard_with_recompute(one_process, layers, dtype):
     small = [m for m in model.modules() if isinstance(m, (HyperConnection, LearnedHead)) and dtype is BF16]
     for module in small:
         fully_shard(module, mesh=one_process, reshard_after_forward=False)
-    for module in (*model.layers, model):
+    for module in (model.embedding, *model.layers, model):
         fully_shard(module, mesh=one_process, reshard_after_forward=layers == 1)
     found = gradients(model, *make_tokens(config))
     assert_same_bits(wanted, {k: g if k == "loss" else g.full_tensor() for k, g in found.items()})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import __main__ as cli
-from cute_kernels.train import checkpoint, data, log, loop
+from cute_kernels.train import checkpoint, data, distributed, log, loop
 from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner, config_of
 from cute_kernels.train.options import Options
@@ -180,6 +180,21 @@ def test_the_log_goes_on_behind_its_checkpoint(tmp_path):
     lines.add({"step": 4, "loss": 1.0})
     lines.close()
     assert [line["step"] for line in log.read(path)] == [1, 2, 3, 4] and log.read(path)[-1]["loss"] == 1.0
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="train: --nproc-per-node must be at most 2, the GPUs of this machine, got 3"):
+        distributed.world("cuda").__enter__()
+
+
+def test_a_log_that_is_none(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
+    with pytest.raises(ValueError, match=r"log.jsonl, line 2: Invalid control character"):
+        log.read(path)
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):

@@ -14,8 +14,10 @@ LOSS_BOUND = 2e-3
 def runs(tmp_path_factory):
     """The folder of runs of one process and of two ranks, and what the second printed."""
     folder = tmp_path_factory.mktemp("runs")
-    train_cases.run_ranks(folder / "one", 0, **OPTIONS)
-    return folder, train_cases.run_ranks(folder / "two", 2, **OPTIONS)
+    two = train_cases.start_ranks(folder / "two", 2, **OPTIONS)
+    with train_cases.stopped_on_error(two):
+        train_cases.run_alone(folder / "one", **OPTIONS)
+    return folder, train_cases.finish(two)
 
 
 def test_two_ranks_have_the_losses_of_one_process(runs):

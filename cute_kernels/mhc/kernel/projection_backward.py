@@ -40,7 +40,8 @@ Dtype = type[cutlass.Numeric]
 HELPERS = 4  # warps beside those that multiply: one moves tiles, three prepare what the tokens have beside x
 TOKEN_WARPS = HELPERS - 1
 MAX_REGISTERS = 65536  # of an SM
-# Of a thread that computes dx, adds up, helps, by the number of warps of the first two: with these nothing spills
+# Of a thread that computes dx, adds up, helps, by the number of warps of the first two: with these, and up to four
+# streams, four of the rarer combinations of dtypes spill eight bytes, the others nothing
 REGISTERS = {(8, 4): (144, 136, 88), (8, 0): (200, 0, 104), (4, 4): (152, 232, 104)}
 MORE_TO_LOAD = (128, 168, 88)  # in place of the first, where x has terms or does not come by TMA
 
@@ -215,13 +216,17 @@ class ProjectionBackward:
         self, dh, dmean_square, res, pre, full, done,
         first: Int32, last: Int32, chunks: Int32, num_tokens: Int32, mine: Int32, lane: Int32,
     ):  # fmt: skip
-        """Each of three warps prepares every third tile's rows, so that their loads overlap, also with its wait."""
+        """Each of three warps prepares every third tile's rows, so that their loads overlap, also with its wait.
+
+        Of as many as there are slots: a parity tells of a slot's last two tiles, and who left one out waits in vain.
+        """
         config = self.config
+        warps = const_expr(min(TOKEN_WARPS, config.stages))
         slot, phase, count = Int32(0), Int32(0), Int32(0)
         for item in cutlass.range(first, last):
             chunk = item % chunks
             for tile in cutlass.range(self.tiles_of(chunk, num_tokens)):
-                if count % TOKEN_WARPS == mine:
+                if count % warps == mine:
                     first_row = self.block_of(item, tile, chunks) * config.tile_m
                     rows = self.tokens.fetch(dh, dmean_square, res, pre, first_row, num_tokens, lane)
                     if count >= config.stages:

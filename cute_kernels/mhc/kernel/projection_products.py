@@ -4,7 +4,7 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_kernels.mhc.config import ProjectionBackwardConfig
@@ -247,6 +247,7 @@ class PhiSums:
         config = self.config
         octets = const_expr(config.padded_columns // 8)
         terms = const_expr(config.order if config.parts == 1 else 1)
+        target = partials.iterator + Int64(chunk * config.parts + part) * (config.columns * config.k)
         for octet in cutlass.range_constexpr(octets):
             j = octet * 8 + lane // 4
             for q in cutlass.range_constexpr(config.n):
@@ -262,7 +263,7 @@ class PhiSums:
                         bound = slice_index * (config.n * config.slice_c) + group * (8 * config.n) + q * 8 + c
                         column = bound
                     if j < config.columns and bound < end_of_columns(config):
-                        partials[chunk * config.parts + part, j, column] = total
+                        target[j * config.k + column] = total
 
 
 @cute.jit

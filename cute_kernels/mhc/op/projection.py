@@ -38,7 +38,7 @@ def projection(
         phi: (N, K) fp32 or bf16, K = n * C in x's memory order; N = n * n + 2 * n, or n for a head.
         norm_weight: (K,) fp32 or bf16, the weight of the RMS norm; None: 1.
         precision: of the products on tensor cores, which add bf16 parts of the factors in fp32. "tf32": parts up to
-            2^-16 of the largest, no less than tf32; "fp32": up to 2^-24.
+            2^-16 of the largest, no less than tf32; "fp32": up to 2^-24, not for float32 x with 8 streams.
 
     Returns:
         H (..., N) and mean_square (...,), fp32.

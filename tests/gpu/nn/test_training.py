@@ -127,6 +127,26 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(config):
     assert results[0]["losses"][-1] != results[0]["losses"][0]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_captured_step_on_the_second_device():
+    """While the first is the current one, and has captured before."""
+    losses = []
+    for device in ("cuda:0", "cuda:1"):
+        model, batch = make_model(PLAIN, device), make_tokens(PLAIN, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(tokens, targets, model=model, optimizer=optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            loss = model.loss(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        captured = CapturedStep(step, batch, model, optimizer)
+        losses.append(torch.stack([captured(*batch).clone() for _ in range(3)]).cpu())
+    assert torch.equal(*losses) and losses[0][2] < losses[0][0]
+
+
 def test_offload_cannot_be_captured():
     model = make_model(with_connections(DROPOUT, offload=True), "cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
