@@ -23,6 +23,7 @@ TOKENS = 8192
 MODELS = {"Llama-3-8B": 4096, "Qwen3-32B": 5120, "DeepSeek-V3": 7168}  # hidden sizes
 FEED_FORWARD = {"Llama-3-8B": 14336, "Qwen3-32B": 25600, "DeepSeek-V3": 18432}  # of dense layers
 EXPERT_WEIGHTS = {"DeepSeek-V3": (8, 2048, 7168)}  # a GPU's experts, outputs, inputs
+CONNECTIONS = {"DeepSeek-V3": (4096, 7168)}  # tokens, channels of each of four streams
 DECODE_TOKENS = 16
 REPETITIONS = 30
 
@@ -30,6 +31,7 @@ DTYPE_NAMES = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32"}
 
 # Relative rms error against fp64 that counts as right: one rounding to bf16 has 1.7e-3, to fp16 2.1e-4.
 ERROR_LIMITS = {torch.bfloat16: 1.8e-3, torch.float16: 2.3e-4, torch.float32: 1e-5}
+E4M3_LIMIT = 3e-2  # of what blocks of fp8 hold; normal numbers have 2.7e-2
 
 
 def run() -> int:
@@ -71,7 +73,7 @@ def _measure_models(console: Console) -> bool:
     from cute_kernels.__main__ import bench_module
 
     try:
-        bench_norm, bench_gemm, bench_mxfp8 = map(bench_module, ("norm", "gemm", "mxfp8"))
+        bench_norm, bench_gemm, bench_mhc, bench_mxfp8 = map(bench_module, ("norm", "gemm", "mhc", "mxfp8"))
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         return False
@@ -83,6 +85,7 @@ def _measure_models(console: Console) -> bool:
         [
             _measure_norms(console, bench_norm),
             _measure_gemms(console, bench_gemm),
+            _measure_connections(console, bench_mhc),
             _measure_quantizers(console, bench_mxfp8),
             _check_batches(console),
         ]
@@ -152,6 +155,34 @@ def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
     console.print(table)
     console.print()
     return len(found) == len(cases) and all("cute_kernels" in measurement.results for measurement in found)
+
+
+def _measure_connections(console: Console, bench_mhc: ModuleType) -> bool:
+    """What hyper-connections add to a layer: everything before and after one sublayer."""
+    cases = {bench_mhc.Connection("layer", *shape): model for model, shape in CONNECTIONS.items()}
+    found = bench_mhc.run(list(cases), ["cute_kernels", "torch"], repetitions=REPETITIONS, breakdown=False)
+    table = Table(title="Hyper-connections: tokens x streams x channels, bf16, cold L2", box=None, pad_edge=False)
+    for column in ("model", "direction", "shape"):
+        table.add_column(column)
+    for column in ("error vs fp64", "us", "share of copy's speed", "x torch"):
+        table.add_column(column, justify="right")
+    models = {connection.shape: model for connection, model in cases.items()}
+    for measurement in found:
+        case, ours, reference = measurement.case, *map(measurement.results.get, ("cute_kernels", "torch"))
+        row = [models[case.shape], case.direction, case.shape]
+        if ours is None:
+            table.add_row(*row, "[red]failed[/]")
+            continue
+        table.add_row(
+            *row,
+            f"{max(ours.error.values()):.1e}",
+            f"{ours.us:.1f}",
+            f"{measurement.copy_us / ours.us:.0%}",
+            "-" if reference is None else f"{reference.us / ours.us:.2f}",
+        )
+    console.print(table)
+    console.print()
+    return bool(found) and all("cute_kernels" in measurement.results for measurement in found)
 
 
 def _measure_quantizers(console: Console, bench_mxfp8: ModuleType) -> bool:
@@ -274,8 +305,10 @@ def _short(value: Any) -> str:
 def _check_references(console: Console) -> bool:
     """Forward and backward of every op on the CPU, where the references run, against the references in fp64."""
     import cute_kernels
+    from cute_kernels import mhc
     from cute_kernels.gemm import checks
     from cute_kernels.gemm import reference as gemm
+    from cute_kernels.mhc import reference as mhc_reference
     from cute_kernels.norm import reference as norm
 
     rows, cols, outputs = 256, 4096, 1024
@@ -283,7 +316,12 @@ def _check_references(console: Console) -> bool:
     x, scale, shift = ((rows, cols), 0.0, 1.0), ((cols,), 1.0, 0.1), ((cols,), 0.0, 0.1)
     weight, bias = ((outputs, cols), 0.0, cols**-0.5), ((outputs,), 0.0, 0.1)
     partial, fp64, gelu = functools.partial, {"compute_dtype": torch.float64}, {"activation": "gelu"}
-    every = tuple(ERROR_LIMITS)
+    every, fp32 = tuple(ERROR_LIMITS), (torch.float32,)
+    streams, phi = ((rows, 4, outputs), 0.0, 1.0), ((24, 4 * outputs), 0.0, (4 * outputs) ** -0.5)
+
+    def connected(module: ModuleType, x: Tensor, phi: Tensor, **options: torch.dtype) -> Tensor:
+        alpha, beta = torch.full((3,), 0.5), torch.zeros(24)
+        return module.hyper_connection(x, torch.sin, phi, alpha, beta, **options)
 
     def exact_linear(*tensors: Tensor, **options: str) -> Tensor:
         return gemm.linear(*(tensor.double() for tensor in tensors), **options)
@@ -295,6 +333,14 @@ def _check_references(console: Console) -> bool:
         ("layer_norm", cute_kernels.layer_norm, partial(norm.layer_norm, **fp64), (x, scale, shift), every, 1),
         ("linear", cute_kernels.linear, exact_linear, (x, weight), checks.INPUTS, 1),
         ("linear, bias, gelu", *gelu_linears, (x, weight, bias), checks.INPUTS, 2),
+        (
+            "hyper_connection",
+            partial(connected, mhc),
+            partial(connected, mhc_reference, **fp64),
+            (streams, phi),
+            fp32,
+            1,
+        ),
     )
     table = Table(title="References on the CPU: relative rms error against fp64", box=None, pad_edge=False)
     for column in ("op", "dtype", "y", "dx", "dw", "db", "limit of y", "of gradients"):
@@ -311,6 +357,12 @@ def _check_references(console: Console) -> bool:
             ]
             cells += ["-"] * (4 - len(cells)) + [f"{limit:.1e}" for limit in limits]
             table.add_row(name, str(dtype).removeprefix("torch."), *cells)
+    normal = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    kept = cute_kernels.dequantize(*cute_kernels.quantize_rowwise(normal), dtype=torch.float32)
+    error = float((kept - normal.float()).norm() / normal.float().norm())
+    ok = ok and error <= E4M3_LIMIT
+    cell = f"{error:.1e}" if error <= E4M3_LIMIT else f"[red]{error:.1e}[/]"
+    table.add_row("quantize_rowwise", "e4m3", cell, "-", "-", "-", f"{E4M3_LIMIT:.1e}", "-")
     console.print(table)
     console.print()
     return ok

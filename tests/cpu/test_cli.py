@@ -16,6 +16,8 @@ from cute_kernels import __main__ as cli
 from cute_kernels import _demo, _env
 from cute_kernels.gemm import reference as gemm_reference
 from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.mhc import reference as mhc_reference
+from cute_kernels.mxfp8 import reference as mxfp8_reference
 from jit_cache.prewarm import Report, Result
 from tests.cpu.test_bench import StandIn
 
@@ -131,6 +133,7 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(_demo, "FEED_FORWARD", {"Small": 96})
     monkeypatch.setattr(_demo, "TOKENS", 32)
     monkeypatch.setattr(_demo, "EXPERT_WEIGHTS", {"Experts": (2, 64, 96)})
+    monkeypatch.setattr(_demo, "CONNECTIONS", {"Streams": (32, 64)})
     monkeypatch.setattr(_demo, "_check_batches", lambda console: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
@@ -143,6 +146,9 @@ def test_demo_with_gpu(monkeypatch, capsys):
     assert [line for line in lines if line[:1] == ["Experts"]] == [
         ["Experts", op, "2x64x96", "exact", "10.0", "200%"] for op in ("quantize_3d_colwise", "quantize_3d_dual")
     ]
+    connections = [line for line in lines if line[:1] == ["Streams"]]
+    assert [row[1:3] for row in connections] == [["fwd", "32x4x64"], ["bwd", "32x4x64"]]
+    assert all(1e-3 < float(row[3]) < 4e-3 and row[4] == "10.0" for row in connections)
     norms, gemms = rows[:4], rows[4:]
     assert [row[1:4] for row in norms] == [
         [op, direction, "32x64"] for op in ("rms_norm", "layer_norm") for direction in ("fwd", "bwd")
@@ -187,7 +193,8 @@ def test_a_kernel_s_tile_is_shown():
 def test_references_are_within_their_limits(capsys):
     assert _demo._check_references(Console(width=120))
     text = capsys.readouterr().out
-    assert all(op in text for op in ("rms_norm", "layer_norm", "linear", "linear, bias, gelu"))
+    ops = ("rms_norm", "layer_norm", "linear", "linear, bias, gelu", "hyper_connection", "quantize_rowwise")
+    assert all(op in text for op in ops)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +202,8 @@ def test_references_are_within_their_limits(capsys):
     [
         ("rms_norm", lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1)),
         ("linear", lambda x, weight, *bias, **options: gemm_reference.linear(x, 1.01 * weight, *bias, **options)),
+        ("mhc.hyper_connection", lambda x, f, phi, *rest: mhc_reference.hyper_connection(x, f, 1.01 * phi, *rest)),
+        ("quantize_rowwise", lambda x: mxfp8_reference.quantize_rowwise(1.1 * x)),
     ],
 )
 def test_a_wrong_reference_fails(monkeypatch, capsys, name, op):
