@@ -31,7 +31,7 @@ def run(config, dtype=BF16):
 
 @pytest.mark.parametrize("streams", [None, 4])
 def test_compile(streams):
-    config = make_config(streams=streams, layers=1)
+    config = make_config(streams=streams, layers=2)
     wanted = run(config)
     model = make_model(config)
     torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """python -m cute_kernels train on the CPU, one process: it learns, it is killed, it goes on with the same losses."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -50,6 +51,21 @@ def test_resumes_with_the_same_losses(tmp_path, changed):
 
 def test_recompute_changes_no_bit(tmp_path):
     assert run(tmp_path / "kept", steps=3) == run(tmp_path / "again", steps=3, recompute=True)
+
+
+def test_learns_a_file(tmp_path):
+    """Of one letter: that is soon learned."""
+    path = tmp_path / "text"
+    path.write_bytes(b"a" * 4000)
+    assert run(tmp_path / "run", data=path, steps=30)[-1]["held_out_loss"] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compile(tmp_path):
+    """Whole layers as graphs, whose sums are rounded in other places."""
+    wanted, found = run(tmp_path / "eager", steps=3), run(tmp_path / "compiled", steps=3, compile=True)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=2e-3)
 
 
 def test_a_killed_process_goes_on(tmp_path):

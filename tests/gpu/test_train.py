@@ -59,6 +59,13 @@ def test_a_captured_run_has_the_bits_of_an_eager_one(tmp_path, options):
     assert run(tmp_path / "again", steps=6, **options) == eager
 
 
+def test_compile(tmp_path):
+    """Whole layers as graphs, also inside of a captured step."""
+    wanted, found = run(tmp_path / "eager", steps=6), run(tmp_path / "compiled", steps=6, compile=True)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=5e-3)
+    assert run(tmp_path / "graph", steps=6, compile=True, graph=True) == found
+
+
 @pytest.mark.parametrize("graph", [{}, {"graph": True}], ids=["eager", "graph"])
 def test_resumes_with_the_same_losses(tmp_path, graph):
     options = {"warmup": 10, "dropout": 0.1, "checkpoint_every": 3, "evaluate_every": 3}
