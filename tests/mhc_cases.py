@@ -17,6 +17,7 @@ from cute_kernels.mhc.checks import num_coefficients
 from cute_kernels.mhc.op import common
 from cute_kernels.mhc.reference.coefficients import rms
 from cute_kernels.mhc.variants import VARIANTS, Variant
+from tests.entry import check_entry
 from tests.norm_cases import BF16, FP16, FP32, name_of, relative_rms, seeded_generator, strided
 
 __all__ = ["BF16", "FP16", "FP32", "relative_rms", "seeded_generator"]
@@ -334,9 +335,10 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
 
         def build(*arguments):
             jobs.append((real, arguments))
-            static = inspect.signature(real.build).bind(*arguments).arguments
+            static, program = inspect.signature(real.build).bind(*arguments).arguments, real.build(*arguments)
 
             def function(*values):
+                check_entry(program, values)
                 tensors = dict(zip(names, values, strict=True))
                 computation(static, **tensors) if computes else None
 

@@ -15,6 +15,7 @@ import cute_kernels
 from cute_kernels.mxfp8 import launch, op, reference
 from cute_kernels.mxfp8.checks import SCALE
 from cute_kernels.mxfp8.config import MANY_TILES, MODES, scale_rule  # noqa: F401
+from tests.entry import check_entry
 from tests.norm_cases import seeded_generator  # noqa: F401
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -205,8 +206,13 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
             jobs.append((real, arguments))
             if not computes:
                 return lambda *values: None
-            static = inspect.signature(real.build).bind(*arguments).arguments
-            return lambda *values: computation(static, *values)
+            static, program = inspect.signature(real.build).bind(*arguments).arguments, real.build(*arguments)
+
+            def function(*values):
+                check_entry(program, values)
+                computation(static, *values)
+
+            return function
 
         return build
 

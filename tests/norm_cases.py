@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_kernels import layer_norm, rms_norm
 from cute_kernels.norm import launch, op
+from tests.entry import check_entry
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = ("rms", "layer")
@@ -327,10 +328,11 @@ def stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
     def builder(real, computation: Callable, entry: type) -> Callable:
         def build(*arguments):
             jobs.append((real, arguments))
-            static = inspect.signature(real.build).bind(*arguments).arguments
+            static, program = inspect.signature(real.build).bind(*arguments).arguments, real.build(*arguments)
             names = [name for name in inspect.signature(entry.__call__).parameters if name not in ("self", "stream")]
 
             def function(*values):
+                check_entry(program, values)
                 computation(static, **dict(zip(names, values, strict=True)))
 
             return function

@@ -197,17 +197,20 @@ def sum_pieces(pieces: list):
     return total
 
 
-def symbolic_rows(dtype: Optional[Dtype], rows, layout: RowLayout):
-    """A (rows, n) matrix of any row stride, as the compiler sees it."""
+def symbolic_rows(dtype: Optional[Dtype], rows, layout: RowLayout, streamed: bool = True):
+    """A (rows, n) matrix of any row stride, as the compiler sees it.
+
+    ``streamed``: where the layout is aligned, its rows start on 16 bytes, which bulk copies want; else, and of what is
+    written, by threads, on a vector.
+    """
     if dtype is None:
         return None
     itemsize = dtype.width // 8
     if layout.packed:
         return cute.runtime.make_fake_tensor(dtype, (rows, layout.n), (layout.n, 1), assumed_align=16)
-    multiple = max(layout.vec, 16 // itemsize) if layout.aligned else layout.vec
-    alignment = 16 if layout.aligned else layout.vec * itemsize
+    multiple = max(layout.vec, 16 // itemsize) if layout.aligned and streamed else layout.vec
     stride = (cute.sym_int64(divisibility=multiple), 1)
-    return cute.runtime.make_fake_tensor(dtype, (rows, layout.n), stride, assumed_align=min(alignment, 16))
+    return cute.runtime.make_fake_tensor(dtype, (rows, layout.n), stride, assumed_align=min(multiple * itemsize, 16))
 
 
 def symbolic_vector(dtype: Optional[Dtype], size, alignment: int = 0):

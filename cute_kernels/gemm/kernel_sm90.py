@@ -61,6 +61,8 @@ class GemmSm90:
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
         # time none, and slots are free earlier: 256x14336x4096 49.6 -> 48.2 us, but 256x4096x14336 in one 54.6 -> 60.7
         self.in_flight = 0 if self.consumers > 1 else 1
+        if self.stages <= self.in_flight:
+            raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
 
     @cute.jit
     def __call__(

@@ -122,7 +122,7 @@ def run_gemm(
         d.data_ptr() & 15,
         d.dtype,
         d.get_device(),
-        None if z is None else z.data_ptr() & 15,
+        None if z is None else (z.stride(), z.data_ptr() & 15),
         None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
         None if valid_k is None else (valid_k.dtype, valid_k.shape, valid_k.get_device()),
         activation,

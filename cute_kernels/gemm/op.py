@@ -174,6 +174,8 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, saved, num_valid_tokens = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if num_valid_tokens is not None:
+            num_valid_tokens = num_valid_tokens.view(1)
         if ctx.activation is not None:
             dz = torch.empty_like(saved)
             run = run_activation_backward if is_plain(dy) else activation_backward_op
@@ -191,7 +193,8 @@ class _LinearFunction(torch.autograd.Function):
         if needs_bias:
             # The sum over tokens is a product with a column of ones: in the same order, under the same contract
             target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
-            ones = dz.new_ones((1, dz.shape[0]))
+            tokens = dz.shape[0]
+            ones = dz.new_ones((1, -(-tokens // 8) * 8))[:, :tokens]  # a row that TMA can read, whatever its length
             _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
         return dx, dweight, dbias, None, None
 

@@ -37,9 +37,10 @@ def check_quantize(
 def check_aligned(op: str, name: str, x: Tensor) -> None:
     """What TMA asks of an input beyond the reference: raise ValueError."""
     unit = 16 // x.element_size()
-    good = x.data_ptr() % 16 == 0 and all(stride == 1 or stride % unit == 0 for stride in strides_that_count(x))
+    strides = strides_that_count(x)
+    good = x.data_ptr() % 16 == 0 and all(stride == 1 or stride > 0 and stride % unit == 0 for stride in strides)
     got = f"strides {x.stride()} from address {x.data_ptr():#x}"
-    expect(good, op, name, f"start on 16 bytes and have strides of multiples of {unit} elements", got)
+    expect(good, op, name, f"start on 16 bytes and have strides of positive multiples of {unit} elements", got)
 
 
 def strides_that_count(x: Tensor) -> list[int]:

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import as_rows
+from cute_kernels._check import expect
 from cute_kernels._op import mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
-from cute_kernels.norm.checks import check_norm
+from cute_kernels.norm.checks import MAX_ROWS, check_norm
 from cute_kernels.norm.config import NormConfig, backward_config, forward_config
+
+# From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
+RESIDENT_ROWS = 2**29
 
 
 class Plan(NamedTuple):
@@ -109,8 +113,12 @@ def normalize(
     if plan is not None and rows:
         function, rows_per_cluster, max_clusters, persistent_clusters = plan
         clusters = -(-rows // rows_per_cluster)
-        if max_clusters < clusters < persistent_clusters:
-            clusters = max_clusters
+        if clusters > max_clusters:
+            if rows >= RESIDENT_ROWS:  # a plan knows no number of rows
+                expect(rows <= MAX_ROWS, f"{kind}_norm", "x", f"have at most {MAX_ROWS} rows", rows)
+                clusters = max_clusters
+            elif clusters < persistent_clusters:
+                clusters = max_clusters
         function(x2, residual2, weight, bias, y2, h2, statistics, eps, clusters)
     elif rows:
         forward_op(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)

@@ -120,6 +120,14 @@ def test_tiles_that_cannot_be(tile):
         GemmSm90(None, False, False, True, GemmConfig(tile, (1, 1), 4, 8))
 
 
+def test_a_ring_of_one_slot():
+    """One warpgroup frees a slot when the next tile's products have begun: it would wait for itself."""
+    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+
+    with pytest.raises(ValueError, match=r"^config\.stages must be more than 1, got 1"):
+        GemmSm90(None, False, False, False, GemmConfig((64, 64, 64), (1, 1), 1, 1))
+
+
 def test_a_call_asks_for_what_is_tested():
     """The arguments above are those of calls: forward of a layer, whatever kernel it is given."""
     jobs = kernels_of([Case(4096, 4096, 64), Case(1, 4096, 64)], "sm_90a")

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import mhc
 from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.op.common import rows
 from cute_kernels.mhc.prewarm import specializations
 from cute_kernels.mhc.variants import VARIANTS
 from tests.mhc_cases import (
@@ -425,6 +426,11 @@ def test_rows_without_one_stride():
         mhc.aggregate(x, torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match="aggregate: pre must have leading dimensions that collapse to rows"):
         mhc.aggregate(torch.zeros(2, 3, 4, 16), torch.zeros(3, 2, 4).transpose(0, 1))
+
+
+def test_more_tokens_than_32_bits_count():
+    with pytest.raises(ValueError, match="expand: h must have at most 2147482624 tokens, got 2147483647"):
+        rows("expand", "h", torch.zeros(1, 8).expand(2**31 - 1, 8), 8)
 
 
 def test_backends(kernels, generator):

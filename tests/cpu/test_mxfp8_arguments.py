@@ -91,7 +91,7 @@ def test_alignment(path):
     off = memory.as_strided((64, 96), (104, 1), 1)
     found = message_of(ValueError, quantize_rowwise, off)
     assert found.startswith(
-        "quantize_rowwise: x must start on 16 bytes and have strides of multiples of 8 elements, got"
+        "quantize_rowwise: x must start on 16 bytes and have strides of positive multiples of 8 elements, got"
     )
     odd = memory.as_strided((64, 96), (100, 1), 0)
     assert "multiples of 8 elements, got strides (100, 1)" in message_of(ValueError, quantize_rowwise, odd)

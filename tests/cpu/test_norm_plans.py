@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_kernels.norm import launch
 from tests.norm_cases import (
     BF16,
     FP16,
@@ -112,3 +113,27 @@ def test_inference_stores_no_statistics(jobs):
     with torch.no_grad():
         kernel_path("layer", inputs.x, inputs.weight)
     assert len(set(jobs)) == 2
+
+
+def test_so_many_rows_that_indices_of_tiles_would_overflow(jobs, monkeypatch):
+    """A resident grid walks over them, and more than can be counted are refused, though the plan is there."""
+    x = torch.zeros(200_000, 3, dtype=BF16)
+    grids = []
+
+    def grid_of(x):
+        plans = {
+            key: plan._replace(function=lambda *values: grids.append(values[-1])) for key, plan in launch._plans.items()
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "_plans", plans)
+            kernel_path("rms", x)
+        return grids.pop()
+
+    kernel_path("rms", x[:1])
+    (plan,) = launch._plans.values()
+    assert grid_of(x) == -(-len(x) // plan.rows_per_cluster) > plan.persistent_clusters > plan.max_clusters
+    monkeypatch.setattr(launch, "RESIDENT_ROWS", len(x))
+    assert grid_of(x) == plan.max_clusters and grid_of(x[:-1]) > plan.max_clusters
+    monkeypatch.setattr(launch, "MAX_ROWS", len(x) - 1)
+    with pytest.raises(ValueError, match="rms_norm: x must have at most 199999 rows, got 200000"):
+        grid_of(x)

@@ -331,7 +331,7 @@ class BiasGradient:
     ):
         chunks = cute.ceil_div(dout.shape[0], self.tokens)
         self.kernel(dout, post, seed, partials, threshold, scale).launch(
-            grid=[cute.ceil_div(self.layout.vectors, WARP_SIZE), chunks, 1], block=[WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(self.layout.vectors, WARP_SIZE) * chunks, 1, 1], block=[WARP_SIZE, 1, 1], stream=stream
         )
         self.sum_rows.launch(partials, dbias, None, chunks, stream)
 
@@ -347,7 +347,9 @@ class BiasGradient:
     ):
         s = self.layout
         tidx, _, _ = cute.arch.thread_idx()
-        slice_index, chunk, _ = cute.arch.block_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        slices = const_expr(-(-s.vectors // WARP_SIZE))  # the grid's y would hold 65,535 chunks
+        slice_index, chunk = bidx % slices, bidx // slices
         channel = (slice_index * WARP_SIZE + tidx) * s.vec
         if channel < s.channels:
             sums = cute.make_rmem_tensor((s.vec,), Float32)

@@ -12,6 +12,7 @@ from cute_kernels._autograd import apply_eager
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 
+MAX_TOKENS = 2**31 - 2**10  # their indices are 32-bit, and run to the end of the last CTA's tokens
 MAX_PASSED = 4096  # signatures, numbers of tokens and all: those of old batches are forgotten
 
 _passed: set[tuple] = set()
@@ -70,7 +71,7 @@ def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
     """``t`` as a matrix of ``width`` numbers a token, without a copy.
 
     Raises:
-        ValueError: its tokens do not collapse to rows of one stride.
+        ValueError: its tokens do not collapse to rows of one stride, or are more than 32 bits count.
     """
     try:
         matrix = t.view(-1, width)
@@ -78,6 +79,8 @@ def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
         expected = "have leading dimensions that collapse to rows of one stride"
         expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
         raise
+    if matrix.shape[0] > MAX_TOKENS:
+        expect(False, op, name, f"have at most {MAX_TOKENS} tokens", matrix.shape[0])
     if width == 1 and matrix.stride(1) != 1:  # a dimension of one element may have any stride
         matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
     return matrix

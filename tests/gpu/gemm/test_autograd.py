@@ -273,6 +273,14 @@ def test_a_dead_end_has_no_gradient(generator):
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in inputs.leaves.values())
 
 
+def test_a_count_of_any_shape(generator, device):
+    """One element: of no dimension, of one, of two."""
+    inputs = make_inputs(CASE, generator)
+    counts = [torch.tensor(value, dtype=torch.int32, device=device) for value in (7, [7], [[7]])]
+    found = [run(linear, CASE, inputs, num_valid_tokens=count) for count in counts]
+    assert all(torch.equal(other[name], found[0][name]) for other in found for name in ("dw", "db"))
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 def test_module(bias, generator, device):
     """nn.Linear is torch's with another product: the same parameters by name, its values to rounding, main_grad."""

@@ -140,6 +140,19 @@ def test_strided_tokens(op, case, generator):
     assert_accurate(op, case, make_inputs(case, generator), make_upstream(op, case, generator), "tf32")
 
 
+@pytest.mark.slow
+def test_bias_of_many_tokens():
+    """More chunks of tokens than one dimension of a grid holds beside another."""
+    tokens = 64 * 65_536 + 1
+    x = torch.zeros((tokens, 1, 8), dtype=BF16, device="cuda")
+    f, bias = x[:, 0].contiguous(), torch.zeros(8, device="cuda", requires_grad=True)
+    out = mhc.expand_combine(
+        f, torch.ones((tokens, 1), device="cuda"), x, x.new_zeros((tokens, 1, 1)).float(), bias=bias
+    )
+    out.backward(torch.ones_like(out))
+    assert (bias.grad == tokens).all()
+
+
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("op", ["projection", "aggregate", "expand_combine", "contract", "pre"])
 def test_unaligned_base(op, offset, generator):

@@ -47,6 +47,10 @@ BY_DTYPE = [
     Case("rms", 4096, BF16, out=FP32),
     Case("layer", 1024, FP32, weight=FP32, bias=FP32, out=BF16),
     Case("layer", 769, BF16, bias=BF16, out=FP16),
+    # Rows that start on 16 bytes in fp32, in bf16 only on 8
+    Case("rms", 2052, FP32, out=BF16),
+    Case("layer", 1500, BF16, residual=FP32, out=FP32, dh=True),
+    Case("rms", 700, BF16, save="output", out=FP32),
 ]
 BY_PARAMETERS = [
     Case("rms", 4096, weight=None),

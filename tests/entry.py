@@ -1,0 +1,31 @@
+"""What a compiled kernel's entry accepts, without compiling it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from jit_cache import Program
+
+
+def check_entry(program: Program, values: Sequence[Any]) -> None:
+    """Fails where the entry would refuse a call: sizes and strides that are fixed, divisors, addresses, presence.
+
+    Strides of dimensions of size 1 are not looked at, as by the entry itself.
+    """
+    sizes: dict[int, int] = {}
+    for position, (fake, t) in enumerate(zip(program.arguments, values, strict=False)):
+        if not isinstance(t, Tensor):
+            assert fake is None or t is not None, f"argument {position} is missing"
+            continue
+        assert fake is not None and len(fake.shape) == t.dim(), f"argument {position}: {fake}, {tuple(t.shape)}"
+        for wanted, size in zip(fake.shape, t.shape, strict=True):
+            if not isinstance(wanted, int):
+                assert size % wanted.divisibility == 0
+                wanted = sizes.setdefault(id(wanted), size)
+            assert size == wanted, f"argument {position}: shape {tuple(t.shape)} for {fake}"
+        for wanted, stride, size in zip(fake.stride, t.stride(), t.shape, strict=True):
+            if size != 1:
+                good = stride == wanted if isinstance(wanted, int) else stride % wanted.divisibility == 0
+                assert good, f"argument {position}: strides {t.stride()} for {fake}"
+        assert t.data_ptr() % fake._assumed_align == 0, f"argument {position} is not aligned for {fake}"
