@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "demo", help="with a GPU: check and time every op; without: compile every kernel, check the references"
     )
     check = commands.add_parser(
-        "check", help="with a GPU: every op's rows keep their bits whatever the batch (T1 to T6)"
+        "check",
+        help="with a GPU: rows of norms, products and hyper-connections keep their bits whatever the batch (T1 to T6)",
     )
     check.add_argument("--only", action="append", metavar="NAME", help="like rms_norm or nn.Linear; may be repeated")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the reports there")

@@ -18,7 +18,6 @@ from cute_kernels._demo import _has_supported_gpu
 from cute_kernels.invariance import TRANSFORMS, Report, check_invariance
 
 ROW_TRANSFORMS = tuple(name for name in TRANSFORMS if name.startswith("T"))
-PRODUCTS = ("mm", "linear", "nn.Linear")
 DTYPE = torch.bfloat16
 
 
@@ -66,8 +65,6 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
             "No supported GPU: the ops are plain torch here, whose products depend on the number of rows. These "
             "references are only held to run-to-run determinism (B0); this shows nothing about the kernels.\n"
         )
-    if missing := [op for op in PRODUCTS if op not in known]:
-        console.print(f"Not in this version, hence not checked: {', '.join(missing)}\n", style="yellow")
     make = Make("cuda", 513) if has_gpu else Make("cpu", 33)
     table = Table(box=None, pad_edge=False)
     for column in ("op", "case", "result", "cases", "seconds"):
@@ -126,6 +123,8 @@ def _subjects(has_gpu: bool) -> list[Subject]:
         subjects += _norms(width)
     for n, k in ((4096, 4096), (1024, 4096), (4096, 14336)) if has_gpu else ((128, 256),):
         subjects += _products(n, k)
+    for channels in (1280, 4096) if has_gpu else (64,):
+        subjects += _connections(channels)
     if has_gpu and torch.cuda.get_device_capability() == (9, 0):
         # cuBLAS splits K for up to 32 rows of it on an H200; what it does elsewhere was not measured
         control = Subject("torch.mm", "4096x4096", _control, ROW_TRANSFORMS, invariant=False)
@@ -173,7 +172,7 @@ def _norms(width: int) -> list[Subject]:
 
 
 def _products(n: int, k: int) -> list[Subject]:
-    """Those of PRODUCTS that this version has, with a weight (n, k)."""
+    """With a weight (n, k)."""
     import cute_kernels
     from cute_kernels import nn
 
@@ -206,6 +205,27 @@ def _products(n: int, k: int) -> list[Subject]:
     for activation in (None, "relu", "silu", "gelu"):
         found.append(Subject("linear", f"{shape}, bias, {activation}", fused(activation, True)))
     found += [Subject("nn.Linear", shape + ", main_grad" * with_it, module(with_it)) for with_it in (False, True)]
-    present = {"mm": hasattr(cute_kernels, "mm"), "linear": hasattr(cute_kernels, "linear")}
-    present["nn.Linear"] = hasattr(nn, "Linear")
-    return [subject for subject in found if present[subject.op]]
+    return found
+
+
+def _connections(channels: int) -> list[Subject]:
+    """A sublayer with its hyper-connection, of four streams in either order."""
+    from cute_kernels import mhc
+
+    def connected(layout: str):
+        def make(m: Make):
+            phi = m.normal(24, 4 * channels, std=(4 * channels) ** -0.5).float()
+            alpha, beta = torch.ones(3, device=m.device), m.normal(24).float()
+            sides = (4, channels) if layout == "streams" else (channels, 4)
+
+            def function(x):
+                return mhc.hyper_connection(x, torch.sin, phi, alpha, beta, layout=layout)
+
+            return function, (m.normal(m.rows, *sides),)
+
+        return make
+
+    found = []
+    for layout in ("streams", "channels"):
+        found.append(Subject("mhc.hyper_connection", f"4x{channels}, {layout}", connected(layout), ROW_TRANSFORMS))
+    return found

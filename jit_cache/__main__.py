@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--check", action="store_true", help="compile nothing, only report what is missing")
     command("verify", _verify, "Check all stored files against their records.")
     sub = command("gc", _gc, "Remove leftovers, what was not used for long, and the oldest beyond a size.")
-    sub.add_argument("--max-gb", type=float, default=2.0, help="keep at most this much (default 2)")
-    sub.add_argument("--max-days", type=float, default=90.0, help="days since the last use (default 90)")
+    sub.add_argument("--max-gb", type=_not_negative, default=2.0, help="keep at most this much (default 2)")
+    sub.add_argument("--max-days", type=_not_negative, default=90.0, help="days since the last use (default 90)")
     command("clear", _clear, "Remove all stored kernels.")
     sub = command("export", _export, "Write stored kernels to one archive and print its digest.")
     sub.add_argument("file", type=Path)
@@ -164,6 +164,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(problem)
     print(f"{count} kernels, {len(problems)} problems")
     return 1 if problems else 0
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0.0:  # nan neither
+        raise ValueError(text)
+    return value
 
 
 def _gc(arguments: argparse.Namespace) -> int:

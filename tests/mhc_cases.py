@@ -32,7 +32,6 @@ PRESETS = tuple(VARIANTS)
 CHANNELS = (8, 13, 5129)  # the fewest; odd; beyond a multiple of all tiles
 # (tokens, channels): training shapes and decoding
 SIZES = [(8192, 4096), (4096, 7168), (8192, 2560), (16384, 1280), (2048, 5120), (65536, 768)]
-DECODE_SIZES = [(1, 7168), (16, 7168), (128, 7168)]
 
 # op -> (inputs in the order of their gradients, outputs)
 OPERATIONS = {

@@ -11,7 +11,6 @@ CLUSTER = 8  # tiles whose 4 bytes of a row of scales fill a sector
 FEW_TILES = {1: 2400, 2: 1800}  # by the number of orientations
 MANY_TILES = 2401
 MODES = ("rceil", "floor", "ceil", "even")
-FORMATS = ("e4m3", "e5m2")
 
 _FP32_INFINITY = 0x7F800000
 # Exponent of the format's largest number, bits of its mantissa

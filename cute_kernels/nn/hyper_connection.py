@@ -152,6 +152,7 @@ class HyperConnection(FloatModule):
         self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        _expect_config(OP, config)
         n, k = config.num_streams, config.num_streams * config.hidden_size
         self.config = config
         self.backend = backend
@@ -254,6 +255,7 @@ class LearnedHead(FloatModule):
         self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        _expect_config("LearnedHead", config)
         n = config.num_streams
         self.config = config
         self.backend = backend
@@ -291,6 +293,11 @@ def _reference_combine(variant: Variant, dropout_p: float, f, post, x, res, bias
         res_orientation=variant.res_orientation,
         backend="reference",
     )
+
+
+def _expect_config(module: str, config: object) -> None:
+    good, got = isinstance(config, HyperConnectionConfig), type(config).__name__
+    expect(good, module, "config", "be a HyperConnectionConfig", got, TypeError)
 
 
 def expect_int(name: str, field: str, value: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ def check_norm(
     bias: Tensor | None,
     residual: Tensor | None,
     eps: float,
+    weight_offset: float,
     save: str,
     out_dtype: torch.dtype | None,
 ) -> None:
@@ -44,6 +47,8 @@ def check_norm(
         contiguous = n == 1 or residual.stride(-1) == 1
         expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
     expect(isinstance(eps, float) and eps > 0.0, op, "eps", "be a positive float", eps)
+    good = isinstance(weight_offset, float) and math.isfinite(weight_offset)
+    expect(good, op, "weight_offset", "be a finite float", weight_offset)
     expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
     expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
     if out_dtype is not None:

@@ -87,7 +87,7 @@ def normalize(
         )
         plan = _plans.get(key)
     if plan is None or (residual is not None and residual.shape != shape):
-        check_norm(f"{kind}_norm", x, weight, bias, residual, eps, save, out_dtype)
+        check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         if eager:
             facts = (kind, weight_offset, out_dtype or x.dtype, keeps_h, num_statistics)
             plan = _plans[key] = _plan_forward(*facts, x, residual, weight, bias)

@@ -32,7 +32,7 @@ def rms_norm(
     compute_dtype: torch.dtype = torch.float32,
 ) -> Norm:
     """Root-mean-square norm; see ``cute_kernels.rms_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
-    check_norm("rms_norm", x, weight, bias, residual, eps, save, out_dtype)
+    check_norm("rms_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
     h, stored = _residual_stream(x, residual, compute_dtype)
     x_hat = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     y = _affine(x_hat, weight, bias, weight_offset, out_dtype or x.dtype)
@@ -53,7 +53,7 @@ def layer_norm(
     compute_dtype: torch.dtype = torch.float32,
 ) -> Norm:
     """Layer norm; see ``cute_kernels.layer_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
-    check_norm("layer_norm", x, weight, bias, residual, eps, save, out_dtype)
+    check_norm("layer_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
     h, stored = _residual_stream(x, residual, compute_dtype)
     centred = h - h.mean(-1, keepdim=True)
     x_hat = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)

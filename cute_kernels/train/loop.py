@@ -26,7 +26,7 @@ from cute_kernels.train.options import Options, flag
 TEST_BATCHES = 4
 FINAL_RATE = 0.1  # the learning rate at the end, of its highest
 
-# What makes the losses: a resumed run must have the same.
+# What a resumed run must have the same of; steps and learning rate may change for the rest of it
 SAME = ("layers", "hidden", "heads", "hyper_connections", "dropout", "sequence", "batch", "seed")
 
 

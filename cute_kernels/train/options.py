@@ -19,7 +19,7 @@ def _option(default: Any, help: str, **parsing: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """A run. The first group makes its losses: a run that is resumed must have the same.
+    """A run. Of the first group a run that is resumed must have the same; the second may change with what is to come.
 
     Raises:
         ValueError: an option is out of range, or two do not go together; the message names them.
@@ -46,7 +46,7 @@ class Options:
 
     checkpoint: Path = _option(
         Path("cute_kernels_train"),
-        "folder of checkpoints, log.jsonl and loss.png; all ranks write there",
+        "folder of checkpoints, log.jsonl and loss.png; all ranks write there; default: %(default)s",
         type=Path,
         metavar="DIR",
     )

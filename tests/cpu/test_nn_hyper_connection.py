@@ -180,3 +180,9 @@ def test_a_linear_of_an_fp32_weight():
     linear(x).sum().backward()
     assert linear.weight.grad is None
     assert torch.allclose(linear.weight.main_grad - 1, gradient, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("module", [HyperConnection, LearnedHead])
+def test_no_config(module):
+    with pytest.raises(TypeError, match=f"{module.__name__}: config must be a HyperConnectionConfig, got NoneType"):
+        module(None)

@@ -58,6 +58,9 @@ VALUE_ERRORS = [
     ({"eps": float("nan")}, "eps must be a positive float, got nan"),
     ({"eps": 1}, "eps must be a positive float, got 1"),
     ({"eps": None}, "eps must be a positive float, got None"),
+    ({"weight_offset": None}, "weight_offset must be a finite float, got None"),
+    ({"weight_offset": True}, "weight_offset must be a finite float, got True"),
+    ({"weight_offset": float("nan")}, "weight_offset must be a finite float, got nan"),
     ({"save": "outputs"}, "save must be 'input' or 'output', got 'outputs'"),
     ({"save": None}, "save must be 'input' or 'output', got None"),
     (

@@ -364,4 +364,5 @@ def test_commands(command, tmp_path, cache):
     assert status == 1 and str(path) in out
     status, out, _ = command("gc", "--max-gb", "0")
     assert status == 0 and "1 removed" in out and not list(cache.rglob("*.o"))
-    assert command("gc", "--max-gb", "much")[0] == 2
+    for bad in ("much", "-1", "nan"):
+        assert command("gc", "--max-gb", bad)[0] == command("gc", "--max-days", bad)[0] == 2
