@@ -96,30 +96,16 @@ def _measure_norms(console: Console, bench_norm: ModuleType) -> bool:
     cases = {bench_norm.Norm(op, TOKENS, hidden): model for model, hidden in MODELS.items() for op in bench_norm.OPS}
     providers = ["cute_kernels", "torch", "torch_compile"]
     found = bench_norm.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
-
-    table = Table(title=f"Norms: {TOKENS} tokens, bf16, cold L2", box=None, pad_edge=False)
-    for column in ("model", "op", "direction", "shape"):
-        table.add_column(column)
-    for column in ("error vs fp64", "us", "share of copy's speed", "x torch", "x torch.compile"):
-        table.add_column(column, justify="right")
     models = {(norm.op, norm.shape): model for norm, model in cases.items()}
-    for measurement in found:
-        case, ours = measurement.case, measurement.results.get("cute_kernels")
-        row = [models[case.op, case.shape], case.op, case.direction, case.shape]
-        if ours is None:
-            table.add_row(*row, "[red]failed[/]")
-            continue
-        peers = (measurement.results.get(peer) for peer in ("torch", "torch_compile"))
-        table.add_row(
-            *row,
-            f"{max(ours.error.values()):.1e}",
-            f"{ours.us:.1f}",
-            f"{measurement.copy_us / ours.us:.0%}",
-            *("-" if peer is None else f"{peer.us / ours.us:.2f}" for peer in peers),
-        )
-    console.print(table)
+    ok = _show(
+        console,
+        f"Norms: {TOKENS} tokens, bf16, cold L2",
+        {"model": lambda m: models[m.case.op, m.case.shape], **OP, **DIRECTION, **SHAPE},
+        {**ERROR, **TIME, **SHARE, "x torch": _times("torch"), "x torch.compile": _times("torch_compile")},
+        found,
+    )
     console.print("The copy is an elementwise kernel that moves the bytes that the op must move at least.\n")
-    return bool(found) and all("cute_kernels" in measurement.results for measurement in found)
+    return ok
 
 
 def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
@@ -132,57 +118,30 @@ def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
     model, hidden = next(iter(MODELS.items()))
     cases[bench_gemm.Gemm(DECODE_TOKENS, FEED_FORWARD[model], hidden, variant="decode")] = model
     found = bench_gemm.run(list(cases), ["cute_kernels", "cublas"], repetitions=REPETITIONS, breakdown=False)
-
-    table = Table(title="Linear layers: tokens x outputs x inputs, bf16, cold L2", box=None, pad_edge=False)
-    for column in ("model", "direction", "shape"):
-        table.add_column(column)
-    for column in ("error vs fp64", "us", "TFLOP/s", "x cuBLAS"):
-        table.add_column(column, justify="right")
     models = {gemm.case: model for gemm, model in cases.items()}
-    for measurement in found:
-        case, ours, cublas = measurement.case, *map(measurement.results.get, ("cute_kernels", "cublas"))
-        row = [models[case], case.direction, case.shape]
-        if ours is None:
-            table.add_row(*row, "[red]failed[/]")
-            continue
-        table.add_row(
-            *row,
-            f"{max(ours.error.values()):.1e}",
-            f"{ours.us:.1f}",
-            f"{1e-6 * case.flops / ours.us:.0f}",
-            "-" if cublas is None else f"{cublas.us / ours.us:.2f}",
-        )
-    console.print(table)
-    console.print()
-    return len(found) == len(cases) and all("cute_kernels" in measurement.results for measurement in found)
+    flops = {"TFLOP/s": lambda m: f"{1e-6 * m.case.flops / m.results['cute_kernels'].us:.0f}"}
+    ok = _show(
+        console,
+        "Linear layers: tokens x outputs x inputs, bf16, cold L2",
+        {"model": lambda m: models[m.case], **DIRECTION, **SHAPE},
+        {**ERROR, **TIME, **flops, "x cuBLAS": _times("cublas")},
+        found,
+    )
+    return ok and len(found) == len(cases)
 
 
 def _measure_connections(console: Console, bench_mhc: ModuleType) -> bool:
     """What hyper-connections add to a layer: everything before and after one sublayer."""
     cases = {bench_mhc.Connection("layer", *shape): model for model, shape in CONNECTIONS.items()}
     found = bench_mhc.run(list(cases), ["cute_kernels", "torch"], repetitions=REPETITIONS, breakdown=False)
-    table = Table(title="Hyper-connections: tokens x streams x channels, bf16, cold L2", box=None, pad_edge=False)
-    for column in ("model", "direction", "shape"):
-        table.add_column(column)
-    for column in ("error vs fp64", "us", "share of copy's speed", "x torch"):
-        table.add_column(column, justify="right")
     models = {connection.shape: model for connection, model in cases.items()}
-    for measurement in found:
-        case, ours, reference = measurement.case, *map(measurement.results.get, ("cute_kernels", "torch"))
-        row = [models[case.shape], case.direction, case.shape]
-        if ours is None:
-            table.add_row(*row, "[red]failed[/]")
-            continue
-        table.add_row(
-            *row,
-            f"{max(ours.error.values()):.1e}",
-            f"{ours.us:.1f}",
-            f"{measurement.copy_us / ours.us:.0%}",
-            "-" if reference is None else f"{reference.us / ours.us:.2f}",
-        )
-    console.print(table)
-    console.print()
-    return bool(found) and all("cute_kernels" in measurement.results for measurement in found)
+    return _show(
+        console,
+        "Hyper-connections: tokens x streams x channels, bf16, cold L2",
+        {"model": lambda m: models[m.case.shape], **DIRECTION, **SHAPE},
+        {**ERROR, **TIME, **SHARE, "x torch": _times("torch")},
+        found,
+    )
 
 
 def _measure_quantizers(console: Console, bench_mxfp8: ModuleType) -> bool:
@@ -191,19 +150,45 @@ def _measure_quantizers(console: Console, bench_mxfp8: ModuleType) -> bool:
         bench_mxfp8.Quantize(op, shape): model for model, shape in EXPERT_WEIGHTS.items() for op in bench_mxfp8.OPS
     }
     found = bench_mxfp8.run(list(cases), ["cute_kernels"], repetitions=REPETITIONS, breakdown=False)
-    table = Table(title="Block-scaled fp8 of expert weights, bf16, cold L2", box=None, pad_edge=False)
-    for column in ("model", "op", "shape"):
-        table.add_column(column)
-    for column in ("bytes", "us", "share of copy's speed"):
-        table.add_column(column, justify="right")
     models = {quantize.case: model for quantize, model in cases.items()}
+    ok = _show(
+        console,
+        "Block-scaled fp8 of expert weights, bf16, cold L2",
+        {"model": lambda m: models[m.case], **OP, **SHAPE},
+        {"bytes": lambda m: "exact", **TIME, **SHARE},
+        found,
+    )
+    return ok and len(found) == len(cases)
+
+
+Cells = dict[str, Callable[[Any], str]]  # a column's title -> its cell of a measurement
+OP: Cells = {"op": lambda m: m.case.op}
+DIRECTION: Cells = {"direction": lambda m: m.case.direction}
+SHAPE: Cells = {"shape": lambda m: m.case.shape}
+ERROR: Cells = {"error vs fp64": lambda m: f"{max(m.results['cute_kernels'].error.values()):.1e}"}
+TIME: Cells = {"us": lambda m: f"{m.results['cute_kernels'].us:.1f}"}
+SHARE: Cells = {"share of copy's speed": lambda m: f"{m.copy_us / m.results['cute_kernels'].us:.0%}"}
+
+
+def _times(peer: str) -> Callable[[Any], str]:
+    """How many times faster than the peer we are."""
+    return lambda m: f"{m.results[peer].us / m.results['cute_kernels'].us:.2f}" if peer in m.results else "-"
+
+
+def _show(console: Console, title: str, names: Cells, numbers: Cells, found: Sequence[Any]) -> bool:
+    """Prints a row a measurement, its numbers where our result is right; returns whether all are."""
+    table = Table(title=title, box=None, pad_edge=False)
+    for column in names:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
     for measurement in found:
-        case, ours = measurement.case, measurement.results.get("cute_kernels")
-        numbers = ("exact", f"{ours.us:.1f}", f"{measurement.copy_us / ours.us:.0%}") if ours else ("[red]failed[/]",)
-        table.add_row(models[case], case.op, case.shape, *numbers)
+        ours = "cute_kernels" in measurement.results
+        cells = [cell(measurement) for cell in numbers.values()] if ours else ["[red]failed[/]"]
+        table.add_row(*(name(measurement) for name in names.values()), *cells)
     console.print(table)
     console.print()
-    return len(found) == len(cases) and all("cute_kernels" in measurement.results for measurement in found)
+    return bool(found) and all("cute_kernels" in measurement.results for measurement in found)
 
 
 def _check_batches(console: Console, device: str = "cuda") -> bool:

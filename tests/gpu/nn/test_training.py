@@ -100,6 +100,17 @@ def test_memory():
     assert both < recompute
 
 
+def make_step(model, optimizer):
+    def step(tokens, targets):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 @pytest.mark.parametrize(
     "config",
     [DROPOUT, with_connections(DROPOUT, recompute=True, recompute_layers=2), ONE_STREAM],
@@ -112,13 +123,7 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(config):
         model = make_model(config, "cuda", FP32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
 
-        def step(tokens, targets, model=model, optimizer=optimizer):
-            optimizer.zero_grad(set_to_none=True)
-            loss = model.loss(tokens, targets)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
+        step = make_step(model, optimizer)
         torch.manual_seed(3)
         call = CapturedStep(step, batches[0], model, optimizer) if captures else step
         losses = [call(*batch).clone() for batch in batches]
@@ -134,15 +139,7 @@ def test_a_captured_step_on_the_second_device():
     for device in ("cuda:0", "cuda:1"):
         model, batch = make_model(PLAIN, device), make_tokens(PLAIN, device=device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(tokens, targets, model=model, optimizer=optimizer):
-            optimizer.zero_grad(set_to_none=True)
-            loss = model.loss(tokens, targets)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        captured = CapturedStep(step, batch, model, optimizer)
+        captured = CapturedStep(make_step(model, optimizer), batch, model, optimizer)
         losses.append(torch.stack([captured(*batch).clone() for _ in range(3)]).cpu())
     assert torch.equal(*losses) and losses[0][2] < losses[0][0]
 
