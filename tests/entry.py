@@ -14,7 +14,8 @@ def check_entry(program: Program, values: Sequence[Any]) -> None:
     Strides of dimensions of size 1 are not looked at, as by the entry itself.
     """
     sizes: dict[int, int] = {}
-    for position, (fake, t) in enumerate(zip(program.arguments, values, strict=False)):
+    *arguments, _ = program.arguments  # the last is the stream
+    for position, (fake, t) in enumerate(zip(arguments, values, strict=True)):
         if not isinstance(t, Tensor):
             assert fake is None or t is not None, f"argument {position} is missing"
             continue

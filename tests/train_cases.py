@@ -58,8 +58,9 @@ def stopped_on_error(process: subprocess.Popen) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        process.terminate()
-        process.communicate()
+        if process.poll() is None:
+            process.terminate()
+            process.communicate()
         raise
 
 

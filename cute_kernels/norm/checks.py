@@ -10,9 +10,7 @@ from torch import Tensor
 from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
 
 MAX_COLUMNS = 262_144
-MAX_ROWS = (
-    2**31 - 2**24
-)  # row indices are 32-bit and run ahead of the last row by the tiles in flight of a resident grid
+MAX_ROWS = 2**31 - 2**24  # their indices are 32-bit and run ahead of the last by a resident grid's tiles in flight
 
 
 def check_norm(
