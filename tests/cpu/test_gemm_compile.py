@@ -136,6 +136,12 @@ def test_a_call_asks_for_what_is_tested():
     assert forward and set(forward) <= wanted
 
 
+def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
+    """Forward, dx, dweight and dbias, where rows of the features start on 16 bytes."""
+    jobs = kernels_of([Case(65, 96, 64, bias=FP32)], "sm_90a")
+    assert len(jobs) == 4 and all(arguments[-1] is not None for _, arguments in jobs)
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
     """Forward and backward of a layer, and its gradient into main_grad, by each kernel."""
