@@ -464,14 +464,19 @@ def _mixing(static: dict, res: Tensor) -> Tensor:
     return matrix if static["orientation"] == "io" else matrix.mT
 
 
-def _expand_combine_forward(static, f, bias, post, x, res, seed, out, threshold, scale) -> None:
+def _expand_combine_forward(static, f, bias, post, x, res, seed, out, pre, layer_input, threshold, scale) -> None:
     s = static["layout"]
-    _are_streams(static, s, of_tokens=(x, out), of_channels=(f,))
+    _are_streams(static, s, of_tokens=(x, out), of_channels=(f, layer_input))
+    _is_matrix(pre, static["aggregates"], s.n, static["aligns"][2])
     _is_dtype(static["bias"], bias)
     _is_matrix(post, True, s.n, static["aligns"][0])
     update = f.float() if bias is None else f.float() + bias.float()
     added = post[:, :, None] * update[:, None] * _kept(static, seed, len(x), threshold, scale)
     out.copy_(_join(added + _mixing(static, res).mT @ _split(x, s.n, s.order), s.order))
+    assert (layer_input is None) == (pre is None)
+    if pre is not None:
+        streams = _split(out, s.n, s.order)
+        layer_input.copy_(sum(pre[:, i : i + 1] * streams[:, i] for i in range(s.n)))
 
 
 def _expand_combine_backward(static, dout, f, bias, post, x, res, seed, dx, df, dpost, dres, threshold, scale) -> None:

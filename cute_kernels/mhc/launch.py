@@ -417,8 +417,8 @@ def expand_streams(h: Tensor, x: Tensor, layout: str, scale: float) -> None:
 
 
 @registered(
-    "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? seed, Tensor(a!) out, float dropout_p, "
-    "str layout, str orientation"
+    "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? seed, Tensor(a!) out, Tensor? pre, "
+    "Tensor(b!)? layer_input, float dropout_p, str layout, str orientation"
 )
 def expand_combine_forward(
     f: Tensor,
@@ -428,11 +428,16 @@ def expand_combine_forward(
     res: Tensor,
     seed: Tensor | None,
     out: Tensor,
+    pre: Tensor | None,
+    layer_input: Tensor | None,
     dropout_p: float,
     layout: str,
     orientation: str,
 ) -> None:
-    """out (M, K) from f (M, C), post (M, n), x (M, K) and res (M, n n); ``seed`` (1,): there is dropout."""
+    """out (M, K) from f (M, C), post (M, n), x (M, K) and res (M, n n); ``seed`` (1,): there is dropout.
+
+    With ``pre`` (M, n) also what ``aggregate_forward`` makes of out: ``layer_input`` (M, C).
+    """
     if not x.shape[0]:
         return
     dropout = seed is not None
@@ -442,17 +447,19 @@ def expand_combine_forward(
         orientation,
         dropout,
         x.get_device(),
-        _rows_key(f, post, x, res, out),
+        _rows_key(f, post, x, res, out, pre, layer_input),
         _dtypes(bias),
     )
     function = _plans.get(key)
     if function is None:
         from cute_kernels.mhc.kernel.expand_combine import expand_combine_forward
 
-        arch, dtypes, streams = arch_of(x.get_device()), _cutlass(x, bias), _streams(layout, f.shape[1], x, f, out)
-        aligns = (_row_alignment(post), _row_alignment(res))
-        function = _plans[key] = expand_combine_forward(arch, *dtypes, dropout, orientation, aligns, streams)
-    function(f, bias, post, x, res, seed, out, *_dropout(dropout_p))
+        arch, dtypes = arch_of(x.get_device()), _cutlass(x, bias)
+        streams = _streams(layout, f.shape[1], x, f, out, layer_input)
+        aligns = (_row_alignment(post), _row_alignment(res), _row_alignment(pre))
+        kernel = expand_combine_forward(arch, *dtypes, dropout, pre is not None, orientation, aligns, streams)
+        function = _plans[key] = kernel
+    function(f, bias, post, x, res, seed, out, pre, layer_input, *_dropout(dropout_p))
 
 
 @registered(

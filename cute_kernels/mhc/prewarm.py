@@ -14,7 +14,10 @@ CHANNELS = (1280, 2560, 4096, 5120, 7168)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: pre, expand_combine and hyper_connection, with fp32 parameters."""
+    """(builder, arguments) of each kernel: pre, expand_combine and hyper_connection, with fp32 parameters.
+
+    Those of a training step with recompute are among them.
+    """
     from cutlass import BFloat16 as bf16
     from cutlass import Float32
 
@@ -46,7 +49,9 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             yield projection_backward, (arch, bf16, Float32, None, True, True, mixes, True, config)
         for accumulate, _ in both_main_grads:
             yield phi_gradient, (arch, Float32, None, Float32, None, (accumulate, False), columns, k)
-        yield expand_combine_forward, (arch, bf16, None, False, orientation, (4, 4), streams)
+        for pre_align in (1, 4):  # 4: of a block of recompute, where it aggregates, too
+            aligns = (4, 4, pre_align)
+            yield expand_combine_forward, (arch, bf16, None, False, pre_align == 4, orientation, aligns, streams)
         for needs_dx in (False, True):  # of hyper_connection, and of expand_combine alone
             needs = (needs_dx, True, True)
             yield expand_combine_backward, (arch, bf16, None, False, *needs, orientation, (4, 4), streams)

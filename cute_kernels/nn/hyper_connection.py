@@ -185,12 +185,16 @@ class HyperConnection(FloatModule):
         layer_input, post, res, residual = apply(Composite, x, *parameters, options)
         if recompute is not None:
             n, channels = sizes(x, v.layout)
-            x_rows, pre = rows(OP, "x", x.detach(), n * channels), layer_input.grad_fn.saved_tensors[-2]
+            pre, made = layer_input.grad_fn.saved_tensors[-2], recompute.refill_of(x)
+            if isinstance(made, _Recombination) and made.takes(pre, v.layout):
+                recompute.join(made, (layer_input,))
+            else:
+                x_rows = rows(OP, "x", x.detach(), n * channels)
 
-            def aggregate(out: Tensor) -> None:
-                launch.aggregate_forward(x_rows, pre, out.view(-1, channels), v.layout, 1.0)
+                def aggregate(out: Tensor) -> None:
+                    launch.aggregate_forward(x_rows, pre, out.view(-1, channels), v.layout, 1.0)
 
-            recompute.discard((layer_input,), aggregate)
+                recompute.discard((layer_input,), aggregate)
         return layer_input, Mix(post, res, residual, True)
 
     def combine(
@@ -217,20 +221,15 @@ class HyperConnection(FloatModule):
         out = combine(OP, f, post, residual, res, bias, dropout_p, seed, v.layout, v.res_orientation, owns)
         if recompute is not None:
             n, channels = sizes(x, v.layout)
-            k = n * channels
             matrices = (
                 rows(OP, "f", f.detach(), channels),
                 bias,
                 rows(OP, "post", post.detach(), n),
-                rows(OP, "x", x.detach(), k),
+                rows(OP, "x", x.detach(), n * channels),
                 rows(OP, "res", res.detach(), n * n),
                 seed,
             )
-
-            def expand_combine(out: Tensor) -> None:
-                launch.expand_combine_forward(*matrices, out.view(-1, k), float(dropout_p), v.layout, v.res_orientation)
-
-            recompute.discard((out,), expand_combine)
+            recompute.discard((out,), _Recombination(matrices, float(dropout_p), v.layout, v.res_orientation))
         return out
 
     def _reference_forward(self, x: Tensor, recompute: RecomputeManager | None) -> tuple[Tensor, Mix]:
@@ -242,6 +241,30 @@ class HyperConnection(FloatModule):
     def extra_repr(self) -> str:
         c = self.config
         return f"hidden_size={c.hidden_size}, num_streams={c.num_streams}, variant={c.variant!r}"
+
+
+class _Recombination:
+    """Makes the residual after a sublayer again, and in the same launch, of the residual, the next sublayer's input.
+
+    So the residual is not read for it (H200, 4096x4x4096: NUMBER).
+    """
+
+    def __init__(self, matrices: tuple[Tensor | None, ...], dropout_p: float, layout: str, orientation: str) -> None:
+        self.matrices = matrices
+        self.options = dropout_p, layout, orientation
+        self.pre: Tensor | None = None
+
+    def takes(self, pre: Tensor, layout: str) -> bool:
+        """Whether the next connection's weights are taken up: of one connection, and of the residual's layout."""
+        if self.pre is not None or layout != self.options[1]:
+            return False
+        self.pre = pre
+        return True
+
+    def __call__(self, out: Tensor, layer_input: Tensor | None = None) -> None:
+        f, _, _, x, *_ = self.matrices
+        aggregated = None if layer_input is None else layer_input.view(-1, f.shape[1])
+        launch.expand_combine_forward(*self.matrices, out.view(-1, x.shape[1]), self.pre, aggregated, *self.options)
 
 
 class LearnedHead(FloatModule):

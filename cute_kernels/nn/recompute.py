@@ -30,9 +30,7 @@ class RecomputeManager:
     """The discarded outputs of one block, and how each is made again. A new block takes a new manager."""
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[Tensor, ...]] = []
-        self._versions: list[tuple[int, ...]] = []
-        self._replays: list[tuple[Replay, bool]] = []
+        self._discarded: list[_Discarded] = []
         self._ended = False
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -70,7 +68,7 @@ class RecomputeManager:
             good = output.untyped_storage().nbytes() >= output.nbytes
             expect(good, "checkpoint", "function", expected, "elements that share their memory")
         if any(output.requires_grad for output in outputs):
-            self._register(outputs, call.replay, always=True)
+            self._discarded.append(_Discarded(outputs, call.replay, always=True))
         return results
 
     def discard(self, outputs: tuple[Tensor, ...], refill: Callable[..., None]) -> None:
@@ -85,7 +83,21 @@ class RecomputeManager:
             RuntimeError: the block has ended.
         """
         self._check_open("discard")
-        self._register(outputs, refill, always=False)
+        self._discarded.append(_Discarded(outputs, refill, always=False))
+
+    def refill_of(self, output: Tensor) -> Callable[..., None] | None:
+        """The refill with which ``output`` was discarded in this block; None of any other tensor."""
+        found = [d.refill for d in self._discarded if any(t is output for t in d.outputs)]
+        return found[0] if found else None
+
+    def join(self, refill: Callable[..., None], outputs: tuple[Tensor, ...]) -> None:
+        """Discard more outputs, which a refill of this block makes, too: it gets their tensors after those it had.
+
+        Raises:
+            RuntimeError: the block has ended.
+        """
+        self._check_open("join")
+        next(d for d in self._discarded if d.refill is refill).add(outputs)
 
     def end_block(self, hook_tensor: Tensor) -> None:
         """Release the memory of all outputs and leave the one hook that brings them back on ``hook_tensor``.
@@ -104,28 +116,19 @@ class RecomputeManager:
             "require grad, or the discarded outputs would be lost",
             "one that does not (in evaluation, do without a manager)",
         )
-        for outputs, versions in zip(self._outputs, self._versions, strict=True):
-            if any(t._version != version for t, version in zip(outputs, versions, strict=True)):
-                raise RuntimeError(
-                    "RecomputeManager: a discarded output was modified in place; its replay would undo that"
-                )
+        if any(d.was_modified() for d in self._discarded):
+            raise RuntimeError("RecomputeManager: a discarded output was modified in place; its replay would undo that")
         self._ended = True
         kept = _storage(hook_tensor)
         storages, replays = {}, []
-        for outputs, (replay, always) in zip(self._outputs, self._replays, strict=True):
-            released = {_storage(t): t.untyped_storage() for t in outputs if _storage(t) != kept}
+        for discarded in self._discarded:
+            released = {_storage(t): t.untyped_storage() for t in discarded.outputs if _storage(t) != kept}
             storages.update(released)
-            if released or always:
-                replays.append(replay)
-        self._outputs, self._versions, self._replays = [], [], []
+            if released or discarded.always:
+                replays.append(discarded.replay())
+        self._discarded = []
         if replays:
             hook_tensor.register_hook(_Block(list(storages.values()), replays))
-
-    def _register(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], always: bool) -> None:
-        aliases = tuple(_alias(t) for t in outputs)
-        self._outputs.append(outputs)
-        self._versions.append(tuple(t._version for t in outputs))
-        self._replays.append((lambda: refill(*aliases), always))
 
     def _check_open(self, method: str) -> None:
         if self._ended:
@@ -139,6 +142,28 @@ def expect_memory(what: str, t: Tensor) -> None:
             f"{what} has no memory when the block is replayed. Of a parameter of fully_shard: pass "
             "reshard_after_forward=False, or recompute in blocks of one layer (recompute_layers=1)"
         )
+
+
+class _Discarded:
+    """Outputs and what makes them again; ``always``: also where the block ends in them."""
+
+    def __init__(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], *, always: bool) -> None:
+        self.outputs: tuple[Tensor, ...] = ()
+        self.versions: tuple[int, ...] = ()
+        self.refill = refill
+        self.always = always
+        self.add(outputs)
+
+    def add(self, outputs: tuple[Tensor, ...]) -> None:
+        self.outputs += outputs
+        self.versions += tuple(t._version for t in outputs)
+
+    def was_modified(self) -> bool:
+        return any(t._version != version for t, version in zip(self.outputs, self.versions, strict=True))
+
+    def replay(self) -> Replay:
+        """Holds no output: only their memory's objects."""
+        return functools.partial(self.refill, *(_alias(t) for t in self.outputs))
 
 
 class _Block:

@@ -556,7 +556,7 @@ def test_the_schemas_name_what_is_written():
         "mhc_aggregate_forward": {"out"},
         "mhc_aggregate_backward": {"dx", "dpre"},
         "mhc_expand_streams": {"x"},
-        "mhc_expand_combine_forward": {"out"},
+        "mhc_expand_combine_forward": {"out", "layer_input"},
         "mhc_expand_combine_backward": {"dx", "df", "dpost", "dres"},
         "mhc_bias_gradient": {"dbias"},
     }

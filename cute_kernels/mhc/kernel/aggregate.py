@@ -28,6 +28,7 @@ from cute_kernels.mhc.kernel.streams import (
     unrolled,
     vectors_of_thread,
     warp_sums,
+    weighted_sum,
 )
 from jit_cache import Program, compiled
 
@@ -62,12 +63,7 @@ class AggregateForward:
             if const_expr(pre is not None):
                 weights = load_coefficients(pre, row, s.n, self.align)
             for u in cutlass.range_constexpr(s.unroll):
-                total = cute.make_rmem_tensor((s.vec,), Float32)
-                for c in cutlass.range_constexpr(s.vec):
-                    total[c] = weights[0] * rX[u][c, 0].to(Float32)
-                    for i in cutlass.range_constexpr(1, s.n):
-                        total[c] = total[c] + weights[i] * rX[u][c, i].to(Float32)
-                store_channels(total, out, row, *vectors[u], s)
+                store_channels(weighted_sum(rX[u], weights, s), out, row, *vectors[u], s)
 
 
 class AggregateBackward:

@@ -2,8 +2,9 @@
 
     out[o, c] = dropout((f[c] + bias[c]) post_o) + sum_i R(i, o) x_i[c],    R(i, o) = res[i, o] or res[o, i]
 
-Forward: a warp takes some vectors of one token, as many warps as there are. Backward: one warp a token, since
-the gradients of post and res are sums over its channels; their order depends on C and the dtype alone.
+Forward: a warp takes some vectors of one token, as many warps as there are; where the next sublayer's ``pre`` is known
+it also aggregates the new streams, with the bits of ``aggregate``. Backward: one warp a token, since the gradients of
+post and res are sums over its channels; their order depends on C and the dtype alone.
 
 Profile: ncu --clock-control none -k regex:ExpandCombine python -m bench.bench_mhc --filter expand_combine.8192x4x4096
 """
@@ -36,6 +37,7 @@ from cute_kernels.mhc.kernel.streams import (
     unrolled,
     vectors_of_thread,
     warp_sums,
+    weighted_sum,
 )
 from jit_cache import Program, compiled
 
@@ -121,11 +123,11 @@ class StreamWeights:
 
 
 class ExpandCombineForward:
-    """See the module; ``orientation`` "io": R(i, o) = res[i, o], "oi": res[o, i]."""
+    """See the module; ``orientation`` "io": R(i, o) = res[i, o], "oi": res[o, i]. ``aligns``: of post, res and pre."""
 
-    def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int]):
+    def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int, int]):
         self.layout = layout
-        self.post_align = aligns[0]
+        self.post_align, _, self.pre_align = aligns
         self.weights = StreamWeights(layout.n, orientation, "o", aligns[1], THREADS // WARP_SIZE)
 
     @cute.jit
@@ -138,11 +140,13 @@ class ExpandCombineForward:
         res: cute.Tensor,
         seed: Optional[cute.Tensor],
         out: cute.Tensor,
+        pre: Optional[cute.Tensor],
+        layer_input: Optional[cute.Tensor],
         threshold: Uint32,
         scale: Float32,
         stream,
     ):
-        self.kernel(f, bias, post, x, res, seed, out, threshold, scale).launch(
+        self.kernel(f, bias, post, x, res, seed, out, pre, layer_input, threshold, scale).launch(
             grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -156,6 +160,8 @@ class ExpandCombineForward:
         res: cute.Tensor,
         seed: Optional[cute.Tensor],
         out: cute.Tensor,
+        pre: Optional[cute.Tensor],
+        layer_input: Optional[cute.Tensor],
         threshold: Uint32,
         scale: Float32,
     ):
@@ -166,6 +172,8 @@ class ExpandCombineForward:
             rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
             posts = load_coefficients(post, row, s.n, self.post_align)
             weights = self.weights.load(res, row, cute.arch.warp_idx())
+            if const_expr(pre is not None):
+                shares = load_coefficients(pre, row, s.n, self.pre_align)
             for u in cutlass.range_constexpr(s.unroll):
                 channel, inside = vectors[u]
                 if const_expr(bias is not None):
@@ -185,7 +193,9 @@ class ExpandCombineForward:
                         for i in cutlass.range_constexpr(s.n):
                             expanded = expanded + incoming[i] * rX[u][c, i].to(Float32)
                         total[c, o] = expanded
-                store_streams(total, out, row, channel, inside, s)
+                rounded = store_streams(total, out, row, channel, inside, s)
+                if const_expr(pre is not None):
+                    store_channels(weighted_sum(rounded, shares, s), layer_input, row, channel, inside, s)
 
 
 class ExpandCombineBackward:
@@ -378,11 +388,15 @@ def expand_combine_forward(
     dtype: Dtype,
     bias: Optional[Dtype],
     dropout: bool,
+    aggregates: bool,
     orientation: str,
-    aligns: tuple[int, int],
+    aligns: tuple[int, int, int],
     layout: StreamLayout,
 ) -> Program:
-    """out (M, n C) from f (M, C), post (M, n), x (M, n C), res (M, n n); rows of post and res start on ``aligns``."""
+    """out (M, n C) from f (M, C), post (M, n), x (M, n C) and res (M, n n); layer_input (M, C) by way of pre (M, n).
+
+    Rows of post, res and pre start on ``aligns``.
+    """
     rows = cute.sym_int()
     s = layout
     streams = symbolic_streams(dtype, rows, s.n * s.channels, s.access)
@@ -395,6 +409,8 @@ def expand_combine_forward(
         symbolic_streams(Float32, rows, s.n * s.n, aligns[1]),
         symbolic_vector(Int64, 1) if dropout else None,
         symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n, aligns[2]) if aggregates else None,
+        symbolic_streams(dtype, rows, s.channels, s.vec) if aggregates else None,
         Uint32(0),
         Float32(1.0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -85,7 +85,7 @@ def load_streams(x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
 
 @cute.jit
 def store_streams(values: cute.Tensor, x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
-    """Round a fragment (vec, n) of fp32 to x's dtype and write it, if it is ``inside``."""
+    """Round a fragment (vec, n) of fp32 to x's dtype and write it, if it is ``inside``; returns what was written."""
     fragment = stream_fragment(x.element_type, s)
     for i in cutlass.range_constexpr(s.n):
         for c in cutlass.range_constexpr(s.vec):
@@ -100,6 +100,18 @@ def store_streams(values: cute.Tensor, x: cute.Tensor, row, channel, inside, s: 
                 target = row_pointer(x, row, channel * s.n + part * s.access, s.access)
                 source = cute.make_tensor(fragment.iterator + part * s.access, cute.make_layout(s.access))
                 cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(s.access)))
+    return fragment
+
+
+@cute.jit
+def weighted_sum(streams: cute.Tensor, weights: cute.Tensor, s: cutlass.Constexpr):
+    """sum_i weights_i x_i of a fragment (vec, n), in ascending i: fp32, of ``vec`` channels."""
+    total = cute.make_rmem_tensor((s.vec,), Float32)
+    for c in cutlass.range_constexpr(s.vec):
+        total[c] = weights[0] * streams[c, 0].to(Float32)
+        for i in cutlass.range_constexpr(1, s.n):
+            total[c] = total[c] + weights[i] * streams[c, i].to(Float32)
+    return total
 
 
 @cute.jit

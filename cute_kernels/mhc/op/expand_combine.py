@@ -111,6 +111,8 @@ def _forward(f, post, x, res, bias, seed, options) -> Tensor:
         rows(op, "res", res, n * n),
         seed,
         out.view(-1, n * channels),
+        None,
+        None,
         dropout_p,
         layout,
         orientation,

@@ -151,6 +151,23 @@ def test_the_whole_is_its_parts(forward_of, case, precision, generator):
                 assert same_bits(found.detach(), result) and same_bits(part.detach(), result)
 
 
+@pytest.mark.parametrize("case", [replace(case, dropout_p=0.3) for case in BATCHES], ids=str)
+@pytest.mark.parametrize("forward_of", [("expand_combine", "aggregate")])
+def test_a_residual_with_the_next_layer_input(forward_of, case, generator, monkeypatch):
+    """What recompute makes in one launch: the bits of expand_combine, and of aggregate of its result."""
+    t = {name: tensor.detach() for name, tensor in make_inputs(case, generator).items()}
+    (wanted,) = call(mhc, "expand_combine", case, t)
+    (wanted_input,) = call(mhc, "aggregate", case, t | {"x": wanted})
+    layer_input, launched = torch.full_like(wanted_input, float("nan")), launch.expand_combine_forward
+
+    def both(*arguments):
+        launched(*arguments[:7], t["pre"], layer_input, *arguments[9:])
+
+    monkeypatch.setattr(launch, "expand_combine_forward", both)
+    (found,) = call(mhc, "expand_combine", case, t)
+    assert same_bits(found, wanted) and same_bits(layer_input, wanted_input)
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_training_is_inference(op, generator):
     """Whichever inputs learn; the bits, whatever is kept for the backward."""

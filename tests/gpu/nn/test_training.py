@@ -23,7 +23,9 @@ PLAIN = make_config(**SIZES)
 DROPOUT = make_config(**SIZES, dropout_p=0.1)
 ONE_STREAM = make_config(**SIZES, streams=None, dropout_p=0.1)
 LARGE = make_config(hidden=1024, layers=8, length=1024, vocab=512)
+RECOMPUTE = {"recompute": True, "recompute_layers": 2}
 CONFIGS = [PLAIN, DROPOUT, ONE_STREAM, LARGE]
+CONFIGS += [with_connections(config, **RECOMPUTE) for config in (DROPOUT, LARGE)]
 
 
 def run(config, dtype=BF16):
@@ -57,12 +59,12 @@ def test_recompute_on_the_references():
     Bits are the kernels' promise: torch's sums on a GPU choose their order by layouts.
     """
     config = replace(DROPOUT, backend="reference")
-    wanted, found = run(config), run(with_connections(config, recompute=True, recompute_layers=2))
+    wanted, found = run(config), run(with_connections(config, **RECOMPUTE))
     errors = relative_errors(found, wanted)
     assert torch.equal(found["loss"], wanted["loss"]) and max(errors.values()) < 0.02, errors
 
 
-@pytest.mark.parametrize("recompute", [{}, {"recompute": True, "recompute_layers": 2}], ids=["alone", "recompute"])
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["alone", "recompute"])
 def test_offload_changes_no_bit(recompute):
     config = with_connections(DROPOUT, offload=True, **recompute)
     wanted = run(DROPOUT)
@@ -113,7 +115,7 @@ def make_step(model, optimizer):
 
 @pytest.mark.parametrize(
     "config",
-    [DROPOUT, with_connections(DROPOUT, recompute=True, recompute_layers=2), ONE_STREAM],
+    [DROPOUT, with_connections(DROPOUT, **RECOMPUTE), ONE_STREAM],
     ids=["four", "recompute", "one"],
 )
 def test_a_captured_step_has_the_bits_of_an_eager_one(config):
