@@ -22,11 +22,11 @@ from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
     BIAS_CHUNK,
-    SLICE,
     ProjectionBackwardConfig,
     StreamLayout,
     projection_backward_config,
     projection_config,
+    slice_of,
     stream_layout,
 )
 from cute_kernels.mhc.variants import Variant
@@ -90,7 +90,7 @@ def projection_forward(x: Tensor, phi: Tensor, norm_weight: Tensor | None, parti
 def partial_sums(x: Tensor, phi: Tensor) -> Tensor:
     """Room for what the parts of K add up to, N products and the sum of squares for each token."""
     columns, k = phi.shape
-    return x.new_empty((-(-k // SLICE), columns + 1, x.shape[0]), dtype=torch.float32)
+    return x.new_empty((-(-k // slice_of(k)), columns + 1, x.shape[0]), dtype=torch.float32)
 
 
 @registered(
@@ -189,7 +189,7 @@ def _plan_projection_backward(
     if sums:
         dtypes = _cutlass(phi, norm_weight, dphi, dnorm_weight)
         sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k)
-    return function, sum_chunks, config, sm_count(index)
+    return function, sum_chunks, config, max(sm_count(index), config.team)
 
 
 # The coefficients

@@ -59,6 +59,12 @@ def generator(request):
     return seeded_generator(request.node.nodeid, "cpu")
 
 
+def test_a_gpu_of_one_sm(generator, monkeypatch):
+    """The stand-in wants a team of CTAs that share tokens whole, however few SMs there are."""
+    monkeypatch.setattr(launch, "sm_count", lambda index: 1)
+    assert_as_the_reference("hyper_connection", Case(4, 256, (5,)), generator)
+
+
 def assert_as_the_reference(op, case, generator):
     inputs = make_inputs(case, generator)
     upstream = make_upstream(op, case, generator)

@@ -1,7 +1,7 @@
 """Weighted sum of a token's streams: out[c] = sum_i pre_i x_i[c], and its gradients.
 
-Forward: a warp takes some vectors of one token, as many warps as there are. Backward: one warp a token, since
-the gradient of pre is a sum over its channels; the order of that sum depends on C and the dtype alone.
+Forward: a warp takes some vectors of one token, as many warps as there are. Backward: one warp or one CTA a token,
+since the gradient of pre is a sum over its channels; the order of that sum depends on C, the dtype and the alignment.
 
 Profile: ncu --clock-control none -k regex:Aggregate python -m bench.bench_mhc --filter aggregate.8192x4x4096
 """
@@ -12,11 +12,12 @@ from typing import Optional
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.mhc.config import StreamLayout
 from cute_kernels.mhc.kernel.streams import (
     THREADS,
-    WARP_SIZE,
+    TokenSums,
     launch_size,
     load_channels,
     load_coefficients,
@@ -27,13 +28,11 @@ from cute_kernels.mhc.kernel.streams import (
     symbolic_streams,
     unrolled,
     vectors_of_thread,
-    warp_sums,
     weighted_sum,
 )
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
-TOKENS = 4  # warps of a CTA of the backward, a token each
 
 
 class AggregateForward:
@@ -71,6 +70,7 @@ class AggregateBackward:
 
     def __init__(self, layout: StreamLayout, align: int):
         self.layout = replace(layout, unroll=max(2, layout.unroll))  # a vector is not enough in flight
+        self.sums = TokenSums(self.layout, layout.n)
         self.align = align
 
     @cute.jit
@@ -84,7 +84,9 @@ class AggregateBackward:
         stream,
     ):
         self.kernel(dout, x, pre, dx, dpre).launch(
-            grid=[cute.ceil_div(x.shape[0], TOKENS), 1, 1], block=[TOKENS * WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(x.shape[0], self.sums.tokens), 1, 1],
+            block=[self.sums.threads, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
@@ -97,18 +99,15 @@ class AggregateBackward:
         dpre: Optional[cute.Tensor],
     ):
         s = self.layout
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        lane = tidx % WARP_SIZE
-        row = bidx * TOKENS + cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        row = self.sums.row()
         if row < x.shape[0]:
             weights = None
             if const_expr(dx is not None):
                 weights = load_coefficients(pre, row, s.n, self.align)
             sums = cute.make_rmem_tensor((s.n,), Float32)
             sums.fill(0.0)
-            for vector in cutlass.range(lane, s.vectors, s.unroll * WARP_SIZE):
-                vectors = unrolled(vector, s)
+            for first in cutlass.range(self.sums.first_vector(), s.vectors, self.sums.warps * self.sums.round):
+                vectors = unrolled(first + cute.arch.lane_idx(), s)
                 rD = [load_channels(dout, row, channel, inside, s) for channel, inside in vectors]
                 if const_expr(dpre is not None):
                     rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
@@ -125,9 +124,7 @@ class AggregateBackward:
                                 gradient[c, i] = d[c] * weights[i]
                         store_streams(gradient, dx, row, *vectors[u], s)
             if const_expr(dpre is not None):
-                total = warp_sums([sums[i] for i in range(s.n)])
-                if lane < s.n:
-                    dpre[row, lane] = total
+                self.sums.store(sums, (dpre,), row, SmemAllocator())
 
 
 class Expand:

@@ -110,26 +110,28 @@ class CoefficientsForward:
         smem = SmemAllocator()
         sH = smem.allocate_tensor(Float32, cute.make_layout((TOKENS, columns + 1), stride=(columns + 1, 1)))
         first_row = bidx * TOKENS
-        for index in cutlass.range(tidx, TOKENS * (columns + 1), THREADS, unroll=4):
-            token, column = index % TOKENS, index // TOKENS
-            row = first_row + token
-            if row < num_tokens:
-                value = Float32(0.0)
-                if const_expr(partials is not None):
-                    value = sum_splits(partials, row, column)
-                    if column == columns:
-                        value = value / Float32(self.k)
-                        if const_expr(mean_square is not None):
-                            mean_square[row] = value
+        if const_expr(partials is not None):
+            for index in cutlass.range(tidx, TOKENS * (columns + 1), THREADS, unroll=4):
+                token, column = index % TOKENS, index // TOKENS
+                if first_row + token < num_tokens:
+                    sH[token, column] = sum_splits(partials, first_row + token, column)
+            cute.arch.barrier()
+            if tidx < TOKENS and first_row + tidx < num_tokens:
+                sH[tidx, columns] = sH[tidx, columns] / Float32(self.k)
+                if const_expr(mean_square is not None):
+                    mean_square[first_row + tidx] = sH[tidx, columns]
+        else:
+            if tidx < TOKENS and first_row + tidx < num_tokens:
+                sH[tidx, columns] = mean_square[first_row + tidx]
+        if const_expr(h is not None):
+            # Rows of H as they lie in memory: a token a lane would write 4 bytes of as many sectors
+            for index in cutlass.range(tidx, TOKENS * columns, THREADS, unroll=4):
+                token, column = index // columns, index % columns
+                if first_row + token < num_tokens:
+                    if const_expr(partials is not None):
+                        h[first_row + token, column] = sH[token, column]
                     else:
-                        if const_expr(h is not None):
-                            h[row, column] = value
-                else:
-                    if column == columns:
-                        value = mean_square[row]
-                    else:
-                        value = h[row, column]
-                sH[token, column] = value
+                        sH[token, column] = h[first_row + token, column]
         if const_expr(self.math is not None):
             cute.arch.barrier()
             row = first_row + tidx

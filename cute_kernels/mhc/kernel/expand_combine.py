@@ -3,8 +3,9 @@
     out[o, c] = dropout((f[c] + bias[c]) post_o) + sum_i R(i, o) x_i[c],    R(i, o) = res[i, o] or res[o, i]
 
 Forward: a warp takes some vectors of one token, as many warps as there are; where the next sublayer's ``pre`` is known
-it also aggregates the new streams, with the bits of ``aggregate``. Backward: one warp a token, since the gradients of
-post and res are sums over its channels; their order depends on C and the dtype alone.
+it also aggregates the new streams, with the bits of ``aggregate``. Backward: one warp or one CTA a token,
+since the gradients of post and res are sums over its channels; their order depends on C, the dtype and the alignment
+alone.
 
 Profile: ncu --clock-control none -k regex:ExpandCombine python -m bench.bench_mhc --filter expand_combine.8192x4x4096
 """
@@ -24,6 +25,7 @@ from cute_kernels.mhc.kernel.philox import philox
 from cute_kernels.mhc.kernel.streams import (
     THREADS,
     WARP_SIZE,
+    TokenSums,
     launch_size,
     load_channels,
     load_coefficients,
@@ -36,13 +38,11 @@ from cute_kernels.mhc.kernel.streams import (
     symbolic_streams,
     unrolled,
     vectors_of_thread,
-    warp_sums,
     weighted_sum,
 )
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
-TOKENS = 4  # warps of a CTA of the backward, a token each
 
 
 @cute.jit
@@ -92,13 +92,12 @@ class StreamWeights:
         self.warps = warps
 
     @cute.jit
-    def load(self, res: cute.Tensor, row, warp_index):
+    def load(self, res: cute.Tensor, row, warp_index, smem: SmemAllocator):
         """Those of a token; called by a whole warp."""
         n = const_expr(self.n)
         if const_expr(n < 8):
             weights = load_coefficients(res, row, n * n, self.align)
         else:
-            smem = SmemAllocator()
             layout = cute.make_layout((n * n, self.warps), stride=(1, n * n))
             weights = smem.allocate_tensor(Float32, layout, byte_alignment=16)[None, warp_index]
             source = row_pointer(res, row, 0, 1)
@@ -171,7 +170,7 @@ class ExpandCombineForward:
             rF = [load_channels(f, row, channel, inside, s) for channel, inside in vectors]
             rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
             posts = load_coefficients(post, row, s.n, self.post_align)
-            weights = self.weights.load(res, row, cute.arch.warp_idx())
+            weights = self.weights.load(res, row, cute.arch.warp_idx(), SmemAllocator())
             if const_expr(pre is not None):
                 shares = load_coefficients(pre, row, s.n, self.pre_align)
             for u in cutlass.range_constexpr(s.unroll):
@@ -191,7 +190,7 @@ class ExpandCombineForward:
                         if const_expr(seed is not None):
                             expanded = expanded * kept[c, o]
                         for i in cutlass.range_constexpr(s.n):
-                            expanded = expanded + incoming[i] * rX[u][c, i].to(Float32)
+                            expanded = cute.math.fma(incoming[i], rX[u][c, i].to(Float32), expanded)
                         total[c, o] = expanded
                 rounded = store_streams(total, out, row, channel, inside, s)
                 if const_expr(pre is not None):
@@ -209,7 +208,8 @@ class ExpandCombineBackward:
         self.layout = layout
         self.orientation = orientation
         self.post_align = aligns[0]
-        self.weights = StreamWeights(layout.n, orientation, "i", aligns[1], TOKENS)
+        self.sums = TokenSums(layout, layout.n + layout.n**2)
+        self.weights = StreamWeights(layout.n, orientation, "i", aligns[1], self.sums.threads // WARP_SIZE)
 
     @cute.jit
     def __call__(
@@ -230,7 +230,9 @@ class ExpandCombineBackward:
         stream,
     ):
         self.kernel(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, threshold, scale).launch(
-            grid=[cute.ceil_div(x.shape[0], TOKENS), 1, 1], block=[TOKENS * WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(x.shape[0], self.sums.tokens), 1, 1],
+            block=[self.sums.threads, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
@@ -252,18 +254,16 @@ class ExpandCombineBackward:
     ):
         s = self.layout
         n = const_expr(s.n)
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        lane = tidx % WARP_SIZE
-        row = bidx * TOKENS + cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        smem = SmemAllocator()
+        row = self.sums.row()
         if row < x.shape[0]:
             posts = load_coefficients(post, row, n, self.post_align)
             if const_expr(dx is not None):
-                weights = self.weights.load(res, row, tidx // WARP_SIZE)
+                weights = self.weights.load(res, row, cute.arch.warp_idx(), smem)
             sums = cute.make_rmem_tensor((n + n * n,), Float32)
             sums.fill(0.0)
-            for first in cutlass.range(0, s.vectors, s.unroll * WARP_SIZE):
-                vectors = unrolled(first + lane, s)
+            for first in cutlass.range(self.sums.first_vector(), s.vectors, self.sums.warps * self.sums.round):
+                vectors = unrolled(first + cute.arch.lane_idx(), s)
                 rD = [load_streams(dout, row, channel, inside, s) for channel, inside in vectors]
                 if const_expr(dpost is not None):
                     rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
@@ -308,14 +308,7 @@ class ExpandCombineBackward:
                     if const_expr(dx is not None):
                         store_streams(gradient_x, dx, row, channel, inside, s)
             if const_expr(dpost is not None):
-                for first in cutlass.range_constexpr(0, n + n * n, WARP_SIZE):
-                    count = const_expr(min(WARP_SIZE, n + n * n - first))
-                    total = warp_sums([sums[first + j] for j in range(count)])
-                    if lane < count:
-                        if first + lane < n:
-                            dpost[row, lane] = total
-                        else:
-                            dres[row, first + lane - n] = total
+                self.sums.store(sums, (dpost, dres), row, smem)
 
 
 class BiasGradient:

@@ -6,7 +6,7 @@ and one the odd 16 columns, so that half as often a number of phi is split into 
 fp32 number is the sum of two or three bf16 terms (8 bits each), and the products of terms that matter are added in one
 fp32 accumulator, so a bf16 x times an fp32 phi is as exact as in fp32 and costs two or three products.
 
-K is split in parts of SLICE columns, each added by itself in ascending order; the sums of the parts are added by
+K is split in equal parts (slice_of), each added by itself in ascending order; the sums of the parts are added by
 whoever reads them (sum_splits). A token's bits do not depend on the other tokens, or on which CTA computes them: as
 many CTAs as fit walk over all (128 tokens, part of K).
 

@@ -16,6 +16,7 @@ from tests.mhc_cases import BF16, FP16, FP32, Case
 ROOT = Path(__file__).resolve().parents[3]
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 PARTS = ("projection", "coefficients", "sinkhorn", "aggregate", "expand_combine", "expand", "contract")
+STREAMWISE = ("aggregate", "expand_combine")
 PRODUCTS = ("projection", "head", "hyper_connection")
 # Rows on and off 16 bytes, the last tile of tokens and of channels not whole, several chunks, parts of K
 RUNS = {
@@ -29,6 +30,7 @@ RUNS = {
         (op, Case(8, 40, (35,), norm_weight=True, bias=True)) for op in dict.fromkeys((*PARTS, *PRODUCTS))
     ],
     "one_stream": [(op, Case(1, 72, (35,), norm_weight=True, bias=True)) for op in dict.fromkeys((*PARTS, *PRODUCTS))],
+    "wide": [(op, Case(4, 2048, (3,), bias=True, layout=a)) for op in STREAMWISE for a in ("streams", "channels")],
     "chunks": [("hyper_connection", Case(2, 2056, (520,), norm_weight=True, bias=True))],
 }
 PROGRAM = """
