@@ -8,8 +8,9 @@ BLOCK = 32
 TILE = 128  # a tile of TILE x TILE elements has one atom of 128 x 4 blocked scales in either orientation
 ATOM = 512  # bytes of that atom
 CLUSTER = 8  # tiles whose 4 bytes of a row of scales fill a sector
-FEW_TILES = {1: 2400, 2: 1800}  # by the number of orientations
-MANY_TILES = 2401
+FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
+MANY_TILES = 7000
+TILE_COUNTS = (1, 2401, MANY_TILES)  # one of each geometry
 MODES = ("rceil", "floor", "ceil", "even")
 
 _FP32_INFINITY = 0x7F800000
@@ -58,6 +59,7 @@ class QuantizeConfig:
         persistent: whether resident CTAs walk over the tiles; else a CTA a tile.
         down: whether tiles along the strided dimension come first, else those along the contiguous one.
         cluster: neighbouring tiles whose CTAs put their scales together, so that whole sectors are written; 1: none.
+        in_place: whether the output along the contiguous dimension takes the place of x, so that more CTAs fit an SM.
     """
 
     stages: int
@@ -66,6 +68,7 @@ class QuantizeConfig:
     persistent: bool
     down: bool
     cluster: int
+    in_place: bool = False
 
 
 def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
@@ -86,19 +89,24 @@ def quantize_config(
     Kinds: of the scales along the contiguous and along the strided dimension, None where they are not wanted.
     H200, bf16, cold L2, share of the speed of a copy of the same bytes:
 
-    few tiles: resident CTAs or a CTA a tile    dual 8192x2048 0.894, 0.856; colwise 4x2880x2880 0.957, 0.921 (of two
-                                                outputs 0.871, 0.897)
+    few tiles: resident CTAs or a CTA a tile    dual 8192x2048 0.902, 0.871; colwise 4x2880x2880 0.957, 0.921
     down or along                               colwise 131072x7168 0.965, 0.899; 3-D 8x8192x5120 1.002, 0.992
-    clusters or none                            colwise 131072x7168 0.991, 0.965; rowwise 32768x7168 1.012, 0.978;
-                                                but dual 8192x7168 0.836, 0.893, fp32 8x7168x2048 0.937, 0.987
+    clusters or none                            colwise 131072x7168 0.991, 0.965; rowwise 32768x7168 1.012, 0.978
+    two outputs, three CTAs an SM               dual 131072x7168 0.826, 8192x7168 0.874; 3-D 8x8192x5120 0.905
+    four, of which each writes over its x       0.836, 0.888; 0.896; blocked 4x2880x2880 0.933 for 0.894
+    and in clusters                             0.874, 0.883; 0.931
     """
     outputs = (row_kind is not None) + (col_kind is not None)
+    few = num_tiles <= FEW_TILES[outputs]
     if itemsize == 4:
         return QuantizeConfig(1, ctas_per_sm=2, warps=8, persistent=False, down=row_kind is None, cluster=1)
-    if num_tiles <= FEW_TILES[outputs]:
+    if few and (outputs == 1 or row_kind != "blocked"):
         stages = 3 if outputs == 1 else 2
         return QuantizeConfig(stages, ctas_per_sm=2, warps=8, persistent=True, down=False, cluster=1)
-    if outputs == 2:
+    if outputs == 1:
+        cluster = CLUSTER if "columns" in (row_kind, col_kind) else 1
+        return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=row_kind is None, cluster=cluster)
+    if arch == "sm_100a":  # in place it would spill 24 bytes
         return QuantizeConfig(1, ctas_per_sm=3, warps=8, persistent=False, down=False, cluster=1)
-    cluster = CLUSTER if "columns" in (row_kind, col_kind) else 1
-    return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=row_kind is None, cluster=cluster)
+    cluster = CLUSTER if row_kind == "columns" and num_tiles >= MANY_TILES else 1
+    return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=False, cluster=cluster, in_place=True)

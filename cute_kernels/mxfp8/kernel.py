@@ -58,6 +58,7 @@ class Quantize:
         self.warps = config.warps
         self.down = config.down
         self.cluster = config.cluster
+        self.in_place = config.in_place
 
     @cute.jit
     def __call__(
@@ -145,11 +146,15 @@ class Quantize:
             sCol = smem.allocate_tensor(Uint8, swizzled.outer, byte_alignment=1024, swizzle=swizzled.inner)
             staged_col = smem.allocate_tensor(Uint8, cute.make_layout(ATOM), byte_alignment=16).iterator
         if const_expr(has_row):
-            sRow = smem.allocate_tensor(Uint8, cute.make_layout((TILE, TILE), stride=(TILE, 1)), byte_alignment=128)
+            if const_expr(not self.in_place):
+                sRow = smem.allocate_tensor(Uint8, cute.make_layout((TILE, TILE), stride=(TILE, 1)), byte_alignment=128)
             staged_row = smem.allocate_tensor(Uint8, cute.make_layout(ATOM), byte_alignment=16).iterator
         if const_expr(self.square):
             squares = smem.allocate_tensor(Int32, cute.make_layout(16), byte_alignment=16)
         sX = smem.allocate_tensor(self.dtype, sX_layout, byte_alignment=128)
+        if const_expr(self.in_place):
+            bytes_of_x = cute.recast_ptr(sX.iterator, dtype=Uint8)
+            sRow = cute.make_tensor(bytes_of_x, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
         full = smem.allocate_array(Int64, self.stages)
         together = received = None
         if const_expr(self.cluster > 1):
@@ -306,14 +311,17 @@ class Quantize:
         vec = const_expr(128 // self.dtype.width)
         rows_at_once = const_expr(WARP * vec // TILE)
         count = const_expr(TILE // self.warps // rows_at_once)
+        chunks = const_expr(count if self.in_place else 4)
         column = lane % (TILE // vec) * vec
-        for batch in cutlass.range(count // 4, unroll=1):
-            first = warp * (TILE // self.warps) + batch * 4 * rows_at_once + lane // (TILE // vec)
-            rX = cute.make_rmem_tensor((vec, 4), self.dtype)
-            for i in cutlass.range_constexpr(4):
+        for batch in cutlass.range(count // chunks, unroll=1):
+            first = warp * (TILE // self.warps) + batch * chunks * rows_at_once + lane // (TILE // vec)
+            rX = cute.make_rmem_tensor((vec, chunks), self.dtype)
+            for i in cutlass.range_constexpr(chunks):
                 chunk = (sT + ((first + i * rows_at_once) * TILE + column)).align(16)
                 cute.autovec_copy(cute.make_tensor(chunk, cute.make_layout(vec)), rX[None, i])
-            for i in cutlass.range_constexpr(4):
+            if const_expr(self.in_place):
+                cute.arch.barrier()  # all have read what is written over
+            for i in cutlass.range_constexpr(chunks):
                 row = first + i * rows_at_once
                 if const_expr(self.square):
                     s = squares[row // BLOCK * 4 + column // BLOCK]

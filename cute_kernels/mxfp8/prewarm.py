@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels.mxfp8.config import MANY_TILES, quantize_config, scale_kinds
+from cute_kernels.mxfp8.config import TILE_COUNTS, quantize_config, scale_kinds
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -24,7 +24,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         for scale_layout in ("plain", "blocked"):
             kind_k, kind_n = scale_kinds(rank, square, scale_layout)
             kinds = (kind_k if along_k else None, kind_n if along_n else None)
-            for num_tiles in (1, MANY_TILES):
+            for num_tiles in TILE_COUNTS:
                 config = quantize_config(arch, 2, *kinds, num_tiles)
                 yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
     for rank, transposed, plain in ((2, False, "columns"), (3, False, "columns"), (3, True, "rows")):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.mxfp8 import prewarm
-from cute_kernels.mxfp8.config import MANY_TILES, quantize_config
+from cute_kernels.mxfp8.config import MANY_TILES, TILE_COUNTS, quantize_config
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
 
@@ -65,16 +65,19 @@ def test_the_shipped_table(arch):
 
 
 def test_configs():
-    """More CTAs fit an SM with one output; few tiles are walked over; clusters for one output in columns."""
+    """Few tiles are walked over; clusters for scales in columns; with two outputs one takes the place of x, on SM90."""
     for arch in ARCHS:
-        one, both = (quantize_config(arch, 2, "rows", kind, 10**6) for kind in (None, "rows"))
-        assert one.ctas_per_sm > both.ctas_per_sm and one.cluster == both.cluster == 1
         assert quantize_config(arch, 4, "rows", None, 1).ctas_per_sm == 2
         assert quantize_config(arch, 2, "columns", None, 1).persistent
         for kinds in (("columns", None), (None, "columns")):
             config = quantize_config(arch, 2, *kinds, MANY_TILES)
             assert config.cluster == 8 and not config.persistent and config.down == (kinds[0] is None)
-        assert quantize_config(arch, 2, "columns", "columns", 10**6).cluster == 1
+        for kinds in (("blocked", "blocked"), ("square", "square"), ("rows", "columns")):
+            assert quantize_config(arch, 2, *kinds, MANY_TILES).cluster == 1
+    both = [quantize_config("sm_90a", 2, "columns", "rows", count) for count in TILE_COUNTS]
+    assert [c.cluster for c in both] == [1, 1, 8] and [c.in_place for c in both] == [False, True, True]
+    assert quantize_config("sm_90a", 2, "blocked", "blocked", 1).in_place
+    assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", count).in_place for count in TILE_COUNTS)
 
 
 def instructions(cases: str, arch: str, folder: Path) -> list[str]:

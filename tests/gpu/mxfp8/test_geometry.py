@@ -1,17 +1,18 @@
-"""The kernels for many tiles on small matrices: clusters that put scales together, tiles walked down, a CTA a tile."""
+"""Each geometry on small matrices: clusters that put scales together, tiles walked down, a CTA a tile, in place."""
 
 import pytest
 import torch
 
 from cute_kernels.mxfp8 import launch
+from cute_kernels.mxfp8.config import MANY_TILES, TILE_COUNTS
 from tests.mxfp8_cases import (
     FP32,
     Case,
+    as_many_tiles,
     assert_same,
     call,
     every_variant,
     make_input,
-    many_tiles,
     poisoned,
     reference,
 )
@@ -26,26 +27,28 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_many_tiles(case, generator):
+def test_any_number_of_tiles(case, generator):
     """The reference's bytes, whichever kernel computes them."""
     x = make_input(case, generator)
     wanted = call(case, x, reference)
-    assert_same(call(case, x), wanted)
-    with many_tiles(), poisoned():
-        assert_same(call(case, x), wanted)
+    for count in TILE_COUNTS:
+        with as_many_tiles(count), poisoned():
+            assert_same(call(case, x), wanted)
 
 
-@pytest.mark.parametrize("case", [Case("rowwise", (8192, 2048)), Case("colwise", (2048, 8192))], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("rowwise", (8192, 2048)), Case("colwise", (2048, 8192)), Case("dual", (8192, 2048))], ids=str
+)
 def test_repeats_in_clusters(case, generator):
     """A CTA that leaves before its cluster's scales have come, or reads them before, shows seldom."""
     x = make_input(case, generator)
     wanted = call(case, x, reference)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    with many_tiles():
+    with as_many_tiles(MANY_TILES):
         for _ in range(300):
-            q, scale = call(case, x)
-            wrong += (scale.view(torch.uint8) != wanted[1].view(torch.uint8)).any()
-        assert_same([q, scale], wanted)
+            found = call(case, x)
+            for t, expected in zip(found, wanted, strict=True):
+                wrong += (t.view(torch.uint8) != expected.view(torch.uint8)).any()
     assert int(wrong) == 0
 
 

@@ -18,7 +18,10 @@ CASES = {
     "blocked": [case for case in every_variant(SHAPE) if case.scale_layout == "blocked"],
     "transposed": [Case("3d_dual", SHAPE, transposed=True), Case("3d_dual_square", SHAPE, transposed=True)],
     "fp32": [Case("3d_dual", SHAPE, FP32, gap=4), Case("3d_dual_square", SHAPE, FP32, scale_layout="blocked")],
-    "many": [Case("rowwise", (160, 1024)), Case("colwise", (1024, 160)), Case("rowwise", SHAPE[1:])],
+    "many": [
+        *(Case("rowwise", (160, 1024)), Case("colwise", (1024, 160)), Case("rowwise", SHAPE[1:])),
+        *(Case("dual", (1024, 1024)), Case("3d_dual", (2, 160, 1024)), Case("dual", SHAPE[1:])),
+    ],
 }
 PROGRAM = """
 import contextlib
@@ -26,15 +29,17 @@ import sys
 import torch
 import cute_kernels
 from tests.gpu.mxfp8.test_sanitizer import CASES
-from tests.mxfp8_cases import assert_same, call, laid_out, make_input, many_tiles, reference, seeded_generator
+from cute_kernels.mxfp8.config import TILE_COUNTS
+from tests.mxfp8_cases import as_many_tiles, assert_same, call, laid_out, make_input, reference, seeded_generator
 
 for case in CASES[sys.argv[1]]:
     x = make_input(case, seeded_generator(str(case), "cpu"))
-    with many_tiles() if sys.argv[1] == "many" else contextlib.nullcontext():
-        found = call(case, laid_out(case, x.cuda()))
-    values = [cute_kernels.dequantize(found[i], found[i + 1]) for i in range(0, len(found), 2)]
-    torch.cuda.synchronize()
-    assert_same([t.cpu() for t in found], call(case, x, reference))
+    for count in TILE_COUNTS[1:] if sys.argv[1] == "many" else (0,):
+        with as_many_tiles(count) if count else contextlib.nullcontext():
+            found = call(case, laid_out(case, x.cuda()))
+        values = [cute_kernels.dequantize(found[i], found[i + 1]) for i in range(0, len(found), 2)]
+        torch.cuda.synchronize()
+        assert_same([t.cpu() for t in found], call(case, x, reference))
 print("done")
 """
 
