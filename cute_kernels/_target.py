@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 
@@ -27,6 +28,12 @@ def arch_of(device_index: int) -> str:
         f"cute_kernels: cuda:{device_index} has compute capability {major}.{minor}; kernels exist for 9.0 and 10.x. "
         "Pass backend='reference' to run plain torch"
     )
+
+
+def expect_arch(arch: str) -> None:
+    """Raise ValueError unless there are kernels for ``arch``."""
+    if arch != "sm_90a" and re.fullmatch("sm_10[0-9]a", arch) is None:
+        raise ValueError(f"prewarm: arch must be 'sm_90a' or of sm_10x, such as 'sm_100a', got {arch!r}")
 
 
 @functools.cache

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cute_kernels._target import expect_arch
 from cute_kernels.gemm.config import DECODE_32, candidates
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32, without a bias."""
+    expect_arch(arch)
     from cutlass import BFloat16 as bf16
     from cutlass import Float32
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cute_kernels._target import expect_arch
 from cute_kernels.mhc.checks import num_coefficients
 from cute_kernels.mhc.config import projection_backward_config, projection_config, stream_layout
 from cute_kernels.mhc.variants import VARIANTS
@@ -18,6 +19,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 
     Those of a training step with recompute are among them.
     """
+    expect_arch(arch)
     from cutlass import BFloat16 as bf16
     from cutlass import Float32
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cute_kernels._target import expect_arch
 from cute_kernels.mxfp8.config import TILE_COUNTS, quantize_config, scale_kinds
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: matrices and experts, each orientation, both, squares; either layout."""
+    expect_arch(arch)
     from cutlass import BFloat16 as bf16
     from cutlass import Float8E4M3FN as e4m3
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from cute_kernels._check import expect
 from cute_kernels.gemm import linear
 from cute_kernels.nn._whole import expect_whole
 
@@ -19,6 +20,9 @@ class Linear(nn.Module):
         bias: learn a bias (N,).
         device, dtype: of the parameters.
         activation, out_dtype, backend: see ``cute_kernels.linear``.
+
+    Raises:
+        TypeError, ValueError: a size that is no int, or negative.
 
     An fp32 weight is cast to x's dtype at each call; its gradient is fp32. Where ``weight.main_grad`` or
     ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None.
@@ -37,6 +41,10 @@ class Linear(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            good, got = type(size) is int, f"{size!r} of type {type(size).__name__}"
+            expect(good, "Linear", name, "be an int", got, TypeError)
+            expect(size >= 0, "Linear", name, "be at least 0", size)
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cute_kernels._target import expect_arch
 from cute_kernels.norm.config import backward_config, forward_config
 
 # Hidden sizes of widely used models from 1B to 700B parameters, and head sizes of per-head norms
@@ -13,6 +14,7 @@ WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: bf16 x, y and parameters; rms_norm, layer_norm with bias; with residual."""
+    expect_arch(arch)
     from cutlass import BFloat16 as bf16
 
     from cute_kernels.norm.kernel import norm_backward, norm_forward

@@ -287,3 +287,16 @@ def test_module_calls_linear():
     module(x).sum().backward()
     assert module.weight.grad is module.bias.grad is None
     assert module.weight.main_grad.any() and (module.bias.main_grad == 6).all()
+
+
+@pytest.mark.parametrize(
+    "sizes, error, message",
+    [
+        ((8.0, 4), TypeError, "in_features must be an int, got 8.0 of type float"),
+        ((8, True), TypeError, "out_features must be an int, got True of type bool"),
+        ((8, -1), ValueError, "out_features must be at least 0, got -1"),
+    ],
+)
+def test_sizes_of_the_module(sizes, error, message):
+    with pytest.raises(error, match=f"^Linear: {message}$"):
+        nn.Linear(*sizes)

@@ -3,6 +3,7 @@
 Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place of the kernels.
 """
 
+import importlib
 import re
 
 import pytest
@@ -177,3 +178,13 @@ def test_dtypes_that_are_accepted(norm):
                     return_residual=True,
                 )
                 assert y.dtype is x and h.dtype is residual
+
+
+@pytest.mark.parametrize("family", ["norm", "gemm", "mhc", "mxfp8"])
+def test_prewarm_of_an_architecture_without_kernels(family):
+    specializations = importlib.import_module(f"cute_kernels.{family}.prewarm").specializations
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        assert next(specializations(arch))[1][0] == arch
+    for arch in ("sm_80", "sm_90", "sm_120a"):
+        with pytest.raises(ValueError, match=f"^prewarm: arch must be 'sm_90a' or of sm_10x, .* got '{arch}'$"):
+            next(specializations(arch))
