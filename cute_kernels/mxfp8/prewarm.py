@@ -26,8 +26,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         for scale_layout in ("plain", "blocked"):
             kind_k, kind_n = scale_kinds(rank, square, scale_layout)
             kinds = (kind_k if along_k else None, kind_n if along_n else None)
-            for num_tiles in TILE_COUNTS:
-                config = quantize_config(arch, 2, *kinds, num_tiles)
+            for config in dict.fromkeys(quantize_config(arch, 2, *kinds, count) for count in TILE_COUNTS):
                 yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
     for rank, transposed, plain in ((2, False, "columns"), (3, False, "columns"), (3, True, "rows")):
         for kind in (plain, "blocked"):

@@ -124,7 +124,8 @@ def test_scales_of_squares_are_not_signed(arch, tmp_path):
     """They go through shared memory: a byte read back as signed would be wrong from 128 on."""
     (kernel,) = [k for k in instructions('[Case("3d_dual_square", (2, 96, 160))]', arch, tmp_path) if "mbarrier" in k]
     assert not SIGNED_BYTE.search(kernel)
-    assert kernel.count("bar.sync") == 4  # inputs, outputs sent, squares, outputs written
+    # Inputs, outputs sent, squares, outputs written; where one takes the place of x, all have read it
+    assert kernel.count("bar.sync") == 4 + (arch == "sm_90a")
 
 
 def test_a_call_names_its_dtypes():

@@ -120,12 +120,12 @@ def test_one_graph(case):
 
 @pytest.mark.parametrize("case", every_variant((2, 64, 96)), ids=str)
 def test_another_size_compiles_nothing(case):
-    """Sizes, experts and strides are no part of a kernel."""
+    """Sizes, experts and strides are no part of a kernel; few tiles, all of them."""
     with stand_in(computes=False) as jobs:
         found = call(case, laid_out(case, torch.zeros(case.shape, dtype=BF16)))
         cute_kernels.dequantize(found[0], found[1])
         first = set(jobs)
-        sizes = [(1, 32, 32), (7, 416, 160), (64, 2880, 32)] if len(case.shape) == 3 else [(32, 32), (2880, 416)]
+        sizes = [(1, 32, 32), (7, 416, 160), (32, 2880, 32)] if len(case.shape) == 3 else [(32, 32), (2880, 416)]
         for shape in sizes:
             for gap in (0, 8):
                 other = Case(case.variant, shape, scale_layout=case.scale_layout, gap=gap)
