@@ -10,9 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .store import Damaged, Entry, Store, settings
+
+if TYPE_CHECKING:
+    from .prewarm import Job
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,10 +105,10 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from .prewarm import Result, discover
+    from .prewarm import Result
 
     missing = 0
-    for builder, args in discover(arguments.package, _archs(arguments), arguments.only):
+    for builder, args in _jobs(arguments):
         lines = builder.explain(*args)
         if lines:
             missing += 1
@@ -116,9 +119,9 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _prewarm(arguments: argparse.Namespace) -> int:
-    from .prewarm import Report, Result, discover, prewarm
+    from .prewarm import Report, Result, prewarm
 
-    jobs = discover(arguments.package, _archs(arguments), arguments.only)
+    jobs = _jobs(arguments)
     if not jobs:
         raise LookupError("no kernel matches")
 
@@ -217,6 +220,22 @@ def _archs(arguments: argparse.Namespace) -> list[str]:
     if not archs:
         raise ValueError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
     return archs
+
+
+def _jobs(arguments: argparse.Namespace) -> list[Job]:
+    """The package's kernels; of the architectures of several GPUs, for those that it has kernels for."""
+    from .prewarm import discover
+
+    archs, jobs, refused = _archs(arguments), [], 0
+    for arch in archs:
+        try:
+            jobs += discover(arguments.package, [arch], arguments.only)
+        except ValueError as error:
+            refused += 1
+            if arguments.arch or refused == len(archs):
+                raise
+            print(f"jit_cache: left out: {error}", file=sys.stderr)
+    return jobs
 
 
 def _gpu_archs() -> list[str]:

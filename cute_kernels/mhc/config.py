@@ -80,9 +80,10 @@ TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of 8 bits that an element
 
 
 def slice_of(k: int) -> int:
-    """Columns of x that are added by themselves: K in a power of two of equal parts of whole tiles, up to SLICE each.
+    """Columns of x that are added by themselves: K in a power of two of equal parts, up to SLICE columns each.
 
-    Equal, and a power of two as tokens come in, so that all CTAs have the same to do. H200, projection, share of the
+    Of whole tiles: the last part may be smaller, and of more than 65,536 columns there may be fewer parts. Equal, and a
+    power of two as tokens come in, so that all CTAs have the same to do. H200, projection, share of the
     same-bytes copy, for parts of 4096 and a rest: 16384x4x1280 0.59 -> 0.70, 8192x4x2560 0.63 -> 0.72, 2048x4x5120
     0.53 -> 0.62; twice as many parts: 4096x4x4096 0.69 -> 0.71, 4096x4x7168 0.78 -> 0.67.
     """

@@ -17,7 +17,7 @@ CHANNELS = (1280, 2560, 4096, 5120, 7168)
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: pre, expand_combine and hyper_connection, with fp32 parameters.
 
-    Those of a training step with recompute are among them.
+    With those that a block of recompute adds to them.
     """
     expect_arch(arch)
     from cutlass import BFloat16 as bf16

@@ -100,7 +100,7 @@ def quantize_config(
     few = num_tiles <= FEW_TILES[outputs]
     if itemsize == 4:
         return QuantizeConfig(1, ctas_per_sm=2, warps=8, persistent=False, down=row_kind is None, cluster=1)
-    if few and (outputs == 1 or row_kind != "blocked"):
+    if few and (outputs == 1 or row_kind != "blocked" or arch != "sm_90a"):
         stages = 3 if outputs == 1 else 2
         return QuantizeConfig(stages, ctas_per_sm=2, warps=8, persistent=True, down=False, cluster=1)
     if outputs == 1:

@@ -59,6 +59,7 @@ class Quantize:
         self.down = config.down
         self.cluster = config.cluster
         self.in_place = config.in_place
+        assert not config.in_place or (config.stages == 1 and not config.persistent), "x would come over an output"
 
     @cute.jit
     def __call__(

@@ -210,6 +210,10 @@ def to_blocked(scale: Tensor) -> Tensor:
 def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of ``to_blocked``: (rows, columns), or (E, rows, columns) of two-dimensional ``blocked``, contiguous.
 
+    Args:
+        blocked: what ``to_blocked`` returns, float8_e8m0fnu or uint8.
+        rows, columns: of the scales, without their padding.
+
     Plain torch on every device. Raises: TypeError, ValueError: naming argument, expected and got.
     """
     return reference.from_blocked(blocked, rows, columns)

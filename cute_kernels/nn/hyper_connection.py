@@ -48,6 +48,8 @@ class HyperConnectionConfig:
 
     Raises:
         TypeError, ValueError: naming the field, expected and got.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
     """
 
     hidden_size: int
@@ -92,7 +94,7 @@ class HyperConnectionConfig:
     def resolved_variant(self) -> Variant:
         """The variant with this config's iterations and eps."""
         variant = replace(variant_of("HyperConnectionConfig", self.variant), iterations=self.sinkhorn_iterations)
-        return variant if self.eps is None else replace(variant, rms_eps=self.eps)
+        return variant if self.eps is None else replace(variant, rms_eps=float(self.eps))
 
     def layers_per_block(self, num_layers: int) -> int:
         """Layers a block of recompute in a model of ``num_layers``."""
@@ -146,6 +148,11 @@ class HyperConnection(FloatModule):
     coefficients are fp32, too. Where a parameter has a ``main_grad`` (fp32) the backward adds to it.
 
     The residual is (..., n, C), for variants of layout "channels" (..., C, n). Its gradient is written once.
+
+    Raises, ``forward`` and ``combine``, too: TypeError, ValueError as ``mhc.hyper_connection``; NotImplementedError for
+    parameters that are DTensors; RuntimeError for a manager whose block has ended.
+
+    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 to 19.
     """
 
     def __init__(
@@ -264,8 +271,10 @@ class _Recombination:
 
     def __call__(self, out: Tensor, layer_input: Tensor | None = None) -> None:
         f, _, _, x, *_ = self.matrices
-        aggregated = None if layer_input is None else layer_input.view(-1, f.shape[1])
-        launch.expand_combine_forward(*self.matrices, out.view(-1, x.shape[1]), self.pre, aggregated, *self.options)
+        pre, aggregated = None, None
+        if layer_input is not None:
+            pre, aggregated = self.pre, layer_input.view(-1, f.shape[1])
+        launch.expand_combine_forward(*self.matrices, out.view(-1, x.shape[1]), pre, aggregated, *self.options)
 
 
 class LearnedHead(FloatModule):

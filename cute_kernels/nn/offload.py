@@ -25,6 +25,7 @@ class ResidualOffload:
 
         Raises:
             ValueError: x is not on a GPU, or ``out`` does not require grad.
+            RuntimeError: in a CUDA graph's capture.
         """
         expect(x.is_cuda, "ResidualOffload", "x", "be on a GPU (set offload=False on the CPU)", x.device)
         if torch.cuda.is_current_stream_capturing():

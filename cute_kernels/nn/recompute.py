@@ -91,13 +91,19 @@ class RecomputeManager:
         return found[0] if found else None
 
     def join(self, refill: Callable[..., None], outputs: tuple[Tensor, ...]) -> None:
-        """Discard more outputs, which a refill of this block makes, too: it gets their tensors after those it had.
+        """Discard more outputs, which a refill of this block makes, too.
+
+        It gets their tensors after those of ``discard``, None for one that the block ends in.
 
         Raises:
             RuntimeError: the block has ended.
+            ValueError: ``refill`` is none of this block's.
         """
         self._check_open("join")
-        next(d for d in self._discarded if d.refill is refill).add(outputs)
+        found = [d for d in self._discarded if d.refill is refill]
+        expect(len(found) == 1, "join", "refill", "be one of this block", refill)
+        found[0].joined += outputs
+        found[0].versions += tuple(t._version for t in outputs)
 
     def end_block(self, hook_tensor: Tensor) -> None:
         """Release the memory of all outputs and leave the one hook that brings them back on ``hook_tensor``.
@@ -122,10 +128,11 @@ class RecomputeManager:
         kept = _storage(hook_tensor)
         storages, replays = {}, []
         for discarded in self._discarded:
-            released = {_storage(t): t.untyped_storage() for t in discarded.outputs if _storage(t) != kept}
+            made = discarded.outputs + discarded.joined
+            released = {_storage(t): t.untyped_storage() for t in made if _storage(t) != kept}
             storages.update(released)
             if released or discarded.always:
-                replays.append(discarded.replay())
+                replays.append(discarded.replay(kept))
         self._discarded = []
         if replays:
             hook_tensor.register_hook(_Block(list(storages.values()), replays))
@@ -148,22 +155,19 @@ class _Discarded:
     """Outputs and what makes them again; ``always``: also where the block ends in them."""
 
     def __init__(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], *, always: bool) -> None:
-        self.outputs: tuple[Tensor, ...] = ()
-        self.versions: tuple[int, ...] = ()
+        self.outputs = outputs
+        self.joined: tuple[Tensor, ...] = ()
+        self.versions = tuple(t._version for t in outputs)
         self.refill = refill
         self.always = always
-        self.add(outputs)
-
-    def add(self, outputs: tuple[Tensor, ...]) -> None:
-        self.outputs += outputs
-        self.versions += tuple(t._version for t in outputs)
 
     def was_modified(self) -> bool:
-        return any(t._version != version for t, version in zip(self.outputs, self.versions, strict=True))
+        return self.versions != tuple(t._version for t in self.outputs + self.joined)
 
-    def replay(self) -> Replay:
-        """Holds no output: only their memory's objects."""
-        return functools.partial(self.refill, *(_alias(t) for t in self.outputs))
+    def replay(self, kept: int) -> Replay:
+        """Holds no output, only their memory's objects; ``kept``: the storage that the block ends in."""
+        joined = [None if _storage(t) == kept else _alias(t) for t in self.joined]
+        return functools.partial(self.refill, *map(_alias, self.outputs), *joined)
 
 
 class _Block:

@@ -139,7 +139,7 @@ class TransformerLayer(nn.Module):
         recompute: RecomputeManager | None = None,
         offload: ResidualOffload | None = None,
     ) -> Tensor:
-        """The residual after the layer: (B, S, C), with hyper-connections (B, S, n, C).
+        """The residual after the layer: (B, S, C); with hyper-connections (B, S, n, C), or (B, S, C, n) by variant.
 
         Args:
             x: the residual before it.

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cute_kernels.mhc import prewarm
-from cute_kernels.mhc.config import projection_backward_config
+from cute_kernels.mhc.config import projection_backward_config, slice_of
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
@@ -144,6 +144,18 @@ def test_the_shipped_table_is_what_a_model_asks_for(arch):
     for channels in prewarm.CHANNELS:
         wanted = jobs_of(arch, ("hyper_connection", Case(4, channels)), ("pre", Case(4, channels)))
         assert set(wanted) <= table
+    assert {job[1][4] for job in table if job[0].__name__ == "expand_combine_forward"} == {False, True}  # of recompute
+
+
+@pytest.mark.parametrize("align", [1, 8, 40, 128, 1280])
+def test_parts_of_k(align):
+    """Whole tiles that cover K, none of them empty; of up to 65,536 columns a power of two of parts."""
+    for k in range(align, 70000, 37 * align):
+        part = slice_of(k)
+        parts = -(-k // part)
+        assert part % 128 == 0 and part <= 4096 and (parts - 1) * part < k <= parts * part
+        assert parts & (parts - 1) == 0 or k > 65536
+    assert [slice_of(4 * c) for c in (768, 1280, 2560, 4096, 5120, 7168)] == [3072, 2560, 2560, 4096, 2560, 3584]
 
 
 def test_shared_memory_fits_a_cta():

@@ -103,6 +103,7 @@ def test_the_memory_of_streams_is_documented():
 
 def test_the_variant_of_a_config():
     assert HyperConnectionConfig(32).resolved_variant() == VARIANTS["deepseek_v4"]
+    assert HyperConnectionConfig(32, eps=1).resolved_variant().rms_eps == 1.0
     config = HyperConnectionConfig(32, variant="transformer_engine", sinkhorn_iterations=7, eps=1e-3)
     expected = dataclasses.replace(VARIANTS["transformer_engine"], iterations=7, rms_eps=1e-3)
     assert config.resolved_variant() == expected

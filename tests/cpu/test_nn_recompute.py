@@ -378,3 +378,47 @@ def test_nothing_outlives_the_backward():
     del kept, end
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("ends_in_the_joined", [False, True])
+def test_a_refill_makes_what_joined_it(ends_in_the_joined):
+    """One call for both; what the block ends in is left as it is, also where it was modified since."""
+    calls = []
+
+    def refill(first, second):
+        calls.append((first is None, second is None))
+        first.copy_(x.detach().sin())
+        if second is not None:
+            second.copy_(x.detach().cos())
+
+    x = torch.randn(16, requires_grad=True)
+    manager = RecomputeManager()
+    first, second = x.sin(), x.cos()
+    assert manager.refill_of(first) is None
+    manager.discard((first,), refill)
+    assert manager.refill_of(first) is refill and manager.refill_of(second) is None
+    manager.join(refill, (second,))
+    assert manager.refill_of(second) is None
+    end = second if ends_in_the_joined else first * second
+    wanted = first.detach().clone(), second.detach().clone()
+    manager.end_block(end)
+    assert nbytes(first) == 0 and nbytes(second) == (64 if ends_in_the_joined else 0)
+    if ends_in_the_joined:
+        end.mul_(2)
+    end.sum().backward()
+    assert calls == [(False, ends_in_the_joined)]
+    assert torch.equal(first, wanted[0])
+    assert torch.equal(second, wanted[1] * 2 if ends_in_the_joined else wanted[1])
+
+
+def test_join_guards():
+    x = torch.randn(16, requires_grad=True)
+    manager = RecomputeManager()
+    with pytest.raises(ValueError, match="^join: refill must be one of this block, got "):
+        manager.join(print, (x.sin(),))
+    y, z = x.sin(), x.cos()
+    manager.discard((y,), print)
+    manager.join(print, (z,))
+    z.detach().add_(1)
+    with pytest.raises(RuntimeError, match="a discarded output was modified in place"):
+        manager.end_block(y * z)

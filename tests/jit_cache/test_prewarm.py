@@ -183,6 +183,24 @@ def test_prewarm_command(command, package, monkeypatch):
     assert status == 0 and "2 kernels: 2 disk" in out
 
 
+def test_prewarm_command_beside_a_gpu_without_kernels(command, package, monkeypatch):
+    """Of the GPUs at hand those that the package has kernels for; one that is asked for by name is an error."""
+
+    def specializations(arch):
+        if arch == "sm_120a":
+            raise ValueError("no kernels for sm_120a")
+        return [(kernels.add, (arch,))]
+
+    monkeypatch.setattr(kernels, "specializations", specializations)
+    for archs, status_wanted, missing in ((["sm_90a", "sm_120a"], 1, "1 missing"), (["sm_120a"], 1, "")):
+        monkeypatch.setattr(jit_cache.__main__, "_gpu_archs", lambda found=archs: found)
+        status, out, err = command("prewarm", MODULE, "--check")
+        assert status == status_wanted and missing in out and "no kernels for sm_120a" in err
+        assert ("left out" in err) == (len(archs) > 1)
+    status, out, err = command("prewarm", MODULE, "--arch", "sm_90a", "--arch", "sm_120a", "--check")
+    assert status == 1 and not out and "no kernels for sm_120a" in err and "left out" not in err
+
+
 def test_prewarm_command_without_a_gpu_asks_for_the_architecture(command):
     status, _, err = command("prewarm", MODULE, PATH="/nowhere")
     assert status == 1 and "--arch sm_90a" in err

@@ -26,6 +26,8 @@ def contract(x: Tensor, *, layout: str = "streams", backend: str | None = None) 
 
     Numerics: fp32, streams in ascending order, rounded once. The gradient of every stream is a n-th of the output's,
     exactly.
+
+    Source: Zhu et al., Hyper-Connections, arXiv 2409.19606, where it is the sum.
     """
     if takes_reference(OP, x, backend):
         return reference.contract(x, layout=layout)

@@ -28,6 +28,8 @@ def expand(h: Tensor, n: int, *, layout: str = "streams", backend: str | None = 
     Raises: as ``aggregate``.
 
     Numerics: copies. The gradient is the streams' sum in fp32, in ascending order, rounded once.
+
+    Source: Zhu et al., Hyper-Connections, arXiv 2409.19606: what the streams begin with.
     """
     if takes_reference(OP, h, backend):
         return reference.expand(h, n, layout=layout)

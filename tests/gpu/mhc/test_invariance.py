@@ -38,6 +38,8 @@ BATCHES = [
     Case(4, 13, (13,), BF16, FP32, "megatron_dev", "channels", norm_weight=True, bias=True),
     Case(1, 64, (13,), FP16, variant="liger", bias=True),
 ]
+WIDE = [Case(4, 2048, (13,), bias=True), Case(8, 1024, (13,), FP16, layout="channels")]  # a CTA sums over a token
+STREAMWISE = ("aggregate", "expand_combine")
 SOME = ("coefficients", "sinkhorn", "aggregate", "expand_combine", "hyper_connection")
 
 
@@ -51,7 +53,8 @@ def assert_same_bits(found, wanted, what=""):
     "op, case, precision",
     [(op, replace(FULL, dropout_p=0.3), "tf32") for op in OPERATIONS]
     + [(op, case, "fp32") for case in BATCHES[1:] for op in SOME if (case.n, op) != (2, "hyper_connection")]
-    + [(op, replace(DEEP, dropout_p=0.3), "tf32") for op in ("projection", "hyper_connection")],
+    + [(op, replace(DEEP, dropout_p=0.3), "tf32") for op in ("projection", "hyper_connection")]
+    + [(op, case, "tf32") for case in WIDE for op in STREAMWISE],
     ids=str,
 )
 def test_again(op, case, precision, generator):
@@ -79,7 +82,8 @@ def tokens_at(tensors, index):
     [(op, FULL, "tf32") for op in OPERATIONS]
     + [("hyper_connection", FULL, "fp32")]
     + [(op, case, "fp32") for case in BATCHES[1:] for op in SOME if (case.n, op) != (2, "hyper_connection")]
-    + [(op, BATCHES[1], "fp32") for op in ("projection", "pre")],
+    + [(op, BATCHES[1], "fp32") for op in ("projection", "pre")]
+    + [(op, case, "tf32") for case in WIDE for op in STREAMWISE],
     ids=str,
 )
 def test_a_token_does_not_know_its_batch(op, case, precision, generator):
