@@ -38,7 +38,12 @@ BATCHES = [
     Case(4, 13, (13,), BF16, FP32, "megatron_dev", "channels", norm_weight=True, bias=True),
     Case(1, 64, (13,), FP16, variant="liger", bias=True),
 ]
-WIDE = [Case(4, 2048, (13,), bias=True), Case(8, 1024, (13,), FP16, layout="channels")]  # a CTA sums over a token
+# A CTA sums over a token
+WIDE = [
+    Case(4, 2048, (13,), bias=True),
+    Case(8, 1024, (13,), FP16, layout="channels"),
+    Case(1, 4096, (13,), FP32, bias=True),
+]
 STREAMWISE = ("aggregate", "expand_combine")
 SOME = ("coefficients", "sinkhorn", "aggregate", "expand_combine", "hyper_connection")
 
