@@ -59,7 +59,8 @@ class Quantize:
         self.down = config.down
         self.cluster = config.cluster
         self.in_place = config.in_place
-        assert not config.in_place or (config.stages == 1 and not config.persistent), "x would come over an output"
+        if config.in_place and (config.stages > 1 or config.persistent):
+            raise ValueError("config.in_place wants one stage and a CTA a tile: the next x would come over an output")
 
     @cute.jit
     def __call__(

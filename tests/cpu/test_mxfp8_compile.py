@@ -1,5 +1,6 @@
 """The quantizers compile for both architectures without a GPU, and what came out: no spills, the instructions meant."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -78,6 +79,15 @@ def test_configs():
     assert [c.cluster for c in both] == [1, 1, 8] and [c.in_place for c in both] == [False, True, True]
     assert quantize_config("sm_90a", 2, "blocked", "blocked", 1).in_place
     assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", count).in_place for count in TILE_COUNTS)
+
+
+def test_in_place_of_what_is_still_needed():
+    from cute_kernels.mxfp8.kernel import Quantize
+
+    config = quantize_config("sm_90a", 2, "columns", "columns", MANY_TILES)
+    for change in ({"stages": 2}, {"persistent": True}):
+        with pytest.raises(ValueError, match="^config.in_place wants one stage and a CTA a tile"):
+            Quantize(False, False, None, ("columns", "columns"), dataclasses.replace(config, **change))
 
 
 def instructions(cases: str, arch: str, folder: Path) -> list[str]:

@@ -186,3 +186,26 @@ def test_a_linear_of_an_fp32_weight():
 def test_no_config(module):
     with pytest.raises(TypeError, match=f"{module.__name__}: config must be a HyperConnectionConfig, got NoneType"):
         module(None)
+
+
+@pytest.mark.parametrize("second", ["deepseek_v4", "transformer_engine"], ids=["one_order", "two_orders"])
+def test_a_residual_of_two_connections(second, path):
+    """Its replay makes the input of the first that has its order, the other's is made of it: no bit changes."""
+    first = HyperConnectionConfig(8, 8)
+    modules = [connection(first, seed) for seed in (0, 1)]
+    modules.append(connection(HyperConnectionConfig(8, 8, variant=second), 2))
+    x, upstream = torch.randn(3, 8, 8).to(BF16).requires_grad_(), torch.randn(3, 8).to(BF16)
+    leaves = [x, *(parameter for module in modules for parameter in module.parameters())]
+
+    def gradients(manager):
+        layer_input, mix = modules[0](x, manager)
+        out = modules[0].combine(layer_input.sin(), x, mix, recompute=manager)
+        # In the order of ``second`` first: that one is not of the residual's order
+        one, two = modules[2](out, manager)[0], modules[1](out, manager)[0]
+        end = one.sin() + two.exp()
+        if manager is not None:
+            manager.end_block(end)
+        return torch.autograd.grad(end, leaves, upstream, allow_unused=True)
+
+    for found, wanted in zip(gradients(RecomputeManager()), gradients(None), strict=True):
+        assert found is wanted is None or torch.equal(found, wanted)
