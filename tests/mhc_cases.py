@@ -643,7 +643,8 @@ def _projection_forward(static, x, phi, norm_weight, partials, num_ctas) -> None
     assert 1 <= num_ctas <= min(-(-len(x) // 128) * config.splits, 132 * config.ctas_per_sm)
     weight, wide = _weight(phi, norm_weight), x.float()
     for split, part in enumerate(partials):
-        columns = slice(split * config.slice_k, (split + 1) * config.slice_k)
+        tiles = torch.arange(config.k) // config.tile_k
+        columns = tiles % config.splits == split
         part[:-1].copy_((wide[:, columns] @ weight[:, columns].t()).t())
         part[-1].copy_(wide[:, columns].square().sum(-1))
 

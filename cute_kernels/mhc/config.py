@@ -45,15 +45,15 @@ def stream_layout(n: int, channels: int, order: str, itemsize: int, alignment: i
 class ProjectionConfig:
     """How the products of tokens with phi are computed.
 
-    ``columns``: N; ``k``: n C; ``slice_k``: columns of x that are added by themselves; ``tile_k``: that come at once,
-    ``stages`` tiles in flight, ``ctas_per_sm`` times; ``warps_k``: warps that share a token's columns; ``x_terms``,
-    ``phi_terms``: bf16 numbers whose sum stands for an element; products of term a and term b are taken where
-    a + b < ``order``. ``tma``: rows start and end on 16 bytes.
+    ``columns``: N; ``k``: n C; ``splits``: parts of K that are added by themselves; ``tile_k``: columns of x that come
+    at once, ``stages`` tiles in flight, ``ctas_per_sm`` times; ``warps_k``: warps that share a token's columns;
+    ``x_terms``, ``phi_terms``: bf16 numbers whose sum stands for an element; products of term a and term b are taken
+    where a + b < ``order``. ``tma``: rows start and end on 16 bytes.
     """
 
     columns: int
     k: int
-    slice_k: int
+    splits: int
     tile_k: int
     stages: int
     ctas_per_sm: int
@@ -69,9 +69,9 @@ class ProjectionConfig:
         return -(-self.columns // 8) * 8
 
     @property
-    def splits(self) -> int:
-        """Parts of K."""
-        return -(-self.k // self.slice_k)
+    def tiles(self) -> int:
+        """Of K; every ``splits``-th is one part's."""
+        return -(-self.k // self.tile_k)
 
 
 SLICE = 4096
@@ -79,16 +79,13 @@ BIAS_CHUNK = 64  # tokens whose gradients of the bias are added first
 TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of 8 bits that an element needs to be exact
 
 
-def slice_of(k: int) -> int:
-    """Columns of x that are added by themselves: K in a power of two of equal parts, up to SLICE columns each.
+def splits_of(k: int) -> int:
+    """Parts of K, of up to SLICE columns each: a power of two as tokens come in, so that all CTAs have the same to do.
 
-    Of whole tiles: the last part may be smaller, and of more than 65,536 columns there may be fewer parts. Equal, and a
-    power of two as tokens come in, so that all CTAs have the same to do. H200, projection, share of the
-    same-bytes copy, for parts of 4096 and a rest: 16384x4x1280 0.59 -> 0.70, 8192x4x2560 0.63 -> 0.72, 2048x4x5120
-    0.53 -> 0.62; twice as many parts: 4096x4x4096 0.69 -> 0.71, 4096x4x7168 0.78 -> 0.67.
+    H200, projection, share of the same-bytes copy, for parts of 4096 and a rest: 16384x4x1280 0.59 -> 0.70, 8192x4x2560
+    0.63 -> 0.72, 2048x4x5120 0.53 -> 0.62; twice as many parts: 4096x4x4096 0.69 -> 0.71, 4096x4x7168 0.78 -> 0.67.
     """
-    parts = 1 << (-(-k // SLICE) - 1).bit_length()
-    return -(-k // (parts * 128)) * 128
+    return 1 << (-(-k // SLICE) - 1).bit_length()
 
 
 def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tma: bool) -> ProjectionConfig:
@@ -102,7 +99,7 @@ def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tm
     return ProjectionConfig(
         columns=columns,
         k=k,
-        slice_k=slice_of(k),
+        splits=splits_of(k),
         tile_k=128 if light else 32 if x == "float32" else 64,
         stages=2 if light else 3,
         ctas_per_sm=2,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect
 from cute_kernels._op import is_plain, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
@@ -26,7 +25,7 @@ from cute_kernels.mhc.config import (
     StreamLayout,
     projection_backward_config,
     projection_config,
-    slice_of,
+    splits_of,
     stream_layout,
 )
 from cute_kernels.mhc.variants import Variant
@@ -90,7 +89,7 @@ def projection_forward(x: Tensor, phi: Tensor, norm_weight: Tensor | None, parti
 def partial_sums(x: Tensor, phi: Tensor) -> Tensor:
     """Room for what the parts of K add up to, N products and the sum of squares for each token."""
     columns, k = phi.shape
-    return x.new_empty((-(-k // slice_of(k)), columns + 1, x.shape[0]), dtype=torch.float32)
+    return x.new_empty((splits_of(k), columns + 1, x.shape[0]), dtype=torch.float32)
 
 
 @registered(
@@ -162,10 +161,6 @@ def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precisi
     from cute_kernels.mhc.kernel.projection import projection_forward
 
     index, (columns, k) = x.get_device(), phi.shape
-    # Their backward failed on an H200 ("unspecified launch failure"). What was found and mended since, warps that ran
-    # ahead in rings of two slots, may explain it; until they have run on a GPU they stay refused
-    good = columns < 80 or x.dtype is not torch.float32 or precision == "tf32"
-    expect(good, "projection", "precision", "be 'tf32' for float32 x with 8 streams", repr(precision))
     tma = columns > 1 and x.stride(0) >= k and _aligned(k, x, phi)  # no boxes of a matrix of one row
     config = projection_config(columns, k, _name(x), _product_name(phi, norm_weight), precision, tma)
     function = projection_forward(arch_of(index), *_cutlass(x, phi, norm_weight), config)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cute_kernels.mhc import prewarm
-from cute_kernels.mhc.config import projection_backward_config, slice_of
+from cute_kernels.mhc.config import projection_backward_config, projection_config, splits_of
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
@@ -149,13 +149,13 @@ def test_the_shipped_table_is_what_a_model_asks_for(arch):
 
 @pytest.mark.parametrize("align", [1, 8, 40, 128, 1280])
 def test_parts_of_k(align):
-    """Whole tiles that cover K, none of them empty; of up to 65,536 columns a power of two of parts."""
+    """A power of two, none empty, none of more than 4096 columns and a tile, no fewer than that takes."""
     for k in range(align, 70000, 37 * align):
-        part = slice_of(k)
-        parts = -(-k // part)
-        assert part % 128 == 0 and part <= 4096 and (parts - 1) * part < k <= parts * part
-        assert parts & (parts - 1) == 0 or k > 65536
-    assert [slice_of(4 * c) for c in (768, 1280, 2560, 4096, 5120, 7168)] == [3072, 2560, 2560, 4096, 2560, 3584]
+        config = projection_config(24, k, "bfloat16", "float32", "tf32", align % 8 == 0)
+        parts = [len(range(s, config.tiles, config.splits)) for s in range(config.splits)]
+        assert config.splits & (config.splits - 1) == 0 and config.splits < 2 * -(-k // 4096)
+        assert min(parts) > 0 and max(parts) * config.tile_k <= 4096 + config.tile_k
+    assert [splits_of(4 * c) for c in (768, 1280, 2560, 4096, 5120, 7168)] == [1, 2, 4, 4, 8, 8]
 
 
 def test_shared_memory_fits_a_cta():

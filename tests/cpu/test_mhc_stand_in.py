@@ -574,12 +574,3 @@ def test_variants_that_differ_above_the_kernels_share_them(kernels, generator):
     for variant in ("deepseek_v4", other):
         mhc.pre(t["x"], t["phi"], t["alpha"], t["beta"], variant=variant)
     assert len(kernels) == 3
-
-
-def test_float32_of_eight_streams_wants_tf32(generator):
-    """Refused before anything runs, since the backward of such products has not run well on a GPU."""
-    t = make_inputs(Case(8, 16, (5,), FP32), generator)
-    mhc.projection(t["x"], t["phi"], precision="tf32")
-    expected = "^projection: precision must be 'tf32' for float32 x with 8 streams, got 'fp32'$"
-    with pytest.raises(ValueError, match=expected):
-        mhc.projection(t["x"], t["phi"], precision="fp32")

@@ -6,9 +6,10 @@ and one the odd 16 columns, so that half as often a number of phi is split into 
 fp32 number is the sum of two or three bf16 terms (8 bits each), and the products of terms that matter are added in one
 fp32 accumulator, so a bf16 x times an fp32 phi is as exact as in fp32 and costs two or three products.
 
-K is split in equal parts (slice_of), each added by itself in ascending order; the sums of the parts are added by
-whoever reads them (sum_splits). A token's bits do not depend on the other tokens, or on which CTA computes them: as
-many CTAs as fit walk over all (128 tokens, part of K).
+K is split in S parts (splits_of), part s of tiles s, s + S, ... of K: the CTAs of the same tokens read neighbouring
+columns at a time. Each part is added by itself in ascending order; the sums of the parts are added by whoever reads
+them. A token's bits do not depend on the other tokens, or on which CTA computes them: as many CTAs as fit walk over all
+(128 tokens, part of K).
 
     gmem x, phi --TMA--> ring in smem (full / empty mbarriers) --ldmatrix--> registers: terms --mma--> partials in gmem
 
@@ -46,6 +47,7 @@ class ProjectionForward:
         self.config = config
         self.warps_k = config.warps_k
         self.warps_m = WARPS // config.warps_k
+        self.part_columns = -(-config.tiles // config.splits) * config.tile_k  # at most
 
     @cute.jit
     def __call__(
@@ -99,7 +101,7 @@ class ProjectionForward:
         partials: cute.Tensor,
     ):
         config = self.config
-        tile_k, slice_k = const_expr(config.tile_k), const_expr(config.slice_k)
+        tile_k, splits = const_expr(config.tile_k), const_expr(config.splits)
         padded = const_expr(config.padded_columns)
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
@@ -118,12 +120,13 @@ class ProjectionForward:
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS),
             tx_count=row_bytes * tile_k,
         )
-        sWeight = smem.allocate_tensor(Float32, cute.make_layout(slice_k if norm_weight is not None else 4), 16)
+        sWeight = smem.allocate_tensor(
+            Float32, cute.make_layout(self.part_columns if norm_weight is not None else 4), 16
+        )
         scratch = None
         if const_expr(self.warps_k == 2):
             scratch = smem.allocate_tensor(Float32, self.scratch_layout(), byte_alignment=16)
         blocks = cute.ceil_div(partials.shape[2], TOKENS)
-        slice_tiles = const_expr(slice_k // tile_k)
 
         if warp_index == WARPS:
             if const_expr(config.tma):
@@ -137,9 +140,9 @@ class ProjectionForward:
                     tma_phi, 0, one, cute.group_modes(sPhi, 0, 2), cute.group_modes(gPhi, 0, 2)
                 )
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
-                for item in cutlass.range(bidx, blocks * config.splits, grid):
-                    block_m, split = item // config.splits, item % config.splits
-                    for k in cutlass.range(split * slice_tiles, self.last_tile(split)):
+                for item in cutlass.range(bidx, blocks * splits, grid):
+                    block_m, split = item // splits, item % splits
+                    for k in cutlass.range(split, config.tiles, splits):
                         ring.producer_acquire(state)
                         full = ring.producer_get_barrier(state)
                         cute.copy(tma_x, tXgX[None, block_m, k], tXsX[None, state.index], tma_bar_ptr=full)
@@ -152,13 +155,13 @@ class ProjectionForward:
             sums = cute.make_rmem_tensor(tCcH.shape[:3], Float32)
             squares = cute.make_rmem_tensor((2, TOKENS // (16 * self.warps_m)), Float32)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
-            for item in cutlass.range(bidx, blocks * config.splits, grid):
-                block_m, split = item // config.splits, item % config.splits
+            for item in cutlass.range(bidx, blocks * splits, grid):
+                block_m, split = item // splits, item % splits
                 sums.fill(0.0)
                 squares.fill(0.0)
                 if const_expr(norm_weight is not None):
-                    self.load_weight(sWeight, norm_weight, split * slice_k, tidx)
-                for k in cutlass.range(split * slice_tiles, self.last_tile(split)):
+                    self.load_weight(sWeight, norm_weight, split, tidx)
+                for k in cutlass.range(split, config.tiles, splits):
                     if const_expr(config.tma):
                         ring.consumer_wait(state)
                     else:
@@ -177,7 +180,7 @@ class ProjectionForward:
                         phi = values.load().to(Float32)
                         if const_expr(norm_weight is not None):
                             by_row = cute.make_layout((padded, tile_k), stride=(0, 1))
-                            weights = cute.make_tensor(sWeight.iterator + (k * tile_k - split * slice_k), by_row)
+                            weights = cute.make_tensor(sWeight.iterator + k // splits * tile_k, by_row)
                             rWeight = cute.make_rmem_tensor(rPhi.shape, Float32)
                             cute.autovec_copy(thr_mma.partition_B(weights)[None, None, k16], rWeight)
                             phi = phi * rWeight.load()
@@ -244,20 +247,16 @@ class ProjectionForward:
         return cute.make_layout((count, threads), stride=(threads, 1))
 
     @cute.jit
-    def last_tile(self, split: Int32):
-        """End of the tiles of a part of K."""
-        slice_tiles = const_expr(self.config.slice_k // self.config.tile_k)
-        return cutlass.min((split + 1) * slice_tiles, -(-self.config.k // self.config.tile_k))
-
-    @cute.jit
-    def load_weight(self, sWeight: cute.Tensor, norm_weight: cute.Tensor, first_k: Int32, tidx: Int32):
+    def load_weight(self, sWeight: cute.Tensor, norm_weight: cute.Tensor, split: Int32, tidx: Int32):
         """A part's norm_weight in fp32; zeros beyond the last column."""
+        tile_k, splits = const_expr(self.config.tile_k), const_expr(self.config.splits)
         consumer_barrier()
-        for k in cutlass.range(tidx, self.config.slice_k, WARPS * WARP_SIZE):
+        for index in cutlass.range(tidx, self.part_columns, WARPS * WARP_SIZE):
+            k = (index // tile_k * splits + split) * tile_k + index % tile_k
             weight = Float32(0.0)
-            if first_k + k < self.config.k:
-                weight = norm_weight[first_k + k].to(Float32)
-            sWeight[k] = weight
+            if k < self.config.k:
+                weight = norm_weight[k].to(Float32)
+            sWeight[index] = weight
         consumer_barrier()
 
     @cute.jit

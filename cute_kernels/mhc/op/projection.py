@@ -38,18 +38,18 @@ def projection(
         phi: (N, K) fp32 or bf16, K = n * C in x's memory order; N = n * n + 2 * n, or n for a head.
         norm_weight: (K,) fp32 or bf16, the weight of the RMS norm; None: 1.
         precision: of the products on tensor cores, which add bf16 parts of the factors in fp32. "tf32": parts up to
-            2^-16 of the largest, no less than tf32; "fp32": up to 2^-24, not for float32 x with 8 streams.
+            2^-16 of the largest, no less than tf32; "fp32": up to 2^-24.
 
     Returns:
         H (..., N) and mean_square (...,), fp32.
 
     Raises: as ``aggregate``.
 
-    Numerics: K is split in a power of two of equal parts, up to 4096 columns each, each part added in ascending order
-    in fp32, then the parts: a token's H, mean square and gradient have the same bits whatever the other tokens, their
-    number, and the GPU's number of SMs. The gradients of phi and norm_weight are added over chunks of a fixed number of
-    tokens, then over the chunks in ascending order, without atomics; into ``main_grad`` (fp32) where that exists, and
-    ``.grad`` stays None.
+    Numerics: K is split in S parts, a power of two, of up to 4096 columns and a tile; part s has the tiles s, s + S,
+    ... of K. Each is added in ascending order in fp32, then the parts are: a token's H, mean square and gradient have
+    the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients of phi and
+    norm_weight are added over chunks of a fixed number of tokens, then over the chunks in ascending order, without
+    atomics; into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
     """

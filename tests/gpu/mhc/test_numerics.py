@@ -57,7 +57,8 @@ CASES = {
     Case(4, 5129, (1,), BF16, FP32, "transformer_engine", layout="streams", bias=True): ("hyper_connection",),
     Case(4, 5129, (13,), FP32, FP32, "deepseek_v4", "channels"): STREAMWISE,
     Case(1, 5129, (13,), BF16, FP32, norm_weight=True, bias=True): ("hyper_connection",),
-    Case(8, 13, (5,), FP32, BF16, "megatron", bias=True): ("aggregate", "expand_combine"),
+    Case(8, 13, (5,), FP32, BF16, "megatron", bias=True): ("aggregate", "expand_combine", "projection"),
+    Case(8, 64, (600,), FP32, norm_weight=True): ("projection", "hyper_connection"),  # the most terms, in a ring of two
     # A CTA sums over a token, of four warps or of two
     Case(4, 2048, (5,), norm_weight=True, bias=True): ("aggregate", "expand_combine", "hyper_connection"),
     Case(4, 1024, (5,), layout="channels", bias=True): ("aggregate", "expand_combine"),
