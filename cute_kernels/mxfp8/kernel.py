@@ -169,6 +169,11 @@ class Quantize:
         tXsX, tXgX = cpasync.tma_partition(
             tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
+        if warp == 1:
+            if const_expr(has_col):
+                cpasync.prefetch_descriptor(tma_col)
+            if const_expr(has_row):
+                cpasync.prefetch_descriptor(tma_row)
         if warp == 0:
             cpasync.prefetch_descriptor(tma_x)
             if lane == 0:
