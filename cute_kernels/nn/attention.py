@@ -49,7 +49,10 @@ class RotaryEmbedding(FloatModule):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of ``num_heads`` heads, with fewer of keys and values if the config says so."""
+    """Causal self-attention of ``num_heads`` heads, with fewer of keys and values if the config says so.
+
+    Arguments as of ``MHCTransformer``. Source of the grouped heads: Ainslie et al., GQA, arXiv 2305.13245.
+    """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
         super().__init__()

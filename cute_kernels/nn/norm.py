@@ -59,6 +59,8 @@ class RMSNorm(_Norm):
         weight_offset, save, out_dtype, backend: see ``cute_kernels.rms_norm``.
 
     If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None.
+
+    Raises: as ``cute_kernels.rms_norm``; ValueError for a ``normalized_shape`` of more than one dimension.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class LayerNorm(_Norm):
         weight_offset, save, out_dtype, backend: see ``cute_kernels.layer_norm``.
 
     Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None.
+
+    Raises: as ``cute_kernels.layer_norm``; ValueError for a ``normalized_shape`` of more than one dimension.
     """
 
     def __init__(

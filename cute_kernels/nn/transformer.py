@@ -98,7 +98,10 @@ class TransformerConfig:
 
 
 class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate x) * up x)``, silu in the product's epilogue."""
+    """SwiGLU: ``down(silu(gate x) * up x)``, silu in the product's epilogue.
+
+    Arguments as of ``MHCTransformer``. Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
+    """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
         super().__init__()
