@@ -650,11 +650,10 @@ def _projection_forward(static, x, phi, norm_weight, partials, num_ctas) -> None
 
 
 def _projection_backward(
-    static, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre, dx, partials, chunk, num_ctas
+    static, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas
 ) -> None:
     config = static["config"]
-    n, k = config.n, config.k
-    assert chunk == config.chunk_of(len(x)) and chunk % config.tile_m == 0
+    n, k, chunk = config.n, config.k, config.chunk
     align = 16 * config.tma
     _are_projected(static, align, k, x, phi, norm_weight)
     units = align // x.element_size() or 1

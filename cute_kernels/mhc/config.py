@@ -116,9 +116,9 @@ class ProjectionBackwardConfig:
     """How the gradients of the streams and of phi are computed.
 
     ``columns``: N. A CTA owns ``slice_c`` channels of each of ``n`` streams of ``channels``, in memory in the order
-    ``layout``, and walks over chunks of tokens (``chunk_of``; their sums are stored by themselves), ``tile_m`` at a
-    time, ``stages`` tiles in flight. ``parts`` warps share their columns, each with one term of dH. A warp that adds up
-    has ``sum_groups`` times the columns of one that computes dx. ``x_terms``, ``phi_terms``, ``order``, ``tma``: as in
+    ``layout``, and walks over chunks of ``chunk`` tokens (whose sums are stored by themselves), ``tile_m`` at a time,
+    ``stages`` tiles in flight. ``parts`` warps share their columns, each with one term of dH. A warp that adds up has
+    ``sum_groups`` times the columns of one that computes dx. ``x_terms``, ``phi_terms``, ``order``, ``tma``: as in
     ProjectionConfig; dH has ``order`` terms.
     """
 
@@ -128,6 +128,7 @@ class ProjectionBackwardConfig:
     layout: str
     slice_c: int
     tile_m: int
+    chunk: int
     stages: int
     parts: int
     sum_groups: int
@@ -185,25 +186,12 @@ class ProjectionBackwardConfig:
         """Rows of all terms of phi."""
         return sum(self.block_rows(b) for b in range(self.phi_terms))
 
-    def chunk_of(self, num_tokens: int) -> int:
-        """Tokens whose gradients of phi are added first: 512, 256 where these keep a GPU of TEAMS much busier.
-
-        Whole tiles: 480 and 240 of 48. It depends on the sizes alone, not on the GPU that there is.
-        """
-        most = 512 // (2 * self.tile_m) * 2 * self.tile_m
-        return most if self._busy(num_tokens, most // 2) < 1.15 * self._busy(num_tokens, most) else most // 2
-
-    def _busy(self, num_tokens: int, chunk: int) -> float:
-        """Share of a GPU's teams that have something to do, where each takes as many chunks of its channels."""
-        items = -(-num_tokens // chunk) * (self.slices // self.team)
-        return items / (-(-items // TEAMS) * TEAMS)
-
     def partials(self, num_tokens: int) -> int:
         """Partial sums of the gradient of phi."""
-        return -(-num_tokens // self.chunk_of(num_tokens)) * self.parts
+        return -(-num_tokens // self.chunk) * self.parts
 
 
-TEAMS = 33  # of four CTAs, of a GPU of 132 SMs
+CHUNK = 512  # tokens
 SHARED_MEMORY = 227 * 1024  # of a CTA
 MAX_STAGES = 8
 
@@ -226,6 +214,7 @@ def projection_backward_config(
         layout="streams" if n == 1 else layout,
         slice_c=slice_c,
         tile_m=16 * parts if wide else 32,
+        chunk=CHUNK if parts < 3 else 480,
         stages=0,
         parts=parts,
         sum_groups=slice_c // 32 if not wide else 1,

@@ -146,9 +146,8 @@ def projection_backward(
     function, sum_chunks, config, num_sms = plan
     tokens = x.shape[0]
     partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32) if sums else None
-    chunk = config.chunk_of(tokens)
-    num_ctas = min(-(-tokens // chunk) * config.slices, num_sms)
-    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, chunk, num_ctas)
+    num_ctas = min(-(-tokens // config.chunk) * config.slices, num_sms)
+    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas)
     if sum_chunks is not None:
         sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight)
 

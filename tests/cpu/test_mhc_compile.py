@@ -158,22 +158,6 @@ def test_parts_of_k(align):
     assert [splits_of(4 * c) for c in (768, 1280, 2560, 4096, 5120, 7168)] == [1, 2, 4, 4, 8, 8]
 
 
-def test_chunks_of_tokens():
-    """512 tokens, 256 where that leaves few of a GPU's CTAs without work; whole tiles; by the sizes alone."""
-
-    def chunk_of(channels: int, tokens: int, n: int = 4, x: str = "bfloat16", precision: str = "tf32") -> int:
-        columns = n * n + 2 * n
-        config = projection_backward_config(n, channels, "streams", columns, x, "float32", precision, True)
-        chunk = config.chunk_of(tokens)
-        assert chunk % config.tile_m == 0 and config.partials(tokens) == -(-tokens // chunk) * config.parts
-        return chunk
-
-    for channels, tokens in ((4096, 8192), (7168, 4096), (2560, 8192), (1280, 16384), (768, 65536), (4096, 1024)):
-        assert chunk_of(channels, tokens) == 512
-    assert chunk_of(5120, 2048) == 256 and chunk_of(4096, 512) == 256
-    assert {chunk_of(64, tokens, 8, "float32", "fp32") for tokens in (2400, 100_000)} == {240, 480}
-
-
 def test_shared_memory_fits_a_cta():
     """Of the widest configurations, which the table does not hold."""
     calls = [("projection", Case(n, 4096, (5,), dtype), p) for n in (4,) for dtype in (FP32, BF16) for p in ("fp32",)]

@@ -68,7 +68,6 @@ class ProjectionBackward:
         pre: Optional[cute.Tensor],
         dx: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
-        chunk: Int32,
         num_ctas: Int32,
         stream,
     ):
@@ -89,7 +88,7 @@ class ProjectionBackward:
         tiled_mma = cute.make_tiled_mma(op, permutation_mnk=(16, 4 * matrices, 16))
         self.kernel(
             tiled_mma, tma_x, mX, tma_out, mOut, tma_layer, mLayer, tma_dx, mDx,
-            phi, norm_weight, dh, dmean_square, res, pre, partials, chunk,
+            phi, norm_weight, dh, dmean_square, res, pre, partials,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[self.threads, 1, 1],
@@ -117,7 +116,6 @@ class ProjectionBackward:
         res: Optional[cute.Tensor],
         pre: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
-        chunk: Int32,
     ):
         config = self.config
         stages = const_expr(config.stages)
@@ -143,8 +141,7 @@ class ProjectionBackward:
         self.tokens.clear(tidx, self.threads)
         cute.arch.barrier()
 
-        self.chunk = chunk  # in tokens
-        chunks = cute.ceil_div(num_tokens, chunk)
+        chunks = cute.ceil_div(num_tokens, config.chunk)
         # CTAs with neighbouring slices walk over the same tokens, so that together they read longer pieces of rows
         # (H200, 8192x4x4096: 171.1 us, 178.4 where each goes its own way)
         self.member, team, teams = bidx % config.team, bidx // config.team, grid // config.team
@@ -302,12 +299,12 @@ class ProjectionBackward:
     @cute.jit
     def tiles_of(self, chunk: Int32, num_tokens: Int32):
         """Tiles of a chunk of tokens."""
-        left = cutlass.min(num_tokens - chunk * self.chunk, self.chunk)
+        left = cutlass.min(num_tokens - chunk * self.config.chunk, self.config.chunk)
         return cute.ceil_div(left, self.config.tile_m)
 
     def block_of(self, item, tile, chunks):
         """Index among all tiles of tokens."""
-        return item % chunks * (self.chunk // self.config.tile_m) + tile
+        return item % chunks * (self.config.chunk // self.config.tile_m) + tile
 
     def slice_of(self, item, chunks):
         """The channels of an item: of team after team."""
@@ -352,7 +349,6 @@ def projection_backward(
         compact(rows, n) if gathers else None,
         symbolic_streams(dtype, rows, k, align) if needs_dx else None,
         compact(chunks, columns, k) if needs_dphi else None,
-        Int32(1),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
