@@ -181,9 +181,11 @@ class Quantize:
                     cute.arch.mbarrier_init(full + stage, 1)
                 if const_expr(self.cluster > 1):
                     cute.arch.mbarrier_init(received, 1)
-                    cute.arch.mbarrier_arrive_and_expect_tx(received, 4 * TILE)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
+            if const_expr(self.cluster > 1):
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(received, 4 * TILE)
             for stage in cutlass.range_constexpr(self.stages):
                 self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, tiles_a, tiles_b)
         cute.arch.barrier()
