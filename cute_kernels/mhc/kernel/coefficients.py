@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.column_sums import SumRows
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
+from cute_kernels.mhc.config import coefficient_threads
 from cute_kernels.mhc.kernel.sinkhorn import LOG2_E, Sinkhorn, exp2
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, load_coefficients, symbolic_streams, warp_sums
 from cute_kernels.mhc.variants import Variant
@@ -24,15 +25,6 @@ from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
 TOKENS = WARP_SIZE  # of a CTA
-
-
-def threads_of(splits: int) -> int:
-    """Of a CTA: the more parts there are to add, the more threads ask for them; 0: there is H.
-
-    H200, 128 -> 512: of 8 parts projection.2048x4x5120 42.0 -> 36.9 us, of H coefficients_sinkhorn.8192 10.5 -> 8.4,
-    but of one part layer.65536x4x768 459 -> 466, of two layer.16384x4x1280 200 -> 202.
-    """
-    return 128 * min(4, splits or 4)
 
 
 class Coefficients:
@@ -76,7 +68,7 @@ class CoefficientsForward:
     """
 
     def __init__(self, n: int, k: int, splits: int, variant: Optional[Variant], head: bool, normalises: bool):
-        self.threads = threads_of(splits)
+        self.threads = coefficient_threads(splits)
         self.columns = n if head else n * n + 2 * n
         self.k = k
         self.math = None if variant is None else Coefficients(n, variant, head)
