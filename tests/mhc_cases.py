@@ -642,9 +642,9 @@ def _projection_forward(static, x, phi, norm_weight, partials, num_ctas) -> None
     assert partials.shape == (config.splits, config.columns + 1, len(x)) and partials.is_contiguous()
     assert 1 <= num_ctas <= min(-(-len(x) // 128) * config.splits, 132 * config.ctas_per_sm)
     weight, wide = _weight(phi, norm_weight), x.float()
+    part_of_column = torch.arange(config.k) // config.tile_k % config.splits
     for split, part in enumerate(partials):
-        tiles = torch.arange(config.k) // config.tile_k
-        columns = tiles % config.splits == split
+        columns = part_of_column == split
         part[:-1].copy_((wide[:, columns] @ weight[:, columns].t()).t())
         part[-1].copy_(wide[:, columns].square().sum(-1))
 

@@ -60,7 +60,7 @@ class RMSNorm(_Norm):
 
     If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None.
 
-    Raises: as ``cute_kernels.rms_norm``; ValueError for a ``normalized_shape`` of more than one dimension.
+    Raises: as ``cute_kernels.rms_norm``; ValueError for a ``normalized_shape`` that is not one positive size.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LayerNorm(_Norm):
 
     Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None.
 
-    Raises: as ``cute_kernels.layer_norm``; ValueError for a ``normalized_shape`` of more than one dimension.
+    Raises: as ``cute_kernels.layer_norm``; ValueError for a ``normalized_shape`` that is not one positive size.
     """
 
     def __init__(

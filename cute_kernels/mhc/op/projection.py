@@ -45,11 +45,11 @@ def projection(
 
     Raises: as ``aggregate``.
 
-    Numerics: K is split in S parts, a power of two, of up to 4096 columns; part s has the tiles s, s + S,
-    ... of K. Each is added in ascending order in fp32, then the parts are: a token's H, mean square and gradient have
-    the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients of phi and
-    norm_weight are added over chunks of a fixed number of tokens, then over the chunks in ascending order, without
-    atomics; into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
+    Numerics: K is split in S parts, a power of two, of up to 4096 columns; part s has the tiles s, s + S, ... of K.
+    Each is added in ascending order in fp32, then the parts are: a token's H, mean square and gradient have the same
+    bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients of phi and norm_weight are
+    added over chunks of a fixed number of tokens, then over the chunks in ascending order, without atomics; into
+    ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
     """
