@@ -75,6 +75,7 @@ PARTS = ("coefficients", "sinkhorn", "aggregate", "expand_combine", "expand")
 CALLS = {
     "parts": [(op, Case(4, 4096, norm_weight=True, bias=True, dropout_p=0.1)) for op in PARTS],
     "composites": [("hyper_connection", Case(4, 4096, norm_weight=True, bias=True)), ("head", Case(4, 4096))],
+    "many parts of K": [("projection", Case(4, 65536))],
     "fp32": [("hyper_connection", Case(4, 1280, (5,), FP32, bias=True), "fp32")],
     "fp16": [("hyper_connection", Case(4, 1280, (5,), FP16, BF16, "transformer_engine", bias=True, dropout_p=0.1))],
     "off 16 bytes": [("hyper_connection", Case(4, 5129, (5,), BF16, FP32, "megatron", norm_weight=True, bias=True))],

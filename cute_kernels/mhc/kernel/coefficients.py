@@ -143,9 +143,10 @@ class CoefficientsForward:
         rounds = const_expr(-(-(self.columns + 1) // warps))
         token = tidx % TOKENS
         totals = cute.make_rmem_tensor((rounds,), Float32)
+        totals.fill(0.0)
         if first_row + token < partials.shape[2]:
-            for first in cutlass.range_constexpr(0, splits, 8):
-                parts = cute.make_rmem_tensor((rounds, min(8, splits - first)), Float32)
+            for first in cutlass.range(0, splits, min(8, splits)):
+                parts = cute.make_rmem_tensor((rounds, min(8, splits)), Float32)
                 for r in cutlass.range_constexpr(rounds):
                     column = r * warps + tidx // TOKENS
                     if column <= self.columns:
@@ -153,7 +154,7 @@ class CoefficientsForward:
                             parts[r, split] = partials[first + split, column, first_row + token]
                 for r in cutlass.range_constexpr(rounds):
                     for split in cutlass.range_constexpr(parts.shape[1]):
-                        totals[r] = parts[r, split] if first + split == 0 else totals[r] + parts[r, split]
+                        totals[r] = totals[r] + parts[r, split]
             for r in cutlass.range_constexpr(rounds):
                 column = r * warps + tidx // TOKENS
                 if column <= self.columns:

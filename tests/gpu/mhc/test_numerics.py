@@ -59,6 +59,7 @@ CASES = {
     Case(1, 5129, (13,), BF16, FP32, norm_weight=True, bias=True): ("hyper_connection",),
     Case(8, 13, (5,), FP32, BF16, "megatron", bias=True): ("aggregate", "expand_combine", "projection"),
     Case(8, 64, (600,), FP32, norm_weight=True): ("projection", "hyper_connection"),  # the most terms, in a ring of two
+    Case(8, 4104, (3,), norm_weight=True): ("pre",),  # more parts of K than are asked for at once
     # A CTA sums over a token, of four warps or of two
     Case(4, 2048, (5,), norm_weight=True, bias=True): ("aggregate", "expand_combine", "hyper_connection"),
     Case(4, 1024, (5,), layout="channels", bias=True): ("aggregate", "expand_combine"),
