@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from bench import bench_mhc
+from bench import bench_host, bench_mhc
 from bench.bench_gemm import FLOOR, YARDSTICK, summarize
 from bench.harness import RESULTS
 
@@ -298,6 +298,27 @@ def mhc_panels(lines: Sequence[Line]) -> Panels:
     return panels
 
 
+def host_table(lines: Sequence[Line]) -> str:
+    """The host's time of each provider, and the goal."""
+    rows = [
+        ["shape", "variant", *bench_host.PROVIDERS, "goal"],
+        ["---"] * 2 + ["---:"] * (len(bench_host.PROVIDERS) + 1),
+    ]
+    for case in dict.fromkeys(_case(line) for line in lines):
+        host_us = {line["provider"]: line["host_us"] for line in lines if _case(line) == case}
+        line = next(line for line in lines if _case(line) == case)
+        times = [f"{host_us[name]:.1f}" if name in host_us else "–" for name in bench_host.PROVIDERS]
+        rows.append([line["shape"], line["variant"], *times, f"{bench_host.GOALS[line['variant']]:.0f}"])
+    return _markdown(rows)
+
+
+def host_introduction(lines: Sequence[Line]) -> str:
+    return (
+        "µs of the caller's thread, median of 100 calls. `launch_floor` allocates the outputs and launches a kernel\n"
+        "that does nothing; in training it saves the tensors for a backward.\n"
+    )
+
+
 @dataclass(frozen=True)
 class Section:
     """How a family is shown.
@@ -332,6 +353,9 @@ SECTIONS = {
         title="speed in units of cuBLAS's (1.0 = dotted line)",
         unit="cuBLAS's time / time",
         introduction=gemm_introduction,
+    ),
+    "host": dataclasses.replace(
+        COPY_SECTION, table=host_table, panels=lambda lines: {}, introduction=host_introduction
     ),
     "mhc": dataclasses.replace(COPY_SECTION, panels=mhc_panels, introduction=mhc_introduction),
     "transformer": dataclasses.replace(

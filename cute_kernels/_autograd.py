@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,12 @@ def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if _are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    return _inner_apply(function)(*args)
+
+
+@functools.cache
+def _inner_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return super(torch.autograd.Function, function).apply
 
 
 def as_rows(op: str, name: str, t: Tensor) -> Tensor:

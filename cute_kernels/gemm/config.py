@@ -44,46 +44,58 @@ PREFILL = (
 # Tokens along N, the product transposed: a warpgroup's instruction may be as narrow as 8 there, so no arithmetic is
 # spent on tokens that are not. As many stages as fit: a stream of weights needs some 64 KB in flight an SM
 DECODE_8 = GemmConfig((64, 8, 128), (1, 1), 11, 1)
+DECODE_8_DEEP = GemmConfig((64, 8, 256), (1, 1), 6, 1)
 DECODE_16 = GemmConfig((64, 16, 128), (1, 1), 10, 1)
 DECODE_32 = GemmConfig((64, 32, 128), (1, 1), 8, 1)
 DECODE_32_PAIR = GemmConfig((64, 32, 128), (1, 2), 8, 1)
-DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 6, 1)
-DECODE_64_TALL = GemmConfig((128, 64, 128), (1, 1), 4, 1)
-DECODE_64_PAIR = GemmConfig((64, 64, 64), (1, 2), 12, 1)
-DECODE_128_PAIR = GemmConfig((64, 128, 64), (1, 2), 8, 1)
-DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 8, 8)
+DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 7, 1)
+DECODE_64_PAIR = GemmConfig((64, 64, 128), (1, 2), 7, 1)
+DECODE_128_PAIR = GemmConfig((64, 128, 64), (1, 2), 9, 1)
+# Tokens along M, narrow weights: as many tiles as there are SMs
+DECODE_8_TOKENS_M = GemmConfig((64, 8, 128), (1, 1), 12, 8)
+DECODE_16_TOKENS_M = GemmConfig((64, 16, 128), (1, 1), 11, 8)
+DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 9, 8)
 # Tokens along M, up to 256 of them, SM90: widths that cut the weights into no more tiles than there are SMs
 DECODE_WIDE = (
     GemmConfig((128, 192, 64), (2, 1), 5, 8),
     GemmConfig((128, 224, 64), (2, 1), 4, 8),
-    GemmConfig((128, 112, 64), (1, 1), 6, 8),
-    GemmConfig((128, 96, 64), (1, 2), 7, 8),
+    GemmConfig((128, 128, 128), (1, 2), 3, 8),
+    GemmConfig((128, 112, 128), (1, 1), 3, 8),
+    GemmConfig((128, 96, 128), (1, 2), 3, 8),
 )
 
 
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     """All kernels that a call may be given to; None: the one for operands of any stride."""
-    one = (DECODE_8, DECODE_16, DECODE_32, DECODE_64, DECODE_64_TALL)
-    shared = (DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR, DECODE_32_TOKENS_M)
-    return (None, *PREFILL, *_wide(arch), *one, *shared)
+    one = (DECODE_8, DECODE_8_DEEP, DECODE_16, DECODE_32, DECODE_64)
+    shared = (DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR)
+    tokens_m = (DECODE_8_TOKENS_M, DECODE_16_TOKENS_M, DECODE_32_TOKENS_M)
+    return (None, *PREFILL, *_wide(arch), *one, *shared, *tokens_m)
 
 
 def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for aligned operands of m and n rows.
 
     ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
-    32x12288x4096 DECODE_32 37.4 (38.4); 64x12288x4096 DECODE_64_TALL 38.2, DECODE_64 38.9 (38.3); 64x1024x4096
-    DECODE_32 11.7, DECODE_64 13.6 (12.4); 64x4096x14336 DECODE_32 with the tokens along M 42.2, DECODE_64 43.6 (45.9);
-    128x4096x14336 DECODE_64_PAIR 44.2, without the pair 49.8 (47.5); 192x1024x4096 DECODE_32_PAIR 12.5 (13.2);
-    256x4096x14336 DECODE_128_PAIR 54.5, (128, 64) of PREFILL 57.0 (54.9), but 256x4096x4096 23.9, 22.9 (24.5);
-    256x1024x4096 DECODE_32_PAIR 14.0, with the tokens along M 13.7 (13.5); 256x14336x4096 (128, 224) 48.2, (128, 256)
-    50.2 (49.3); 128x14336x4096 (128, 112) 42.7, (128, 128) 43.9 (42.5); 128x12288x4096 (128, 96) 39.3, (128, 128) 40.3
-    (39.5).
+    8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
+    11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096
+    DECODE_16_TOKENS_M 12.0, DECODE_32 12.4 (12.9); 256x1024x4096 DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9 (13.3);
+    192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 64x12288x4096 DECODE_64 38.3, a tile of 128 weights 39.0 (38.0);
+    64x4096x14336 DECODE_32 with the tokens along M 42.2, DECODE_64 43.6 (45.9); 128x4096x14336 DECODE_64_PAIR 43.5, in
+    steps of 64 of K 44.2, without the pair 49.8 (47.1); 256x4096x14336 DECODE_128_PAIR 51.7, with 8 stages 54.9 (54.0);
+    256x4096x4096 22.0, (128, 64) of PREFILL 22.9 (24.5); 256x14336x4096 (128, 224) 48.2, (128, 256) 50.2 (49.3);
+    128x14336x4096 (128, 112) 42.6, in steps of 64 43.2 (43.1); 128x32000x4096 (128, 128) 79.9, in steps of 64 81.3
+    (81.3).
     """
     tokens, weights = min(m, n), max(m, n)
     transposed = m < n
+    narrow = weights <= 8 * num_sms
     if tokens <= 8:
-        return DECODE_8, transposed
+        return (DECODE_8_DEEP if k > 8192 else DECODE_8), transposed
+    if tokens <= 128 and narrow:
+        if tokens <= 32:
+            return DECODE_8, transposed
+        return (DECODE_8_TOKENS_M if tokens <= 64 else DECODE_16_TOKENS_M), not transposed
     if tokens <= 16:
         return DECODE_16, transposed
     if tokens <= 32 or tokens <= 128 and weights <= 2048:
@@ -91,15 +103,14 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
     if tokens <= 64 and weights <= 32 * num_sms:
         return DECODE_32, not transposed
     if tokens <= 64:
-        tall = 2 * _waves(DECODE_64_TALL, weights, tokens, num_sms) <= _waves(DECODE_64, weights, tokens, num_sms)
-        return (DECODE_64_TALL if tall else DECODE_64), transposed
+        return DECODE_64, transposed
     if tokens <= 192 and weights <= 2048:
         return DECODE_32_PAIR, transposed
     if tokens <= 256 and weights <= 2048:
         return DECODE_32_TOKENS_M, not transposed
     if tokens <= 128 and weights <= 8192:
         return DECODE_64_PAIR, transposed
-    if tokens <= 256 and weights <= 8192 and k > 8192:
+    if tokens <= 256 and weights <= (8192 if k > 8192 else 32 * num_sms):
         return DECODE_128_PAIR, transposed
     configs = _wide(arch) + PREFILL if tokens <= 256 else PREFILL
     return min(configs, key=lambda config: _cost(config, m, n, num_sms)), False

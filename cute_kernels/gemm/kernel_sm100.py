@@ -47,8 +47,8 @@ class GemmSm100:
         self, activation: Optional[str], transposed: bool, accumulate: bool, tma_store: bool, config: GemmConfig
     ):
         tile_m, tile_n, tile_k = config.tile
-        if tile_m not in (64, 128) or tile_n not in TILES_N or tile_n < tile_m // 8 or tile_k not in (64, 128):
-            raise ValueError(f"expected a tile (64 or 128, one of {TILES_N}, 64 or 128), got {config.tile}")
+        if tile_m not in (64, 128) or tile_n not in TILES_N or tile_n < tile_m // 8 or tile_k not in (64, 128, 256):
+            raise ValueError(f"expected a tile (64 or 128, one of {TILES_N}, 64, 128 or 256), got {config.tile}")
         if tma_store and tile_m != 128:
             raise ValueError("d is stored by TMA from tiles of 128 rows only, where a thread holds a row")
         self.activation = activation

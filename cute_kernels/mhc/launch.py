@@ -1,9 +1,9 @@
 """Plans and launches of the hyper-connections: from a call's signature to a compiled kernel, then one dict lookup.
 
 All take matrices, a row a token, and write to those that they are given; a plan is found by what a kernel is
-specialised on, so another number of tokens finds the same plan. Each function here is also registered as the operator
-``cute_kernels::mhc_<name>``, which runs in its place where graphs are traced. No tokens: nothing is launched, and sums
-over the tokens are zeros.
+specialised on, so another number of tokens finds the same plan (few tokens have another ``projection_backward``, of the
+same bits). Each function here is also registered as the operator ``cute_kernels::mhc_<name>``, which runs in its place
+where graphs are traced. No tokens: nothing is launched, and sums over the tokens are zeros.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from cute_kernels.mhc.config import (
     BIAS_CHUNK,
     ProjectionBackwardConfig,
     StreamLayout,
+    few_tokens,
+    product_layout,
     projection_backward_config,
     projection_config,
     splits_of,
@@ -127,8 +129,10 @@ def projection_backward(
         _zero((dphi, accumulate_phi), (dnorm_weight, accumulate_norm_weight))
         return
     accumulate = (accumulate_phi, accumulate_norm_weight)
+    few = few_tokens(x.shape[0], x.shape[1] // n, sm_count(x.get_device()))
     key = (
         "projection_backward",
+        few,
         n,
         layout,
         orientation,
@@ -142,7 +146,7 @@ def projection_backward(
     plan = _plans.get(key)
     if plan is None:
         arguments = (x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight)
-        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate)
+        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate, few)
     function, sum_chunks, config, num_sms = plan
     tokens = x.shape[0]
     partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32) if sums else None
@@ -168,7 +172,7 @@ def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precisi
 
 
 def _plan_projection_backward(
-    x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, n, layout, orientation, precision, accumulate
+    x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, n, layout, orientation, precision, accumulate, few
 ) -> tuple[Launch, Launch | None, ProjectionBackwardConfig, int]:
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
@@ -177,7 +181,7 @@ def _plan_projection_backward(
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
     tma = x.stride(0) >= k and _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
     names = _name(x), _product_name(phi, norm_weight)
-    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, dout is not None)
+    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, dout is not None, few)
     dtypes = _cutlass(x, phi, norm_weight)
     function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
     sum_chunks = None
@@ -495,7 +499,7 @@ def expand_combine_backward(
     if function is None:
         from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward
 
-        streams = _streams(layout, f.shape[1], x, f, dout, dx, df)
+        streams = product_layout(_streams(layout, f.shape[1], x, f, dout, dx, df))
         function = _plans[key] = expand_combine_backward(
             arch_of(x.get_device()),
             *_cutlass(x, bias),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels._target import expect_arch
 from cute_kernels.mhc.checks import num_coefficients
-from cute_kernels.mhc.config import projection_backward_config, projection_config, stream_layout
+from cute_kernels.mhc.config import product_layout, projection_backward_config, projection_config, stream_layout
 from cute_kernels.mhc.variants import VARIANTS
 
 N = 4
@@ -46,8 +47,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             yield coefficients_forward, (arch, N, k, config.splits, training, fp32, variant, False, True)
         yield aggregate_forward, (arch, bf16, True, 4, streams)
         yield aggregate_backward, (arch, bf16, False, True, 1, streams)
-        for mixes in (orientation, None):  # of hyper_connection, and of pre alone
-            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None)
+        for mixes, few in itertools.product((orientation, None), (False, True)):  # of hyper_connection, of pre alone
+            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None, few)
             yield projection_backward, (arch, bf16, Float32, None, True, True, mixes, True, config)
         for accumulate, _ in both_main_grads:
             yield phi_gradient, (arch, Float32, None, Float32, None, (accumulate, False), columns, k)
@@ -56,4 +57,5 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             yield expand_combine_forward, (arch, bf16, None, False, pre_align == 4, orientation, aligns, streams)
         for needs_dx in (False, True):  # of hyper_connection, and of expand_combine alone
             needs = (needs_dx, True, True)
-            yield expand_combine_backward, (arch, bf16, None, False, *needs, orientation, (4, 4), streams)
+            products = product_layout(streams)
+            yield expand_combine_backward, (arch, bf16, None, False, *needs, orientation, (4, 4), products)

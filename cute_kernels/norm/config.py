@@ -56,7 +56,9 @@ def forward_config(
     H200, bf16, share of the same-bytes copy, rms: 32768x1024 0.973 with 3 CTAs, 0.954 with one of 12 warps;
     8192x4096 0.974, 0.942; layer: 8192x1024 1.009 with 4 CTAs of 4 warps, 0.986 with 2 of 8; 4096x32768 0.923 in
     clusters of 8, 0.915 of 2. Where it makes a row's threads a power of two, or 11 warps of 16, 48 elements a thread:
-    layer 10922x3072 0.959, 0.94 with 32; 5461x6144 0.953, 0.925; 2048x16384 0.892, 0.866 with 32 warps of 16.
+    layer 10922x3072 0.959, 0.94 with 32; 5461x6144 0.953, 0.925; 2048x16384 0.892, 0.866 with 32 warps of 16. layer,
+    us, 3 CTAs of 4 warps and 4: 4096x2048 12.9, 14.0; 8192x2048 22.3, 22.0; 2048x4096 13.2, 13.9; but 16384x1024 22.3,
+    21.9; 6 warps of 48 and 8 of 32: 4096x8192 40.2, 40.9.
     """
     light = kind == "rms" and len(itemsizes) == 1
     slim = sum(itemsizes) <= 4  # leaves shared memory for several stages of three CTAs
@@ -69,7 +71,9 @@ def forward_config(
     elif slim and (2048 < n <= 3072 or 4096 < n <= 6144):
         warps, ctas_per_sm = {48: 4}, 3
     elif n <= 4096:
-        warps, ctas_per_sm = {32: 4}, 4
+        warps, ctas_per_sm = {32: 4}, 3 if slim and n >= 2048 else 4
+    elif slim and 7168 < n <= 8192:
+        warps, ctas_per_sm = {48: 6}, 2
     elif n <= 8192:
         warps, ctas_per_sm = {32: 8}, 2
     elif n <= 12288:
@@ -93,20 +97,27 @@ def backward_config(
     fp32 (rms: 158 registers at 32 elements, 12 warps), with a mean also db (layer: 230 registers, 8 warps; 125 at 16
     elements, 16 warps), with a saved output the inverse of the weight (254, 8 warps).
     A CTA gets about 4096 columns: the partial gradients then have few rows, and several rows are in flight beside the
-    one whose sums cross the cluster. H200, bf16, share of the same-bytes copy with all kernels:
-    rms 2048x16384 0.916 in clusters of 8 with 8 warps, 0.888 with 12, 0.898 of 4, 0.875 of 2; layer 0.890 of 4, 0.871
-    of 8, 0.853 of 2; layer 8192x2048 0.821 with 16 warps of 16 elements, 0.803 with 8 of 32; 8192x1024 0.755, 0.766.
+    one whose sums cross the cluster. Two CTAs of four warps: while one begins or ends, or waits for its cluster, the
+    other has the memory.
+    H200, bf16, us: layer 7168 columns 60.0, one CTA of 8 warps 64.9; 5120 61.5, 64.4; 2048 58.4, 16 warps of 16
+    elements 59.3; but 4096 58.2, one of 8 warps 57.8; 8192 of 1024 columns a CTA 58.5, of 4096 59.2; 16384 of 2048
+    58.9, 60.0. rms 12288 57.7, 59.4; 8192 57.5, one of 12 warps 59.0; 6144 57.2, 58.9; but 5120 58.4, 58.1; 1024 with
+    11 warps 56.7, with 12 57.7; 16384 in clusters of 8 with 8 warps 57.8, with 12 58.6, of 4 58.9.
     """
-    wide = n > 8192
-    if kind == "rms" and save == "input" and not wide:
+    warps, ctas_per_sm = {32: 8, 24: 8, 16: 12}, 1
+    columns = 4096
+    if save == "input" and (5120 < n <= 12288 if kind == "rms" else n <= 2048 or 4096 < n <= 16384):
+        warps, ctas_per_sm = {32: 4, 24: 4, 16: 8}, 2
+        columns = 1024 if n == 8192 else 2048 if 8192 < n <= 16384 else 4096
+    elif save == "input" and kind == "layer":
+        warps = {32: 8, 24: 8, 16: 16}
+    elif save == "input" and n <= 8192:
         # With a third stream 32 elements need more than the 168 registers of 12 warps (8 bytes spilled at 6144)
-        warps = {32: 12, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
-    elif kind == "layer" and save == "input":
-        warps = {16: 16, 24: 8, 32: 8} if 2048 <= n <= 4096 else {32: 8, 24: 8, 16: 16}
-    else:
-        warps = {32: 8, 24: 8, 16: 12}
-    columns = 2048 if kind == "rms" and wide and n <= 16384 else 4096
-    return _config(n, itemsizes, vec, aligned, packed, _clusters(n, columns), warps, 1)
+        most = 11 if 512 < n <= 1024 else 12
+        warps = {32: most, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
+    elif kind == "rms" and n <= 16384:
+        columns = 2048
+    return _config(n, itemsizes, vec, aligned, packed, _clusters(n, columns), warps, ctas_per_sm)
 
 
 def _clusters(n: int, columns: int) -> int:

@@ -117,7 +117,7 @@ def test_every_ring_has_two_slots():
     """Of the projection's backward: with one it would wait for itself."""
     names = ("bfloat16", "float16", "float32")
     rings = {
-        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines).stages
+        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines, few).stages
         for n in STREAMS
         for channels in (8, 4096)
         for layout in LAYOUTS
@@ -125,6 +125,7 @@ def test_every_ring_has_two_slots():
         for x, phi in itertools.product(names, names)
         for precision in ("tf32", "fp32")
         for combines in (False, True)
+        for few in (False, True)
     }
     assert min(rings) == 2
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import linear
-from cute_kernels.gemm.config import DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64_TALL, DECODE_128_PAIR, PREFILL
+from cute_kernels.gemm.config import DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64, DECODE_128_PAIR, PREFILL
 from cute_kernels.gemm.launch import forced
 from jit_cache import prewarm
 from tests.gemm_cases import FP32, Case, here, make_inputs, seeded_generator, stand_in
@@ -38,7 +38,7 @@ RUNS = {
     "decode": [
         Run(Case(13, 136, 264), (DECODE_16, True)),
         Run(Case(40, 72, 136), (DECODE_32, False)),
-        Run(Case(40, 136, 136), (DECODE_64_TALL, True)),
+        Run(Case(40, 136, 136), (DECODE_64, True)),
     ],
     "clusters": [
         Run(Case(136, 264, 72), WIDE_N),

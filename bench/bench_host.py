@@ -1,0 +1,233 @@
+"""The host's time of one call of the norms and of linear, beside torch's and a floor.
+
+    python -m bench.bench_host             every case, results printed
+    python -m bench.bench_host --save      and kept in bench/results/<gpu>.jsonl
+
+A case's name is op.fwd.shape.dtype.variant, like rms_norm.fwd.64x4096.bfloat16.training. Variants: inference (no
+gradient wanted); training (x and the parameters want theirs). launch_floor is what a call cannot do without: its
+outputs allocated, and one kernel launched that takes them and does nothing, through the same entry as ours; in training
+inside of a torch.autograd.Function that saves what a backward needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cutlass
+import cutlass.cute as cute
+import torch
+import torch.nn.functional as F
+from cutlass import BFloat16, Float32, Int32
+from rich.table import Table
+from torch import Tensor
+
+import cute_kernels
+from bench import harness
+from cute_kernels._autograd import apply_eager
+from cute_kernels._target import arch_of
+from jit_cache import Program, compiled
+
+ROWS, COLUMNS = 64, 4096
+OPS = ("rms_norm", "layer_norm", "linear")
+GOALS = {"inference": 8.0, "training": 15.0}  # us
+OURS, TORCH, FLOOR = "cute_kernels", "torch", "launch_floor"
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """One op on 64 rows of 4096 columns; linear has as many outputs."""
+
+    op: str
+    variant: str
+
+    @property
+    def case(self) -> harness.Case:
+        shape = f"{ROWS}x{COLUMNS}" + f"x{COLUMNS}" * (self.op == "linear")
+        elements = 2 * ROWS * COLUMNS + (COLUMNS**2 if self.op == "linear" else 0)
+        flops = 2 * ROWS * COLUMNS**2 if self.op == "linear" else 4 * ROWS * COLUMNS
+        return harness.Case("host", self.op, "fwd", shape, "bfloat16", self.variant, 2 * elements, flops)
+
+
+def host_cases() -> list[HostCase]:
+    return [HostCase(op, variant) for op in OPS for variant in GOALS]
+
+
+def make_inputs(host: HostCase, device: str = "cuda") -> list[Tensor]:
+    """x, weight and, of layer_norm, bias."""
+    generator = torch.Generator(device).manual_seed(harness.seed(host.case.name))
+    shapes = {"rms_norm": [(COLUMNS,)], "layer_norm": [(COLUMNS,), (COLUMNS,)], "linear": [(COLUMNS, COLUMNS)]}
+    return [
+        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_(
+            host.variant == "training"
+        )
+        for shape in [(ROWS, COLUMNS), *shapes[host.op]]
+    ]
+
+
+def ours(host: HostCase) -> Callable[..., Tensor]:
+    return getattr(cute_kernels, host.op)
+
+
+def torchs(host: HostCase) -> Callable[..., Tensor]:
+    return {
+        "rms_norm": lambda x, weight: F.rms_norm(x, (COLUMNS,), weight, 1e-6),
+        "layer_norm": lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
+        "linear": F.linear,
+    }[host.op]
+
+
+class Empty:
+    """A kernel that takes what an op's takes and does nothing."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor | None,
+        y: cute.Tensor,
+        statistics: cute.Tensor | None,
+        number: Float32,
+        count: Int32,
+        stream,
+    ):
+        self.kernel().launch(grid=[count, 1, 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self):
+        pass
+
+
+@compiled
+def empty(arch: str, op: str, keeps_statistics: bool) -> Program:
+    """The kernel that ``launch_floor`` launches for an op."""
+
+    def matrix(dtype: type[cutlass.Numeric] = BFloat16) -> cute.Tensor:
+        return cute.runtime.make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+
+    vector = cute.runtime.make_fake_compact_tensor(BFloat16, (cute.sym_int(),))
+    return Program(
+        Empty(),
+        matrix(),
+        matrix() if op == "linear" else vector,
+        vector if op == "layer_norm" else None,
+        matrix(),
+        matrix(Float32) if keeps_statistics else None,
+        Float32(0.0),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def floor(host: HostCase) -> Callable[..., Tensor]:
+    """Allocations and a launch; of training saved for a backward that nobody calls."""
+    statistics = {"rms_norm": 1, "layer_norm": 2, "linear": 0}[host.op] if host.variant == "training" else 0
+    function = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0)
+
+    def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = torch.empty_like(x)
+        saved = x.new_empty(statistics, ROWS, dtype=torch.float32) if statistics else None
+        function(x, weight, bias, y, saved, 1e-6, 1)
+        return y, saved
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            y, saved = launch(*tensors)
+            ctx.save_for_backward(*tensors, saved)
+            return y
+
+    if host.variant == "training":
+        return lambda *tensors: apply_eager(Saving, *tensors)
+    return lambda *tensors: launch(*tensors)[0]
+
+
+def measure_host(
+    host: HostCase, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
+) -> harness.Measurement:
+    inputs = make_inputs(host, device.name)
+    makers = {name: functools.partial(_call, PROVIDERS[name], host, inputs) for name in providers}
+    floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
+    exact = torchs(host)(*(t.detach().double() for t in inputs))
+    options = {"repetitions": repetitions, "breakdown": breakdown, "yardstick": TORCH, "floors": floors}
+    return harness.measure(host.case, makers, {"y": exact}, device, **options)
+
+
+def run(
+    cases: Sequence[HostCase],
+    providers: Sequence[str],
+    *,
+    pattern: str = "",
+    repetitions: int = harness.REPETITIONS,
+    breakdown: bool = True,
+    time_limit: float | None = None,
+    commit: str | None = None,
+    outputs: Sequence[Path] = (),
+) -> list[harness.Measurement]:
+    """Measures the cases whose name matches ``pattern``; appends the lines of each to ``outputs``.
+
+    time_limit: seconds after which no further case is begun
+    """
+    started = time.monotonic()
+    providers = list(dict.fromkeys([*providers, TORCH]))  # torch's error is the yardstick
+    measurements = []
+    with harness.bench_stream():
+        device, environment = harness.CudaDevice(), harness.environment(commit)
+        for host in cases:
+            if time_limit is not None and time.monotonic() - started > time_limit:
+                break
+            if re.search(pattern, host.case.name):
+                found = measure_host(host, providers, device, repetitions=repetitions, breakdown=breakdown)
+                measurements.append(found)
+                for path in outputs:
+                    harness.append_lines(path, harness.lines(found, environment))
+    return measurements
+
+
+def _call(provider: Callable, host: HostCase, inputs: Sequence[Tensor]) -> harness.Call:
+    function = provider(host)
+    return lambda: (function(*inputs),)
+
+
+PROVIDERS = {OURS: ours, TORCH: torchs, FLOOR: floor}
+
+
+def print_table(measurements: Sequence[harness.Measurement]) -> None:
+    """One row a case: the host's time of each provider, and the goal."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("op", "variant"):
+        table.add_column(column, no_wrap=True)
+    for column in (*PROVIDERS, "goal", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for m in measurements:
+        hosts = [f"{m.results[name].host_us:.1f}" if name in m.results else "-" for name in PROVIDERS]
+        error = f"{max(m.results[OURS].error.values()):.1e}" if OURS in m.results else "FAILED"
+        table.add_row(m.case.op, m.case.variant, *hosts, f"{GOALS[m.case.variant]:.0f}", error)
+    harness.wide_console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = harness.parse(
+        "host",
+        __doc__.splitlines()[0],
+        "the same cases",
+        tuple(PROVIDERS),
+        PROVIDERS,
+        lambda quick: [host.case.name for host in host_cases()],
+        arguments,
+    )
+    if isinstance(options, int):
+        return options
+    measurements = run(host_cases(), options.providers, **options.settings)
+    print_table(measurements)
+    return int(not measurements or any(OURS in measurement.failures for measurement in measurements))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""bench_host on the CPU, without its kernel."""
+
+import pytest
+import torch
+
+from bench import bench_host, report
+from tests.cpu.test_bench import ENVIRONMENT, StandIn
+
+harness = bench_host.harness
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the empty kernel was launched with."""
+    calls = []
+    monkeypatch.setattr(bench_host, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench_host, "empty", lambda arch, op, keeps_statistics: lambda *args: calls.append(args))
+    return calls
+
+
+def test_cases():
+    cases = [host.case for host in bench_host.host_cases()]
+    assert len({case.name for case in cases}) == len(cases) == 6
+    assert {case.variant for case in cases} == set(bench_host.GOALS)
+
+
+@pytest.mark.parametrize("host", bench_host.host_cases(), ids=lambda host: f"{host.op}-{host.variant}")
+def test_measured_beside_torch_and_the_floor(host, launches, capsys):
+    providers = list(bench_host.PROVIDERS)
+    found = bench_host.measure_host(host, providers, StandIn(), repetitions=3, breakdown=False)
+    assert found.failures == {} and set(found.results) == set(providers)
+    x, weight, bias, y, statistics, *_ = launches[0]
+    training = host.variant == "training"
+    assert x.requires_grad == training and (bias is not None) == (host.op == "layer_norm")
+    assert y.shape == x.shape and y is not x
+    rows = {"rms_norm": 1, "layer_norm": 2, "linear": 0}[host.op] if training else 0
+    assert (statistics.shape == (rows, bench_host.ROWS)) if rows else statistics is None
+    bench_host.print_table([found])
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == [host.op, host.variant, "3.0", "3.0", "3.0"]
+    lines = harness.lines(found, ENVIRONMENT)
+    goal = f"{bench_host.GOALS[host.variant]:.0f}"
+    assert f"| {host.case.shape} | {host.variant} | 3.0 | 3.0 | 3.0 | {goal} |" in report.host_table(lines)
+
+
+def test_the_floor_of_training_saves_what_a_backward_needs(launches):
+    host = bench_host.HostCase("layer_norm", "training")
+    inputs = bench_host.make_inputs(host, "cpu")
+    y = bench_host.floor(host)(*inputs)
+    saved = y.grad_fn.saved_tensors
+    assert [t.shape for t in saved] == [*(t.shape for t in inputs), (2, bench_host.ROWS)]
