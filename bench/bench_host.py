@@ -178,7 +178,8 @@ def run(
     providers = list(dict.fromkeys([*providers, TORCH]))  # torch's error is the yardstick
     measurements = []
     with harness.bench_stream():
-        device, environment = harness.CudaDevice(), harness.environment(commit)
+        device = harness.CudaDevice(host_batches=50, calls_per_batch=50)
+        environment = harness.environment(commit)
         for host in cases:
             if time_limit is not None and time.monotonic() - started > time_limit:
                 break

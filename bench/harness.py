@@ -290,14 +290,23 @@ class CudaDevice:
     warm_up_seconds: how long the calls take turns before they are timed.
     shuffled: each round in another random order, not only from another call on. A kernel that draws much power slows
         the next one; were that always the same one, it would be at a disadvantage.
+    host_batches, calls_per_batch: of the calls whose host time is taken.
     Use inside `bench_stream()`: autograd runs a backward on the stream of its forward.
     """
 
     name = "cuda"
 
-    def __init__(self, warm_up_seconds: float = WARM_UP_SECONDS, shuffled: bool = False) -> None:
+    def __init__(
+        self,
+        warm_up_seconds: float = WARM_UP_SECONDS,
+        shuffled: bool = False,
+        host_batches: int = 10,
+        calls_per_batch: int = 10,
+    ) -> None:
         self._warm_up_seconds = warm_up_seconds
         self._shuffled = shuffled
+        self._host_batches = host_batches
+        self._calls_per_batch = calls_per_batch
         self._l2_flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
     def synchronize(self) -> None:
@@ -350,15 +359,15 @@ class CudaDevice:
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in events]
 
-    def host_us(self, call: Call, batches: int = 10, calls_per_batch: int = 10) -> float:
+    def host_us(self, call: Call) -> float:
         """Median time that the caller's thread spends in one call, in microseconds.
 
         The queue is emptied often, so no launch waits for room.
         """
         samples = []
-        for _ in range(batches):
+        for _ in range(self._host_batches):
             torch.cuda.synchronize()
-            for _ in range(calls_per_batch):
+            for _ in range(self._calls_per_batch):
                 start = time.perf_counter_ns()
                 outputs = call()
                 samples.append((time.perf_counter_ns() - start) / 1e3)

@@ -314,7 +314,7 @@ def host_table(lines: Sequence[Line]) -> str:
 
 def host_introduction(lines: Sequence[Line]) -> str:
     return (
-        "µs of the caller's thread, median of 100 calls. `launch_floor` allocates the outputs and launches a kernel\n"
+        "µs of the caller's thread, median of 2500 calls. `launch_floor` allocates the outputs and launches a kernel\n"
         "that does nothing; in training it saves the tensors for a backward.\n"
     )
 
