@@ -211,7 +211,7 @@ CHUNK = 512  # tokens
 
 
 def few_tokens(tokens: int, channels: int, num_sms: int) -> bool:
-    """Whether slices of 64 channels would leave an SM fewer than three chunks, and some SMs one less than others."""
+    """Whether an SM would have fewer than three chunks of slices of 64 channels: many wait for those with one more."""
     return -(-tokens // CHUNK) * -(-channels // 64) < 3 * num_sms
 
 

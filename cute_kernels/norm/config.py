@@ -115,7 +115,7 @@ def backward_config(
         # With a third stream 32 elements need more than the 168 registers of 12 warps (8 bytes spilled at 6144)
         most = 11 if 512 < n <= 1024 else 12
         warps = {32: most, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
-    elif kind == "rms" and n <= 16384:
+    elif kind == "rms" and 8192 < n <= 16384:
         columns = 2048
     return _config(n, itemsizes, vec, aligned, packed, _clusters(n, columns), warps, ctas_per_sm)
 
