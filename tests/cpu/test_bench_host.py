@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from bench import bench_host, report
+from bench import bench_host, harness, report
 from tests.cpu.test_bench import ENVIRONMENT, StandIn
-
-harness = bench_host.harness
 
 
 @pytest.fixture
@@ -15,7 +13,7 @@ def launches(monkeypatch):
     calls = []
     monkeypatch.setattr(bench_host, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(bench_host, "empty", lambda arch, op, keeps_statistics: lambda *args: calls.append(args))
+    monkeypatch.setattr("bench.empty_kernel.empty", lambda arch, op, keeps_statistics: lambda *args: calls.append(args))
     return calls
 
 
