@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib.util
 import re
 import statistics
@@ -373,27 +372,19 @@ def run(
     providers = installed(dict.fromkeys([*providers, YARDSTICK]))
     selected = [gemm for gemm in cases if re.search(pattern, gemm.case.name)]
     console = harness.wide_console()
-    measurements: list[harness.Measurement] = []
     with harness.bench_stream():
         device = harness.CudaDevice(warm_up_seconds=WARM_UP_SECONDS, shuffled=True)
-        environment = harness.environment(commit)
         if "cute_kernels" in providers:
             compile_own_kernels(selected, device)
             console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
-        for done, gemm in enumerate(selected):
-            if time_limit is not None and time.monotonic() - started > time_limit:
-                left = len(selected) - done
-                console.print(f"time limit: {left} of {len(selected)} cases left, from {gemm.case.name} on")
-                break
-            found = measure_gemm(gemm, providers, device, repetitions=repetitions, breakdown=breakdown)
-            measurements.append(found)
-            harness.print_progress(found, console)
-            for path in outputs:
-                harness.append_lines(path, harness.lines(found, environment))
-            gc.collect()  # captured graphs hold outputs of up to 1.2 GB a provider
-            torch.cuda.empty_cache()
-    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
-    return measurements
+
+        def measured(gemm: Gemm) -> list[harness.Measurement]:
+            return [measure_gemm(gemm, providers, device, repetitions=repetitions, breakdown=breakdown)]
+
+        named = [(gemm.case.name, functools.partial(measured, gemm)) for gemm in selected]
+        return harness.measure_cases(
+            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
+        )
 
 
 def print_table(measurements: Sequence[harness.Measurement], console: Console | None = None) -> None:

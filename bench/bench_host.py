@@ -103,6 +103,9 @@ def floor(host: HostCase) -> Callable[..., Tensor]:
     return lambda *tensors: launch(*tensors)[0]
 
 
+PROVIDERS = {OURS: ours, TORCH: torchs, FLOOR: floor}
+
+
 def measure_host(
     host: HostCase, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
 ) -> harness.Measurement:
@@ -132,27 +135,23 @@ def run(
     """
     started = time.monotonic()
     providers = list(dict.fromkeys([*providers, TORCH]))  # torch's error is the yardstick
-    measurements = []
+    selected = [host for host in cases if re.search(pattern, host.case.name)]
+    console = harness.wide_console()
     with harness.bench_stream():
         device = harness.CudaDevice(host_batches=50, calls_per_batch=50)
-        environment = harness.environment(commit)
-        for host in cases:
-            if time_limit is not None and time.monotonic() - started > time_limit:
-                break
-            if re.search(pattern, host.case.name):
-                found = measure_host(host, providers, device, repetitions=repetitions, breakdown=breakdown)
-                measurements.append(found)
-                for path in outputs:
-                    harness.append_lines(path, harness.lines(found, environment))
-    return measurements
+
+        def measured(host: HostCase) -> list[harness.Measurement]:
+            return [measure_host(host, providers, device, repetitions=repetitions, breakdown=breakdown)]
+
+        named = [(host.case.name, functools.partial(measured, host)) for host in selected]
+        return harness.measure_cases(
+            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
+        )
 
 
 def _call(provider: Callable, host: HostCase, inputs: Sequence[Tensor]) -> harness.Call:
     function = provider(host)
     return lambda: (function(*inputs),)
-
-
-PROVIDERS = {OURS: ours, TORCH: torchs, FLOOR: floor}
 
 
 def print_table(measurements: Sequence[harness.Measurement]) -> None:

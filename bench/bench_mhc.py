@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib.util
 import re
 import statistics
@@ -505,31 +504,19 @@ def run(
     selected = [(c, [d for d in c.directions if re.search(pattern, c.case(d).name)]) for c in cases]
     selected = [(connection, directions) for connection, directions in selected if directions]
     console = harness.wide_console()
-    measurements: list[harness.Measurement] = []
     with harness.bench_stream(), tf32_products():
         device = harness.CudaDevice()
-        environment = harness.environment(commit)
         if "cute_kernels" in providers:
             compile_own_kernels((connection for connection, _ in selected), device)
             console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
-        for done, (connection, directions) in enumerate(selected):
-            if time_limit is not None and time.monotonic() - started > time_limit:
-                left = len(selected) - done
-                name = connection.case(directions[0]).name
-                console.print(f"time limit: {left} of {len(selected)} cases left, from {name} on")
-                break
-            found = measure_connection(
-                connection, directions, providers, device, repetitions=repetitions, breakdown=breakdown
-            )
-            measurements += found
-            for measurement in found:
-                harness.print_progress(measurement, console)
-                for path in outputs:
-                    harness.append_lines(path, harness.lines(measurement, environment))
-            gc.collect()  # captured graphs hold outputs of up to 0.8 GB a provider
-            torch.cuda.empty_cache()
-    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
-    return measurements
+        options = {"repetitions": repetitions, "breakdown": breakdown}
+        named = [
+            (c.case(found[0]).name, functools.partial(measure_connection, c, found, providers, device, **options))
+            for c, found in selected
+        ]
+        return harness.measure_cases(
+            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
+        )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import importlib.util
 import math
 import re
@@ -326,24 +325,16 @@ def run(
     providers = installed(dict.fromkeys([YARDSTICK, *providers]))
     selected = [quantize for quantize in cases if re.search(pattern, quantize.case.name)]
     console = harness.wide_console()
-    measurements: list[harness.Measurement] = []
     with harness.bench_stream():
         device = harness.CudaDevice(warm_up_seconds=WARM_UP_SECONDS)
-        environment = harness.environment(commit)
-        for done, quantize in enumerate(selected):
-            if time_limit is not None and time.monotonic() - started > time_limit:
-                left = len(selected) - done
-                console.print(f"time limit: {left} of {len(selected)} cases left, from {quantize.case.name} on")
-                break
-            found = measure_quantize(quantize, providers, device, repetitions=repetitions, breakdown=breakdown)
-            measurements.append(found)
-            harness.print_progress(found, console)
-            for path in outputs:
-                harness.append_lines(path, harness.lines(found, environment))
-            gc.collect()  # captured graphs hold outputs of up to 5.6 GB a provider
-            torch.cuda.empty_cache()
-    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
-    return measurements
+
+        def measured(quantize: Quantize) -> list[harness.Measurement]:
+            return [measure_quantize(quantize, providers, device, repetitions=repetitions, breakdown=breakdown)]
+
+        named = [(quantize.case.name, functools.partial(measured, quantize)) for quantize in selected]
+        return harness.measure_cases(
+            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
+        )
 
 
 def flatness(measurements: Iterable[harness.Measurement]) -> dict[str, tuple[float, float]]:

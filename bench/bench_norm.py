@@ -371,27 +371,19 @@ def run(
     selected = [(norm, [d for d in norm.directions if re.search(pattern, norm.case(d).name)]) for norm in cases]
     selected = [(norm, directions) for norm, directions in selected if directions]
     console = harness.wide_console()
-    measurements: list[harness.Measurement] = []
     with harness.bench_stream():
         device = harness.CudaDevice()
-        environment = harness.environment(commit)
         if "cute_kernels" in providers:
             compile_own_kernels((norm for norm, _ in selected), device)
             console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
-        for done, (norm, directions) in enumerate(selected):
-            if time_limit is not None and time.monotonic() - started > time_limit:
-                left = len(selected) - done
-                console.print(f"time limit: {left} of {len(selected)} cases left, from {norm.op} {norm.shape} on")
-                break
-            found = measure_norm(norm, directions, providers, device, repetitions=repetitions, breakdown=breakdown)
-            measurements += found
-            for measurement in found:
-                harness.print_progress(measurement, console)
-                for path in outputs:
-                    harness.append_lines(path, harness.lines(measurement, environment))
-            torch.cuda.empty_cache()
-    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
-    return measurements
+        options = {"repetitions": repetitions, "breakdown": breakdown}
+        named = [
+            (norm.case(found[0]).name, functools.partial(measure_norm, norm, found, providers, device, **options))
+            for norm, found in selected
+        ]
+        return harness.measure_cases(
+            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -233,6 +234,38 @@ def measure_directions(
 
 def _same(call: Call) -> Call:
     return call
+
+
+def measure_cases(
+    cases: Sequence[tuple[str, Callable[[], Sequence[Measurement]]]],
+    console: Console,
+    *,
+    started: float,
+    time_limit: float | None,
+    commit: str | None,
+    outputs: Sequence[Path],
+) -> list[Measurement]:
+    """Measures cases one after the other; appends the lines of each to `outputs` as soon as it is done.
+
+    cases: the name of each and what measures it
+    started: when the run began (time.monotonic()); time_limit: seconds since then after which no further case is begun
+    """
+    about = environment(commit)
+    measurements: list[Measurement] = []
+    for done, (name, measure_case) in enumerate(cases):
+        if time_limit is not None and time.monotonic() - started > time_limit:
+            console.print(f"time limit: {len(cases) - done} of {len(cases)} cases left, from {name} on")
+            break
+        found = measure_case()
+        measurements += found
+        for measurement in found:
+            print_progress(measurement, console)
+            for path in outputs:
+                append_lines(path, lines(measurement, about))
+        gc.collect()  # captured graphs hold outputs of up to 5.6 GB a provider
+        torch.cuda.empty_cache()
+    console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
+    return measurements
 
 
 def replayed_error(

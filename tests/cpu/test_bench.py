@@ -294,7 +294,7 @@ def test_run_writes_each_case_as_it_is_done(on_cpu, tmp_path, capsys):
 def test_time_limit(on_cpu, capsys):
     cases = [Norm("rms_norm", 16, 32), Norm("rms_norm", 16, 64)]
     assert bench_norm.run(cases, ["cute_kernels"], time_limit=0.0) == []
-    assert "time limit: 2 of 2 cases left, from rms_norm 16x32 on" in capsys.readouterr().out
+    assert "time limit: 2 of 2 cases left, from rms_norm.fwd.16x32.bfloat16.plain on" in capsys.readouterr().out
 
 
 def test_list_and_filter(capsys):
