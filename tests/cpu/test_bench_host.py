@@ -1,5 +1,7 @@
 """bench_host on the CPU, without its kernel."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -47,3 +49,17 @@ def test_the_floor_of_training_saves_what_a_backward_needs(launches):
     y = bench_host.floor(host)(*inputs)
     saved = y.grad_fn.saved_tensors
     assert [t.shape for t in saved] == [*(t.shape for t in inputs), (2, bench_host.ROWS)]
+
+
+def test_run_writes_and_stops(launches, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
+    monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
+    path = tmp_path / "one.jsonl"
+    providers = [bench_host.OURS, bench_host.FLOOR]
+    bench_host.run(bench_host.host_cases(), providers, pattern="linear.*inference", commit="abc", outputs=[path])
+    lines = report.read_lines(path)
+    assert {(line["family"], line["op"], line["commit"]) for line in lines} == {("host", "linear", "abc")}
+    assert {line["provider"] for line in lines} == set(bench_host.PROVIDERS)
+    assert bench_host.run(bench_host.host_cases(), providers, time_limit=0.0) == []
+    assert "time limit: 6 of 6 cases left, from rms_norm.fwd" in capsys.readouterr().out
