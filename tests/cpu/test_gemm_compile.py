@@ -159,9 +159,10 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_candidates_are_hashable_and_distinct(arch):
+def test_candidates_are_distinct_and_those_that_calls_get(arch):
     found = candidates(arch)
     assert None in found and len(set(found)) == len(found) > 2
+    assert {config for config, _ in kernels(arch)} == set(found)  # all that calls are given to, none that nobody gets
 
 
 # Operands come by TMA, are multiplied from shared memory, and no sum is left to the order of atomics
