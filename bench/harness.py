@@ -117,7 +117,7 @@ class Device(Protocol):
     def capture(self, call: Call) -> Captured: ...
     def copy(self, num_bytes: int) -> Captured: ...
     def time_us(self, calls: Sequence[Captured], repetitions: int) -> list[list[float]]: ...
-    def host_us(self, call: Call) -> float: ...
+    def host_us(self, calls: Sequence[Call]) -> list[float]: ...
     def peak_bytes(self, call: Call) -> int: ...
     def kernels(self, call: Call) -> dict[str, float]: ...
     def synchronize(self) -> None: ...
@@ -150,7 +150,6 @@ def measure(
     A provider that raises or is wrong goes to `failures` and does not stop the others.
     """
     captured: dict[str, Captured] = {}
-    host_us: dict[str, float] = {}
     peak_bytes: dict[str, int] = {}
     failures: dict[str, str] = {}
     floors = floors or {}
@@ -159,7 +158,6 @@ def measure(
             call = make()
             device.warm_up(call)
             peak_bytes[provider] = device.peak_bytes(call)
-            host_us[provider] = device.host_us(call)
             captured[provider] = device.capture(call)
         except Exception as error:  # any provider may fail in its own way; the others are still worth measuring
             failures[provider] = describe(error)
@@ -167,6 +165,7 @@ def measure(
     if yardstick not in captured:
         reason = failures.get(yardstick, "not among the providers")
         raise RuntimeError(f"there is nothing to compare the errors with: {yardstick}: {reason}")
+    host_us = dict(zip(captured, device.host_us([graph.call for graph in captured.values()]), strict=True))
     order = [*captured.values(), device.copy(case.bytes)]
     *times, copy_times = device.time_us(order, repetitions)
     errors = {
@@ -392,21 +391,22 @@ class CudaDevice:
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in events]
 
-    def host_us(self, call: Call) -> float:
-        """Median time that the caller's thread spends in one call, in microseconds.
+    def host_us(self, calls: Sequence[Call]) -> list[float]:
+        """Median time that the caller's thread spends in one call, in microseconds, of each of the calls in turn.
 
         The queue is emptied often, so no launch waits for room.
         """
-        samples = []
+        samples: list[list[float]] = [[] for _ in calls]
         for _ in range(self._host_batches):
-            torch.cuda.synchronize()
-            for _ in range(self._calls_per_batch):
-                start = time.perf_counter_ns()
-                outputs = call()
-                samples.append((time.perf_counter_ns() - start) / 1e3)
-                del outputs
+            for call, taken in zip(calls, samples, strict=True):
+                torch.cuda.synchronize()
+                for _ in range(self._calls_per_batch):
+                    start = time.perf_counter_ns()
+                    outputs = call()
+                    taken.append((time.perf_counter_ns() - start) / 1e3)
+                    del outputs
         torch.cuda.synchronize()
-        return statistics.median(samples)
+        return [statistics.median(taken) for taken in samples]
 
     def peak_bytes(self, call: Call) -> int:
         """Most device memory held at once during the call, outputs and saved tensors included, inputs not."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_compiling
 
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
@@ -51,6 +53,19 @@ def gradient_rows(t: Tensor) -> Tensor:
     if not is_matrix and not (is_plain(t) and t.is_contiguous()):
         t = t.contiguous()
     return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | None) -> bool:
+    """Whether the backward that runs is to find the gradient of a parameter; ``needed``: as the forward knew it.
+
+    ``torch.autograd.grad`` of other tensors alone must leave a main_grad as it is. What goes through autograd it drops.
+    """
+    if not needed or main_grad is None or is_compiling():
+        return needed
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # says that autograd.grad was asked for this very parameter
+        return True
 
 
 def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -16,12 +16,12 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 _library = torch.library.Library("cute_kernels", "DEF")
-_PLAIN = (Tensor, Parameter)
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` is an ordinary tensor in eager mode, whose memory may be given to a kernel."""
-    return type(x) in _PLAIN and not is_compiling() and _len_torch_dispatch_stack() == 0
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are ordinary tensors (or None) in eager mode, whose memory may be given to a kernel."""
+    return not is_compiling() and _PLAIN.issuperset(map(type, tensors)) and _len_torch_dispatch_stack() == 0
 
 
 def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:

@@ -203,7 +203,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from .key import stack
 
     root = (arguments.into or settings().root).absolute()
-    entries = import_bundle(arguments.file, arguments.digest, Store(root))
+    entries = import_bundle(arguments.file, arguments.digest, Store(root, for_all=arguments.into is not None))
     print(f"{len(entries)} kernels in {root}")
     others = sum(entry.record["key"]["stack"] != stack() for entry in entries)
     if others and not arguments.into:

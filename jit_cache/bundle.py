@@ -144,7 +144,7 @@ def load_shared(directory: str | Path, name: str) -> Any:
 
     Raises:
         FileNotFoundError: there is no such kernel, no shared library of it, or no runtime library.
-        PermissionError: others may write to the directory.
+        PermissionError: others may write to the directory, to the kernel or to a runtime library that lies there.
         Damaged: the file is not what was stored, or was built for a newer processor.
     """
     import tvm_ffi
@@ -156,6 +156,9 @@ def load_shared(directory: str | Path, name: str) -> Any:
     entry.read(".so")
     if not runs_on(entry.record["key"]["stack"]["machine"], machine()):
         raise Damaged(f"{name} was built for {entry.record['key']['stack']['machine']}, this is {machine()}")
+    own = store.root / _RUNTIME
+    if own.exists():
+        store.check_file(own)
     ctypes.CDLL(str(_runtime_library([store.root])))  # the kernel's dependency on it is then met, by its soname
     return tvm_ffi.load_module(str(store.path(name, ".so"))).get_function("func")
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from . import resources
 from .key import ARCH, Key, Unsupported, classes_in, differences, encode, environment, is_flat, same, stack
-from .source import module_name, source_digest
+from .source import module_name, process_start, source_digest
 from .store import Damaged, Store, close_inherited_locks, log, settings, warn_once
 
 
@@ -107,6 +107,7 @@ class Compiled:
         if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
             raise TypeError(f"{build.__qualname__}: every parameter of a compiled builder must be positional and named")
         _import_loader()
+        environment()
         self._module = sys.modules[build.__module__]
         self._imported_at = time.time()
         self.kernel = f"{module_name(self._module)}.{build.__qualname__}"
@@ -224,18 +225,24 @@ class Compiled:
         """Looks in the bundles, then in the cache. What is damaged, or does not load, is not there."""
         for store in _stores():
             try:
-                entry = store.find(key)
-                if entry is not None:
-                    data = entry.read()
-                    function = _load_object(data) if load else None
-                    store.touch(entry.name)
-                    return Kernel("disk" if store.writable else "bundle", entry.record, data, function)
+                entries = store.find(key)
             except Damaged as error:
                 warn_once(f"not used: {error}")
+                continue
             except OSError as error:
                 warn_once(f"not used: {store.root}: {error.strerror}")
-            except Exception as error:  # the DSL's loader raises errors of many types
-                warn_once(f"not used: {store.path(key.name, '.o')} does not load: {error}")
+                continue
+            for entry in entries:
+                try:
+                    data = entry.read()
+                    function = _load_object(data) if load else None
+                except Damaged as error:
+                    warn_once(f"not used: {error}")
+                except Exception as error:  # the DSL's loader raises errors of many types
+                    warn_once(f"not used: {store.path(entry.name, '.o')} does not load: {error}")
+                else:
+                    store.touch(entry.name)
+                    return Kernel("disk" if store.writable else "bundle", entry.record, data, function)
         return None
 
     def _compile(self, key: Key, args: tuple[Any, ...], load: bool) -> Kernel:
@@ -277,7 +284,7 @@ class Compiled:
         """The hash of the builder's module and of those that define its arguments' classes."""
         if classes not in self._sources:
             modules = {sys.modules[cls.__module__] for cls in classes if not cls.__module__.startswith("cutlass.")}
-            digest = source_digest(modules | {self._module}, self._imported_at)
+            digest = source_digest([self._module, *modules], self._imported_at, process_start())
             if digest is None:
                 warn_once(f"{self.kernel}: source unreadable or changed after the import: not stored")
             self._sources[classes] = digest

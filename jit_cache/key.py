@@ -220,10 +220,18 @@ def machine() -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Returns the `CUTE_DSL_*` variables that may change the code. Read once: the DSL reads them once, too."""
+    """Returns the `CUTE_DSL_*` variables that may change the code.
+
+    Read once, when the first builder is decorated: the DSL reads them when its module, which imports cutlass, begins.
+    """
+    return compiler_variables(os.environ)
+
+
+def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The `CUTE_DSL_*` variables in `environ` that may change the code."""
     return {
         name: value
-        for name, value in sorted(os.environ.items())
+        for name, value in sorted(environ.items())
         if name.startswith("CUTE_DSL_") and name not in _HARMLESS_VARIABLES
     }
 
@@ -234,7 +242,7 @@ def runs_here(built: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     All must be equal, except that an object from CUDA 12 wheels runs under CUDA 13 wheels (measured; not the other way
     round) and one for an older x86-64 level runs on a newer processor.
     """
-    if {**built, "stack": None} != {**wanted, "stack": None}:
+    if digest({**built, "stack": None}) != digest({**wanted, "stack": None}):  # 1 == True, but not their digests
         return False
     old, new = built["stack"], wanted["stack"]
     if {**old, "machine": None, "dsl": None} != {**new, "machine": None, "dsl": None}:
@@ -253,7 +261,7 @@ def runs_on(built: str, here: str) -> bool:
 def differences(wanted: Any, stored: Any, path: str = "") -> list[str]:
     """Returns a line for each field in which two key records differ: "arguments.n: wanted 1024, stored 4096"."""
     if not (isinstance(wanted, dict) and isinstance(stored, dict)):
-        return [] if wanted == stored else [f"{path}: wanted {wanted}, stored {stored}"]
+        return [] if digest(wanted) == digest(stored) else [f"{path}: wanted {wanted}, stored {stored}"]
     names = sorted(wanted.keys() | stored.keys())
     pairs = ((name, wanted.get(name, "nothing"), stored.get(name, "nothing")) for name in names)
     return [line for name, left, right in pairs for line in differences(left, right, f"{path}.{name}".lstrip("."))]

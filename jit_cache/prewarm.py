@@ -6,8 +6,10 @@ itself, by `specializations(arch) -> Iterable[tuple[builder, arguments]]`; the a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
+import multiprocessing.context
 import os
 import pkgutil
 import re
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .compile import Compiled, format_arguments
+from .key import compiler_variables, environment
 from .store import settings
 
 Job = tuple[Compiled, tuple[Any, ...]]
@@ -127,11 +130,13 @@ def prewarm(
 
 def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result], None]) -> dict[str, Job]:
     """Runs jobs in worker processes; returns those left over when a worker died."""
-    context = multiprocessing.get_context("forkserver")  # not fork: this process may have threads and CUDA
-    context.set_forkserver_preload(["cutlass.cute"])
     left = dict(jobs)
-    # The server that workers are forked from may be older than this process's environment.
-    with ProcessPoolExecutor(workers, context, initializer=_set_environment, initargs=(dict(os.environ),)) as pool:
+    # The server that workers are forked from may be older than this process's environment. The compiler's variables are
+    # those that this process's compiler read, which are in the keys.
+    environ = {name: value for name, value in os.environ.items() if name not in compiler_variables(os.environ)}
+    with ProcessPoolExecutor(
+        workers, _context(), initializer=_set_environment, initargs=({**environ, **environment()},)
+    ) as pool:
         futures = {pool.submit(_obtain, job): digest for digest, job in jobs.items()}
         for future in as_completed(futures):
             digest = futures[future]
@@ -145,6 +150,21 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
             del left[digest]
             finish(digest, result)
     return left
+
+
+@functools.cache
+def _served_variables() -> dict[str, str]:
+    """The compiler's variables as they are when the server of workers starts, which imports the compiler."""
+    return compiler_variables(os.environ)
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """Not fork: this process may have threads and CUDA. No server whose compiler has read other variables."""
+    if _served_variables() != environment():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cutlass.cute"])
+    return context
 
 
 def _set_environment(environment: dict[str, str]) -> None:

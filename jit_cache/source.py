@@ -6,10 +6,12 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import re
 import symtable
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +33,7 @@ _IMPORT = re.compile(
 )
 
 
-def source_digest(modules: Iterable[ModuleType], imported_at: float) -> str | None:
+def source_digest(modules: Sequence[ModuleType], imported_at: float, began: float) -> str | None:
     """Returns the sha256 over the sources of `modules` and of what they import, also inside functions.
 
     Followed are imports of
@@ -41,8 +43,9 @@ def source_digest(modules: Iterable[ModuleType], imported_at: float) -> str | No
     table of contents does not tie all its kernels together.
 
     Returns:
-        None if a source cannot be read, or is younger than `imported_at`: then the running code may not be what the
-        file says, and an object stored under the file's hash would be wrong for the next process.
+        None if a source cannot be read, or is younger than its import: then the running code may not be what the file
+        says, and an object stored under the file's hash would be wrong for the next process. The builder's module, the
+        first, was imported at `imported_at`; what else is loaded, at some time since the process `began`.
     """
     hashes: dict[str, str] = {}
     for module in modules:
@@ -63,11 +66,24 @@ def source_digest(modules: Iterable[ModuleType], imported_at: float) -> str | No
             own = _top(name) == _top(importer) or (alone and path.resolve().parent == Path(file).resolve().parent)
             if not own and not device_code:
                 continue
-            if status.st_mtime > imported_at:
+            loaded_before = name != module_name(modules[0]) and name in sys.modules
+            if status.st_mtime > (began if loaded_before else imported_at):
                 return None
             hashes[name] = hashed
             pending += [(target, place, name) for source in imports for target, place in _resolve(*source)]
     return digest(hashes)
+
+
+@functools.cache
+def process_start() -> float:
+    """When this process began, in seconds since the epoch; 0 where the kernel does not say."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def module_name(module: ModuleType) -> str:

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .key import FORMAT, Key, runs_here
+from .key import FORMAT, Key, digest, runs_here
 
 log = logging.getLogger("jit_cache")
 NAME = re.compile(r"sm_\d+[af]?/\w+-[0-9a-f]{32}")
 _SUFFIXES = (".json", ".o", ".so", ".lock")  # .json first: without it the entry is gone, whatever happens to the rest
+_TEMPORARY = re.compile(r"\.([^.]+)\.(?:json|o|so)\..*\.tmp")
 _HOUR = 3600.0
 
 
@@ -133,11 +134,15 @@ class Entry:
 
 
 class Store:
-    """A root directory. `writable=False` is a bundle: it may belong to root, and is never written."""
+    """A root directory. `writable=False` is a bundle: it may belong to root, and is never written.
 
-    def __init__(self, root: Path, writable: bool = True) -> None:
+    `for_all`: what is written may be read by every user, as a bundle's directory must be; else by its owner alone.
+    """
+
+    def __init__(self, root: Path, writable: bool = True, for_all: bool = False) -> None:
         self.root = root
         self.writable = writable
+        self.directory_mode, self.file_mode = (0o755, 0o644) if for_all else (0o700, 0o600)
         self.base = root / f"v{FORMAT}"
 
     def path(self, name: str, suffix: str = "") -> Path:
@@ -145,17 +150,17 @@ class Store:
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
-    def find(self, key: Key) -> Entry | None:
-        """Returns the entry for a key, or None. Raises Damaged if there is one that cannot be used."""
-        if self.writable:
-            entry = self.entry(key.name)
-            if entry is not None and entry.record["key"] != key.record:
-                raise Damaged(f"{self.path(key.name, '.json')}: the record is of another kernel")
-            return entry
-        for entry in self._by_kernel.get(key.record["kernel"], ()):
-            if runs_here(entry.record["key"], key.record):
-                return entry
-        return None
+    def find(self, key: Key) -> list[Entry]:
+        """Returns the entries that serve a key: one at most of a cache, of a bundle perhaps several builds.
+
+        Raises:
+            Damaged: there is a record that cannot be used. OSError, Untrusted.
+        """
+        if not self.writable:
+            entries = self._by_kernel.get(key.record["kernel"], ())
+            return [entry for entry in entries if runs_here(entry.record["key"], key.record)]
+        entry = self.entry(key.name)
+        return [] if entry is None else [entry]
 
     def entries(self, problems: list[str] | None = None) -> Iterator[Entry]:
         """Yields all entries, by name. What is wrong with the others is appended to `problems`."""
@@ -186,21 +191,24 @@ class Store:
         return index
 
     def entry(self, name: str) -> Entry | None:
-        """Returns the entry of a name, or None. Raises Damaged for a record that makes no sense, OSError, Untrusted."""
+        """Returns the entry of a name, or None.
+
+        Raises:
+            Damaged: the record is not what was stored under this name. OSError, Untrusted.
+        """
         try:
             data = self.read_file(name + ".json")
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             record = json.loads(data)
-            texts = [record["key"][field] for field in ("kernel", "arch", "source")]
-            texts += [file["sha256"] for file in record["files"].values()]
-            complete = all(isinstance(text, str) for text in texts) and ".o" in record["files"]
-            complete &= isinstance(record["key"]["stack"]["dsl"], dict)
+            whole = record.pop("checksum") == digest(record)
         except (ValueError, KeyError, TypeError, AttributeError):
-            complete = False
-        if not complete:
-            raise Damaged(f"{self.path(name, '.json')}: not a record")
+            whole = False
+        if not whole:
+            raise Damaged(f"{self.path(name, '.json')}: not the record that was stored")
+        if digest(record["key"])[:32] != name.rpartition("-")[2]:
+            raise Damaged(f"{self.path(name, '.json')}: the record is of another kernel")
         return Entry(self, name, record)
 
     def read_file(self, name: str) -> bytes:
@@ -218,7 +226,7 @@ class Store:
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def write(self, name: str, record: dict[str, Any], files: Mapping[str, bytes]) -> Entry:
-        """Stores a kernel's files (suffix -> bytes) and then its record, completed by their sizes and hashes.
+        """Stores a kernel's files (suffix -> bytes) and then its record, completed by their sizes, hashes and its own.
 
         Raises:
             OSError: nothing was stored; no temporary file is left.
@@ -229,7 +237,8 @@ class Store:
         record = {**record, "files": described}
         for suffix, data in files.items():
             self._replace(self.path(name, suffix), data)
-        self._replace(self.path(name, ".json"), json.dumps(record, indent=1, sort_keys=True).encode())
+        text = json.dumps({**record, "checksum": digest(record)}, indent=1, sort_keys=True)
+        self._replace(self.path(name, ".json"), text.encode())
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:  # the names, too, must survive a crash (and be seen by other NFS clients)
             os.fsync(descriptor)
@@ -237,11 +246,11 @@ class Store:
             os.close(descriptor)
         return Entry(self, name, record)
 
-    @staticmethod
-    def _replace(path: Path, data: bytes) -> None:
+    def _replace(self, path: Path, data: bytes) -> None:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         try:
             with open(descriptor, "wb") as file:
+                os.fchmod(descriptor, self.file_mode)
                 file.write(data)
                 file.flush()
                 os.fsync(descriptor)
@@ -261,11 +270,11 @@ class Store:
     # ----------------------------------------------------------------------------------------------------------- safety
 
     def _make(self, directory: Path) -> None:
-        """Creates root/v1/arch as private directories; checks each before it makes the next."""
+        """Creates the root, and the format's and arch's directories in it; checks each before it makes the next."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
         for level in (self.root, self.base, directory):
             with contextlib.suppress(FileExistsError):
-                level.mkdir(mode=0o700)
+                level.mkdir(mode=self.directory_mode)
             self._check(level)
 
     def _check(self, directory: Path) -> None:
@@ -283,6 +292,11 @@ class Store:
         if status.st_mode & 0o022:
             raise Untrusted(errno.EPERM, f"{path} is writable by others: chmod go-w {path}")
 
+    def check_file(self, path: Path) -> None:
+        """Raises Untrusted unless a file in the root is a regular one that others may not write."""
+        self._check(self.root)
+        self._trust(path, os.stat(path, follow_symlinks=False), stat.S_ISREG)
+
     # ---------------------------------------------------------------------------------------------------------- locking
 
     @contextlib.contextmanager
@@ -298,7 +312,7 @@ class Store:
             descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _held.add(descriptor)
             end = time.monotonic() + timeout
-            while not _try_lock(descriptor):
+            while not (_try_lock(descriptor) and _is_file(descriptor, self.path(name, ".lock"))):
                 if time.monotonic() > end:
                     warn_once(f"gave up waiting for {self.path(name, '.lock')} after {timeout:.0f} s")
                     break
@@ -317,17 +331,18 @@ class Store:
     def remove(self, name: str) -> int:
         """Removes an entry; returns the bytes freed. While another process holds its lock, it stays."""
         freed = 0
-        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            if not _try_lock(descriptor):
-                return 0
-        for suffix in _SUFFIXES:
-            path = self.path(name, suffix)
+        with contextlib.ExitStack() as stack:
             with contextlib.suppress(FileNotFoundError):
-                size = path.lstat().st_size
-                path.unlink()
-                freed += size
+                descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                if not _try_lock(descriptor):
+                    return 0
+            for suffix in _SUFFIXES:
+                path = self.path(name, suffix)
+                with contextlib.suppress(FileNotFoundError):
+                    size = path.lstat().st_size
+                    path.unlink()
+                    freed += size
         return freed
 
     def gc(self, max_bytes: float, max_age: float) -> list[tuple[str, int]]:
@@ -361,25 +376,30 @@ class Store:
         return removed
 
     def clear(self) -> int:
-        """Removes all that jit_cache wrote here; returns the number of entries. Foreign files stay."""
-        names = set()
-        for path, name in self._files():
+        """Removes all that jit_cache wrote here; returns the number of kernels. Foreign files stay, and entries whose
+        lock another process holds.
+        """
+        files = self._files()
+        for path, _ in files:
             if path.suffix == ".tmp":
                 path.unlink(missing_ok=True)
-            else:
-                names.add(name)
-        for name in names:
+        for name in {name for path, name in files if path.suffix != ".tmp"}:
             self.remove(name)
         for directory in (*self.base.glob("sm_*"), self.base):
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        return len(names)
+        records = [path for path, _ in files if path.suffix == ".json"]
+        return sum(not path.exists() for path in records)
 
     def _files(self) -> list[tuple[Path, str]]:
-        """Our files with the names of their entries, and temporary files."""
-        files = [(path, f"{path.parent.name}/{path.stem}") for path in sorted(self.base.glob("sm_*/*"))]
-        ours = [path.suffix in _SUFFIXES and NAME.fullmatch(name) for path, name in files]
-        return [file for file, own in zip(files, ours, strict=True) if own or file[0].suffix == ".tmp"]
+        """Our files with the names of their entries; temporary files with their own."""
+        files = []
+        for path in sorted(self.base.glob("sm_*/*")):
+            written = _TEMPORARY.fullmatch(path.name)
+            name = f"{path.parent.name}/{written[1] if written else path.stem}"
+            if NAME.fullmatch(name) and (written or path.suffix in _SUFFIXES):
+                files.append((path, name))
+        return files
 
 
 _held: set[int] = set()
@@ -392,6 +412,20 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether a descriptor is of the file that has this name now: who waited for a lock may hold one that was removed.
+
+    If not, it is made to be of a new file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
+            return True
+    other = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    os.dup2(other, descriptor, inheritable=False)
+    os.close(other)
+    return False
 
 
 def close_inherited_locks() -> None:

@@ -599,11 +599,11 @@ def _coefficients_backward(
 ) -> None:
     n, head = static["n"], static["head"]
     columns = n if head else num_coefficients(n)
-    align = 4 if columns % 4 == 0 else 1
+    align, *aligns = static["aligns"]
     _is_matrix(h, True, columns, align)
-    _is_matrix(dh, True, columns, align)
+    _is_matrix(dh, True, columns, 4 if columns % 4 == 0 else 1)
     given = (dpre, dpost, dres)
-    for t, has, width, align in zip(given, static["has"], (n, n, n * n), static["aligns"], strict=True):
+    for t, has, width, align in zip(given, static["has"], (n, n, n * n), aligns, strict=True):
         _is_matrix(t, has, width, align)
     for kinds, pair in ((static["parameters"], (alpha, beta)), (static["gradients"], (dbeta, dalpha))):
         for wanted, t in zip(kinds, pair, strict=True):

@@ -46,6 +46,38 @@ def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | 
         expect(no_grad, "mm", "out", "be None where a gradient is wanted", "a tensor")
 
 
+def check_separate(out: Tensor, *operands: Tensor) -> None:
+    """Raise ValueError where a product would be written over an operand that is still read."""
+    for name, operand in zip(("a", "b"), operands, strict=True):
+        if _may_overlap(out, operand):
+            expect(False, "mm", "out", f"not share memory with {name}", f"address {out.data_ptr():#x}")
+
+
+def _may_overlap(out: Tensor, operand: Tensor) -> bool:
+    """Whether two matrices may have an element in common; not if they are other columns of one matrix."""
+    if not (out.numel() and operand.numel()):
+        return False
+    size = out.element_size()
+    first, last = _extent(out)
+    other_first, other_last = _extent(operand)
+    if last <= other_first or other_last <= first:
+        return False
+    pitch, widths = out.stride(0) * size, []
+    for t in (out, operand):
+        rows, columns = (0, 1) if t.stride(1) == 1 else (1, 0)
+        if t.stride(columns) != 1 or (t.shape[rows] > 1 and t.stride(rows) * t.element_size() != pitch):
+            return True
+        widths.append(t.shape[columns] * t.element_size())
+    offset = (other_first - first) % pitch
+    return offset < widths[0] or offset + widths[1] > pitch
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last one."""
+    steps = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (steps + 1) * t.element_size()
+
+
 def check_linear(
     x: Tensor,
     weight: Tensor,
@@ -66,6 +98,8 @@ def check_linear(
             t.shape,
         )
     expect(x.dim() >= 1, "linear", "x", "have at least one dimension", f"shape {tuple(x.shape)}")
+    rows = x.shape[:-1].numel()
+    expect(rows <= MAX_SIZE, "linear", "x", f"have at most {MAX_SIZE} rows", f"{rows} in shape {tuple(x.shape)}")
     expect(weight.dim() == 2, "linear", "weight", "be a matrix (N, K)", f"shape {tuple(weight.shape)}")
     expect(weight.dtype == x.dtype, "linear", "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
     expect(

@@ -186,11 +186,12 @@ def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
     try:
         yield launches
     finally:
-        _observers.pop()
+        _observers[:] = [other for other in _observers if other is not launches]
 
 
 def _observe(plan: Plan, a: Tensor, b: Tensor) -> None:
-    _observers[-1].append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
+    for launches in _observers:
+        launches.append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
 
 
 def _remember(key: tuple, a, b, d, z, bias, valid_k, activation, accumulate) -> Plan | None:
@@ -216,7 +217,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
     config, transposed = choose(arch, *a.shape[:1], *b.shape, num_sms)
     if _forced:
         config, transposed = _forced[-1]
-    majors = _major(a), _major(b)
+    majors = operand_major(a), operand_major(b)
     if None in majors:
         config = None
     if config is None:
@@ -248,7 +249,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
     return Plan(function, clusters * cluster, transposed, config)
 
 
-def _major(t: Tensor) -> str | None:
+def operand_major(t: Tensor) -> str | None:
     """The dimension of an operand (rows, k) that TMA reads along, "k" or "rows"; None if it cannot."""
     if t.data_ptr() % 16 == 0:
         unit = 16 // t.element_size()

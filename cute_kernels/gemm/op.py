@@ -7,23 +7,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
-from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows
+from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows, needs_gradient
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.checks import check_linear, check_mm
-from cute_kernels.gemm.launch import activation_backward_op, gemm_op, new_product, run_activation_backward, run_gemm
+from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
+from cute_kernels.gemm.launch import (
+    activation_backward_op,
+    gemm_op,
+    new_product,
+    operand_major,
+    run_activation_backward,
+    run_gemm,
+)
 
 
-def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+def mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """Matrix product ``a b``, the bits of a row independent of the other rows.
 
     Args:
         a: (M, K) bf16 or fp16, of any strides; rows or columns that start on 16 bytes take the fast kernels.
         b: (K, N) of a's dtype, of any strides.
         out_dtype: bf16, fp16 or fp32; a's (or out's) if None.
-        out: (M, N) to write to, last dimension contiguous; only where no gradient is wanted.
+        out: (M, N) to write to, last dimension contiguous, in memory of its own; only where no gradient is wanted.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         (M, N), row-major.
@@ -37,10 +53,11 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
     has the same bits whatever M, the row's place, and the other rows; kernels differ by shape, bits do not. The
     gradient of b sums over the rows of a in their order: reproducible, and unchanged by rows of zeros at the end.
     """
-    if not isinstance(a, Tensor) or not a.is_cuda:
+    if not isinstance(a, Tensor) or backend is not None or not a.is_cuda:
+        expect(backend in (None, "reference"), "mm", "backend", "be None or 'reference'", repr(backend))
         return reference.mm(a, b, out_dtype=out_dtype, out=out)
     try:
-        eager = is_plain(a)
+        eager = is_plain(a, b, out)
         if is_grad_enabled() and (a.requires_grad or b.requires_grad):
             if out is not None:
                 check_mm(a, b, out_dtype, out)
@@ -50,7 +67,11 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
             return _mm_forward(a, b, eager, out_dtype)
         if out_dtype is not None or out.requires_grad:  # what a plan's key does not hold
             check_mm(a, b, out_dtype, out)
+        if eager:
+            check_separate(out, a, b)
         _run(a, b.t(), out, None, None, None, None, False, (check_mm, (a, b, out_dtype, out)))
+        if eager:  # a registered operator does it by itself
+            increment_version(out)
     except (AttributeError, IndexError, RuntimeError, TypeError):  # an argument that is no matrix, or no dtype
         check_mm(a, b, out_dtype, out)
         raise
@@ -88,8 +109,8 @@ def linear(
     what is saved; the incoming gradient is rounded to x's dtype. dweight and dbias sum over the tokens in their order,
     16 at a time; where ``weight.main_grad`` (or ``bias.main_grad``, fp32) exists, the accumulator starts from it and
     ``.grad`` stays None: micro-batches split at multiples of 16 tokens then give the bits of one batch. Zero tokens
-    behind, and multiples of 16 of them before the others, change nothing. An incoming gradient whose rows have no one
-    stride is copied.
+    behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is copied if neither its
+    rows nor its columns have one stride.
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), "linear", "backend", "be None or 'reference'", repr(backend))
@@ -100,7 +121,7 @@ def linear(
     if num_valid_tokens is not None:  # what the forward's signature does not hold
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
     try:
-        eager = is_plain(x)
+        eager = is_plain(x, weight, bias)
         if is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
             return apply_eager(_LinearFunction, *arguments) if eager else _LinearFunction.apply(*arguments)
@@ -174,6 +195,8 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, saved, num_valid_tokens = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_weight = needs_gradient(needs_weight, weight, ctx.main_grads[0])
+        needs_bias = needs_gradient(needs_bias, bias, ctx.main_grads[1])
         if num_valid_tokens is not None:
             num_valid_tokens = num_valid_tokens.view(1)
         if ctx.activation is not None:
@@ -181,7 +204,9 @@ class _LinearFunction(torch.autograd.Function):
             run = run_activation_backward if is_plain(dy) else activation_backward_op
             run(dy, saved, dz, ctx.activation)
             dy = dz
-        dz = gradient_rows(dy.to(x.dtype))
+        dz = dy.to(x.dtype)
+        if not (is_plain(dz) and dz.dim() == 2 and operand_major(dz)):
+            dz = gradient_rows(dz)
         rows = as_rows("linear", "x", x)
         dx = dweight = dbias = None
         if needs_x:
@@ -210,7 +235,7 @@ def _run(
     accumulate: bool = False,
     check: tuple[Callable[..., None], tuple] | None = None,
 ) -> None:
-    if is_plain(a):
+    if is_plain(a, b, d, bias, valid_k):
         run_gemm(a, b, d, z, bias, valid_k, activation, accumulate, check)
     else:
         if check is not None:

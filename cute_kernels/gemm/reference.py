@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import needs_gradient
 from cute_kernels._check import expect
 from cute_kernels.gemm.checks import check_linear, check_mm
 
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
         wide = _wide(x)
         dz = dy.to(wide)
         if ctx.activation is not None:
-            dz = dz * derivative(z.to(wide), ctx.activation)
+            dz = activation_gradient(dz, z.to(wide), ctx.activation)
         dz = dz.to(dy.dtype).to(x.dtype).to(wide)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -73,9 +74,9 @@ class _Linear(torch.autograd.Function):
         if num_valid_tokens is not None:
             valid = torch.arange(len(tokens), device=x.device)[:, None] < num_valid_tokens
             tokens, rows = torch.where(valid, tokens, 0.0), torch.where(valid, rows, 0.0)
-        if ctx.needs_input_grad[1]:
+        if needs_gradient(ctx.needs_input_grad[1], weight, ctx.main_grads[0]):
             dw = _deliver("weight", tokens.t() @ rows, weight, ctx.main_grads[0])
-        if bias is not None and ctx.needs_input_grad[2]:
+        if needs_gradient(ctx.needs_input_grad[2], bias, ctx.main_grads[1]):
             db = _deliver("bias", tokens.sum(0), bias, ctx.main_grads[1])
         return dx, dw, db, None, None, None
 
@@ -85,14 +86,14 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
     return z if activation is None else {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}[activation](z)
 
 
-def derivative(z: Tensor, activation: str) -> Tensor:
-    """d activate(z) / dz."""
+def activation_gradient(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    """dy d activate(z) / dz; of relu 0 where it is flat, whatever dy."""
     if activation == "relu":
-        return torch.where(z <= 0, 0.0, 1.0).to(z.dtype)
+        return torch.where(z <= 0, 0.0, dy)
     if activation == "silu":
         s = torch.sigmoid(z)
-        return s * (1 + z * (1 - s))
-    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return dy * (s * (1 + z * (1 - s)))
+    return dy * (0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
 
 
 def _as_rows(t: Tensor) -> Tensor:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -127,6 +129,27 @@ def check_expand_combine(
     _check_rows(op, "post", post)
     _check_coefficient(op, "res", res, (*x.shape[:-2], n, n), x.device, compute_dtype)
     _check_block(op, "res", res)
+    _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype)
+
+
+def check_sublayer(
+    sublayer: Callable,
+    x: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | int | None,
+    layout: str,
+    res_orientation: str,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raise TypeError or ValueError before a sublayer is called, naming argument, expected and got."""
+    op = "hyper_connection"
+    expect(callable(sublayer), op, "sublayer", "be callable", type(sublayer).__name__, TypeError)
+    _check_combination(op, x, sizes(x, layout)[1], bias, dropout_p, seed, res_orientation, compute_dtype)
+
+
+def _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype) -> None:
     if bias is not None:
         _check_parameter(op, "bias", bias, (channels,), x.device, compute_dtype)
     check_dropout(op, dropout_p, seed, x.device)

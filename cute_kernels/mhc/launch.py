@@ -61,7 +61,7 @@ def registered(schema: str) -> Callable[[Launch], Launch]:
 
         @functools.wraps(function)
         def launch(first: Tensor, *rest) -> None:
-            if is_plain(first):
+            if is_plain(first, *(t for t in rest if isinstance(t, Tensor))):
                 function(first, *rest)
             else:
                 operator(first, *rest)
@@ -294,8 +294,6 @@ def coefficients_backward(
     if not tokens:
         _zero((dbeta, accumulate_beta), (dalpha, accumulate_alpha))
         return
-    if columns % 4 == 0 and (H.stride(0) % 4 or H.data_ptr() % 16):
-        H = H.clone(memory_format=torch.contiguous_format)
     accumulate = (accumulate_beta, accumulate_alpha)
     key = (
         "coefficients_backward",
@@ -305,7 +303,7 @@ def coefficients_backward(
         accumulate,
         variant,
         H.get_device(),
-        _rows_key(dpre, dpost, dres),
+        _rows_key(H, dpre, dpost, dres),
         _dtypes(alpha, beta, dbeta, dalpha),
     )
     function = _plans.get(key)
@@ -320,7 +318,7 @@ def coefficients_backward(
             _cutlass(dbeta, dalpha),
             accumulate,
             tuple(t is not None for t in given),
-            tuple(_row_alignment(t) for t in given),
+            tuple(_row_alignment(t) for t in (H, *given)),
             _variant(variant),
             columns == n,
             normalises,

@@ -37,7 +37,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     fp32 = (Float32, Float32)
     both_main_grads = ((False, False), (True, True))
     for accumulate in both_main_grads:
-        has, aligns = (True, True, True), (4, 4, 4)
+        has, aligns = (True, True, True), (4, 4, 4, 4)
         yield coefficients_backward, (arch, N, fp32, fp32, accumulate, has, aligns, variant, False, True)
     for channels in CHANNELS:
         k, streams = N * channels, stream_layout(N, channels, layout, 2, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RMS_EPS_PLACEMENTS = ("inside", "outside")
 SINKHORNS = ("log", "softmax_eps", "exp_clamp")
@@ -61,6 +61,11 @@ class Variant:
         _expect(good, "Variant", "sinkhorn_eps", "be a float between 0 and 1", repr(eps))
         good = type(self.iterations) is int and 1 <= self.iterations <= MAX_ITERATIONS
         _expect(good, "Variant", "iterations", f"be an int from 1 to {MAX_ITERATIONS}", repr(self.iterations))
+
+
+def head_of(variant: Variant) -> Variant:
+    """Of a learned head: every system that has one puts eps into the root, wherever it is elsewhere."""
+    return replace(variant, rms_eps_placement="inside")
 
 
 def _expect(condition: bool, op: str, argument: str, expected: str, got: str, error: type = ValueError) -> None:

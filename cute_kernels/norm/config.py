@@ -12,7 +12,7 @@ MAX_CLUSTER = 16
 MAX_STAGES = 4
 MIN_WARPS = 7  # fewer do not hide the latency of a row's reduction
 MIN_FILL = 0.9  # of a row's elements over those that its threads could hold
-MANY_TILES = 16  # a resident team, from which on the forward does not stay resident
+MANY_CTAS = 48  # an SM, from which on the forward does not stay resident
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,21 @@ class NormConfig:
         """Clusters of rows up to which the forward launches at most ``max_clusters`` that walk over them.
 
         Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;
-        resident teams drift apart. H200, bf16, share of the same-bytes copy: 2097152x128 rms 0.975 against 0.92,
-        layer 0.972 against 0.87, 262144x1024 rms 0.996, 0.94; at ten tiles a team (32768x1024) they are equal. Rows of
-        several warps lose by it, as each CTA loads weight and bias: 5461x6144 layer 54 us against 40.
+        resident teams drift apart. H200, bf16, us, resident and not: layer 262144x1024 288, 264; 32768x1024 39.7, 38.8;
+        16384x1024 22.7, 22.9; 8192x1024 13.4, 15.3; rms 262144x1024 272, 260; 32768x1024 37.2, 38.1. Rows of several
+        warps lose by it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one stage has nothing in
+        flight for the next tile.
         """
-        return MANY_TILES * self.max_clusters(num_sms) if self.layout.threads_per_row <= WARP_SIZE else math.inf
+        if self.layout.threads_per_row > WARP_SIZE:
+            return math.inf
+        return MANY_CTAS * num_sms if self.layout.stages > 1 else 0
 
 
 def forward_config(
-    arch: str, kind: str, n: int, itemsizes: tuple[int, ...], vec: int, aligned: bool, packed: bool
+    arch: str, kind: str, n: int, itemsizes: tuple[int, ...], parameters: int, vec: int, aligned: bool, packed: bool
 ) -> NormConfig:
-    """Geometry of the forward kernel; ``itemsizes`` are those of the streamed matrices (x and residual).
+    """Geometry of the forward kernel; ``itemsizes`` are those of the streamed matrices (x and residual), ``parameters``
+    that of weight and bias, the wider one's (0: there are none).
 
     Several CTAs an SM: while one waits for its row's sums the others compute. rms_norm holds x and the weight (80
     registers at 32 elements: 3 CTAs of 8 warps), with a mean also the bias, or a residual (128: 4 CTAs of 4 warps).
@@ -57,19 +61,24 @@ def forward_config(
     8192x4096 0.974, 0.942; layer: 8192x1024 1.009 with 4 CTAs of 4 warps, 0.986 with 2 of 8; 4096x32768 0.923 in
     clusters of 8, 0.915 of 2. Where it makes a row's threads a power of two, or 11 warps of 16, 48 elements a thread:
     layer 10922x3072 0.959, 0.94 with 32; 5461x6144 0.953, 0.925; 2048x16384 0.892, 0.866 with 32 warps of 16. layer,
-    us, 3 CTAs of 4 warps and 4: 4096x2048 12.9, 14.0; 8192x2048 22.3, 22.0; 2048x4096 13.2, 13.9; but 16384x1024 22.3,
-    21.9; 6 warps of 48 and 8 of 32: 4096x8192 40.2, 40.9.
+    us, 3 CTAs of 4 warps and 4: 4096x2048 12.9, 14.0; 8192x2048 22.3, 22.0; 2048x4096 13.2, 13.9; 6 of 2 stages and 4
+    of 4: 8192x1024 13.4, 14.5; 16384x1024 22.7, 22.3; 32768x1024 38.8, 39.8; 6 warps of 48 and 8 of 32: 4096x8192 40.2,
+    40.9.
     """
     light = kind == "rms" and len(itemsizes) == 1
     slim = sum(itemsizes) <= 4  # leaves shared memory for several stages of three CTAs
     stages = MAX_STAGES
     if n <= 512:
-        # Most tiles belong to a CTA that has no other (persistent_clusters): 2097152x128 rms 0.975, 0.943 with 4 stages
-        warps, ctas_per_sm, stages = {32: 8}, 3, 2
+        # A CTA has one tile (persistent_clusters): 1000000x64 rms 66.6 us, with 32 elements and 2 stages 68.4, layer
+        # 69.8, with 2 stages 70.0; x128 rms 128.8, 128.4, layer 128.6, 130.0
+        warps, ctas_per_sm, stages = {16 if light else 32: 8}, 4 if light else 3, 1 if aligned else 2
     elif light and n <= 16384:
         warps, ctas_per_sm = ({32: 8}, 3) if n <= 8192 else ({32: 16}, 2)
     elif slim and (2048 < n <= 3072 or 4096 < n <= 6144):
         warps, ctas_per_sm = {48: 4}, 3
+    elif len(itemsizes) == 1 and parameters <= 2 and n <= 1024:
+        # With fp32 parameters 6 CTAs would spill 104 bytes, with a residual 8 on sm_100a
+        warps, ctas_per_sm, stages = {32: 4}, 6, 2
     elif n <= 4096:
         warps, ctas_per_sm = {32: 4}, 3 if slim and n >= 2048 else 4
     elif slim and 7168 < n <= 8192:
@@ -137,22 +146,23 @@ def _config(
     max_stages: int = MAX_STAGES,
 ) -> NormConfig:
     """``warps``: elements a thread may hold -> warps a CTA can then have, in order of preference."""
-    if n <= WARP_SIZE * max(warps):
-        layout = _narrow(n, vec, aligned, packed, warps[max(warps)])
+    elements = max(warps)
+    if n <= WARP_SIZE * elements:
+        layout = _narrow(n, vec, aligned, packed, elements, warps[elements])
     else:
         layout = _wide(n, vec, aligned, cluster, warps)
     return NormConfig(_with_stages(layout, itemsizes, RING_BYTES // ctas_per_sm, max_stages), ctas_per_sm)
 
 
-def _narrow(n: int, vec: int, aligned: bool, packed: bool, warps: int) -> RowLayout:
-    """Rows of up to one warp: several rows a warp and several a thread, so that a thread has up to 32 elements."""
+def _narrow(n: int, vec: int, aligned: bool, packed: bool, elements: int, warps: int) -> RowLayout:
+    """Rows of up to one warp: several rows a warp and several a thread, so that a thread has up to ``elements``."""
     vectors = -(-n // vec)
     threads = WARP_SIZE
     rows_per_thread = 1
     if aligned:
         threads = min(WARP_SIZE, 1 << (vectors - 1).bit_length())
         chunks = -(-vectors // threads)
-        rows_per_thread = max(1, 32 // (chunks * vec))
+        rows_per_thread = max(1, elements // (chunks * vec))
         if not packed:
             rows_per_thread = min(rows_per_thread, threads)  # a lane requests a row: a tile has 32 at most
     packed = packed and threads < WARP_SIZE or packed and rows_per_thread > 1
@@ -185,7 +195,7 @@ def _with_stages(layout: RowLayout, itemsizes: tuple[int, ...], ring_bytes: int,
     """As many stages as fit: at least two, with fewer teams if need be; one where a single row leaves no room."""
     teams = layout.teams
     slot = layout.slot_bytes(itemsizes)
-    while teams > 1 and teams * slot * 2 > ring_bytes:
+    while teams > 1 and teams * slot * min(2, max_stages) > ring_bytes:
         teams -= 1
     stages = max(1, min(max_stages, ring_bytes // (teams * slot)))
     return replace(layout, teams=teams, stages=stages)

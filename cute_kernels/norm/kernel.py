@@ -121,24 +121,30 @@ class NormForward:
         round_index = Int32(0)
         for tile in cutlass.range(first_tile, num_tiles, step):
             cute.arch.mbarrier_wait(mbars + slot, phase)
-            tile_s, tile_mu = [], []
+            tile_h, tile_s, tile_mu = [], [], []
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 tile_row = j * layout.rows_per_pass + row_in_pass
                 row = tile * layout.tile_rows + tile_row
-                in_range = True if const_expr(layout.tile_rows == 1) else row < rows
-
-                rH = load_row(self.ring.row(x, tiles[0], slot, tile_row, row, column), t, has_column, in_range, layout)
+                # Of a row beyond the last one whatever the slot holds: its sums are its own and nothing of it is stored
+                sX = self.ring.row(x, tiles[0], slot, tile_row, row, column)
+                rH = load_row(sX, t, has_column, True, layout)
                 if const_expr(residual is not None):
-                    rR = load_row(
-                        self.ring.row(residual, tiles[1], slot, tile_row, row, column), t, has_column, in_range, layout
-                    )
+                    sR = self.ring.row(residual, tiles[1], slot, tile_row, row, column)
+                    rR = load_row(sR, t, has_column, True, layout)
                     for k in cutlass.range_constexpr(len(pieces)):
                         pH = piece_of(rH, pieces[k], layout)
                         # What is stored as the residual is what is normalised: round first
                         h = (pH.load() + piece_of(rR, pieces[k], layout).load()).to(residual.element_type)
                         pH.store(h.to(Float32))
-                        if const_expr(h_out is not None):
-                            store_piece(h, h_out, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
+                tile_h.append(rH)
+            for j in cutlass.range_constexpr(layout.rows_per_thread):
+                row = tile * layout.tile_rows + j * layout.rows_per_pass + row_in_pass
+                in_range = True if const_expr(layout.tile_rows == 1) else row < rows
+                rH = tile_h[j]
+                if const_expr(h_out is not None):
+                    for k in cutlass.range_constexpr(len(pieces)):
+                        h = piece_of(rH, pieces[k], layout).load().to(h_out.element_type)
+                        store_piece(h, h_out, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
 
                 mu = Float32(0.0)
                 if const_expr(self.kind == "layer" and layout.full):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows
+from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows, needs_gradient
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.norm import reference
@@ -120,7 +120,7 @@ def _check_backend(op: str, backend: str | None) -> None:
 
 def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
     try:
-        eager = is_plain(x)
+        eager = is_plain(x, weight, bias, residual)
         if is_grad_enabled() and (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
@@ -168,6 +168,8 @@ class _NormFunction(torch.autograd.Function):
         saved, weight, bias, statistics = ctx.saved_tensors
         kind, save, eps, weight_offset, x_dtype, residual_dtype, w_main_grad, b_main_grad = ctx.call
         needs_x, needs_w, needs_b, needs_residual, _ = ctx.needs_input_grad
+        needs_w = needs_gradient(needs_w, weight, w_main_grad)
+        needs_b = needs_gradient(needs_b, bias, b_main_grad)
         if dy is None:
             # y was not used: the identity from h to x and residual is all that is left
             return (
@@ -189,7 +191,7 @@ class _NormFunction(torch.autograd.Function):
             db, db_result = gradient_buffer(op, "bias", bias, b_main_grad)
         if saved.numel():
             first, second = (dresidual, None) if dx is None else (dx, None if dresidual is dx else dresidual)
-            run = run_backward if is_plain(saved) else backward_op
+            run = run_backward if is_plain(saved, dy, dh_out, weight, bias) else backward_op
             run(
                 as_rows(op, "x", saved),
                 gradient_rows(dy),

@@ -51,8 +51,8 @@ class StandIn:
     def time_us(self, calls: Sequence[harness.Captured], repetitions: int) -> list[list[float]]:
         return [[10.0 * index + spread for spread in (1, 0, -1)] for index in range(1, len(calls) + 1)]
 
-    def host_us(self, call: harness.Call) -> float:
-        return 3.0
+    def host_us(self, calls: Sequence[harness.Call]) -> list[float]:
+        return [3.0] * len(calls)
 
     def peak_bytes(self, call: harness.Call) -> int:
         return 64

@@ -14,7 +14,7 @@ import pytest
 from jit_cache import MissingKernelError
 from jit_cache.bundle import BundleError, export_bundle, import_bundle
 from jit_cache.compile import Compiled, reset, stats
-from jit_cache.key import stack
+from jit_cache.key import Key, stack
 from jit_cache.store import Damaged, Store
 from tests.jit_cache import kernels
 from tests.jit_cache.conftest import ROOT
@@ -54,8 +54,8 @@ def test_an_archive_is_deterministic(store, archive, tmp_path):
 def test_what_was_exported_is_imported(archive, tmp_path):
     other = Store(tmp_path / "other")
     assert len(import_bundle(*archive, other)) == 2
-    assert other.find(key(1)).read() == b"\1" * 100
-    assert Store(tmp_path / "other", writable=False).find(key(2)).read() == b"\2" * 100
+    assert other.find(key(1))[0].read() == b"\1" * 100
+    assert Store(tmp_path / "other", writable=False).find(key(2))[0].read() == b"\2" * 100
 
 
 def test_an_empty_archive_is_refused(tmp_path):
@@ -235,6 +235,23 @@ def test_a_damaged_bundle_falls_back_to_compiling(bundle, caplog):
     before = stats().compiles
     fresh()("sm_90a")
     assert stats().compiles == before + 1 and len(caplog.messages) == 1 and "not used" in caplog.text
+
+
+def test_a_damaged_entry_does_not_hide_another_that_serves(bundle, caplog):
+    """The same kernel, built for an older processor, too."""
+    (entry,) = Store(bundle, writable=False).entries()
+    record = {**entry.record, "key": {**entry.record["key"], "stack": {**stack(), "machine": "x86_64-v1"}}}
+    older = Key(record["key"])
+    assert older.name != entry.name
+    Store(bundle).write(older.name, record, {".o": entry.read()})
+    for name in (entry.name, older.name):
+        path = Store(bundle).path(name, ".o")
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        before = stats()
+        fresh()("sm_90a")
+        assert stats().compiles == before.compiles and stats().bundle_loads == before.bundle_loads + 1
+        path.write_bytes(data)
 
 
 @pytest.mark.parametrize("event", ["missing", "world-writable", "empty"])

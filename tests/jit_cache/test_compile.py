@@ -107,7 +107,7 @@ def test_stats_and_record(stored):
 def test_objects_do_not_depend_on_process_or_cache(run, stored, tmp_path):
     run(CALL, JIT_CACHE_DIR=str(tmp_path / "other"), PYTHONHASHSEED="7")
     store, key = stored
-    assert Store(tmp_path / "other").find(key).read() == store.find(key).read()
+    assert Store(tmp_path / "other").find(key)[0].read() == store.find(key)[0].read()
 
 
 # --------------------------------------------------------------------------------------------------------------- damage
@@ -142,7 +142,7 @@ def test_what_is_damaged_or_of_another_is_rebuilt_with_one_warning(stored, damag
 
 def test_an_object_with_a_right_hash_that_does_not_load_is_rebuilt(stored, caplog):
     store, key = stored
-    store.write(key.name, store.find(key).record, {".o": b"no object at all"})
+    store.write(key.name, store.find(key)[0].record, {".o": b"no object at all"})
     builder = fresh()
     assert counted(lambda: builder("sm_90a")) == (1, 0)
     assert len(caplog.messages) == 1 and "does not load" in caplog.text
@@ -234,14 +234,14 @@ def test_a_full_disk_costs_one_warning(tmp_path, monkeypatch, caplog):
 def test_a_file_size_limit_costs_one_warning(cache, monkeypatch, caplog):
     real = Store._replace
 
-    def limited(path, data):  # the limit counts for memory files, too, so it is set for the disk alone
+    def limited(store, path, data):  # the limit counts for memory files, too, so it is set for the disk alone
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         try:
-            real(path, data)
+            real(store, path, data)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    monkeypatch.setattr(Store, "_replace", staticmethod(limited))
+    monkeypatch.setattr(Store, "_replace", limited)
     assert two_kernels() == (2, 0)
     assert len(caplog.messages) == 1 and "File too large" in caplog.text
     assert not [path for path in cache.rglob("*") if path.suffix in (".tmp", ".o", ".json")]

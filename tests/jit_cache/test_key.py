@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jit_cache import Program, compiled
 from jit_cache.compile import Compiled, Kernel, reset
-from jit_cache.key import digest, encode, flavour, machine, runs_here, runs_on, same, stack
+from jit_cache.key import differences, digest, encode, flavour, machine, runs_here, runs_on, same, stack
 from tests.jit_cache import kernels
 
 
@@ -292,6 +292,14 @@ def test_where_a_bundle_runs(built, here, runs):
 def test_a_bundle_must_match_in_every_other_field(field):
     record = build.key("sm_90a").record
     assert runs_here(record, record) and not runs_here({**record, field: "x"}, record)
+
+
+def test_true_is_not_one():
+    """Equal in Python, but other kernels."""
+    record = build.key("sm_90a").record
+    one, true = ({**record, "arguments": {"n": value}} for value in (1, True))
+    assert runs_here(one, one) and not runs_here(one, true)
+    assert differences(one, true) == ["arguments.n: wanted 1, stored True"]
 
 
 def test_flavour():

@@ -75,6 +75,24 @@ def test_workers_compile_store_and_report(cache):
     assert [result.record for result in again.results] == [result.record for result in report.results]
 
 
+def test_what_the_compiler_has_not_read_is_in_no_key(run):
+    """A variable that is set after the import of the compiler changes nothing here, nor in workers that begin later."""
+    code = """
+import os
+from tests.jit_cache import kernels
+from jit_cache import prewarm
+builder = kernels.add
+served = prewarm([(builder, (arch,)) for arch in ("sm_90a", "sm_100a")], workers=2)
+os.environ["CUTE_DSL_LINEINFO"] = "1"
+other = kernels.Config(threads=32)
+late = prewarm([(builder, (arch, kernels.cutlass.Float32, other)) for arch in ("sm_90a", "sm_100a")], workers=2)
+print([result.status for report in (served, late) for result in report.results])
+print([result.record["key"]["environment"] for report in (served, late) for result in report.results])
+"""
+    out, err = run(code)
+    assert out == f"{['compiled'] * 4}\n{[{}] * 4}", err
+
+
 def test_check_compiles_nothing(cache):
     report = prewarm(discover(MODULE, ["sm_90a"]), check=True)
     assert [result.status for result in report.failed] == ["missing"] * 2 and not cache.exists()

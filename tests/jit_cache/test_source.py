@@ -89,10 +89,10 @@ def later():
 )
 def test_what_a_kernel_imports_rebuilds_it(tree, tmp_path, name):
     kernel = module("fam.norm.kernel", tmp_path)
-    before = source_digest([kernel], later())
-    assert before is not None and before == source_digest([kernel], later())
+    before = source_digest([kernel], later(), later())
+    assert before is not None and before == source_digest([kernel], later(), later())
     tree(name)
-    assert source_digest([kernel], later()) != before
+    assert source_digest([kernel], later(), later()) != before
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_what_a_kernel_imports_rebuilds_it(tree, tmp_path, name):
 )
 def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
     kernel = module("fam.norm.kernel", tmp_path)
-    before = source_digest([kernel], later())
+    before = source_digest([kernel], later(), later())
     tree(name)
-    assert source_digest([kernel], later()) == before
+    assert source_digest([kernel], later(), later()) == before
 
 
 @pytest.mark.parametrize(
@@ -111,39 +111,53 @@ def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
 )
 def test_a_script_counts_with_its_neighbours(tree, tmp_path, name, counts):
     script = module("script", tmp_path)
-    before = source_digest([script], later())
+    before = source_digest([script], later(), later())
     tree(name)
-    assert (source_digest([script], later()) != before) == bool(counts)
+    assert (source_digest([script], later(), later()) != before) == bool(counts)
 
 
 def test_the_place_of_the_source_does_not_count(tree, tmp_path, monkeypatch):
-    before = source_digest([module("fam.norm.kernel", tmp_path)], later())
+    before = source_digest([module("fam.norm.kernel", tmp_path)], later(), later())
     moved = tmp_path.with_name("moved")
     tmp_path.rename(moved)
     monkeypatch.syspath_prepend(str(moved))
     source._locate.cache_clear()
-    assert source_digest([module("fam.norm.kernel", moved)], later()) == before
+    assert source_digest([module("fam.norm.kernel", moved)], later(), later()) == before
     moved.rename(tmp_path)
 
 
 def test_a_source_that_changed_after_the_import_has_no_hash(tree, tmp_path):
     kernel = module("fam.norm.kernel", tmp_path)
     now = time.time()
-    assert source_digest([kernel], now + 1)
+    assert source_digest([kernel], now + 1, now + 1)
     os.utime(tmp_path / "fam/common/deep.py", (now + 60, now + 60))
-    assert source_digest([kernel], now + 1) is None
+    assert source_digest([kernel], now + 1, now + 1) is None
     os.utime(tmp_path / "plain.py", (now + 60, now + 60))
     os.utime(tmp_path / "fam/common/deep.py", (now - 60, now - 60))
-    assert source_digest([kernel], now + 1)
+    assert source_digest([kernel], now + 1, now + 1)
+
+
+def test_a_helper_that_changed_between_its_import_and_the_builders_has_no_hash(tree, tmp_path, monkeypatch):
+    """It was loaded at some time since the process began: perhaps before the change."""
+    kernel = module("fam.norm.kernel", tmp_path)
+    now = time.time()
+    for path in tmp_path.rglob("*.py"):
+        os.utime(path, (now - 60, now - 60))
+    os.utime(tmp_path / "fam/common/deep.py", (now - 5, now - 5))
+    assert source_digest([kernel], now, now - 30)  # not loaded yet: it will be as it is
+    monkeypatch.setitem(sys.modules, "fam.common.deep", module("fam.common.deep", tmp_path))
+    assert source_digest([kernel], now, now - 30) is None
+    assert source_digest([kernel], now, now - 1)
+    assert time.time() - 3600 * 24 < source.process_start() <= time.time()
 
 
 def test_an_unreadable_source_has_no_hash(tree, tmp_path):
-    assert source_digest([module("fam.nowhere", tmp_path)], later()) is None
+    assert source_digest([module("fam.nowhere", tmp_path)], later(), later()) is None
     tree("fam/norm/config.py", "def (:\n")
-    assert source_digest([module("fam.norm.kernel", tmp_path)], later()) is None
+    assert source_digest([module("fam.norm.kernel", tmp_path)], later(), later()) is None
     notebook = module("fam.norm.here", tmp_path)
     del notebook.__file__
-    assert source_digest([notebook], later()) is None
+    assert source_digest([notebook], later(), later()) is None
 
 
 IMPORTS = r"""

@@ -9,6 +9,8 @@ import signal
 import stat
 import subprocess
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -46,10 +48,10 @@ def files(store):
 
 
 def test_what_is_written_is_found(store):
-    assert store.find(key()) is None
+    assert store.find(key()) == []
     put(store, key())
-    assert store.find(key()).read() == DATA
-    assert store.find(key(2)) is None and store.find(key(arch="sm_100a")) is None
+    assert store.find(key())[0].read() == DATA
+    assert store.find(key(2)) == [] and store.find(key(arch="sm_100a")) == []
     assert [entry.name for entry in store.entries()] == [key().name]
     assert key().name.startswith("sm_90a/build-") and len(key().name) == len("sm_90a/build-") + 32
 
@@ -83,25 +85,33 @@ def test_damage_is_noticed(store, suffix, damage, tmp_path):
         changed = {"empty": b"", "half": data[:middle], "garbage": b"\x80" * 100}
         path.write_bytes(changed.get(damage, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]))
     if suffix == ".json" and damage == "missing":
-        assert store.find(key()) is None  # no record, no kernel
+        assert store.find(key()) == []  # no record, no kernel
         return
     with pytest.raises((Damaged, OSError)):
-        store.find(key()).read()
+        store.find(key())[0].read()
     put_path = path if path.is_file() and not path.is_symlink() else None
     if put_path:
         put(store, key())
-        assert store.find(key()).read() == DATA
+        assert store.find(key())[0].read() == DATA
 
 
-def test_any_flipped_bit_of_the_object_or_of_the_key_is_noticed(store):
+@pytest.mark.parametrize("suffix", [".o", ".json"])
+@pytest.mark.parametrize("writable", [True, False])
+def test_any_flipped_bit_of_the_object_or_of_the_record_is_noticed(store, suffix, writable):
     put(store, key(), DATA[:64])
-    path = store.path(key().name, ".o")
-    for bit in range(64 * 8):
-        changed = bytearray(DATA[:64])
+    path = store.path(key().name, suffix)
+    data = path.read_bytes()
+    for bit in range(len(data) * 8):
+        changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        with pytest.raises(Damaged):
-            store.find(key()).read()
+        problems: list[str] = []
+        list(Store(store.root, writable).entries(problems))
+        if suffix == ".json":
+            assert problems and Store(store.root, False).find(key()) == []
+        if writable or suffix == ".o":
+            with pytest.raises(Damaged):
+                Store(store.root, writable).find(key())[0].read()
 
 
 @pytest.mark.parametrize("other", [key(2), key(arch="sm_100a")])
@@ -135,7 +145,7 @@ def test_what_belongs_to_another_user_is_refused(store, level):
     )
     os.chown(path, 12345, -1)
     with pytest.raises((Untrusted, Damaged), match="belongs to user 12345"):
-        store.find(key()).read()
+        store.find(key())[0].read()
     if level != "file":
         with pytest.raises(Untrusted):
             put(store, key(2))
@@ -143,15 +153,12 @@ def test_what_belongs_to_another_user_is_refused(store, level):
 
 @as_root
 def test_a_bundle_may_belong_to_root(store, open_tmp):
-    put(Store(open_tmp / "bundle"), key())
-    for path in (open_tmp / "bundle").rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    (open_tmp / "bundle").chmod(0o755)
+    put(Store(open_tmp / "bundle", for_all=True), key())
     child = os.fork()
     if child == 0:  # as another user
         try:
             os.setuid(65534)
-            assert Store(open_tmp / "bundle", writable=False).find(key()).read() == DATA
+            assert Store(open_tmp / "bundle", writable=False).find(key())[0].read() == DATA
             try:
                 Store(open_tmp / "bundle").find(key())
             except Untrusted:
@@ -165,13 +172,27 @@ def test_the_root_may_be_a_link_but_nothing_below(store, tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     store.root.symlink_to(tmp_path / "real")
     put(store, key())
-    assert store.find(key()).read() == DATA
+    assert store.find(key())[0].read() == DATA
     (store.base / "sm_90a").rename(tmp_path / "moved")
     (store.base / "sm_90a").symlink_to(tmp_path / "moved")
     with pytest.raises(Untrusted, match="is a link"):
         store.find(key())
     with pytest.raises(Untrusted, match="is a link"):
         put(store, key(2))
+
+
+def test_a_file_of_the_root_is_looked_at(store, tmp_path):
+    put(store, key())
+    file = store.root / "library.so"
+    file.write_bytes(b"")
+    store.check_file(file)
+    file.chmod(0o666)
+    with pytest.raises(Untrusted, match="writable by others"):
+        store.check_file(file)
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Untrusted, match="is a link"):
+        store.check_file(file)
 
 
 @as_root
@@ -200,7 +221,7 @@ def test_a_full_disk_leaves_nothing_behind(small_disk):
     with pytest.raises(OSError) as info:
         put(store, key(2), b"x" * 60000)
     assert info.value.errno == errno.ENOSPC
-    assert store.find(key(1)).read() == b"x" * 20000 and store.find(key(2)) is None
+    assert store.find(key(1))[0].read() == b"x" * 20000 and store.find(key(2)) == []
     assert not any(name.endswith(".tmp") for name in files(store))
 
 
@@ -222,16 +243,16 @@ from tests.jit_cache.test_store import *
 put(Store(settings().root), key())
 """
     run(code, status=-signal.SIGKILL)
-    assert store.find(key()) is None
+    assert store.find(key()) == []
     assert sum(name.endswith(".tmp") for name in files(store)) == 1
     put(store, key())
-    assert store.find(key()).read() == DATA
+    assert store.find(key())[0].read() == DATA
     store.gc(10**9, 10**9)
     assert sum(name.endswith(".tmp") for name in files(store)) == 1, "a young one may be in use"
     age(store, 7200)
     store.gc(10**9, 10**9)
     assert not any(name.endswith(".tmp") for name in files(store))
-    assert store.find(key()).read() == DATA
+    assert store.find(key())[0].read() == DATA
 
 
 def age(store, seconds, pattern="*"):
@@ -270,8 +291,17 @@ def test_gc_takes_objects_without_record_but_not_what_is_being_written_or_compil
 def test_clear_leaves_foreign_files(store):
     put(store, key())
     (store.base / "sm_90a" / "mine.txt").write_text("x")
+    (store.base / "sm_90a" / "notes.tmp").write_text("x")
     assert store.clear() == 1
-    assert files(store) == ["mine.txt"]
+    assert files(store) == ["mine.txt", "notes.tmp"]
+
+
+def test_clear_counts_what_is_gone(store):
+    put(store, key(1))
+    put(store, key(2))
+    with store.lock("sm_90a/alone-" + "0" * 32), store.lock(key(2).name):
+        assert store.clear() == 1
+    assert [entry.name for entry in store.entries()] == [key(2).name]
 
 
 def test_touch_writes_once_an_hour(store):
@@ -302,6 +332,50 @@ def test_a_lock_excludes_other_processes_until_its_holder_dies(store, start):
     begin = time.monotonic()
     with store.lock("sm_90a/x", timeout=60):
         assert time.monotonic() - begin < 30
+
+
+def test_an_entry_is_removed_under_its_lock(store, monkeypatch):
+    put(store, key())
+    with store.lock(key().name):
+        pass
+    real, taken = Path.unlink, []
+
+    def unlink(path, **options):
+        descriptor = os.open(store.path(key().name, ".lock"), os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken.append(path)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
+        real(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert store.remove(key().name) > 0
+    assert taken == []
+
+
+def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(store):
+    """Its descriptor is of a file without a name, which a third process would not see."""
+    put(store, key())
+    path = store.path(key().name, ".lock")
+    path.touch(0o600)
+    real, opened = os.open, []
+
+    def late(name, *options, **more):
+        descriptor = real(name, *options, **more)
+        if name == path and not opened:
+            opened.append(descriptor)
+            store.remove(key().name)
+        return descriptor
+
+    with mock.patch.object(os, "open", late), store.lock(key().name):
+        assert opened and path.exists()
+        other = real(path, os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO, errno.ENOSYS, errno.EPERM, errno.EINVAL])

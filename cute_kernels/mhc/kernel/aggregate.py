@@ -3,7 +3,7 @@
 Forward: a warp takes some vectors of one token, as many warps as there are. Backward: one warp or one CTA a token,
 since the gradient of pre is a sum over its channels; the order of that sum depends on C, the dtype and the alignment.
 
-Profile: ncu --clock-control none -k regex:Aggregate python -m bench.bench_mhc --filter aggregate.8192x4x4096
+Profile: ncu --clock-control none -k regex:Aggregate python -m bench.bench_mhc --filter aggregate.bwd.8192x4x4096
 """
 
 from dataclasses import replace

@@ -185,7 +185,10 @@ class CoefficientsForward:
 
 
 class CoefficientsBackward:
-    """dH, dmean_square, dalpha and dbeta from the gradients of pre, post and res (None: zero)."""
+    """dH, dmean_square, dalpha and dbeta from the gradients of pre, post and res (None: zero).
+
+    Rows of H, dpre, dpost and dres start on ``aligns``.
+    """
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class CoefficientsBackward:
         head: bool,
         normalises: bool,
         accumulate: tuple[bool, bool],
-        aligns: tuple[int, int, int],
+        aligns: tuple[int, int, int, int],
     ):
         self.math = Coefficients(n, variant, head)
         self.normalises = normalises
@@ -251,22 +254,22 @@ class CoefficientsBackward:
         delta.fill(0.0)
         dalphas.fill(0.0)
         if row < h.shape[0]:
-            rH = load_coefficients(h, row, columns, const_expr(4 if columns % 4 == 0 else 1))
+            rH = load_coefficients(h, row, columns, self.aligns[0])
             square = mean_square[row]
             inverse = self.math.inverse_rms(square)
             values = self.math.linear(rH, inverse, alpha, beta)
             if const_expr(dpre is not None):
-                gradient = load_coefficients(dpre, row, n, self.aligns[0])
+                gradient = load_coefficients(dpre, row, n, self.aligns[1])
                 for i in cutlass.range_constexpr(n):
                     gate = sigmoid(values[i])
                     delta[i] = gradient[i] * (gate * (1.0 - gate))
             if const_expr(dpost is not None):
-                gradient = load_coefficients(dpost, row, n, self.aligns[1])
+                gradient = load_coefficients(dpost, row, n, self.aligns[2])
                 for i in cutlass.range_constexpr(n):
                     gate = sigmoid(values[n + i])
                     delta[n + i] = gradient[i] * (self.math.variant.post_mult * (gate * (1.0 - gate)))
             if const_expr(dres is not None):
-                gradient = load_coefficients(dres, row, n * n, self.aligns[2])
+                gradient = load_coefficients(dres, row, n * n, self.aligns[3])
                 if const_expr(self.normalises):
                     for j in cutlass.range_constexpr(n * n):
                         logits[j] = values[2 * n + j]
@@ -351,7 +354,7 @@ def coefficients_backward(
     gradients: tuple[Optional[Dtype], Optional[Dtype]],
     accumulate: tuple[bool, bool],
     has: tuple[bool, bool, bool],
-    aligns: tuple[int, int, int],
+    aligns: tuple[int, int, int, int],
     variant: Variant,
     head: bool,
     normalises: bool,
@@ -362,17 +365,16 @@ def coefficients_backward(
     padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
     dbeta, dalpha = gradients
     sums = dbeta is not None or dalpha is not None
-    align = 4 if columns % 4 == 0 else 1
     return Program(
         CoefficientsBackward(n, variant, head, normalises, accumulate, aligns),
-        symbolic_streams(Float32, rows, columns, align),
+        symbolic_streams(Float32, rows, columns, aligns[0]),
         symbolic_vector(Float32, rows),
         symbolic_vector(parameters[0], 1 if head else 3),
         symbolic_vector(parameters[1], columns),
-        symbolic_streams(Float32, rows, n, aligns[0]) if has[0] else None,
-        symbolic_streams(Float32, rows, n, aligns[1]) if has[1] else None,
-        symbolic_streams(Float32, rows, n * n, aligns[2]) if has[2] else None,
-        symbolic_streams(Float32, rows, columns, align),
+        symbolic_streams(Float32, rows, n, aligns[1]) if has[0] else None,
+        symbolic_streams(Float32, rows, n, aligns[2]) if has[1] else None,
+        symbolic_streams(Float32, rows, n * n, aligns[3]) if has[2] else None,
+        symbolic_streams(Float32, rows, columns, 4 if columns % 4 == 0 else 1),
         symbolic_vector(Float32, rows),
         cute.runtime.make_fake_compact_tensor(Float32, (2, chunks, padded), stride_order=(2, 1, 0), assumed_align=16)
         if sums

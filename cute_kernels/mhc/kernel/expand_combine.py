@@ -7,7 +7,7 @@ it also aggregates the new streams, with the bits of ``aggregate``. Backward: on
 since the gradients of post and res are sums over its channels; their order depends on C, the dtype and the alignment
 alone.
 
-Profile: ncu --clock-control none -k regex:ExpandCombine python -m bench.bench_mhc --filter expand_combine.8192x4x4096
+Profile: ncu --clock-control none -k regex:Expand python -m bench.bench_mhc --filter expand_combine.bwd.8192x4x4096
 """
 
 from typing import Optional

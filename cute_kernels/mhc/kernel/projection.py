@@ -13,7 +13,7 @@ them. A token's bits do not depend on the other tokens, or on which CTA computes
 
     gmem x, phi --TMA--> ring in smem (full / empty mbarriers) --ldmatrix--> registers: terms --mma--> partials in gmem
 
-Profile: ncu --clock-control none -k regex:Projection python -m bench.bench_mhc --filter projection.8192x4x4096
+Profile: ncu --clock-control none -k regex:Projection python -m bench.bench_mhc --filter projection.fwd.8192x4x4096
 """
 
 from typing import Optional

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer
+from cute_kernels._autograd import gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_coefficients
 from cute_kernels.mhc.launch import variant_fields
@@ -56,7 +56,7 @@ def coefficients(
     Numerics: fp32; a token's coefficients and gradients have the same bits whatever the other tokens. The gradients of
     alpha and beta are added over 32 tokens at a time, then over these in a fixed order, without atomics; into
     ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A token of zeros has no gradient of its mean
-    square where eps is outside the root. The backward copies an H whose rows do not start on 16 bytes.
+    square where eps is outside the root.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 16 to 18.
     """
@@ -101,6 +101,8 @@ class _Coefficients(torch.autograd.Function):
         H, mean_square, alpha, beta = ctx.saved_tensors
         n, variant = ctx.call
         needs_H, needs_mean_square, needs_alpha, needs_beta, *_ = ctx.needs_input_grad
+        needs_alpha = needs_gradient(needs_alpha, alpha, ctx.main_grads[0])
+        needs_beta = needs_gradient(needs_beta, beta, ctx.main_grads[1])
         dH, dmean_square = empty_like(H), empty_like(mean_square)
         dalpha = dalpha_result = dbeta = dbeta_result = None
         if needs_alpha:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer
+from cute_kernels._autograd import gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import sizes
 from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
@@ -77,7 +77,8 @@ class Composite(torch.autograd.Function):
         for name, t, main_grad, needed in zip(
             names, (phi, alpha, beta, norm_weight), ctx.main_grads, needs, strict=True
         ):
-            target, result = gradient_buffer(op, name, t, main_grad) if needed else (None, None)
+            wanted = needs_gradient(needed, t, main_grad)
+            target, result = gradient_buffer(op, name, t, main_grad) if wanted else (None, None)
             targets.append(target)
             results.append(result)
         accumulates = [target is not None and result is None for target, result in zip(targets, results, strict=True)]

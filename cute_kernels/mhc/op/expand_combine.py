@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer
+from cute_kernels._autograd import gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand_combine, sizes
 from cute_kernels.mhc.op.common import (
@@ -160,7 +160,7 @@ class ExpandCombine(torch.autograd.Function):
                 orientation,
             )
         dbias_result = None
-        if needs_bias:
+        if needs_gradient(needs_bias, bias, ctx.main_grad):
             dbias, dbias_result = gradient_buffer(op, "bias", bias, ctx.main_grad)
             launch.bias_gradient(dout_rows, post_rows, seed, dbias, dropout_p, layout, dbias_result is None)
         if hands_on and needs_x:

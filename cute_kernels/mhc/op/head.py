@@ -9,7 +9,7 @@ from cute_kernels.mhc.checks import check_head
 from cute_kernels.mhc.launch import variant_fields
 from cute_kernels.mhc.op.common import apply, checked, differentiates, takes_reference
 from cute_kernels.mhc.op.composite import Composite, run
-from cute_kernels.mhc.variants import Variant, variant_of
+from cute_kernels.mhc.variants import Variant, head_of, variant_of
 
 OP = "head"
 
@@ -26,7 +26,9 @@ def head(
     precision: str = "tf32",
     backend: str | None = None,
 ) -> Tensor:
-    """``sum_i pre_i x_i`` with ``pre = sigmoid(scale * H / rms + base) + pre_eps``, H = x (fn * norm_weight)^T.
+    """``sum_i pre_i x_i``, ``pre = sigmoid(scale * H / rms + base) + pre_eps``, H = x (fn * norm_weight)^T.
+
+    rms = sqrt(mean_square + rms_eps), whatever the variant's rms_eps_placement: that of every system with such a head.
 
     Args:
         x, backend: as in ``aggregate``.
@@ -34,7 +36,7 @@ def head(
         base: (n,) fp32 or bf16.
         scale: (1,) fp32 or bf16.
         norm_weight: (K,) fp32 or bf16; None: 1.
-        variant: its rms_eps, rms_eps_placement and pre_eps.
+        variant: its rms_eps and pre_eps.
         layout: the variant's if None.
         precision: as in ``projection``.
 
@@ -52,7 +54,7 @@ def head(
     variant = variant_of(OP, variant)
     layout = variant.layout if layout is None else layout
     checked(check_head, x, fn, base, scale, norm_weight, layout, precision)
-    options = OP, variant_fields(variant), layout, precision, None
+    options = OP, variant_fields(head_of(variant)), layout, precision, None
     if differentiates(x, fn, base, scale, norm_weight):
         return apply(Composite, x, fn, scale, base, norm_weight, options)
     return run(x, fn, scale, base, norm_weight, options, False)[0][0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cute_kernels.mhc import reference
-from cute_kernels.mhc.checks import check_dropout, check_pre
+from cute_kernels.mhc.checks import check_pre, check_sublayer
 from cute_kernels.mhc.launch import variant_fields
 from cute_kernels.mhc.op.common import apply, checked, differentiates, takes_reference
 from cute_kernels.mhc.op.composite import Composite, run
@@ -73,7 +73,7 @@ def hyper_connection(
     layout = variant.layout if layout is None else layout
     orientation = variant.res_orientation if res_orientation is None else res_orientation
     checked(check_pre, x, phi, alpha, beta, norm_weight, layout, precision, op=OP)
-    check_dropout(OP, dropout_p, seed, x.device)
+    check_sublayer(sublayer, x, bias, dropout_p, seed, layout, orientation)
     parameters = phi, alpha, beta, norm_weight
     options = OP, variant_fields(variant), layout, precision, orientation
     owns = differentiates(x, *parameters)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer
+from cute_kernels._autograd import gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_projection, sizes
 from cute_kernels.mhc.op.common import (
@@ -88,6 +88,8 @@ class _Projection(torch.autograd.Function):
         x, phi, norm_weight = ctx.saved_tensors
         layout, precision = ctx.call
         needs_x, needs_phi, needs_weight, *_ = ctx.needs_input_grad
+        needs_phi = needs_gradient(needs_phi, phi, ctx.main_grads[0])
+        needs_weight = needs_gradient(needs_weight, norm_weight, ctx.main_grads[1])
         n, channels = sizes(x, layout)
         tokens, columns, k = x.shape[:-2], phi.shape[0], n * channels
         dH = x.new_zeros((*tokens, columns), dtype=torch.float32) if dH is None else dH.contiguous()

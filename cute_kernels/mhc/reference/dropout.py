@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels._check import expect
+from cute_kernels.mhc.checks import check_dropout
+
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
@@ -17,7 +20,15 @@ def dropout_mask(seed: Tensor | int, num_tokens: int, K: int, dropout_p: float, 
     Element k, in the order of memory, of token m is kept if word k % 4 of Philox-4x32-10 with counter
     (k // 4, m, 0, 0) and key (low, high word of seed) is at least floor(dropout_p * 2^32). The seed is not read on the
     host.
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
     """
+    op, device = "dropout_mask", torch.empty(0, device=device).device  # "cuda" is the current one
+    expect(seed is not None, op, "seed", "be an int64 tensor or an int", "None", TypeError)
+    check_dropout(op, dropout_p, seed, device)
+    for name, size in (("num_tokens", num_tokens), ("K", K)):
+        expect(isinstance(size, int) and size >= 0, op, name, "be a size", repr(size))
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     quads = torch.arange(-(-K // 4), device=device)
     tokens = torch.arange(num_tokens, device=device)[:, None]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.mhc.checks import check_dropout, check_expand_combine, check_pre
+from cute_kernels.mhc.checks import check_expand_combine, check_pre, check_sublayer
 from cute_kernels.mhc.reference.expand_combine import expand_combine
 from cute_kernels.mhc.reference.pre import pre
 from cute_kernels.mhc.variants import Variant, variant_of
@@ -46,11 +46,11 @@ def hyper_connection(
     layout = variant.layout if layout is None else layout
     res_orientation = variant.res_orientation if res_orientation is None else res_orientation
     check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)
-    check_dropout(op, dropout_p, seed, x.device)
+    check_sublayer(sublayer, x, bias, dropout_p, seed, layout, res_orientation, compute_dtype=compute_dtype)
     wide = x.to(compute_dtype)
     options = {"layout": layout, "compute_dtype": compute_dtype}
     layer_input, post, res = pre(
-        wide, phi, alpha, beta, norm_weight=norm_weight, variant=variant, precision=precision, **options
+        wide, phi, alpha, beta, norm_weight=norm_weight, variant=variant, precision=precision, op=op, **options
     )
     f = sublayer(layer_input.to(x.dtype))
     check_expand_combine(

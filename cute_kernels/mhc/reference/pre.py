@@ -8,6 +8,7 @@ from torch import Tensor
 from cute_kernels.mhc.checks import check_pre, sizes
 from cute_kernels.mhc.reference.aggregate import aggregate
 from cute_kernels.mhc.reference.coefficients import coefficients
+from cute_kernels.mhc.reference.parameter import widened
 from cute_kernels.mhc.reference.projection import projection
 from cute_kernels.mhc.reference.sinkhorn import sinkhorn
 from cute_kernels.mhc.variants import Variant, variant_of
@@ -24,6 +25,7 @@ def pre(
     layout: str | None = None,
     precision: str = "tf32",
     compute_dtype: torch.dtype = torch.float32,
+    op: str = "pre",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``projection``, ``coefficients``, ``sinkhorn`` and ``aggregate``: a sublayer's input and what follows it.
 
@@ -35,6 +37,7 @@ def pre(
         norm_weight: (K,) fp32 or bf16; None: 1.
         variant: a name of ``VARIANTS`` or a Variant.
         layout: the variant's if None.
+        op: what errors name.
 
     Returns:
         layer_input (..., C) in x's dtype; post (..., n) and res (..., n, n), in ``compute_dtype``, for
@@ -43,10 +46,14 @@ def pre(
     Raises:
         TypeError, ValueError: naming argument, expected and got.
     """
-    variant = variant_of("pre", variant)
+    variant = variant_of(op, variant)
     layout = variant.layout if layout is None else layout
-    check_pre(x, phi, alpha, beta, norm_weight, layout, precision, compute_dtype=compute_dtype)
+    check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)
     n, _ = sizes(x, layout)
+    phi, alpha, beta = (
+        widened(op, name, t, compute_dtype) for name, t in (("phi", phi), ("alpha", alpha), ("beta", beta))
+    )
+    norm_weight = None if norm_weight is None else widened(op, "norm_weight", norm_weight, compute_dtype)
     wide = x.to(compute_dtype)  # once: its gradients are added in compute_dtype
     H, mean_square = projection(
         wide, phi, norm_weight=norm_weight, layout=layout, precision=precision, compute_dtype=compute_dtype
