@@ -13,7 +13,7 @@ from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradie
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
+from cute_kernels.gemm.checks import MAX_SIZE, check_linear, check_mm, check_separate
 from cute_kernels.gemm.launch import (
     activation_backward_op,
     gemm_op,
@@ -50,8 +50,9 @@ def mm(
 
     Numerics (contract ``serial_k16``): exact products, one fp32 accumulator over the whole K, ascending, in the tensor
     core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of a,
-    has the same bits whatever M, the row's place, and the other rows; kernels differ by shape, bits do not. The
-    gradient of b sums over the rows of a in their order: reproducible, and unchanged by rows of zeros at the end.
+    has the same bits whatever M, the row's place, and the other rows; kernels differ by shape, bits do not (on SM100
+    compiled, not shown). The gradient of b sums over the rows of a in their order: reproducible, and unchanged by rows
+    of zeros at the end.
     """
     if not isinstance(a, Tensor) or backend is not None or not a.is_cuda:
         expect(backend in (None, "reference"), "mm", "backend", "be None or 'reference'", repr(backend))
@@ -146,6 +147,8 @@ def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> t
         return new_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
     rows = as_rows("linear", "x", x)
     m, n = rows.shape[0], weight.shape[0]
+    if m > MAX_SIZE:  # before there is an output of that size
+        check_linear(x, weight, bias, out_dtype, activation, None)
     y = x.new_empty(*x.shape[:-1], n, dtype=out_dtype or x.dtype)
     z = torch.empty_like(y) if keeps_z else None
     z_rows = None if z is None else z.view(m, n)

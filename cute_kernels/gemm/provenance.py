@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
-from cute_kernels._target import arch_of
+from cute_kernels.gemm import launch
 from cute_kernels.gemm.config import CONTRACT
-from cute_kernels.gemm.launch import observed
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the bits of one matrix product come from: two products of one contract agree bit by bit."""
+    """Where the bits of one matrix product come from: two products of one contract agree bit by bit.
+
+    "serial_k16, unproven": what a kernel of tcgen05 is meant to be, and no GPU has shown.
+    """
 
     contract: str
     kernel: str
@@ -33,7 +35,7 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
     """
     import cute_kernels
 
-    with observed() as launches:
+    with launch.observed() as launches:
         function(*args, **kwargs)
     versions = {"cute-kernels": cute_kernels.__version__, "torch": torch.__version__}
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
@@ -42,5 +44,7 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
     for plan, shape, device in launches:
         name = "any stride" if plan.config is None else f"tile {plan.config.tile}, cluster {plan.config.cluster}"
         kernel = f"gemm ({name}{', transposed' if plan.transposed else ''})"
-        entries.append(Provenance(CONTRACT, kernel, shape, arch_of(device), versions))
+        arch = launch.arch_of(device)
+        contract = CONTRACT if plan.config is None or arch == "sm_90a" else f"{CONTRACT}, unproven"
+        entries.append(Provenance(contract, kernel, shape, arch, versions))
     return tuple(entries)

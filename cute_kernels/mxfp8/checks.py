@@ -23,8 +23,10 @@ def check_quantize(
     expect_dtype(op, name, x.dtype, FLOATS)
     dimensions = "(M, K)" if rank == 2 else "(E, N, K)"
     expect(x.dim() == rank, op, name, f"have {rank} dimensions {dimensions}", f"shape {tuple(x.shape)}")
-    good = all(size % BLOCK == 0 and size <= MAX_SIZE for size in x.shape[-2:])
+    good = all(size % BLOCK == 0 for size in x.shape[-2:])
     expect(good, op, name, f"have last dimensions that are multiples of {BLOCK}", f"shape {tuple(x.shape)}")
+    good = all(size <= MAX_SIZE for size in x.shape[-2:])
+    expect(good, op, name, f"have last dimensions of at most {MAX_SIZE}", f"shape {tuple(x.shape)}")
     tiles = -(-x.shape[-2] // 128) * -(-x.shape[-1] // 128) * (x.shape[0] if rank == 3 else 1)
     expect(tiles <= MAX_TILES, op, name, f"have at most {MAX_TILES} tiles of 128 x 128", f"shape {tuple(x.shape)}")
     expect(is_unit_stride(x), op, name, "have a contiguous last dimension or last but one", f"strides {x.stride()}")
@@ -37,15 +39,13 @@ def check_quantize(
 def check_aligned(op: str, name: str, x: Tensor) -> None:
     """What TMA asks of an input beyond the reference: raise ValueError."""
     unit = 16 // x.element_size()
-    strides = strides_that_count(x)
-    good = x.data_ptr() % 16 == 0 and all(stride == 1 or stride > 0 and stride % unit == 0 for stride in strides)
+    sizes = zip(x.shape, x.stride(), range(x.dim() - 1, -1, -1), strict=True)
+    strides = [(stride, from_last) for size, stride, from_last in sizes if size > 1]
+    good = x.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride % unit == 0 or (stride == 1 and from_last < 2) for stride, from_last in strides
+    )
     got = f"strides {x.stride()} from address {x.data_ptr():#x}"
     expect(good, op, name, f"start on 16 bytes and have strides of positive multiples of {unit} elements", got)
-
-
-def strides_that_count(x: Tensor) -> list[int]:
-    """Strides of the dimensions that hold more than one element."""
-    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 def is_unit_stride(x: Tensor) -> bool:

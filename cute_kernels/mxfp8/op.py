@@ -183,7 +183,11 @@ def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16,
     if _takes_reference("dequantize", q, backend):
         return reference.dequantize(q, scale, dtype=dtype)
     if is_plain(q) and type(scale) in _PLAIN:
-        return launch.dequantize(q, scale, dtype)
+        try:
+            return launch.dequantize(q, scale, dtype)
+        except TypeError:  # a dtype that cannot be part of a key
+            check_dequantize(q, scale, dtype)
+            raise
     check_dequantize(q, scale, dtype)
     _register_sharding(q)
     return launch.dequantize_op(q, scale, dtype)

@@ -25,8 +25,9 @@ class CapturedStep:
         inputs: CUDA tensors, of the shapes and dtypes of all inputs to come.
         model: what ``step`` trains.
         optimizer: with ``capturable=True`` where it has that option. What is to change from step to step, its learning
-            rate say, must be a tensor, and be changed in place: the rest stays as it was captured, and a call raises
-            ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without dampening).
+            rate say, must be a tensor on the GPU, and be changed in place: the rest stays as it was captured, and a
+            call raises ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without
+            dampening).
         warmup: runs before the capture, from 1.
 
     Raises:
@@ -48,12 +49,15 @@ class CapturedStep:
         for t in inputs:
             expect_tensor(name, "inputs", t)
             expect(t.is_cuda, name, "inputs", "be on a GPU", t.device)
+        good = isinstance(optimizer, torch.optim.Optimizer)
+        expect(good, name, "optimizer", "be a torch.optim.Optimizer", type(optimizer).__name__, TypeError)
         for group in optimizer.param_groups:
             good = group.get("capturable", True)
             expect(good, name, "optimizer", "be made with capturable=True", f"{type(optimizer).__name__} without")
         good = type(warmup) is int and warmup >= 1
         expect(good, name, "warmup", "be an int from 1", repr(warmup))
         device = inputs[0].device
+        expect_on_device(optimizer, device)
         self._inputs = tuple(t.clone() for t in inputs)
         before = _State(model, optimizer, device)
         side = torch.cuda.Stream(device)
@@ -73,6 +77,7 @@ class CapturedStep:
         """What ``step`` returns, for these inputs."""
         expect(len(inputs) == len(self._inputs), "CapturedStep", "inputs", f"be {len(self._inputs)}", len(inputs))
         for mine, t in zip(self._inputs, inputs, strict=True):
+            expect_tensor("CapturedStep", "inputs", t)
             good = t.shape == mine.shape and t.dtype == mine.dtype
             wanted = f"be {mine.dtype} of shape {tuple(mine.shape)}, as captured"
             expect(good, "CapturedStep", "inputs", wanted, f"{t.dtype} of shape {tuple(t.shape)}")
@@ -85,6 +90,14 @@ class CapturedStep:
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What a capture of its step keeps for good, of each group: a tensor as an object, its value may change."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def expect_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raise ValueError for a setting in another memory: it is read when the step is captured, and never again."""
+    for group in settings(optimizer):
+        for name, value in group.items():
+            good = not isinstance(value, Tensor) or value.device == device
+            expect(good, "CapturedStep", f"the optimizer's {name}", f"be on {device}", good or value.device)
 
 
 def expect_settings(optimizer: torch.optim.Optimizer, captured: list[dict[str, Any]]) -> None:
@@ -114,7 +127,7 @@ class _State:
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for name, t in _tensors(model):
-            t.copy_(self.model[name])
+            t.copy_(self.model[name]) if name in self.model else t.zero_()
         for p, state in optimizer.state.items():
             for key, t in state.items():
                 if isinstance(t, Tensor):
@@ -124,4 +137,6 @@ class _State:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+    """Parameters, their ``main_grad``, which a backward adds to, and buffers."""
+    sums = [(f"{name}.main_grad", getattr(p, "main_grad", None)) for name, p in model.named_parameters()]
+    return [*model.named_parameters(), *((name, t) for name, t in sums if t is not None), *model.named_buffers()]

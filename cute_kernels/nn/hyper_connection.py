@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from cute_kernels import mhc
 from cute_kernels._check import expect
+from cute_kernels._op import is_plain
 from cute_kernels.mhc import launch
-from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_pre, num_coefficients, sizes
+from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_dropout, check_pre, num_coefficients, sizes
 from cute_kernels.mhc.launch import variant_fields
 from cute_kernels.mhc.op.common import apply, checked, differentiates, rows, takes_reference
 from cute_kernels.mhc.op.composite import Composite, run
@@ -178,7 +179,8 @@ class HyperConnection(FloatModule):
     def forward(self, x: Tensor, recompute: RecomputeManager | None = None) -> tuple[Tensor, Mix]:
         """(layer_input, mix) from the residual; the first is the sublayer's, the second for ``combine``.
 
-        With a manager, layer_input is discarded at the end of its block; the coefficients are kept.
+        With a manager, layer_input is discarded at the end of its block. The kernels keep the coefficients; the
+        references discard them, too.
         """
         expect_whole(OP, self.phi, self.alpha, self.beta)
         if takes_reference(OP, x, self.backend):
@@ -220,6 +222,10 @@ class HyperConnection(FloatModule):
         """
         v = self.variant
         post, res, residual, owns = mix
+        if is_plain(x, residual):
+            good = x.data_ptr() == residual.data_ptr() and x.shape == residual.shape and x.stride() == residual.stride()
+            expect(good, OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
+        check_dropout(OP, dropout_p, None, x.device)
         if takes_reference(OP, x, self.backend):
             function = functools.partial(_reference_combine, v, dropout_p)
             arguments = function, f, post, x, res, bias

@@ -14,12 +14,15 @@ Invariants, which the backward of every operator in the block relies on:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_leaves
 
 from cute_kernels._check import expect, expect_tensor
 
@@ -27,21 +30,29 @@ Replay = Callable[[], None]
 
 
 class RecomputeManager:
-    """The discarded outputs of one block, and how each is made again. A new block takes a new manager."""
+    """The discarded outputs of one block, and how each is made again. A new block takes a new manager.
+
+    Raises:
+        RuntimeError: inside of torch.utils.checkpoint with use_reentrant=False, which would replay the block, too.
+    """
 
     def __init__(self) -> None:
+        hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+            raise RuntimeError("RecomputeManager: recompute inside of torch.utils.checkpoint: use one of them")
         self._discarded: list[_Discarded] = []
         self._ended = False
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, of which the inputs alone are kept: run without a graph, its outputs discarded.
 
-        The replay runs it again, with a graph and the same random numbers (the CPU's, and those of the tensors'
-        devices). Gradients go to the tensors in ``args`` and to parameters that ``function`` reaches by itself. Where
-        no tensor in ``args`` requires grad it runs as it is, and nothing is discarded.
+        The replay runs it again, with a graph, the same random numbers (the CPU's, and those of the tensors' devices)
+        and the same autocast. Gradients go to the tensors in ``args`` and to parameters that ``function`` reaches by
+        itself. Where no tensor in ``args`` requires grad it runs as it is, and nothing is discarded.
 
         Args:
-            function: returns a tensor or a tuple of tensors, all of them in memory of their own.
+            function: returns a tensor or a tuple of tensors, all of them in memory of their own: none is a view of an
+                argument, of what an argument holds, or of what ``function`` reaches by itself.
             args: tensors and whatever else, in any order; a gradient of what is no tensor is None.
 
         Raises:
@@ -59,7 +70,7 @@ class RecomputeManager:
         call = _Call(function, args)
         results = _Checkpoint.apply(call, *call.tensors(args))
         outputs = results if isinstance(results, tuple) else (results,)
-        storages = {_storage(t) for t in call.tensors(args)}
+        storages = {_storage(t) for t in call.read(args)}
         for output in outputs:
             expected, kind = "return a tensor or a tuple of tensors", type(output).__name__
             expect(isinstance(output, Tensor), "checkpoint", "function", expected, kind, TypeError)
@@ -190,31 +201,42 @@ class _Block:
 
 
 class _Call:
-    """A function, its arguments, and the random numbers it began with."""
+    """A function, its arguments, and the random numbers and autocast that it began with."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args: tuple[Any, ...] = args
-        self.versions = [t._version for t in self.tensors(args)]
+        self.versions = [t._version for t in self.read(args)]
         self.devices = sorted({t.get_device() for t in self.tensors(args) if t.is_cuda})
         self.cpu_state = torch.get_rng_state()
         self.cuda_states = [torch.cuda.get_rng_state(device) for device in self.devices]
+        types = {"cpu", *(t.device.type for t in self.tensors(args))}
+        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)]
         self.graph: tuple[tuple[Tensor, ...], list[Tensor]] | None = None
 
     @staticmethod
     def tensors(args: tuple[Any, ...]) -> list[Tensor]:
         return [a for a in args if isinstance(a, Tensor)]
 
+    @staticmethod
+    def read(args: tuple[Any, ...]) -> list[Tensor]:
+        """Those, and what lists, tuples and dicts among the arguments hold."""
+        return [a for a in tree_leaves(args) if isinstance(a, Tensor)]
+
     def replay(self, *aliases: Tensor) -> None:
         """Run the function with a graph and fill ``aliases`` with its outputs."""
-        kept = self.tensors(self.args)
+        kept = self.read(self.args)
         for i, (t, version) in enumerate(zip(kept, self.versions, strict=True)):
             if t._version != version:
                 raise RuntimeError(f"checkpoint: tensor argument {i} was modified in place after the forward")
             expect_memory(f"checkpoint: tensor argument {i}", t)
         args = tuple(_leaf(a) if isinstance(a, Tensor) else a for a in self.args)
         self.args = ()
-        with torch.random.fork_rng(self.devices), torch.enable_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.devices))
+            stack.enter_context(torch.enable_grad())
+            for device_type, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
             torch.set_rng_state(self.cpu_state)
             for device, state in zip(self.devices, self.cuda_states, strict=True):
                 torch.cuda.set_rng_state(state, device)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import expect, expect_dtype, expect_tensor
+from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import (
     HyperConnection,
@@ -150,6 +150,8 @@ class TransformerLayer(nn.Module):
             recompute: of the block that the layer is in.
             offload: where residuals are kept, if not on the GPU; not with ``recompute``, which keeps none in a layer.
         """
+        both = recompute is not None and offload is not None
+        expect(not both, "TransformerLayer", "offload", "be None with recompute, which keeps no residual", "both")
         if torch.compiler.is_compiling() and (recompute is not None or offload is not None):
             torch._dynamo.graph_break(msg="fullgraph needs recompute=False and offload=False: hooks cannot be traced")
         dropout_p = self.config.dropout_p if self.training else 0.0
@@ -192,6 +194,7 @@ class TransformerBlock(nn.Module):
         """(B, S, C) from (B, S, C).
 
         Raises:
+            ValueError: S is more than max_sequence_length.
             NotImplementedError: h is no (B, S, C), or layers are missing: the stage of a pipeline.
         """
         config = self.config
@@ -200,6 +203,10 @@ class TransformerBlock(nn.Module):
                 f"TransformerBlock: {NO_STAGES}; expected {config.num_layers} layers and h of shape (B, S, "
                 f"{config.hidden_size}), got {len(self.layers)} layers and {tuple(h.shape)}"
             )
+        longest = config.max_sequence_length
+        expect(
+            h.shape[1] <= longest, "TransformerBlock", "h", f"have S of at most {longest}", f"shape {tuple(h.shape)}"
+        )
         hc = config.hyper_connections
         rotation = self.rotary(h.shape[1])
         if hc is None:
@@ -292,7 +299,15 @@ class MHCTransformer(nn.Module):
         return self.output(self.block(h))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats, fp32, of targets (B, S), int64; those of -100 do not count."""
+        """Mean cross-entropy in nats, fp32, of targets (B, S), int64; those of -100 do not count.
+
+        Raises: as ``forward``.
+        """
+        op = "MHCTransformer"
+        expect_tensor(op, "targets", targets)
+        expect_dtype(op, "targets", targets.dtype, (torch.int64,))
+        self._check(tokens)
+        expect_like(op, "targets", targets, tokens.shape, tokens.device)
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

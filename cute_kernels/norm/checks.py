@@ -44,8 +44,8 @@ def check_norm(
         expect_like(op, "residual", residual, tuple(x.shape), x.device)
         contiguous = n == 1 or residual.stride(-1) == 1
         expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
-    expect(isinstance(eps, float) and eps > 0.0, op, "eps", "be a positive float", eps)
-    good = isinstance(weight_offset, float) and math.isfinite(weight_offset)
+    expect(type(eps) is float and eps > 0.0, op, "eps", "be a positive float", eps)
+    good = type(weight_offset) is float and math.isfinite(weight_offset)
     expect(good, op, "weight_offset", "be a finite float", weight_offset)
     expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
     expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))

@@ -86,7 +86,8 @@ def normalize(
             None if residual is None else _rows_key(residual),
         )
         plan = _plans.get(key)
-    if plan is None or (residual is not None and residual.shape != shape):
+    floats = type(eps) is float and type(weight_offset) is float  # 1 and True are equal to 1.0, and so a key's part is
+    if plan is None or not floats or (residual is not None and residual.shape != shape):
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         if eager:
             facts = (kind, weight_offset, out_dtype or x.dtype, keeps_h, num_statistics)

@@ -136,7 +136,11 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
             y, h, _ = normalize(
                 eager, kind, eps, weight_offset, save, out_dtype, keeps_h, False, x, weight, bias, residual
             )
-    except (AttributeError, IndexError):  # an argument that is no tensor, or an x without dimensions
+    except (
+        AttributeError,
+        IndexError,
+        TypeError,
+    ):  # an argument that is no tensor, or an x without dimensions, or no key
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         raise
     return (y, x if residual is None else h) if return_residual else y

@@ -39,8 +39,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    """What ``save`` was given to tell of the run."""
-    return json.loads((checkpoint / FACTS).read_text())
+    """What ``save`` was given to tell of the run.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        return json.loads((checkpoint / FACTS).read_text())
+    except ValueError as error:
+        raise ValueError(f"train: {checkpoint / FACTS} must be what a run wrote, got {error}") from error
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> Path:

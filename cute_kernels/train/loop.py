@@ -124,14 +124,15 @@ def _deterministic(device: str) -> Iterator[None]:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False  # it would write every output twice
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
 
 
 def _checkpoint(options: Options) -> Path | None:

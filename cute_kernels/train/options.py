@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class Options:
         )
         _expect(self.hyper_connections in STREAMS, "hyper_connections", f"be one of {STREAMS}", self.hyper_connections)
         _expect(0 <= self.dropout < 1, "dropout", "be at least 0 and below 1", self.dropout)
-        _expect(self.lr > 0, "lr", "be positive", self.lr)
+        _expect(self.seed < 2**63, "seed", "be below 2^63", self.seed)
+        _expect(0 < self.lr < math.inf, "lr", "be positive and finite", self.lr)
         _expect(self.device in ("", "cpu", "cuda"), "device", "be cuda or cpu", self.device)
         needs_streams = "be left out, or --hyper-connections be at least 1: what is recomputed are the streams"
         _expect(not self.recompute or self.hyper_connections > 0, "recompute", needs_streams, "--hyper-connections 0")

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from bench import bench_norm, harness, report
 from bench.bench_norm import Norm
 
+ROOT = Path(__file__).resolve().parents[2]
 CASE = harness.Case("norm", "rms_norm", "fwd", "4x8", "bfloat16", "plain", bytes=128, flops=1, goal=0.9)
 ENVIRONMENT = {
     "date": "2026-01-01T00:00:00Z",
@@ -62,6 +66,23 @@ class StandIn:
 
     def synchronize(self) -> None:
         pass
+
+
+PROFILES = [
+    (path.relative_to(ROOT).as_posix(), line)
+    for path in sorted((ROOT / "cute_kernels").rglob("*.py"))
+    for line in path.read_text().splitlines()
+    if line.startswith("Profile: ncu")
+]
+
+
+@pytest.mark.parametrize("line", [line for _, line in PROFILES], ids=[path for path, _ in PROFILES])
+def test_the_case_of_a_profile_exists(line, capsys):
+    """What a kernel's docstring tells to run."""
+    words = line.split()
+    module, pattern = words[words.index("-m") + 1], words[words.index("--filter") + 1]
+    importlib.import_module(module).main(["--list", "--filter", pattern])
+    assert any(re.search(pattern, name) for name in capsys.readouterr().out.splitlines())
 
 
 def returns(*outputs: Tensor):

@@ -3,14 +3,16 @@
 Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place of the kernels.
 """
 
+import contextlib
 import inspect
 import re
+from unittest import mock
 
 import pytest
 import torch
 
-from cute_kernels import UnsupportedDeviceError, linear, mm, nn
-from cute_kernels.gemm import launch, reference
+from cute_kernels import UnsupportedDeviceError, linear, mm, nn, provenance
+from cute_kernels.gemm import launch, op, reference
 from tests.gemm_cases import BF16, FP16, FP32, randn, seeded_generator, stand_in
 
 M, N, K = 4, 32, 64
@@ -35,6 +37,7 @@ def good(op) -> dict:
     return {"x": zeros(M, K), "weight": zeros(N, K), "bias": zeros(N)}
 
 
+SQUARE = zeros(K, K)
 A_LINE = zeros(2**31 - 1, 1, device="meta")
 MM_ERRORS = [
     (TypeError, {"a": None}, "a must be a torch.Tensor, got NoneType"),
@@ -249,11 +252,141 @@ def test_no_fallback(monkeypatch):
             call()
 
 
+def test_out_may_not_lie_on_an_operand():
+    """On a GPU some of it would be written while the rest is still read. Other columns of one matrix are no overlap."""
+    square, both = zeros(K, K), zeros(K, 2 * K + 16)
+    for out, a, b, name in (
+        (square, square, zeros(K, K), "a"),
+        (square, zeros(K, K), square, "b"),
+        (square, zeros(K, K), square.t(), "b"),
+        (both[1:, :K], both[:-1, :K], zeros(K, K), "a"),
+        (both[:, :K], both[:, 8 : K + 8], zeros(K, K), "a"),
+    ):
+        with torch.no_grad(), warning_free(square.is_cuda) as caught:
+            mm(a, b, out=out)
+        if square.is_cuda:
+            assert str(caught.value).startswith(f"mm: out must not share memory with {name}, got address 0x")
+    assert mm(both[:, :K], zeros(K, K), out=both[:, K : 2 * K]) is not None
+
+
+@contextlib.contextmanager
+def warning_free(raises: bool):
+    """The reference reads all before it writes; the kernels refuse."""
+    if raises:
+        with pytest.raises(ValueError) as caught:
+            yield caught
+    else:
+        yield None
+
+
+def test_autograd_knows_that_out_was_written():
+    t = zeros(M, N, dtype=FP32).requires_grad_()
+    kept = t * 1
+    y = kept.square()
+    mm(zeros(M, K), zeros(K, N), out=kept.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_rows_are_counted_together():
+    """32 bits count them, whatever the leading dimensions."""
+    x = zeros(1, 1, 8).expand(2**16, 2**15, 8)
+    with pytest.raises(ValueError) as caught:
+        linear(x, zeros(N, 8))
+    assert str(caught.value) == (
+        "linear: x must have at most 2147483136 rows, got 2147483648 in shape (65536, 32768, 8)"
+    )
+
+
+def test_an_infinite_gradient_of_relu():
+    """Where it is flat the gradient is 0, whatever comes in."""
+    x, weight = -torch.ones(M, K).to(BF16).requires_grad_(), torch.ones(N, K).to(BF16)
+    x = x.detach().requires_grad_()
+    linear(x, weight, activation="relu").backward(torch.full((M, N), float("inf"), dtype=BF16))
+    assert not x.grad.any()
+
+
+def test_main_grad_is_left_where_it_is_not_asked_for():
+    generator = seeded_generator("asked for", "cpu")
+    x = randn(M, K, generator=generator).to(BF16).requires_grad_()
+    weight = randn(N, K, generator=generator).to(BF16).requires_grad_()
+    bias = zeros(N, dtype=FP32).requires_grad_()
+    weight.main_grad, bias.main_grad = zeros(N, K, dtype=FP32), zeros(N, dtype=FP32)
+    y = linear(x, weight, bias)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert not weight.main_grad.any() and not bias.main_grad.any()
+    y.sum().backward(inputs=[weight])
+    assert weight.main_grad.any() and not bias.main_grad.any()
+
+
+def test_no_copy_of_a_gradient_by_columns():
+    if not zeros(1).is_cuda:
+        pytest.skip("the reference makes copies in fp32")
+    x, weight = zeros(64, K).requires_grad_(), zeros(64, K).requires_grad_()
+    dy = zeros(64, 64).t()
+    seen = []
+    with mock.patch.object(op, "run_gemm", lambda a, *rest: seen.append(a.data_ptr())):
+        linear(x, weight).backward(dy)
+    assert seen == [dy.data_ptr()] * 2
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as distributed ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"dispatched: {function.name()}")
+
+
+def test_a_tensor_subclass_goes_to_the_dispatcher():
+    """Beside plain tensors, too: its memory may not be given to a kernel."""
+    if not zeros(1).is_cuda:
+        pytest.skip("the reference is torch's own operators")
+    good_x, good_weight = zeros(M, K), zeros(N, K)
+    linear(good_x, good_weight), mm(good_x, good_weight.t())
+    for call in (
+        lambda: linear(good_x, Wrapped(good_weight)),
+        lambda: linear(good_x, good_weight, Wrapped(zeros(N))),
+        lambda: mm(good_x, Wrapped(zeros(K, N))),
+        lambda: mm(good_x, zeros(K, N), out=Wrapped(zeros(M, N))),
+    ):
+        with torch.no_grad(), pytest.raises(AssertionError, match="dispatched"):
+            call()
+
+
+def test_provenance_names_what_computed():
+    """Each product once, to every call that is open."""
+    a, b = zeros(M, K), zeros(K, N)
+    if not a.is_cuda:
+        assert provenance(mm, a, b) == ()
+        return
+    inner = []
+    entries = provenance(lambda: inner.extend(provenance(mm, a, b)))
+    assert list(entries) == inner and len(entries) == 1
+    (entry,) = entries
+    assert entry.contract == "serial_k16" and entry.shape == (M, N, K) and entry.arch == "sm_90a"
+    assert entry.kernel.startswith("gemm (tile") and entry.versions["torch"] == torch.__version__
+    (entry,) = provenance(mm, zeros(M, 3 * K)[:, ::3], b)
+    assert entry.kernel == "gemm (any stride)" and entry.contract == "serial_k16"
+    with mock.patch.object(launch, "arch_of", lambda index: "sm_100a"):
+        launch._plans.clear()
+        entries = provenance(mm, a, b) + provenance(mm, zeros(M, 3 * K)[:, ::3], b)
+    launch._plans.clear()
+    assert [entry.contract for entry in entries] == ["serial_k16, unproven", "serial_k16"]
+
+
 def test_reference_backend():
     generator = seeded_generator("reference backend", "cpu")
     x, weight = randn(M, K, generator=generator).to(BF16), randn(N, K, generator=generator).to(BF16)
     found = linear(x, weight, activation="gelu", backend="reference")
     assert torch.equal(found, reference.linear(x, weight, activation="gelu"))
+    assert torch.equal(mm(x, weight.t(), backend="reference"), reference.mm(x, weight.t()))
+    with pytest.raises(ValueError, match="^mm: backend must be None or 'reference', got 'torch'$"):
+        mm(x, weight.t(), backend="torch")
 
 
 # nn.Linear

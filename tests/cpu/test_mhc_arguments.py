@@ -244,6 +244,7 @@ ERRORS = {
     "hyper_connection": [
         *PRE,
         *COMBINE,
+        (TypeError, {"sublayer": None}, "sublayer must be callable, got NoneType"),
         (TypeError, {"sublayer": lambda t: None}, "f must be a torch.Tensor, got NoneType"),
         (TypeError, {"sublayer": torch.Tensor.float}, "f must have dtype torch.bfloat16, got torch.float32"),
         (ValueError, {"sublayer": lambda t: t[:, :-1]}, "f must have shape (3, 16), got (3, 15)"),
@@ -267,6 +268,48 @@ def test_bad_argument(op, error, change, message):
     with pytest.raises(error) as caught:
         getattr(reference, op)(**good(op) | change)
     assert str(caught.value) == f"{op}: {message}"
+
+
+@pytest.mark.parametrize(
+    "change", [{"res_orientation": "zz"}, {"bias": zeros(C - 1)}, {"bias": 1.0}, {"dropout_p": 1.0}], ids=str
+)
+def test_a_sublayer_is_not_called_in_vain(change):
+    calls = []
+    with pytest.raises((TypeError, ValueError)):
+        reference.hyper_connection(**good("hyper_connection") | {"sublayer": calls.append} | change)
+    assert not calls
+
+
+@pytest.mark.parametrize("op, name", [("head", "fn"), ("pre", "phi"), ("hyper_connection", "alpha"), ("pre", "beta")])
+def test_a_bad_main_grad_is_of_the_op_that_was_called(op, name):
+    arguments = good(op)
+    arguments[name] = arguments[name].clone().requires_grad_()
+    arguments[name].main_grad = zeros(1)
+    out = getattr(reference, op)(**arguments)
+    out = out if isinstance(out, torch.Tensor) else sum(t.float().sum() for t in out)
+    with pytest.raises(ValueError, match=rf"^{op}: {name}\.main_grad must be contiguous float32 of shape"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "error, change, message",
+    [
+        (TypeError, {"seed": 1.9}, "seed must be an int64 tensor or an int, got float"),
+        (TypeError, {"seed": None}, "seed must be an int64 tensor or an int, got None"),
+        (TypeError, {"seed": torch.ones(1)}, "seed must have dtype int64, got torch.float32"),
+        (ValueError, {"seed": torch.ones(2, dtype=torch.int64)}, "seed must have one element, got shape (2,)"),
+        (ValueError, {"seed": 2**63}, f"seed must fit in 64 bits, signed, got {2**63}"),
+        (ValueError, {"dropout_p": 2.0}, "dropout_p must be a float in [0, 1), got 2.0"),
+        (ValueError, {"dropout_p": float("nan")}, "dropout_p must be a float in [0, 1), got nan"),
+        (ValueError, {"K": -1}, "K must be a size, got -1"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_the_mask(error, change, message):
+    arguments = {"seed": 1, "num_tokens": 2, "K": 8, "dropout_p": 0.5, "device": "cpu"} | change
+    with pytest.raises(error) as caught:
+        reference.dropout_mask(**arguments)
+    assert str(caught.value) == f"dropout_mask: {message}"
 
 
 @pytest.mark.parametrize("op", ERRORS)

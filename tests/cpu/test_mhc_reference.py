@@ -106,7 +106,7 @@ def test_coefficients_are_their_formula(name, generator):
     torch.testing.assert_close(logits, wanted)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "megatron"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "megatron", "megatron_dev", "tilekernels"])
 def test_head_is_its_formula(name, generator):
     case = Case(4, 13, (5,), variant=name, norm_weight=True)
     t = {name: tensor.detach() for name, tensor in in_fp64(make_inputs(case, generator)).items()}
@@ -115,9 +115,8 @@ def test_head_is_its_formula(name, generator):
         t["x"] = t["x"] * scale
         flat = t["x"].flatten(1)
         ms = flat.square().mean(1, keepdim=True)
-        rms = (ms + v.rms_eps).sqrt() if v.rms_eps_placement == "inside" else ms.sqrt() + v.rms_eps
         H = flat @ (t["fn"] * t["norm_weight"]).t()
-        pre = torch.sigmoid(t["scale"] * H / rms + t["base"]) + v.pre_eps
+        pre = torch.sigmoid(t["scale"] * H / (ms + v.rms_eps).sqrt() + t["base"]) + v.pre_eps
         wanted = (pre[:, :, None] * t["x"]).sum(1)
         (found,) = call(reference, "head", case, t, compute_dtype=FP64)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)

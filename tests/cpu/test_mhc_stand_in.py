@@ -258,6 +258,36 @@ def test_main_grad(op, generator):
 
 
 @pytest.mark.parametrize("op", WITH_PARAMETERS)
+def test_main_grad_is_left_where_it_is_not_asked_for(op, generator):
+    """Gradients of the inputs alone, then of the parameters alone: each is added once."""
+    t = make_inputs(FULL, generator)
+    upstream = list(make_upstream(op, FULL, generator).values())
+    for name in WITH_PARAMETERS[op]:
+        t[name].main_grad = torch.zeros(t[name].shape)
+    outputs = call(mhc, op, FULL, t)
+    outputs = [out for out in outputs if out is not None]
+    x = next(t[name] for name in OPERATIONS[op][0] if name not in WITH_PARAMETERS[op])
+    torch.autograd.grad(outputs, x, upstream, retain_graph=True)
+    assert not any(t[name].main_grad.any() for name in WITH_PARAMETERS[op])
+    torch.autograd.backward(outputs, upstream, inputs=[t[name] for name in WITH_PARAMETERS[op]], retain_graph=True)
+    once = {name: t[name].main_grad.clone() for name in WITH_PARAMETERS[op]}
+    assert all(once[name].any() for name in once)
+    for name in once:
+        t[name].main_grad.zero_()
+    torch.autograd.backward(outputs, upstream)
+    assert all(torch.equal(t[name].main_grad, once[name]) for name in once)
+
+
+def test_a_strided_H_is_not_copied(kernels):
+    """27 numbers a token: rows start on 4 bytes, and the backward's kernel gets them as they are."""
+    H = torch.zeros(64, 27)[:, :24].requires_grad_()
+    outputs = mhc.coefficients(H, torch.ones(64), torch.ones(3), torch.zeros(24), 4, variant="deepseek_v4")
+    sum(t.sum() for t in outputs).backward()
+    (aligns,) = [arguments[6] for builder, arguments in kernels if builder.__name__ == "coefficients_backward"]
+    assert aligns[0] == 1
+
+
+@pytest.mark.parametrize("op", WITH_PARAMETERS)
 def test_main_grad_of_one_parameter(op, generator):
     """Added to where it is; the other parameters get the gradients that they get without."""
     t = make_inputs(FULL, generator)

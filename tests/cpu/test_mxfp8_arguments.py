@@ -96,6 +96,13 @@ def test_alignment(path):
     odd = memory.as_strided((64, 96), (100, 1), 0)
     assert "multiples of 8 elements, got strides (100, 1)" in message_of(ValueError, quantize_rowwise, odd)
     quantize_rowwise(memory.as_strided((64, 96), (104, 1), 8))
+    experts = zeros(64 * 64).as_strided((2, 32, 32), (1, 64, 1))
+    assert "multiples of 8 elements, got strides (1, 64, 1)" in message_of(ValueError, quantize_3d_colwise, experts)
+
+
+def test_a_dimension_too_large():
+    found = message_of(ValueError, quantize_rowwise, zeros(1, 1).expand(2**31, 32))
+    assert found.startswith("quantize_rowwise: x must have last dimensions of at most 2147483520, got shape")
 
 
 def test_dequantize():
@@ -113,6 +120,7 @@ def test_dequantize():
     assert message(TypeError, scale=s.view(torch.uint8)) == wanted
     wanted = "dtype must have dtype bfloat16, float16, float32, got torch.float64"
     assert message(TypeError, dtype=torch.float64) == wanted
+    assert message(TypeError, dtype=[BF16]).startswith("dtype must have dtype bfloat16, float16, float32, got [")
     wanted = "scale must have one of the shapes (512,), (64, 3), got (64, 2)"
     assert message(ValueError, scale=s[:, :2].contiguous()) == wanted
     assert message(ValueError, scale=s[::2]).startswith("scale must be contiguous, got strides")

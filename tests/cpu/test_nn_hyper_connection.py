@@ -76,6 +76,30 @@ def test_dropout_and_inference(path):
     assert not torch.equal(outs[0], kept)
 
 
+def test_combine_wants_what_forward_got(path):
+    module = connection(HyperConnectionConfig(32))
+    x, f = torch.randn(2, 3, 4, 32).to(BF16), torch.randn(2, 3, 32).to(BF16)
+    _, mix = module(x)
+    for other in (x.clone(), x[:1]):
+        with pytest.raises(ValueError, match="HyperConnection: x must be the residual that forward got, got another"):
+            module.combine(f, other, mix)
+    for bad in (None, "a", 1.0):
+        with pytest.raises(ValueError, match="HyperConnection: dropout_p must be a float in"):
+            module.combine(f, x, mix, dropout_p=bad)
+
+
+def test_autocast_changes_nothing():
+    """Of the references: the kernels call no operator of torch that it casts for."""
+    module = connection(HyperConnectionConfig(32))
+    x = torch.randn(2, 3, 4, 32).to(BF16)
+    outs = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            layer_input, mix = module(x)
+            outs.append(module.combine(layer_input, x, mix).detach())
+    assert torch.equal(*outs)
+
+
 def test_initial_parameters():
     module, head = (
         HyperConnection(HyperConnectionConfig(32, init_gating_factor=0.5)),

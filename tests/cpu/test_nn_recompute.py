@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from cute_kernels.nn import RecomputeManager
 
@@ -365,6 +366,59 @@ def test_a_view_of_an_argument_is_refused(function):
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(ValueError, match="checkpoint: function must return tensors in memory of their own, got a view"):
         RecomputeManager().checkpoint(function, x * 1)
+
+
+def test_a_view_of_what_an_argument_holds_is_refused():
+    x, h = torch.ones(4, requires_grad=True), torch.ones(4)
+    for holder, function in (
+        ({"h": h}, lambda x, d: (x.sin(), d["h"].view(2, 2))),
+        ([h], lambda x, d: (x.sin(), d[0])),
+    ):
+        with pytest.raises(ValueError, match="return tensors in memory of their own, got a view of an argument"):
+            RecomputeManager().checkpoint(function, x * 1, holder)
+
+
+def test_what_an_argument_holds_may_not_change():
+    x, h = torch.ones(4, requires_grad=True), torch.ones(4)
+    manager = RecomputeManager()
+    y = manager.checkpoint(lambda x, d: x * d["h"], x * 1, {"h": h})
+    end = y.sin()
+    manager.end_block(end)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="tensor argument 1 was modified in place after the forward"):
+        end.sum().backward()
+
+
+def test_the_replay_runs_under_the_forward_s_autocast():
+    linear = torch.nn.Linear(16, 16)
+    x = torch.randn(4, 16, requires_grad=True)
+    found = []
+    for recompute in (False, True):
+        linear.zero_grad()
+        x.grad = None
+        manager = RecomputeManager()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = manager.checkpoint(linear, x) if recompute else linear(x)
+            end = y.float().sin()
+            if recompute:
+                manager.end_block(end)
+        end.sum().backward()
+        found.append((y.detach().clone(), x.grad, linear.weight.grad.clone()))
+    assert found[0][0].dtype is torch.bfloat16
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_recompute_inside_of_torch_s_checkpoint_is_refused():
+    def function(x):
+        manager = RecomputeManager()
+        end = manager.checkpoint(torch.sin, x).exp()
+        if end.requires_grad:
+            manager.end_block(end)
+        return end
+
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="recompute inside of torch.utils.checkpoint: use one of them"):
+        torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
 
 
 def test_nothing_outlives_the_backward():

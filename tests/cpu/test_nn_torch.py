@@ -1,5 +1,7 @@
 """The model under torch.compile, CUDA graphs, and several processes' tools: what runs, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,6 +61,8 @@ def test_a_captured_step_is_of_gpus():
         CapturedStep(model, tokens, model, optimizer)
     with stand_in(), pytest.raises(ValueError, match="optimizer must be made with capturable=True, got AdamW without"):
         CapturedStep(model, (tokens,), model, torch.optim.AdamW(model.parameters()))
+    with stand_in(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
+        CapturedStep(model, (tokens,), model, None)
 
 
 def test_bad_tokens():
@@ -73,6 +77,18 @@ def test_bad_tokens():
     for bad in (tokens[0], torch.cat((tokens, tokens), 1), tokens[:, :0]):
         with pytest.raises(ValueError, match=r"tokens must have shape \(B, S\) with S from 1 to 16, got"):
             model(bad)
+    for bad, error, message in (
+        (tokens.t(), ValueError, r"targets must have shape \(2, 16\), got \(16, 2\)"),
+        (tokens[:1], ValueError, r"targets must have shape \(2, 16\), got \(1, 16\)"),
+        (tokens.int(), TypeError, "targets must have dtype int64, got torch.int32"),
+        ([[1]], TypeError, "targets must be a torch.Tensor, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            model.loss(tokens, bad)
+    for longest, length in ((16, 20), (1, 2)):
+        block = make_model(replace(config, max_sequence_length=longest)).block
+        with pytest.raises(ValueError, match=rf"TransformerBlock: h must have S of at most {longest}, got shape"):
+            block(torch.ones(2, length, 32, dtype=BF16))
     with pytest.raises(TypeError, match="config must be a TransformerConfig, got HyperConnectionConfig"):
         MHCTransformer(config.hyper_connections)
 
@@ -136,6 +152,9 @@ def test_settings_that_a_captured_step_would_not_see():
     group["lr"].fill_(0.2)
     group["initial_lr"] = 0.1  # a scheduler's
     graph.expect_settings(optimizer, captured)
+    graph.expect_on_device(optimizer, torch.device("cpu"))
+    with pytest.raises(ValueError, match="CapturedStep: the optimizer's lr must be on meta, got cpu"):
+        graph.expect_on_device(optimizer, torch.device("meta"))
     for name, value in (("lr", torch.tensor(0.2)), ("betas", (0.9, 0.99)), ("weight_decay", 0.0)):
         before, group[name] = group[name], value
         with pytest.raises(ValueError, match=f"CapturedStep: the optimizer's {name} must stay as captured, got"):

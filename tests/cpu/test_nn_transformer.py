@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import mhc
-from cute_kernels.nn import MHCTransformer, ResidualOffload, transformer
+from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, transformer
 from tests.nn_cases import (
     BF16,
     FP32,
@@ -242,6 +242,14 @@ def test_recompute_of_frozen_layers():
         model.loss(*make_tokens(config)).backward()
         results.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert_same_bits(*results)
+
+
+def test_offload_and_recompute_of_one_layer_are_refused():
+    config = make_config()
+    model = make_model(config)
+    x, rotation = torch.ones(2, 16, 4, 32, dtype=BF16), model.block.rotary(16)
+    with pytest.raises(ValueError, match="TransformerLayer: offload must be None with recompute"):
+        model.layers[0](x, rotation, RecomputeManager(), ResidualOffload())
 
 
 def test_offload_is_of_gpus():

@@ -33,6 +33,28 @@ def zeros(*shape, dtype=BF16, device="cpu"):
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as distributed ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"dispatched: {function.name()}")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "residual"])
+def test_a_tensor_subclass_goes_to_the_dispatcher(name):
+    """Beside plain tensors, too: its memory may not be given to a kernel."""
+    arguments = good() | {"residual": zeros(ROWS, N)}
+    with stand_in(), torch.no_grad():
+        kernel_path("layer", **arguments)
+        with pytest.raises(AssertionError, match="dispatched"):
+            kernel_path("layer", **arguments | {name: Wrapped(arguments[name])})
+
+
 VALUE_ERRORS = [
     ({"x": zeros(())}, "x must have at least one dimension, got shape ()"),
     ({"x": zeros(ROWS, 0)}, "x must have between 1 and 262144 columns, got 0"),
@@ -59,6 +81,11 @@ VALUE_ERRORS = [
     ({"eps": float("nan")}, "eps must be a positive float, got nan"),
     ({"eps": 1}, "eps must be a positive float, got 1"),
     ({"eps": None}, "eps must be a positive float, got None"),
+    ({"eps": True}, "eps must be a positive float, got True"),
+    ({"eps": [1e-5]}, "eps must be a positive float, got [1e-05]"),
+    ({"weight_offset": 0}, "weight_offset must be a finite float, got 0"),
+    ({"weight_offset": [0.0]}, "weight_offset must be a finite float, got [0.0]"),
+    ({"save": ["input"]}, "save must be 'input' or 'output', got ['input']"),
     ({"weight_offset": None}, "weight_offset must be a finite float, got None"),
     ({"weight_offset": True}, "weight_offset must be a finite float, got True"),
     ({"weight_offset": float("nan")}, "weight_offset must be a finite float, got nan"),
@@ -72,6 +99,7 @@ VALUE_ERRORS = [
 TYPE_ERRORS = [
     ({"x": zeros(ROWS, N, dtype=torch.float64)}, "x must have dtype bfloat16, float16, float32, got torch.float64"),
     ({"x": zeros(ROWS, N, dtype=torch.int64)}, "x must have dtype bfloat16, float16, float32, got torch.int64"),
+    ({"out_dtype": [BF16]}, "out_dtype must have dtype bfloat16, float16, float32, got [torch.bfloat16]"),
     ({"weight": [1.0] * N}, "weight must be a torch.Tensor, got list"),
     ({"weight": zeros(N, dtype=torch.float64)}, "weight must have dtype bfloat16, float16, float32, got torch.float64"),
     ({"bias": 0.0}, "bias must be a torch.Tensor, got float"),

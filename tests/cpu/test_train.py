@@ -119,6 +119,26 @@ def test_goes_on_with_the_same_run_alone(tmp_path, capsys, changed, message):
     assert_says(capsys, message)
 
 
+def test_a_damaged_checkpoint_is_named(tmp_path, capsys):
+    run(tmp_path, steps=1)
+    (checkpoint.latest(tmp_path) / checkpoint.FACTS).write_text("")
+    capsys.readouterr()
+    command = train_cases.arguments(tmp_path, **{**TINY, "steps": 2, "resume": True})
+    assert cli.main(["train", *command]) == 1
+    assert_says(capsys, "must be what a run wrote, got Expecting value")
+
+
+def test_a_run_leaves_determinism_as_it_was(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with loop._deterministic("cuda"):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_folder_is_not_written_over(tmp_path, capsys):
     run(tmp_path, steps=1)
     assert cli.main(["train", *train_cases.arguments(tmp_path, **TINY)]) == 1
@@ -131,8 +151,10 @@ def test_a_folder_is_not_written_over(tmp_path, capsys):
         ({"hidden": 66}, r"--hidden must be a multiple of 2 \* --heads 2, got 66"),
         ({"layers": 0}, "--layers must be at least 1, got 0"),
         ({"seed": -1}, "--seed must not be negative, got -1"),
+        ({"seed": 2**64}, rf"--seed must be below 2\^63, got {2**64}"),
+        ({"lr": float("inf")}, "--lr must be positive and finite, got inf"),
         ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0"),
-        ({"lr": 0.0}, "--lr must be positive, got 0.0"),
+        ({"lr": 0.0}, "--lr must be positive and finite, got 0.0"),
         ({"device": "tpu"}, "--device must be cuda or cpu, got tpu"),
         ({"recompute": True, "hyper_connections": 0}, "--recompute must be left out, or --hyper-connections be"),
         ({"recompute": True, "compile": True}, "--recompute must be left out with --compile"),

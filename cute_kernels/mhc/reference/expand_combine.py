@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_kernels.mhc.checks import check_expand_combine
 from cute_kernels.mhc.reference.dropout import draw_seed, dropout_mask
 from cute_kernels.mhc.reference.parameter import widened
-from cute_kernels.mhc.reference.streams import streams_of
+from cute_kernels.mhc.reference.streams import streams_of, without_autocast
 
 
 def expand_combine(
@@ -56,5 +56,6 @@ def expand_combine(
     matrix = res.to(compute_dtype)
     if res_orientation == "io":
         matrix = matrix.transpose(-1, -2)
-    mixed = streams_of(matrix @ streams_of(x.to(compute_dtype), layout), layout)
+    with without_autocast(x):
+        mixed = streams_of(matrix @ streams_of(x.to(compute_dtype), layout), layout)
     return (added + mixed).to(x.dtype).contiguous()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cute_kernels.mhc.checks import check_projection
 from cute_kernels.mhc.reference.parameter import widened
+from cute_kernels.mhc.reference.streams import without_autocast
 
 
 def projection(
@@ -36,4 +37,5 @@ def projection(
     weight = widened("projection", "phi", phi, compute_dtype)
     if norm_weight is not None:
         weight = weight * widened("projection", "norm_weight", norm_weight, compute_dtype)
-    return rows @ weight.t(), rows.square().mean(-1)
+    with without_autocast(x):
+        return rows @ weight.t(), rows.square().mean(-1)

@@ -5,7 +5,8 @@ The ten findings of the review of the origin, and what holds each off here:
    reference (tests/cpu/test_gemm_reference.py); tests/cpu/test_gemm_contract.py, test_no_fallback.
 2. a benchmark that failed opaquely without the extension: there is no extension; bench refuses to start without a GPU.
 3. no device guard, mixed devices accepted: test_operands_on_another_device; test_torch.py, test_second_device.
-4. documents that described another kernel: `provenance` names contract and kernel of a call (its own tests).
+4. documents that described another kernel: `provenance` names contract and kernel of a call;
+   tests/cpu/test_gemm_contract.py, test_provenance_names_what_computed; test_cuda_tensors_never_take_a_fallback.
 5. a functional entry that bypassed the checks: mm and linear are the only entries, and nn.Linear calls linear;
    test_errors_come_each_time_and_spoil_nothing.
 6. gradients of weights that changed with padding and chunks: test_invariance.py, B0 to B3.
@@ -26,6 +27,7 @@ import torch
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm import reference
+from cute_kernels.gemm.launch import observed
 from tests.gemm_cases import BF16, FP16, FP32, Case, check, here, make_inputs, oracle, randn, run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,13 +86,8 @@ def test_reference_backend_on_cuda(generator):
 
 
 def test_cuda_tensors_never_take_a_fallback(generator, monkeypatch):
-    """Aligned or not, forward and backward: neither the reference nor a product of torch runs."""
-
-    class Refuse(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            products = ("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul", "aten::linear", "aten::baddbmm")
-            assert not function.name().startswith(products), function.name()
-            return function(*args, **(kwargs or {}))
+    """Aligned or not, forward and backward: neither the reference nor a product of torch runs, our kernels do."""
+    products = {"aten::mm", "aten::addmm", "aten::bmm", "aten::matmul", "aten::linear", "aten::baddbmm"}
 
     def refuse(*args, **kwargs):
         raise AssertionError("the reference ran")
@@ -100,10 +97,13 @@ def test_cuda_tensors_never_take_a_fallback(generator, monkeypatch):
     for case in (Case(65, 96, 64, bias=FP32, activation="silu"), Case(9, 33, 17)):
         inputs = make_inputs(case, generator)
         exact = oracle(case, inputs)
-        with Refuse():
+        with torch.profiler.profile() as profile, observed() as launches:
             found = run(linear, case, inputs)
             mm(inputs.x.detach(), inputs.weight.detach().t())
         check(found, exact)
+        ran = {event.name for event in profile.events()}
+        assert not ran & products and any(name.startswith("aten::") for name in ran)
+        assert len(launches) == 4 + (case.bias is not None)  # y, dx, dweight, perhaps dbias; mm
 
 
 def test_a_kernel_compiled_without_a_gpu_runs(tmp_path):

@@ -33,6 +33,21 @@ def test_main_grad_is_added_to(case, norm, generator):
     check({"dx": inputs.x.grad / 2}, exact)
 
 
+def test_main_grad_is_left_where_it_is_not_asked_for(norm, generator):
+    """Gradients of the input alone, then of one parameter alone, as a backward in two passes asks for them."""
+    inputs = make_inputs(CASES[1], generator, 65 * 1024)
+    for parameter in parameters(inputs):
+        parameter.main_grad = torch.zeros(1024, device=parameter.device)
+    y = norm("layer", inputs.x, inputs.weight, inputs.bias)
+    torch.autograd.grad(y, inputs.x, inputs.dy, retain_graph=True)
+    assert not inputs.weight.main_grad.any() and not inputs.bias.main_grad.any()
+    y.backward(inputs.dy, inputs=[inputs.weight], retain_graph=True)
+    assert inputs.weight.main_grad.any() and not inputs.bias.main_grad.any()
+    once = inputs.weight.main_grad.clone()
+    y.backward(inputs.dy, inputs=[inputs.bias])
+    assert inputs.bias.main_grad.any() and torch.equal(inputs.weight.main_grad, once)
+
+
 @pytest.mark.parametrize("dtype, size, step", [(BF16, 1024, 1), (FP32, 1023, 1), (FP32, 2048, 2)])
 def test_main_grad_that_cannot_be_added_to(dtype, size, step, norm, generator, device):
     inputs = make_inputs(CASES[0], generator, 3 * 1024)
