@@ -55,12 +55,17 @@ DECODE_TOKENS = (1, 16, 128)
 DECODE_CHANNELS = 7168
 LAYOUTS = ("streams", "channels")
 OPS = ("projection", "aggregate", "expand_combine")
+WHOLE_OPS = ("pre", "head", "expand", "contract")  # in one layout at two shapes
 DIRECTIONS = ("fwd", "bwd")
 VARIANT = mhc.VARIANTS["deepseek_v4"]
 OUTPUTS = {
     "projection": ("H", "mean_square"),
     "aggregate": ("layer_input",),
     "expand_combine": ("out",),
+    "pre": ("layer_input", "post", "res"),
+    "head": ("out",),
+    "expand": ("x",),
+    "contract": ("h",),
     "coefficients_sinkhorn": ("pre", "post", "res"),
     "layer": ("out", "layer_input"),
     "decode": ("layer_input", "post", "res"),
@@ -149,6 +154,14 @@ def minimal_bytes(connection: Connection, direction: str) -> int:
         ("aggregate", "bwd"): 2 * n + 1,
         ("expand_combine", "fwd"): 2 * n + 1,
         ("expand_combine", "bwd"): 3 * n + 2,
+        ("pre", "fwd"): n + 1,
+        ("pre", "bwd"): 2 * n + 1,
+        ("head", "fwd"): n + 1,
+        ("head", "bwd"): 2 * n + 1,
+        ("expand", "fwd"): n + 1,
+        ("expand", "bwd"): n + 1,
+        ("contract", "fwd"): n + 1,
+        ("contract", "bwd"): n + 1,
         ("layer", "fwd"): 3 * n + 2,
         ("layer", "bwd"): 6 * n + 4,
         ("decode", "fwd"): n + 1,
@@ -166,7 +179,9 @@ def flops(connection: Connection, direction: str) -> int:
         "aggregate": 2 * connection.K,
         "expand_combine": 2 * connection.K * (n + 1),
     }
-    of_op["decode"] = of_op["projection"] + of_op["coefficients_sinkhorn"] + of_op["aggregate"]
+    of_op["head"] = 2 * connection.K * (n + 1) + of_op["aggregate"]
+    of_op["expand"] = of_op["contract"] = connection.K
+    of_op["pre"] = of_op["decode"] = of_op["projection"] + of_op["coefficients_sinkhorn"] + of_op["aggregate"]
     of_op["layer"] = of_op["decode"] + of_op["expand_combine"]
     return {"fwd": 1, "bwd": 2}[direction] * connection.tokens * of_op[connection.op]
 
@@ -175,7 +190,7 @@ def connections(quick: bool = False) -> list[Connection]:
     """Every case: the ops, with four streams and with others, the coefficients, the layer, decode."""
     if quick:
         return [
-            *(Connection(op, *SHAPES[0]) for op in (*OPS, "coefficients_sinkhorn", "layer")),
+            *(Connection(op, *SHAPES[0]) for op in (*OPS, *WHOLE_OPS, "coefficients_sinkhorn", "layer")),
             Connection("decode", 16, DECODE_CHANNELS),
         ]
     return [
@@ -186,6 +201,7 @@ def connections(quick: bool = False) -> list[Connection]:
             for layout in LAYOUTS
             for n, tokens, channels in OTHER_STREAMS
         ),
+        *(Connection(op, *shape) for op in WHOLE_OPS for shape in SHAPES[:2]),
         *(Connection("coefficients_sinkhorn", tokens, SHAPES[0][1]) for tokens in COEFFICIENT_TOKENS),
         *(Connection("layer", *shape) for shape in SHAPES),
         *(Connection("layer", *shape, layout="channels") for shape in CHANNEL_LAYERS),
@@ -250,6 +266,21 @@ def make_inputs(connection: Connection, device: str = "cuda") -> Inputs:
         }
         coefficient = functools.partial(normal, tokens, n)
         outputs = coefficient, coefficient, functools.partial(normal, tokens, n, n)
+    elif op == "pre":
+        arguments = {"x": wide, **parameters}
+        outputs = narrow, functools.partial(normal, tokens, n), functools.partial(normal, tokens, n, n)
+    elif op == "head":
+        arguments = {
+            "x": wide,
+            "fn": functools.partial(normal, n, connection.K, std=connection.K**-0.5),
+            "base": functools.partial(normal, n, std=0.5),
+            "scale": functools.partial(normal, 1, mean=1.0, std=0.1),
+        }
+        outputs = (narrow,)
+    elif op == "expand":
+        arguments, outputs = {"h": narrow}, (wide,)
+    elif op == "contract":
+        arguments, outputs = {"x": wide}, (narrow,)
     elif op == "layer":
         arguments = {"x": wide, **parameters, "f": narrow}
         outputs = wide, narrow
@@ -276,7 +307,8 @@ def fp64_truth(connection: Connection, inputs: Inputs) -> dict[str, dict[str, Te
 
 def least_errors(connection: Connection, names: Iterable[str]) -> dict[str, float]:
     """Output's name -> the error that counts as rounding (where rounding to the output's dtype is not more)."""
-    least = {"aggregate": FP32_ERROR, "expand_combine": FP32_ERROR, "coefficients_sinkhorn": EPS_ERROR}
+    exact = ("aggregate", "expand_combine", "expand", "contract")
+    least = dict.fromkeys(exact, FP32_ERROR) | {"coefficients_sinkhorn": EPS_ERROR}
     error = least.get(connection.op, TF32_ERROR)
     factors = {"dalpha": ALPHA_FACTOR, "mean_square": FP32_ERROR / error}
     return {name: error * factors.get(name, 1) for name in names}
@@ -293,8 +325,15 @@ def public_function(connection: Connection, module: object, **options: object) -
         return lambda x, pre: (module.aggregate(x, pre, **layout, **options),)
     if op == "expand_combine":
         return lambda f, post, x, res: (combine(f, post, x, res),)
-    if op == "decode":
+    if op in ("pre", "decode"):
         return pre
+    if op == "head":
+        head = functools.partial(module.head, variant=VARIANT, **layout, **options)
+        return lambda *tensors: (head(*tensors),)
+    if op == "expand":
+        return lambda h: (module.expand(h, connection.n, **layout, **options),)
+    if op == "contract":
+        return lambda x: (module.contract(x, **layout, **options),)
     if op == "layer":
 
         def layer(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -383,7 +422,7 @@ TE_COLUMNS = 32  # of H, the coefficients of a token first
 
 def _transformer_engine(connection: Connection, inputs: Inputs) -> Calls | None:
     op, n = connection.op, connection.n
-    if n != 4 or (connection.has_layout and connection.layout != "channels"):
+    if op in WHOLE_OPS or n != 4 or (connection.has_layout and connection.layout != "channels"):
         return None
     from transformer_engine.pytorch.triton import mhc as te
 
