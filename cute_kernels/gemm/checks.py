@@ -63,6 +63,8 @@ def _may_overlap(out: Tensor, operand: Tensor) -> bool:
     if last <= other_first or other_last <= first:
         return False
     pitch, widths = out.stride(0) * size, []
+    if pitch == 0:  # of one row
+        return True
     for t in (out, operand):
         rows, columns = (0, 1) if t.stride(1) == 1 else (1, 0)
         if t.stride(columns) != 1 or (t.shape[rows] > 1 and t.stride(rows) * t.element_size() != pitch):

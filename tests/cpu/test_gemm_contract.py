@@ -262,16 +262,17 @@ def test_out_may_not_lie_on_an_operand():
         (both[1:, :K], both[:-1, :K], zeros(K, K), "a"),
         (both[:, :K], both[:, 8 : K + 8], zeros(K, K), "a"),
     ):
-        with torch.no_grad(), warning_free(square.is_cuda) as caught:
+        with torch.no_grad(), refusal(square.is_cuda) as caught:
             mm(a, b, out=out)
         if square.is_cuda:
             assert str(caught.value).startswith(f"mm: out must not share memory with {name}, got address 0x")
-    assert mm(both[:, :K], zeros(K, K), out=both[:, K : 2 * K]) is not None
+    mm(both[:, :K], zeros(K, K), out=both[:, K : 2 * K])
+    mm(zeros(1, K), zeros(K, N), out=zeros(2, N)[:1].as_strided((1, N), (0, 1)))
 
 
 @contextlib.contextmanager
-def warning_free(raises: bool):
-    """The reference reads all before it writes; the kernels refuse."""
+def refusal(raises: bool):
+    """Of the kernels; the reference reads all before it writes."""
     if raises:
         with pytest.raises(ValueError) as caught:
             yield caught
@@ -283,7 +284,10 @@ def test_autograd_knows_that_out_was_written():
     t = zeros(M, N, dtype=FP32).requires_grad_()
     kept = t * 1
     y = kept.square()
-    mm(zeros(M, K), zeros(K, N), out=kept.detach())
+    with mock.patch.object(
+        op, "run_gemm", lambda *arguments: None
+    ):  # what stands in for a kernel tells autograd itself
+        mm(zeros(M, K), zeros(K, N), out=kept.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -300,8 +304,7 @@ def test_rows_are_counted_together():
 
 def test_an_infinite_gradient_of_relu():
     """Where it is flat the gradient is 0, whatever comes in."""
-    x, weight = -torch.ones(M, K).to(BF16).requires_grad_(), torch.ones(N, K).to(BF16)
-    x = x.detach().requires_grad_()
+    x, weight = torch.full((M, K), -1.0, dtype=BF16, requires_grad=True), torch.ones(N, K, dtype=BF16)
     linear(x, weight, activation="relu").backward(torch.full((M, N), float("inf"), dtype=BF16))
     assert not x.grad.any()
 
