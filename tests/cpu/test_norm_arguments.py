@@ -11,6 +11,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import layer_norm, nn, rms_norm
+from cute_kernels.norm import launch
 from tests.norm_cases import BF16, EPS, FP16, FP32, KINDS, OPS, kernel_path, public_norm, stand_in
 
 ROWS, N = 4, 48
@@ -49,8 +50,14 @@ class Wrapped(torch.Tensor):
 def test_a_tensor_subclass_goes_to_the_dispatcher(name):
     """Beside plain tensors, too: its memory may not be given to a kernel."""
     arguments = good() | {"residual": zeros(ROWS, N)}
+
+    def refuse(*arguments):
+        raise ValueError("memory was given to a kernel")
+
     with stand_in(), torch.no_grad():
         kernel_path("layer", **arguments)
+        for key, plan in launch._plans.items():
+            launch._plans[key] = plan._replace(function=refuse)
         with pytest.raises(AssertionError, match="dispatched"):
             kernel_path("layer", **arguments | {name: Wrapped(arguments[name])})
 
