@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels import __main__ as cli
-from cute_kernels import _check_ops, check_invariance
+from cute_kernels import _check_ops, check_invariance, linear
 from cute_kernels.invariance import TRANSFORMS, Difference, Report, Result
 
 ROWS = 130  # 100 + 30 and 128 fit
@@ -365,6 +365,14 @@ def test_parameter_gradients_that_differ_from_run_to_run():
     """Rows are still checked: their differences have a cause of their own."""
     report = check_invariance(Scale(lambda values: in_order(values) + torch.rand(8)), batch())
     assert failing(report) == {"B0", "B1"} and "T6" in {result.transform for result in report.results}
+
+
+def test_main_grad_of_what_a_function_reaches_is_kept():
+    """As of a module: a function's parameters are not what is checked, and get nothing."""
+    weight = torch.randn(16, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.full((16, 8), 5.0)
+    check_invariance(lambda x: linear(x, weight), batch().to(torch.bfloat16), transforms=("T1",))
+    assert torch.equal(weight.main_grad, torch.full((16, 8), 5.0)) and weight.grad is None
 
 
 def test_main_grad_is_checked_and_kept():
