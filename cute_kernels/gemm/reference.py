@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import needs_gradient
-from cute_kernels._check import expect
+from cute_kernels._autograd import gradient_buffer, needs_gradient
 from cute_kernels.gemm.checks import check_linear, check_mm
 
 
@@ -104,10 +103,8 @@ def _deliver(name: str, gradient: Tensor, parameter: Tensor, main_grad: Tensor |
     """What autograd gets: None where the gradient was added to main_grad."""
     if main_grad is None:
         return gradient.to(parameter.dtype)
-    good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
-    got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
-    expect(good, "linear", f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
-    main_grad.add_(gradient)
+    buffer, _ = gradient_buffer("linear", name, parameter, main_grad)
+    buffer.add_(gradient)
     return None
 
 
