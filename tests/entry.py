@@ -1,4 +1,4 @@
-"""What a compiled kernel's entry accepts, without compiling it."""
+"""What a compiled kernel's entry accepts, without compiling it; a tensor that none may get."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,3 +30,15 @@ def check_entry(program: Program, values: Sequence[Any]) -> None:
                 good = stride == wanted if isinstance(wanted, int) else stride % wanted.divisibility == 0
                 assert good, f"argument {position}: strides {t.stride()} for {fake}"
         assert t.data_ptr() % fake._assumed_align == 0, f"argument {position} is not aligned for {fake}"
+
+
+class Wrapped(Tensor):
+    """A tensor without memory of its own, as distributed ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"dispatched: {function.name()}")

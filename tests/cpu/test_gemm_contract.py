@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels import UnsupportedDeviceError, linear, mm, nn, provenance
 from cute_kernels.gemm import launch, op, reference
+from tests.entry import Wrapped
 from tests.gemm_cases import BF16, FP16, FP32, randn, seeded_generator, stand_in
 
 M, N, K = 4, 32, 64
@@ -330,18 +331,6 @@ def test_no_copy_of_a_gradient_by_columns():
     with mock.patch.object(op, "run_gemm", lambda a, *rest: seen.append(a.data_ptr())):
         linear(x, weight).backward(dy)
     assert seen == [dy.data_ptr()] * 2
-
-
-class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, as distributed ones are."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise AssertionError(f"dispatched: {function.name()}")
 
 
 def test_a_tensor_subclass_goes_to_the_dispatcher():

@@ -12,6 +12,7 @@ import torch
 import cute_kernels
 from cute_kernels import layer_norm, nn, rms_norm
 from cute_kernels.norm import launch
+from tests.entry import Wrapped
 from tests.norm_cases import BF16, EPS, FP16, FP32, KINDS, OPS, kernel_path, public_norm, stand_in
 
 ROWS, N = 4, 48
@@ -32,18 +33,6 @@ def good() -> dict:
 
 def zeros(*shape, dtype=BF16, device="cpu"):
     return torch.zeros(*shape, dtype=dtype, device=device)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, as distributed ones are."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise AssertionError(f"dispatched: {function.name()}")
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "residual"])
