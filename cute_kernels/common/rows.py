@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
+from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 
 Dtype = type[cutlass.Numeric]
@@ -44,9 +45,9 @@ def tiles_of_team(rows, team, layout: cutlass.Constexpr):
 
 @cute.jit
 def synchronize_cluster(layout: cutlass.Constexpr):
-    """All threads that may touch each other's barriers see them initialised."""
+    """All threads of a cluster see what the others wrote to shared memory, and their barriers initialised."""
     if const_expr(layout.cluster > 1):
-        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
     else:
         cute.arch.barrier()
@@ -95,11 +96,17 @@ def as_chunks(vector: cute.Tensor, layout: RowLayout) -> cute.Tensor:
     return cute.make_tensor(vector.iterator, cute.make_layout((layout.vec, cute.size(vector) // layout.vec)))
 
 
+def columns_of(vector: cute.Tensor, column, layout: RowLayout) -> cute.Tensor:
+    """A CTA's part of a per-column vector, as (vec, threads, chunks)."""
+    if layout.cluster > 1:
+        column = cute.assume(column, divby=8)  # columns_per_cta is
+    return cute.make_tensor(vector.iterator + column, thread_chunks(layout))
+
+
 @cute.jit
-def load_columns(vector: cute.Tensor, column, t, has_column, layout: cutlass.Constexpr):
+def load_columns(source: cute.Tensor, t, has_column, layout: cutlass.Constexpr):
     """This thread's elements of a per-column vector, in the vector's dtype; zero beyond the last column."""
-    source = cute.make_tensor(vector.iterator + column, thread_chunks(layout))
-    fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), vector.element_type)
+    fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), source.element_type)
     fragment.fill(0)
     for i in cutlass.range_constexpr(len(layout.pieces)):
         piece = layout.pieces[i]
@@ -110,8 +117,23 @@ def load_columns(vector: cute.Tensor, column, t, has_column, layout: cutlass.Con
 
 
 @cute.jit
+def share_columns(fragment, smem, team, t, row_in_pass, has_column, layout: cutlass.Constexpr):
+    """What ``load_columns`` loaded, in shared memory for all teams, as (vec, threads, chunks); they take turns to write.
+
+    The caller synchronises the CTA before ``load_piece`` reads it.
+    """
+    shared = smem.allocate_tensor(fragment.element_type, thread_chunks(layout), byte_alignment=16)
+    for i in cutlass.range_constexpr(len(layout.pieces)):
+        piece = layout.pieces[i]
+        if both(has_column[i], (team == i % layout.teams) & (row_in_pass == 0)):
+            source = as_chunks(piece_of(fragment, piece, layout), layout)
+            cute.autovec_copy(source, piece_of_row(shared, t, piece, layout))
+    return shared
+
+
+@cute.jit
 def load_row(source: cute.Tensor, t, has_column, in_range, layout: cutlass.Constexpr):
-    """This thread's elements of a row in shared memory, in fp32; zero outside the matrix."""
+    """This thread's elements of a row, in fp32; zero outside the matrix."""
     fragment = cute.make_rmem_tensor((layout.vec, layout.chunks), Float32)
     for i in cutlass.range_constexpr(len(layout.pieces)):
         piece = layout.pieces[i]
@@ -122,13 +144,13 @@ def load_row(source: cute.Tensor, t, has_column, in_range, layout: cutlass.Const
 
 @cute.jit
 def load_piece(source: cute.Tensor, t, piece: cutlass.Constexpr, inside, layout: cutlass.Constexpr):
-    """A piece of a row in shared memory, in fp32; zero if it lies outside the matrix."""
+    """A piece of a row, in fp32; zero if it lies outside the matrix."""
     loaded = cute.make_rmem_tensor((piece[1] * layout.vec,), source.element_type)
     if inside:
         cute.autovec_copy(piece_of_row(source, t, piece, layout), as_chunks(loaded, layout))
     else:
         loaded.fill(0)
-    return loaded.load().to(Float32)
+    return to_fp32(loaded.load()) if const_expr(layout.vec > 1) else loaded.load().to(Float32)
 
 
 @cute.jit

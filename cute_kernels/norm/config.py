@@ -17,10 +17,11 @@ MANY_CTAS = 48  # an SM, from which on the forward does not stay resident
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Geometry of a kernel and how many of its CTAs an SM holds."""
+    """Geometry of a kernel, how many of its CTAs an SM holds, and whether they have weight and bias in shared memory."""
 
     layout: RowLayout
     ctas_per_sm: int
+    shares_columns: bool = False
 
     @property
     def rows_per_cluster(self) -> int:
@@ -50,51 +51,37 @@ class NormConfig:
 
 
 def forward_config(
-    arch: str, kind: str, n: int, itemsizes: tuple[int, ...], parameters: int, vec: int, aligned: bool, packed: bool
+    arch: str, kind: str, n: int, itemsizes: tuple[int, ...], column_bytes: int, vec: int, aligned: bool, packed: bool
 ) -> NormConfig:
-    """Geometry of the forward kernel; ``itemsizes`` are those of the streamed matrices (x and residual), ``parameters``
-    that of weight and bias, the wider one's (0: there are none).
+    """Geometry of the forward kernel; ``itemsizes`` are those of the streamed matrices (x and residual),
+    ``column_bytes`` the bytes of weight and bias a column.
 
-    Several CTAs an SM: while one waits for its row's sums the others compute. rms_norm holds x and the weight (80
-    registers at 32 elements: 3 CTAs of 8 warps), with a mean also the bias, or a residual (128: 4 CTAs of 4 warps).
-    H200, bf16, share of the same-bytes copy, rms: 32768x1024 0.973 with 3 CTAs, 0.954 with one of 12 warps;
-    8192x4096 0.974, 0.942; layer: 8192x1024 1.009 with 4 CTAs of 4 warps, 0.986 with 2 of 8; 4096x32768 0.923 in
-    clusters of 8, 0.915 of 2. Where it makes a row's threads a power of two, or 11 warps of 16, 48 elements a thread:
-    layer 10922x3072 0.959, 0.94 with 32; 5461x6144 0.953, 0.925; 2048x16384 0.892, 0.866 with 32 warps of 16. layer,
-    us, 3 CTAs of 4 warps and 4: 4096x2048 12.9, 14.0; 8192x2048 22.3, 22.0; 2048x4096 13.2, 13.9; 6 of 2 stages and 4
-    of 4: 8192x1024 13.4, 14.5; 16384x1024 22.7, 22.3; 32768x1024 38.8, 39.8; 6 warps of 48 and 8 of 32: 4096x8192 40.2,
-    40.9.
+    A thread holds as much of a row as its registers allow without spills, since weight and bias are in shared memory:
+    few warps then meet at a barrier, which several CTAs, or teams of one, hide from each other.
+    H200, bf16, us, share of the same-bytes copy: layer 8192x4096 38.3, 0.958 (32 elements a thread with weight and
+    bias in registers 40.0, 0.928); 16384x2048 38.0, 0.976 (39.6, 0.934); 2048x16384 39.7, 0.932 (42.1, 0.881);
+    512x16384 14.3, 0.937 (16.4, 0.823); 2048x8192 22.2, 0.964 (22.8, 0.956); 32768x1024 38.4, 0.964 (39.0, 0.944).
+    Others at the same widths: 16384 of 128 elements 39.5, of 32 41.4; 4096 of 32 38.9; 5120 of 64 39.6, of 48 39.0;
+    rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
     """
-    light = kind == "rms" and len(itemsizes) == 1
-    slim = sum(itemsizes) <= 4  # leaves shared memory for several stages of three CTAs
-    stages = MAX_STAGES
+    stages = 3
+    most = 64 if aligned else 32  # elements a thread; one by one from shared memory, 64 would spill 48 bytes
     if n <= 512:
-        # A CTA has one tile (persistent_clusters): 1000000x64 rms 66.6 us, with 32 elements and 2 stages 68.4, layer
-        # 69.8, with 2 stages 70.0; x128 rms 128.8, 128.4, layer 128.6, 130.0
-        warps, ctas_per_sm, stages = {16 if light else 32: 8}, 4 if light else 3, 1 if aligned else 2
-    elif light and n <= 16384:
-        warps, ctas_per_sm = ({32: 8}, 3) if n <= 8192 else ({32: 16}, 2)
-    elif slim and (2048 < n <= 3072 or 4096 < n <= 6144):
-        warps, ctas_per_sm = {48: 4}, 3
-    elif len(itemsizes) == 1 and parameters <= 2 and n <= 1024:
-        # With fp32 parameters 6 CTAs would spill 104 bytes, with a residual 8 on sm_100a
-        warps, ctas_per_sm, stages = {32: 4}, 6, 2
+        # A CTA has one tile (persistent_clusters)
+        warps, ctas_per_sm = ({16: 4}, 8) if kind == "rms" and len(itemsizes) == 1 else ({32: 8}, 3)
+        stages = 1 if aligned else 2
+    elif n <= 1024:
+        warps, ctas_per_sm = ({32: 8}, 4) if itemsizes == (2,) else ({32: 4}, 6)
     elif n <= 4096:
-        warps, ctas_per_sm = {32: 4}, 3 if slim and n >= 2048 else 4
-    elif slim and 7168 < n <= 8192:
-        warps, ctas_per_sm = {48: 6}, 2
-    elif n <= 8192:
-        warps, ctas_per_sm = {32: 8}, 2
-    elif n <= 12288:
-        warps, ctas_per_sm = {24: 16}, 1
-    elif n <= 16384:
-        warps, ctas_per_sm = ({48: 11}, 1) if slim else ({16: 32}, 1)
-    elif n <= 131072:
-        warps, ctas_per_sm = {32: 8}, 2
+        warps, ctas_per_sm = {most: 4}, 4
+    elif n <= 5120:
+        warps, ctas_per_sm = {48: 4}, 3
+    elif n <= 12288 or 16384 < n <= 131072:
+        warps, ctas_per_sm = {most: 8}, 2
     else:
-        warps, ctas_per_sm = {32: 16}, 1
+        warps, ctas_per_sm = {most: 16}, 1
     cluster = 1 if n <= 16384 else _clusters(n, 4096)
-    return _config(n, itemsizes, vec, aligned, packed, cluster, warps, ctas_per_sm, stages)
+    return _config(n, itemsizes, vec, aligned, packed, cluster, warps, ctas_per_sm, stages, column_bytes)
 
 
 def backward_config(
@@ -144,14 +131,22 @@ def _config(
     warps: dict[int, int],
     ctas_per_sm: int,
     max_stages: int = MAX_STAGES,
+    column_bytes: int = 0,
 ) -> NormConfig:
-    """``warps``: elements a thread may hold -> warps a CTA can then have, in order of preference."""
+    """``warps``: elements a thread may hold -> warps a CTA can then have, in order of preference.
+
+    ``column_bytes``: of what is kept in shared memory beside the ring, where a stage of the ring is left room.
+    """
     elements = max(warps)
     if n <= WARP_SIZE * elements:
         layout = _narrow(n, vec, aligned, packed, elements, warps[elements])
     else:
         layout = _wide(n, vec, aligned, cluster, warps)
-    return NormConfig(_with_stages(layout, itemsizes, RING_BYTES // ctas_per_sm, max_stages), ctas_per_sm)
+    ring_bytes = RING_BYTES // ctas_per_sm
+    columns = column_bytes * layout.chunks * layout.threads_per_row * vec
+    shares_columns = 0 < columns <= ring_bytes - layout.slot_bytes(itemsizes)
+    layout = _with_stages(layout, itemsizes, ring_bytes - columns * shares_columns, max_stages)
+    return NormConfig(layout, ctas_per_sm, shares_columns)
 
 
 def _narrow(n: int, vec: int, aligned: bool, packed: bool, elements: int, warps: int) -> RowLayout:

@@ -16,17 +16,20 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import ColumnSums, SumRows
+from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.row_ring import RowRing
 from cute_kernels.common.rows import (
     both,
+    columns_of,
     dot_elements,
     leave_cluster,
     load_columns,
     load_piece,
     load_row,
     piece_of,
+    share_columns,
     store_piece,
     store_row_values,
     sum_elements,
@@ -55,6 +58,7 @@ class NormForward:
         self.kind = kind
         self.weight_offset = weight_offset
         self.ctas_per_sm = config.ctas_per_sm
+        self.shares_columns = config.shares_columns
         self.layout = layout = config.layout
         self.ring = RowRing(layout)
         self.row_sum = RowSum(layout, 2)
@@ -105,16 +109,20 @@ class NormForward:
         tiles, mbars = self.ring.allocate(smem, streams)
         messages, message_mbars = self.row_sum.allocate(smem)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
+        # Weight and bias are asked for before the rows: behind the ring's first tiles they would come last
+        has_column = valid_columns(column, t, layout)
+        columns = [None if const_expr(vector is None) else columns_of(vector, column, layout) for vector in (weight, bias)]
+        if const_expr(self.shares_columns):
+            loaded = [None if const_expr(v is None) else load_columns(v, t, has_column, layout) for v in columns]
         if leads:
             self.ring.start(streams, tiles, mbars, team, first_tile, step, num_tiles, column)
         self.row_sum.init(message_mbars)
+        if const_expr(self.shares_columns):
+            columns = [
+                None if const_expr(v is None) else share_columns(v, smem, team, t, row_in_pass, has_column, layout)
+                for v in loaded
+            ]
         synchronize_cluster(layout)
-
-        has_column = valid_columns(column, t, layout)
-        if const_expr(weight is not None):
-            rW = load_columns(weight, column, t, has_column, layout)
-        if const_expr(bias is not None):
-            rB = load_columns(bias, column, t, has_column, layout)
 
         slot = team * layout.stages
         phase = Int32(0)
@@ -135,7 +143,7 @@ class NormForward:
                         pH = piece_of(rH, pieces[k], layout)
                         # What is stored as the residual is what is normalised: round first
                         h = (pH.load() + piece_of(rR, pieces[k], layout).load()).to(residual.element_type)
-                        pH.store(h.to(Float32))
+                        pH.store(to_fp32(h))
                 tile_h.append(rH)
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 row = tile * layout.tile_rows + j * layout.rows_per_pass + row_in_pass
@@ -173,9 +181,12 @@ class NormForward:
                 for k in cutlass.range_constexpr(len(pieces)):
                     value = piece_of(rH, pieces[k], layout).load() * s
                     if const_expr(weight is not None):
-                        value = value * offset_weight(piece_of(rW, pieces[k], layout), self.weight_offset)
+                        w = load_piece(columns[0], t, pieces[k], has_column[k], layout)
+                        if const_expr(self.weight_offset != 0.0):
+                            w = w + self.weight_offset
+                        value = value * w
                     if const_expr(bias is not None):
-                        value = value + piece_of(rB, pieces[k], layout).load().to(Float32)
+                        value = value + load_piece(columns[1], t, pieces[k], has_column[k], layout)
                     value = value.to(y.element_type)
                     store_piece(value, y, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
             if rank == 0:
@@ -294,18 +305,21 @@ class NormBackward:
         tiles, mbars = self.ring.allocate(smem, streams, scratch_bytes)
         messages, message_mbars = self.row_sum.allocate(smem)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
+        # What the first row needs beside its elements is asked for before them
+        has_column = valid_columns(column, t, layout)
+        if const_expr(weight is not None):
+            rW = load_columns(columns_of(weight, column, layout), t, has_column, layout)
+        rS, rMu = self.statistics_fragments()
+        self.load_statistics(rS, rMu, statistics, first_tile * layout.tile_rows + row_in_pass, rows)
         if leads:
             self.ring.start(streams, tiles, mbars, team, first_tile, step, num_tiles, column)
         self.row_sum.init(message_mbars)
         synchronize_cluster(layout)
 
-        has_column = valid_columns(column, t, layout)
-        if const_expr(weight is not None):
-            rW = load_columns(weight, column, t, has_column, layout)
         rB = None
         if const_expr(self.saved == "output"):
             if const_expr(bias is not None):
-                rB = load_columns(bias, column, t, has_column, layout)
+                rB = load_columns(columns_of(bias, column, layout), t, has_column, layout)
             if const_expr(weight is not None):
                 rInverse = cute.make_rmem_tensor(shape, Float32)
                 for k in cutlass.range_constexpr(layout.chunks):
@@ -323,13 +337,11 @@ class NormBackward:
         slot = team * layout.stages
         phase = Int32(0)
         round_index = Int32(0)
-        # Statistics are asked for one tile ahead: a load that misses L2 takes as long as a whole tile
-        rS, rMu = self.statistics_fragments()
-        self.load_statistics(rS, rMu, statistics, first_tile * layout.tile_rows + row_in_pass, rows)
         for tile in cutlass.range(first_tile, num_tiles, step):
             tile_s = [rS[j] for j in range(layout.rows_per_thread)]
             tile_mu = [rMu[j] for j in range(layout.rows_per_thread)]
             next_tile = tile + layout.stages * step
+            # Statistics are asked for one tile ahead: a load that misses L2 takes as long as a whole tile
             self.load_statistics(rS, rMu, statistics, (tile + step) * layout.tile_rows + row_in_pass, rows)
             cute.arch.mbarrier_wait(mbars + slot, phase)
             for j in cutlass.range_constexpr(layout.rows_per_thread):
@@ -348,7 +360,7 @@ class NormBackward:
                     rG = cute.make_rmem_tensor(shape, Float32)
                     for k in cutlass.range_constexpr(len(pieces)):
                         scaled = piece_of(rdY, pieces[k], layout).load()
-                        scaled = scaled * offset_weight(piece_of(rW, pieces[k], layout), self.weight_offset)
+                        scaled = scaled * self.offset_weight(rW, pieces[k])
                         piece_of(rG, pieces[k], layout).store(scaled)
                 if const_expr(self.saved == "output"):
                     partial_sums = (dot_elements(rdY, rX, layout),)
@@ -395,7 +407,7 @@ class NormBackward:
                         if const_expr(self.kind == "layer"):
                             correction = correction + shift
                         if const_expr(weight is not None):
-                            dh = scaled * offset_weight(piece_of(rW, piece, layout), self.weight_offset) - correction
+                            dh = scaled * self.offset_weight(rW, piece) - correction
                         else:
                             dh = scaled - correction
                         if const_expr(dh_out is not None):
@@ -429,6 +441,14 @@ class NormBackward:
         return rX
 
     @cute.jit
+    def offset_weight(self, rW, piece: cutlass.Constexpr):
+        """A piece of weight + weight_offset, in fp32: converted where it is used, since rW has half the registers."""
+        w = piece_of(rW, piece, self.layout).load().to(Float32)
+        if const_expr(self.weight_offset != 0.0):
+            w = w + self.weight_offset
+        return w
+
+    @cute.jit
     def statistics_fragments(self):
         shape = (self.layout.rows_per_thread,)
         return cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
@@ -443,15 +463,6 @@ class NormBackward:
                 rS[j] = statistics[0, None][row + j * self.layout.rows_per_pass]
                 if const_expr(statistics.shape[0] == 2):
                     rMu[j] = statistics[1, None][row + j * self.layout.rows_per_pass]
-
-
-@cute.jit
-def offset_weight(rW, weight_offset: cutlass.Constexpr[float]):
-    """weight + weight_offset, in fp32."""
-    w = rW.load().to(Float32)
-    if const_expr(weight_offset != 0.0):
-        w = w + weight_offset
-    return w
 
 
 def symbolic_statistics(count: int, rows):

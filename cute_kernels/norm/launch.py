@@ -232,8 +232,8 @@ def _plan_forward(kind, weight_offset, y_dtype, keeps_h, num_statistics, x, resi
         streams.append(as_rows(f"{kind}_norm", "residual", residual))
     arch = arch_of(index)
     geometry = _geometry(n, streams, [y_dtype])
-    parameters = max((t.element_size() for t in (weight, bias) if t is not None), default=0)
-    config = forward_config(arch, kind, n, tuple(t.element_size() for t in streams), parameters, *geometry)
+    column_bytes = sum(t.element_size() for t in (weight, bias) if t is not None)
+    config = forward_config(arch, kind, n, tuple(t.element_size() for t in streams), column_bytes, *geometry)
     function = norm_forward(
         arch,
         kind,

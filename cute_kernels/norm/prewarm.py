@@ -24,7 +24,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             bias = bf16 if kind == "layer" else None
             for residual in (None, bf16):
                 streams = (2,) if residual is None else (2, 2)
-                config = forward_config(arch, kind, n, streams, 2, 8, True, True)
+                config = forward_config(arch, kind, n, streams, 2 if bias is None else 4, 8, True, True)
                 for num_statistics in (1 if kind == "rms" else 2, 0):
                     facts = (bf16, residual, bf16, bias, bf16, 0.0, residual is not None, num_statistics)
                     yield norm_forward, (arch, kind, *facts, 16, config)

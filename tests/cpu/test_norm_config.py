@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cute_kernels.common.row_layout import WARP_SIZE
 from cute_kernels.norm import prewarm
 from cute_kernels.norm.checks import MAX_COLUMNS
-from cute_kernels.norm.config import NormConfig, backward_config, forward_config
+from cute_kernels.norm.config import RING_BYTES, NormConfig, backward_config, forward_config
 
 SM_SHARED_MEMORY = 228 * 1024
 RESERVED_SHARED_MEMORY = 1024  # of each CTA, by the system
@@ -36,8 +36,9 @@ def geometry(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -
     return vec, aligned, aligned and packed
 
 
-def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], values: int, sums: int) -> int:
-    """Shared memory of a CTA: ring and its barriers, messages of the row sums and theirs; slack for alignment.
+def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int, values: int, sums: int) -> int:
+    """Shared memory of a CTA: ring and its barriers, weight and bias, messages of the row sums and theirs; slack for
+    alignment.
 
     At the end its place holds ``sums`` fp32 values a column (dw, db) of each team, which may be more than the ring.
     """
@@ -47,7 +48,15 @@ def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], values: int, sums
     ring += layout.teams * layout.stages * 8
     warps = layout.warps_per_team * layout.cluster
     messages = 4 * values * warps * layout.teams * 2 if warps > 1 else 0
+    ring += column_bytes * columns * config.shares_columns
     return ring + messages + 16 * layout.teams + 128 * (len(itemsizes) + 3)
+
+
+def layout_bytes(config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int) -> int:
+    """Shared memory of an SM's CTAs, each with a tile, weight and bias."""
+    layout = config.layout
+    columns = column_bytes * layout.chunks * layout.threads_per_row * layout.vec
+    return config.ctas_per_sm * (layout.slot_bytes(itemsizes) + columns)
 
 
 def columns_of_threads(layout) -> list[int]:
@@ -65,7 +74,9 @@ def columns_of_threads(layout) -> list[int]:
     return found
 
 
-def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: int, values: int, sums: int) -> None:
+def check_config(
+    config: NormConfig, n: int, itemsizes: tuple[int, ...], column_bytes: int, vec: int, values: int, sums: int
+) -> None:
     layout = config.layout
     assert layout.n == n and layout.vec == vec and n % vec == 0
     assert 1 <= layout.threads <= CTA_THREADS and layout.threads % WARP_SIZE == 0
@@ -82,7 +93,7 @@ def check_config(config: NormConfig, n: int, itemsizes: tuple[int, ...], vec: in
     assert layout.packed or layout.tile_rows <= WARP_SIZE  # a lane requests a row of a tile, or one all of it
     if not layout.aligned:
         assert layout.tile_rows == 1
-    used = smem_bytes(config, itemsizes, values, sums)
+    used = smem_bytes(config, itemsizes, column_bytes, values, sums)
     assert used <= CTA_SHARED_MEMORY
     assert config.ctas_per_sm * (used + RESERVED_SHARED_MEMORY) <= SM_SHARED_MEMORY
     # The last CTA of a cluster has columns, and each CTA's part of an aligned row begins on 16 bytes
@@ -117,14 +128,15 @@ OPTIONS = {
 
 
 @settings(max_examples=400, deadline=None)
-@given(x=ITEM_SIZES, residual=st.sampled_from([0, 2, 4]), parameters=st.sampled_from([0, 2, 4]), **OPTIONS)
-@example(x=4, residual=4, parameters=4, n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True)
-@example(x=4, residual=4, parameters=4, n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=False)
-def test_forward(x, residual, parameters, n, arch, kind, unaligned, packed):
+@given(x=ITEM_SIZES, residual=st.sampled_from([0, 2, 4]), column_bytes=st.sampled_from([0, 2, 4, 6, 8]), **OPTIONS)
+@example(x=4, residual=4, column_bytes=8, n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True)
+@example(x=4, residual=4, column_bytes=8, n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=False)
+def test_forward(x, residual, column_bytes, n, arch, kind, unaligned, packed):
     itemsizes = (x, residual) if residual else (x,)
     vec, *flags = geometry(n, itemsizes, unaligned, packed)
-    config = forward_config(arch, kind, n, itemsizes, parameters, vec, *flags)
-    check_config(config, n, itemsizes, vec, values=2, sums=0)
+    config = forward_config(arch, kind, n, itemsizes, column_bytes, vec, *flags)
+    check_config(config, n, itemsizes, column_bytes, vec, values=2, sums=0)
+    assert config.shares_columns or not column_bytes or layout_bytes(config, itemsizes, column_bytes) > RING_BYTES
 
 
 @settings(max_examples=400, deadline=None)
@@ -137,7 +149,8 @@ def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
     itemsizes = (saved, dy, dh) if dh and save == "input" else (saved, dy)
     vec, *flags = geometry(n, itemsizes, unaligned, packed)
     config = backward_config(arch, kind, save, n, itemsizes, vec, *flags)
-    check_config(config, n, itemsizes, vec, values=2 if kind == "layer" else 1, sums=2)
+    check_config(config, n, itemsizes, 0, vec, values=2 if kind == "layer" else 1, sums=2)
+    assert not config.shares_columns
 
 
 @pytest.mark.parametrize("config", [forward_config, backward_config])
