@@ -78,6 +78,8 @@ BY_RESIDUAL = [
         ("layer", 32768, FP32, True),
     ]
 ]
+# Weight and bias do not fit into shared memory beside a row
+BY_RESIDUAL += [Case("layer", 262144, FP32, weight=FP32, bias=FP32, residual=FP32, dh=True)]
 BY_SAVE = [
     Case("rms", 64, save="output", weight=FP32),
     Case("rms", 769, save="output", weight=FP32),
