@@ -45,12 +45,14 @@ def tiles_of_team(rows, team, layout: cutlass.Constexpr):
 
 @cute.jit
 def synchronize_cluster(layout: cutlass.Constexpr):
-    """All threads of a cluster see what the others wrote to shared memory, and their barriers initialised."""
+    """All threads of a CTA see what it wrote to shared memory, and all of a cluster that its barriers are initialised.
+
+    That arrival is relaxed: one that releases waits for the loads in flight (layer_norm bwd 512x16384 23.7, 24.6 us).
+    """
+    cute.arch.barrier()
     if const_expr(layout.cluster > 1):
-        cute.arch.cluster_arrive()
+        cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
-    else:
-        cute.arch.barrier()
 
 
 @cute.jit
@@ -118,7 +120,7 @@ def load_columns(source: cute.Tensor, t, has_column, layout: cutlass.Constexpr):
 
 @cute.jit
 def share_columns(fragment, smem, team, t, row_in_pass, has_column, layout: cutlass.Constexpr):
-    """What ``load_columns`` loaded, in shared memory for all teams, as (vec, threads, chunks); they take turns to write.
+    """What ``load_columns`` loaded, in shared memory, as (vec, threads, chunks); the teams take turns to write.
 
     The caller synchronises the CTA before ``load_piece`` reads it.
     """

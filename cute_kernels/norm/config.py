@@ -17,7 +17,7 @@ MANY_CTAS = 48  # an SM, from which on the forward does not stay resident
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Geometry of a kernel, how many of its CTAs an SM holds, and whether they have weight and bias in shared memory."""
+    """Geometry of a kernel, how many of its CTAs an SM holds, whether they keep weight and bias in shared memory."""
 
     layout: RowLayout
     ctas_per_sm: int
@@ -40,12 +40,12 @@ class NormConfig:
         """Clusters of rows up to which the forward launches at most ``max_clusters`` that walk over them.
 
         Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;
-        resident teams drift apart. H200, bf16, us, resident and not: layer 262144x1024 288, 264; 32768x1024 39.7, 38.8;
-        16384x1024 22.7, 22.9; 8192x1024 13.4, 15.3; rms 262144x1024 272, 260; 32768x1024 37.2, 38.1. Wider rows lose by
-        it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one stage has nothing in
-        flight for the next tile.
+        resident teams drift apart. H200, bf16, us, resident and not: layer 262144x1024 288, 264; 131072x2048 276, 261;
+        32768x1024 39.7, 38.8; 16384x1024 22.7, 22.9; 8192x1024 13.4, 15.3; rms 262144x1024 272, 260; 32768x1024 37.2,
+        38.1. Rows of several warps lose by it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one
+        stage has nothing in flight for the next tile.
         """
-        if self.layout.n > 1024:
+        if self.layout.threads_per_row > WARP_SIZE:
             return math.inf
         return MANY_CTAS * num_sms if self.layout.stages > 1 else 0
 

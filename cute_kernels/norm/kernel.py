@@ -51,7 +51,8 @@ class NormForward:
     """y = (h - mean) * rstd * (weight + weight_offset) + bias with h = x + residual; rstd and mean for the backward.
 
     gmem --bulk copy--> ring in smem --> registers (fp32): row sums --> y (and h) straight to gmem. A ring slot is free
-    once the first row sum is known, since that took every thread's elements: the next tile is requested there.
+    once the first row sum is known, since that took every thread's elements: the next tile is requested there. Weight
+    and bias wait in shared memory, or where they do not fit in L2, so that the registers hold rows.
     """
 
     def __init__(self, kind: str, weight_offset: float, config: NormConfig):
@@ -111,7 +112,7 @@ class NormForward:
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         # Weight and bias are asked for before the rows: behind the ring's first tiles they would come last
         has_column = valid_columns(column, t, layout)
-        columns = [None if const_expr(vector is None) else columns_of(vector, column, layout) for vector in (weight, bias)]
+        columns = [None if const_expr(v is None) else columns_of(v, column, layout) for v in (weight, bias)]
         if const_expr(self.shares_columns):
             loaded = [None if const_expr(v is None) else load_columns(v, t, has_column, layout) for v in columns]
         if leads:
