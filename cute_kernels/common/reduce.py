@@ -16,7 +16,8 @@ class RowSum:
     combines them in ascending order of (CTA, warp). Where the row lies in one CTA that goes through shared memory and
     the team's barrier, else through ``st.async`` to all CTAs of the cluster and an mbarrier that counts bytes. Two
     buffers alternate: a warp can only be one round ahead, because a round ends when every warp's message of it has
-    arrived, and a warp sends that message after it has read the round before.
+    arrived, and a warp sends that message after it has read the round before. A CTA may end after its last round: all
+    that its neighbours send it has arrived by then.
 
     ``max_values``: the most values that one round carries. ``round_index`` counts a team's rounds from 0.
     """

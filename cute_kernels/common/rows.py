@@ -55,14 +55,6 @@ def synchronize_cluster(layout: cutlass.Constexpr):
         cute.arch.cluster_wait()
 
 
-@cute.jit
-def leave_cluster(layout: cutlass.Constexpr):
-    """A CTA stays while its neighbours may still write to its shared memory."""
-    if const_expr(layout.cluster > 1):
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-
 def valid_columns(column, t, layout: RowLayout) -> list:
     """Whether each of this thread's pieces lies inside the matrix; Python's True where that is always so."""
     valid = []

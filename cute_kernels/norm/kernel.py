@@ -24,7 +24,6 @@ from cute_kernels.common.rows import (
     both,
     columns_of,
     dot_elements,
-    leave_cluster,
     load_columns,
     load_piece,
     load_row,
@@ -196,7 +195,6 @@ class NormForward:
                     for i in cutlass.range_constexpr(statistics.shape[0]):
                         store_row_values(values[i], statistics[i, None], tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
-        leave_cluster(layout)
 
     @cute.jit
     def moments(self, rH, messages, message_mbars, team, round_index):
@@ -428,7 +426,6 @@ class NormBackward:
             if const_expr(needs_db):
                 gradients = [*gradients, rdB]
             self.column_sums.store(gradients, partials, tiles[0], team, t, column)
-        leave_cluster(layout)
 
     @cute.jit
     def centred(self, rX, rB, mu):
