@@ -103,7 +103,8 @@ assert stats().compiles == 0 and stats().disk_loads == 3, stats()
 """
     for program, extra in ((compile_it, {"CUDA_VISIBLE_DEVICES": ""}), (run_it, {"JIT_CACHE_MODE": "off"})):
         python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "JIT_CACHE_DIR": str(tmp_path), "PYTHONPATH": python_path, **extra}
+        own = {"JIT_CACHE_DIR": str(tmp_path), "JIT_CACHE_BUNDLE": "", "PYTHONPATH": python_path}
+        environment = {**os.environ, **own, **extra}
         done = subprocess.run(
             [sys.executable, "-c", prelude + program], cwd=ROOT, env=environment, capture_output=True, text=True
         )
