@@ -7,9 +7,10 @@ the output has the input's layout), along A ("col": the output is the transpose)
                                                                       --> scales in smem --> gmem s
 
 The col pass gives a thread two neighbouring columns of 32 rows, so their largest magnitude needs no other thread and
-their 32 bytes of output lie together; sCol is swizzled as TMA wants it, and half of the threads store their two halves
-in the other order, so no bank is met twice. The row pass gives a block to 4 threads (8 of fp32) that read 16 bytes
-each. Elements beyond the matrix arrive as zeros, whose scale is 0: the padding of blocked scales comes for nothing.
+their 32 bytes of output lie together; sCol is swizzled as TMA wants it, and half of the threads take their two halves
+in the other order, so no bank is met twice. The row pass gives a thread a block, 16 bytes at once, in an order that
+differs between threads for the same reason. Elements beyond the matrix arrive as zeros, whose scale is 0: the padding
+of blocked scales comes for nothing.
 Of scales of which a tile has 4 bytes a row, the CTAs of a cluster, neighbours, make whole sectors; L2 keeps the others.
 The scales of squares go from the col pass to the row pass, as words: a byte read through a pointer counts as signed.
 
@@ -29,10 +30,11 @@ from cute_kernels.mxfp8.kernel_scales import (
     as_float,
     base_of,
     byte_at,
-    largest_of_chunk,
+    largest_of_block,
     largest_of_columns,
     put,
     scale_of,
+    scaled,
     staged_at,
     store_scales,
     store_squares,
@@ -101,7 +103,8 @@ class Quantize:
             tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, tile)
         s_row = None if const_expr(s_row is None) else cute.recast_ptr(s_row.iterator, dtype=Uint8)
         s_col = None if const_expr(s_col is None) else cute.recast_ptr(s_col.iterator, dtype=Uint8)
-        self.kernel(tma_x, mX, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
+        tiles = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(mX.shape[i], TILE)) for i in range(2)]
+        self.kernel(tma_x, mX, *tiles, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
             grid=[num_ctas, 1, 1],
             block=[self.warps * WARP, 1, 1],
             cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
@@ -126,6 +129,8 @@ class Quantize:
         self,
         tma_x: cute.CopyAtom,
         mX: cute.Tensor,
+        tiles_a: cute.FastDivmodDivisorV2,
+        tiles_b: cute.FastDivmodDivisorV2,
         sX_layout: cute.Layout,
         tma_row: Optional[cute.CopyAtom],
         mRow: Optional[cute.Tensor],
@@ -163,8 +168,7 @@ class Quantize:
             together = smem.allocate_tensor(Int32, cute.make_layout(TILE))
             received = smem.allocate_array(Int64, 1)
 
-        tiles_a, tiles_b = cute.ceil_div(mX.shape[0], TILE), cute.ceil_div(mX.shape[1], TILE)
-        num_tiles = tiles_a * tiles_b * mX.shape[2]
+        num_tiles = tiles_a.divisor * tiles_b.divisor * mX.shape[2]
         gX = cute.local_tile(mX, (TILE, TILE), (None, None, None))
         tXsX, tXgX = cpasync.tma_partition(
             tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
@@ -251,15 +255,15 @@ class Quantize:
         return "square" in (self.row_kind, self.col_kind)
 
     @cute.jit
-    def place(self, tile: Int32, tiles_a: Int32, tiles_b: Int32):
-        """(tile along A, along B, expert)."""
-        e = tile // (tiles_a * tiles_b)
-        rest = tile - e * (tiles_a * tiles_b)
+    def place(self, tile: Int32, tiles_a: cute.FastDivmodDivisorV2, tiles_b: cute.FastDivmodDivisorV2):
+        """(tile along A, tile along B, expert)."""
         if const_expr(self.down):
-            b = rest // tiles_a
-            return rest - b * tiles_a, b, e
-        a = rest // tiles_b
-        return a, rest - a * tiles_b, e
+            rest, a = divmod(tile, tiles_a)
+            e, b = divmod(rest, tiles_b)
+        else:
+            rest, b = divmod(tile, tiles_b)
+            e, a = divmod(rest, tiles_a)
+        return a, b, e
 
     @cute.jit
     def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, tiles_a, tiles_b):
@@ -284,10 +288,14 @@ class Quantize:
     def col_unit(self, sT: cute.Pointer, unit: Int32, lane: Int32, sCol, staged, squares):
         """32 rows of 64 columns: a lane has columns 2 lane and 2 lane + 1."""
         block, column = unit % (TILE // BLOCK), unit // (TILE // BLOCK) * 64 + 2 * lane
+        swapped = (lane >> 2) & 1
         rX = cute.make_rmem_tensor((2, BLOCK), self.dtype)
-        for i in cutlass.range_constexpr(BLOCK):
-            pair = (sT + ((block * BLOCK + i) * TILE + column)).align(2 * self.dtype.width // 8)
-            cute.autovec_copy(cute.make_tensor(pair, cute.make_layout(2)), rX[None, i])
+        for half in cutlass.range_constexpr(2):
+            first = (block * BLOCK + (half ^ swapped) * (BLOCK // 2)) * TILE + column
+            layout = cute.make_layout((2, BLOCK // 2), stride=(1, TILE))
+            rows = cute.make_tensor(sT + cute.assume(first, divby=2), layout)
+            for i in cutlass.range_constexpr(BLOCK // 2):
+                cute.autovec_copy(rows[None, i], rX[None, half * (BLOCK // 2) + i])
         bits = largest_of_columns(rX)
         if const_expr(self.square):
             both = cutlass.max(bits[0], bits[1])
@@ -300,60 +308,64 @@ class Quantize:
         else:
             scales = [scale_of(bits[0], self.rule), scale_of(bits[1], self.rule)]
         if const_expr(sCol is not None):
-            swapped = (lane >> 2) & 1
             for j in cutlass.range_constexpr(2):
                 row = column + j
                 rQ = self.quantized(rX[j, None], scales[j])
                 for half in cutlass.range_constexpr(2):
-                    rHalf = cute.make_rmem_tensor((4,), Int32)
-                    for v in cutlass.range_constexpr(4):
-                        rHalf[v] = rQ[4 * (1 - half) + v] if swapped == 1 else rQ[4 * half + v]
                     chunk = (2 * block + (half ^ swapped)) ^ (row & 7)
-                    target = base_of(sCol, row * TILE + chunk * 16)
-                    cute.autovec_copy(rHalf, cute.make_tensor(target, cute.make_layout(4)))
+                    target = cute.make_tensor(base_of(sCol, row * TILE + chunk * 16), cute.make_layout(4))
+                    cute.autovec_copy(cute.local_tile(rQ, (4,), (half,)), target)
                 if const_expr(self.col_kind != "square"):
                     put(byte_at(staged + staged_at(self.col_kind, row, block)), scales[j].to(Uint8))
 
     @cute.jit
     def row_pass(self, sT: cute.Pointer, warp: Int32, lane: Int32, sRow, staged, squares):
-        """A warp's rows, 512 bytes at once: a lane has 16 bytes of a block."""
+        """A warp's rows, eight at once: a lane has a block, 16 bytes at a time."""
         vec = const_expr(128 // self.dtype.width)
-        rows_at_once = const_expr(WARP * vec // TILE)
+        chunks = const_expr(BLOCK // vec)
+        blocks = const_expr(TILE // BLOCK)
+        rows_at_once = const_expr(WARP // blocks)
         count = const_expr(TILE // self.warps // rows_at_once)
-        chunks = const_expr(count if self.in_place else 4)
-        column = lane % (TILE // vec) * vec
-        for batch in cutlass.range(count // chunks, unroll=1):
-            first = warp * (TILE // self.warps) + batch * chunks * rows_at_once + lane // (TILE // vec)
-            rX = cute.make_rmem_tensor((vec, chunks), self.dtype)
-            for i in cutlass.range_constexpr(chunks):
-                chunk = (sT + ((first + i * rows_at_once) * TILE + column)).align(16)
-                cute.autovec_copy(cute.make_tensor(chunk, cute.make_layout(vec)), rX[None, i])
+        batch = const_expr(count if self.in_place else 1)
+        block, turn = lane % blocks, (lane ^ (lane // blocks)) % chunks
+        for step in cutlass.range(count // batch, unroll=1):
+            first = warp * (TILE // self.warps) + step * batch * rows_at_once + lane // blocks
+            rX = cute.make_rmem_tensor((vec, chunks, batch), self.dtype)
+            for i in cutlass.range_constexpr(batch):
+                for c in cutlass.range_constexpr(chunks):
+                    place = cute.assume((first + i * rows_at_once) * TILE + block * BLOCK + (c ^ turn) * vec, divby=vec)
+                    cute.autovec_copy(cute.make_tensor(sT + place, cute.make_layout(vec)), rX[None, c, i])
             if const_expr(self.in_place):
                 cute.arch.barrier()  # all have read what is written over
-            for i in cutlass.range_constexpr(chunks):
+            for i in cutlass.range_constexpr(batch):
                 row = first + i * rows_at_once
                 if const_expr(self.square):
-                    s = squares[row // BLOCK * 4 + column // BLOCK]
+                    s = squares[row // BLOCK * 4 + block]
                 else:
-                    bits = largest_of_chunk(rX[None, i])
-                    for step in cutlass.range_constexpr((BLOCK // vec).bit_length() - 1):
-                        bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
-                    s = scale_of(bits, self.rule)
-                rQ = self.quantized(rX[None, i], s)
-                target = cute.recast_ptr((sRow.iterator + (row * TILE + column)).align(vec), dtype=Int32)
-                cute.autovec_copy(rQ, cute.make_tensor(target, cute.make_layout(vec // 4)))
+                    s = scale_of(largest_of_block(rX[None, None, i]), self.rule)
+                rQ = self.quantized(rX[None, None, i], s)
+                for c in cutlass.range_constexpr(chunks):
+                    place = cute.assume(row * TILE + block * BLOCK + (c ^ turn) * vec, divby=vec)
+                    target = cute.recast_ptr(sRow.iterator + place, dtype=Int32)
+                    words = cute.local_tile(rQ, (vec // 4,), (c,))
+                    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(vec // 4)))
                 if const_expr(self.row_kind != "square"):
-                    if lane % (BLOCK // vec) == 0:
-                        put(byte_at(staged + staged_at(self.row_kind, row, column // BLOCK)), s.to(Uint8))
+                    put(byte_at(staged + staged_at(self.row_kind, row, block)), s.to(Uint8))
 
     @cute.jit
     def quantized(self, values: cute.Tensor, s: Int32):
         """fp8 of ``values * 2^(127 - s)``, four to an integer; all NaN where s is 255."""
         bits = (254 - s) << 23
         bits = Int32(0x7FC00000) if s == 255 else bits
-        product = values.load().to(Float32) * as_float(bits)
-        rQ = cute.make_rmem_tensor((cute.size(values),), self.out)
-        rQ.store(product.to(self.out))
+        count = cute.size(values)
+        product = cute.make_rmem_tensor((count,), Float32)
+        if const_expr(self.dtype is cutlass.BFloat16):
+            for i in cutlass.range_constexpr(count):
+                product[i] = scaled(values[i], bits)
+        else:
+            product.store(values.load().to(Float32) * as_float(bits))
+        rQ = cute.make_rmem_tensor((count,), self.out)
+        rQ.store(product.load().to(self.out))
         return cute.recast_tensor(rQ, Int32)
 
 

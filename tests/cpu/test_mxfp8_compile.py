@@ -124,6 +124,7 @@ def test_instructions(arch, tmp_path):
         assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.shared", kernel)
         assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.global", kernel)
         assert "cp.async.bulk.wait_group.read" in kernel and "fence.proxy.async" in kernel
+        assert ("fma.rn.bf16x2" in kernel) == ("max.NaN.xorsign.abs.bf16x2" in kernel)
         assert "max.NaN.xorsign.abs" in kernel and "cvt.rn.satfinite.e4m3x2.f32" in kernel
         assert "ld.shared.v4" in kernel or "ld.shared.b32" in kernel or "ld.shared.v2" in kernel
         assert "ue8m0" not in kernel  # the scale is integer arithmetic on every GPU

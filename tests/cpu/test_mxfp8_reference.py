@@ -155,6 +155,17 @@ def test_the_integer_rule_is_exact(mode, out):
         assert torch.equal(emulated_scales(amax, mode, out), reference.scales(amax, mode, out).int()), exponent
 
 
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+def test_products_in_bf16(out):
+    """Of each finite bf16 number and each factor the product rounded to bf16 has the fp8 of the one in fp32."""
+    x = torch.arange(2**16).to(torch.int16).view(BF16)
+    x = x[x.isfinite()].float()
+    for s in range(255):
+        product = x * torch.tensor((254 - s) << 23, dtype=torch.int32).view(torch.float32)
+        found, wanted = (p.clamp(-LARGEST[out], LARGEST[out]).to(out) for p in (product.to(BF16).float(), product))
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), s
+
+
 def test_the_conversion_instruction_gives_the_same():
     """cvt.rp.ue8m0x2.f32 (SM100) of amax / largest: a value up to a power of two, without saturation."""
     mantissas = torch.arange(2**23, dtype=torch.int32)
