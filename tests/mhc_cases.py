@@ -322,6 +322,7 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
         coefficients,
         expand_combine,
         phi_gradient,
+        pre,
         projection,
         projection_backward,
         sinkhorn,
@@ -356,6 +357,7 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
         (sinkhorn, "sinkhorn_backward", sinkhorn.SinkhornBackward, _sinkhorn_backward),
         (coefficients, "coefficients_forward", coefficients.CoefficientsForward, _coefficients_forward),
         (coefficients, "coefficients_backward", coefficients.CoefficientsBackward, _coefficients_backward),
+        (pre, "pre_forward", pre.PreForward, _pre_forward),
         (projection, "projection_forward", projection.ProjectionForward, _projection_forward),
         (
             projection_backward,
@@ -647,6 +649,34 @@ def _projection_forward(static, x, phi, norm_weight, partials, num_ctas) -> None
         columns = part_of_column == split
         part[:-1].copy_((wide[:, columns] @ weight[:, columns].t()).t())
         part[-1].copy_(wide[:, columns].square().sum(-1))
+
+
+def _pre_forward(static, x, phi, norm_weight, alpha, beta, h, mean_square, pre, layer_input, num_clusters) -> None:
+    config = static["config"]
+    columns, n = config.columns, config.n
+    mixes, parameters = static["variant"] is not None, static["parameters"] or (None, None)
+    for wanted, t in zip(
+        (static["phi"], static["norm_weight"], *parameters), (phi, norm_weight, alpha, beta), strict=True
+    ):
+        _is_dtype(wanted, t)
+    _is_matrix(x, True, config.k, 8, BF16)
+    assert phi.data_ptr() % 16 == 0
+    _is_matrix(h, static["keeps"], columns, 1)
+    _is_matrix(pre, static["writes_pre"], n, 1)
+    _is_matrix(layer_input, mixes, config.channels, 8, BF16)
+    assert (mean_square is not None) == static["keeps"]
+    assert 1 <= num_clusters <= min(-(-len(x) // 16), 132 // config.cluster)
+    found_h, found_square = x.float() @ _weight(phi, norm_weight).t(), x.float().square().mean(-1)
+    if h is not None:
+        h.copy_(found_h)
+        mean_square.copy_(found_square)
+    if mixes:
+        head = {"n": n, "variant": static["variant"], "head": True}
+        beta = beta[:n]
+        (gates,) = _coefficients(head, found_h[:, :n].contiguous(), found_square, alpha[:1], beta)
+        if pre is not None:
+            pre.copy_(gates)
+        layer_input.copy_((gates[:, :, None] * _split(x, n, config.layout)).sum(1))
 
 
 def _projection_backward(

@@ -84,6 +84,8 @@ class ProjectionConfig:
 SLICE = 4096
 BIAS_CHUNK = 64  # tokens whose gradients of the bias are added first
 TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of 8 bits that an element needs to be exact
+SHARED_MEMORY = 227 * 1024  # of a CTA
+MAX_STAGES = 8
 
 
 def splits_of(k: int) -> int:
@@ -116,6 +118,99 @@ def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tm
         order=order,
         tma=tma,
     )
+
+
+@dataclass(frozen=True)
+class PreConfig:
+    """How clusters compute H and the layer input of bf16 streams (kernel/pre.py).
+
+    ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
+    ``channels``, in memory in the order ``layout``; ``stages`` blocks of 16 tokens are in flight; ``phi_terms``: bf16
+    numbers whose sum stands for an element of phi.
+    """
+
+    n: int
+    channels: int
+    layout: str
+    columns: int
+    cluster: int
+    slice_c: int
+    stages: int
+    phi_terms: int
+
+    @property
+    def k(self) -> int:
+        """Elements of a token."""
+        return self.n * self.channels
+
+    @property
+    def owned(self) -> int:
+        """Tokens of a block whose coefficients a CTA computes."""
+        return 16 // self.cluster
+
+    @property
+    def boxes(self) -> int:
+        """Of 64 columns, that a CTA has of a token."""
+        return self.n * self.slice_c // 64
+
+    @property
+    def steps(self) -> int:
+        """Of 16 columns, that each of eight warps multiplies."""
+        return self.boxes // 2
+
+    @property
+    def octets(self) -> int:
+        """Of rows of phi."""
+        return -(-self.columns // 8)
+
+    @property
+    def row_tiles(self) -> int:
+        """Of 16 rows, that the terms of phi fill."""
+        return -(-self.octets * self.phi_terms // 2)
+
+    @property
+    def product_registers(self) -> int:
+        """Of a thread that multiplies: terms of phi, and sums."""
+        return self.row_tiles * (4 * self.steps + 8)
+
+    def registers(self, mixes: bool) -> tuple[int, int, int]:
+        """Of a thread that multiplies, that makes the layer input, that helps."""
+        products = max(128, min(224, self.product_registers + 40))
+        if not mixes:
+            return products, 0, 56
+        helps = 56 if products < 208 else 24
+        return products, min(144, (512 - 2 * products - helps) // 8 * 8), helps
+
+    def max_clusters(self, num_sms: int) -> int:
+        """Clusters that are resident at once: SMs of a GPC that do not make up a cluster stay empty.
+
+        H200, one CTA an SM: 66 clusters of 2, 30 of 4, 15 of 8, 7 of 16.
+        """
+        clusters = num_sms // self.cluster
+        return max(1, clusters if self.cluster <= 2 else clusters * 10 // 11)
+
+
+MAX_PRODUCT_REGISTERS = 192
+MAX_PRE_COLUMNS = 1792  # of a CTA: three blocks in flight fill its shared memory
+
+
+def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, precision: str) -> PreConfig | None:
+    """The smallest cluster whose registers hold phi; None where 16 CTAs are not enough: too wide, or eight streams.
+
+    ``phi``: name of the dtype that holds phi times norm_weight. An SM streams less in a cluster of 16, since 20 of 132
+    stay empty: loads alone take 76.2 us at 8192x4x4096 (H200), in clusters of 8 72.8, without 70.6.
+    """
+    phi_terms = min(TERMS[phi], 2 if precision == "tf32" else 3)
+    unit = max(64, 128 // n)  # whole boxes of each stream, an even number of them
+    for cluster in (2, 4, 8, 16):
+        slice_c = -(-channels // (cluster * unit)) * unit
+        config = PreConfig(n, channels, "streams" if n == 1 else layout, columns, cluster, slice_c, 0, phi_terms)
+        few_gates = n * config.owned <= 32  # a lane has one
+        if few_gates and config.product_registers <= MAX_PRODUCT_REGISTERS and n * slice_c <= MAX_PRE_COLUMNS:
+            sums = 2 * 8 * 24 * 4 * (columns + 1)
+            stage = config.boxes * 16 * 128 + 16 * 4 * (columns + 1 + n)
+            return replace(config, stages=min(MAX_STAGES, (SHARED_MEMORY - sums - 4096) // stage))
+    return None
 
 
 def coefficient_threads(splits: int) -> int:
@@ -213,10 +308,6 @@ CHUNK = 512  # tokens
 def few_tokens(tokens: int, channels: int, num_sms: int) -> bool:
     """Whether an SM would have fewer than three chunks of slices of 64 channels: many wait for those with one more."""
     return -(-tokens // CHUNK) * -(-channels // 64) < 3 * num_sms
-
-
-SHARED_MEMORY = 227 * 1024  # of a CTA
-MAX_STAGES = 8
 
 
 def projection_backward_config(

@@ -24,15 +24,16 @@ from cute_kernels.mhc.config import (
     ProjectionBackwardConfig,
     StreamLayout,
     few_tokens,
+    pre_config,
     product_layout,
     projection_backward_config,
     projection_config,
-    splits_of,
     stream_layout,
 )
 from cute_kernels.mhc.variants import Variant
 
 PROJECTION_TOKENS = 128  # of a CTA
+BLOCK_TOKENS = 16  # that a cluster has at once
 COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
 # Of a Variant, what the coefficients' kernels know, in the order of its fields
 VARIANT = (
@@ -71,27 +72,174 @@ def registered(schema: str) -> Callable[[Launch], Launch]:
     return decorate
 
 
-# The projection
+# The projection, and what follows from it
 
 
-@registered("Tensor x, Tensor phi, Tensor? norm_weight, Tensor(a!) partials, str precision")
-def projection_forward(x: Tensor, phi: Tensor, norm_weight: Tensor | None, partials: Tensor, precision: str) -> None:
-    """Fill ``partials`` (``partial_sums``) from x (M, K), phi (N, K) and norm_weight (K,)."""
+@registered(
+    "Tensor x, Tensor phi, Tensor? norm_weight, Tensor(a!) H, Tensor(b!) mean_square, int n, str layout, str precision"
+)
+def projection_forward(
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    H: Tensor,
+    mean_square: Tensor,
+    n: int,
+    layout: str,
+    precision: str,
+) -> None:
+    """H (M, N) and mean_square (M,) from x (M, K), phi (N, K) and norm_weight (K,)."""
     if not x.shape[0]:
         return
-    key = ("projection_forward", precision, x.get_device(), _rows_key(x, phi), phi.shape[0], _dtypes(norm_weight))
+    plan = _cluster_plan(x, phi, norm_weight, None, None, None, n, layout, precision, False, None)
+    if plan is not None:
+        function, max_clusters = plan
+        clusters = min(-(-x.shape[0] // BLOCK_TOKENS), max_clusters)
+        function(x, phi, norm_weight, None, None, H, mean_square, None, None, clusters)
+        return
+    partials = _project_parts(x, phi, norm_weight, precision)
+    splits, k, head = partials.shape[0], x.shape[1], H.shape[1] == n
+    key = ("sum_parts", n, k, splits, head, H.get_device())
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
+
+        arch = arch_of(H.get_device())
+        function = _plans[key] = coefficients_forward(arch, n, k, splits, True, None, None, head, False)
+    function(partials, H, mean_square, None, None, None, None, None, H.shape[0])
+
+
+@registered(
+    "Tensor x, Tensor phi, Tensor? norm_weight, Tensor alpha, Tensor beta, Tensor(a!)? H, Tensor(b!)? mean_square, "
+    "Tensor(c!) pre, Tensor(d!)? post, Tensor(e!)? res, Tensor(f!) layer_input, str layout, str precision, " + VARIANT
+)
+def pre_forward(
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    H: Tensor | None,
+    mean_square: Tensor | None,
+    pre: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+    layer_input: Tensor,
+    layout: str,
+    precision: str,
+    *variant,
+) -> None:
+    """pre (M, n), post (M, n), doubly stochastic res (M, n n) and layer_input (M, C), of a head without post and res.
+
+    ``H`` (M, N), ``mean_square`` (M,): kept for the backward if given. Two launches where clusters hold phi, of a head
+    one; else three.
+    """
+    if not x.shape[0]:
+        return
+    n, head = pre.shape[1], res is None
+    keeps = H is not None or not head
+    plan = _cluster_plan(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant)
+    if plan is None:
+        partials = _project_parts(x, phi, norm_weight, precision)
+        _coefficients(partials, alpha, beta, H, mean_square, pre, post, res, x.shape[1], variant)
+        aggregate_forward(x, pre, layer_input, layout, 1.0)
+        return
+    if keeps and H is None:
+        H = x.new_empty((x.shape[0], phi.shape[0]), dtype=torch.float32)
+        mean_square = x.new_empty(x.shape[0], dtype=torch.float32)
+    function, max_clusters = plan
+    clusters = min(-(-x.shape[0] // BLOCK_TOKENS), max_clusters)
+    function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if head else None, layer_input, clusters)
+    if not head:
+        _coefficients(None, alpha, beta, H, mean_square, pre, post, res, 0, variant)
+
+
+def _cluster_plan(
+    x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant
+) -> tuple[Launch, int] | None:
+    """Kernel in which clusters hold phi, and the most clusters to launch; None where these are not for it.
+
+    They are for bf16 streams that TMA can address, and phi that 16 CTAs can hold.
+    """
+    key = (
+        "clusters",
+        n,
+        layout,
+        precision,
+        keeps,
+        variant,
+        x.get_device(),
+        _rows_key(x, phi, layer_input),
+        phi.shape[0],
+        _dtypes(norm_weight, alpha, beta),
+    )
+    if key not in _plans:
+        _plans[key] = _plan_clusters(
+            x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant
+        )
+    return _plans[key]
+
+
+def _plan_clusters(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant):
+    index, (columns, k) = x.get_device(), phi.shape
+    matrices = [t for t in (x, phi, layer_input) if t is not None]
+    config = None
+    if x.dtype is torch.bfloat16 and columns > 1 and x.stride(0) >= k and _aligned(k // n, *matrices):
+        config = pre_config(n, k // n, layout, columns, _product_name(phi, norm_weight), precision)
+    if config is None:
+        return None
+    from cute_kernels.mhc.kernel.pre import pre_forward
+
+    mixes = layer_input is not None
+    function = pre_forward(
+        arch_of(index),
+        *_cutlass(phi, norm_weight),
+        _cutlass(alpha, beta) if mixes else None,
+        _variant(variant) if mixes else None,
+        keeps or not mixes,
+        mixes and columns == n,
+        config,
+    )
+    return function, config.max_clusters(sm_count(index))
+
+
+def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:
+    """What the parts of K add up to, (parts, N + 1, M): N products and the sum of squares for each token."""
+    key = ("project_parts", precision, x.get_device(), _rows_key(x, phi), phi.shape[0], _dtypes(norm_weight))
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _plan_projection(x, phi, norm_weight, precision)
     function, splits, max_ctas = plan
-    blocks = -(-x.shape[0] // PROJECTION_TOKENS)
-    function(x, phi, norm_weight, partials, min(blocks * splits, max_ctas))
+    partials = x.new_empty((splits, phi.shape[0] + 1, x.shape[0]), dtype=torch.float32)
+    function(x, phi, norm_weight, partials, min(-(-x.shape[0] // PROJECTION_TOKENS) * splits, max_ctas))
+    return partials
 
 
-def partial_sums(x: Tensor, phi: Tensor) -> Tensor:
-    """Room for what the parts of K add up to, N products and the sum of squares for each token."""
-    columns, k = phi.shape
-    return x.new_empty((splits_of(k), columns + 1, x.shape[0]), dtype=torch.float32)
+def _coefficients(
+    partials: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    H: Tensor | None,
+    mean_square: Tensor | None,
+    pre: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+    k: int,
+    variant: tuple,
+) -> None:
+    """pre, post and res from the parts of K, H and mean_square being kept if given; without parts from these two."""
+    n, head = pre.shape[1], res is None
+    splits, keeps = (0, False) if partials is None else (partials.shape[0], H is not None)
+    key = ("coefficients", n, k, splits, head, keeps, variant, pre.get_device(), _dtypes(alpha, beta))
+    function = _plans.get(key)
+    if function is None:
+        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
+
+        arch, dtypes = arch_of(pre.get_device()), _cutlass(alpha, beta)
+        function = _plans[key] = coefficients_forward(
+            arch, n, k, splits, keeps, dtypes, _variant(variant), head, not head
+        )
+    function(partials, H, mean_square, alpha, beta, pre, post, res, pre.shape[0])
 
 
 @registered(
@@ -192,57 +340,6 @@ def _plan_projection_backward(
 
 
 # The coefficients
-
-
-@registered("Tensor partials, Tensor(a!) H, Tensor(b!) mean_square, int n, int k")
-def sum_parts(partials: Tensor, H: Tensor, mean_square: Tensor, n: int, k: int) -> None:
-    """H (M, N) and mean_square (M,) from the sums of the parts of K."""
-    if not H.shape[0]:
-        return
-    splits, head = partials.shape[0], H.shape[1] == n
-    key = ("sum_parts", n, k, splits, head, H.get_device())
-    function = _plans.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
-
-        arch = arch_of(H.get_device())
-        function = _plans[key] = coefficients_forward(arch, n, k, splits, True, None, None, head, False)
-    function(partials, H, mean_square, None, None, None, None, None, H.shape[0])
-
-
-@registered(
-    "Tensor partials, Tensor alpha, Tensor beta, Tensor(a!)? H, Tensor(b!)? mean_square, Tensor(c!) pre, "
-    f"Tensor(d!)? post, Tensor(e!)? res, int k, {VARIANT}"
-)
-def coefficients_of_parts(
-    partials: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    H: Tensor | None,
-    mean_square: Tensor | None,
-    pre: Tensor,
-    post: Tensor | None,
-    res: Tensor | None,
-    k: int,
-    *variant,
-) -> None:
-    """pre (M, n), post (M, n) and doubly stochastic res (M, n n), of a head pre alone, from the parts of K.
-
-    ``H``, ``mean_square``: kept for the backward if given.
-    """
-    if not pre.shape[0]:
-        return
-    n, splits, head, keeps = pre.shape[1], partials.shape[0], res is None, H is not None
-    key = ("coefficients_of_parts", n, k, splits, head, keeps, variant, pre.get_device(), _dtypes(alpha, beta))
-    function = _plans.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
-
-        arch, dtypes = arch_of(pre.get_device()), _cutlass(alpha, beta)
-        function = _plans[key] = coefficients_forward(
-            arch, n, k, splits, keeps, dtypes, _variant(variant), head, not head
-        )
-    function(partials, H, mean_square, alpha, beta, pre, post, res, pre.shape[0])
 
 
 @registered(

@@ -8,7 +8,7 @@ from typing import Any
 
 from cute_kernels._target import expect_arch
 from cute_kernels.mhc.checks import num_coefficients
-from cute_kernels.mhc.config import product_layout, projection_backward_config, projection_config, stream_layout
+from cute_kernels.mhc.config import pre_config, product_layout, projection_backward_config, stream_layout
 from cute_kernels.mhc.variants import VARIANTS
 
 N = 4
@@ -28,7 +28,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.mhc.kernel.coefficients import coefficients_backward, coefficients_forward
     from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward, expand_combine_forward
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
-    from cute_kernels.mhc.kernel.projection import projection_forward
+    from cute_kernels.mhc.kernel.pre import pre_forward
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
 
     variant, columns = VARIANTS["deepseek_v4"], num_coefficients(N)
@@ -39,12 +39,11 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     for accumulate in both_main_grads:
         has, aligns = (True, True, True), (4, 4, 4, 4)
         yield coefficients_backward, (arch, N, fp32, fp32, accumulate, has, aligns, variant, False, True)
+    yield coefficients_forward, (arch, N, 0, 0, False, fp32, variant, False, True)
     for channels in CHANNELS:
         k, streams = N * channels, stream_layout(N, channels, layout, 2, 8)
-        config = projection_config(columns, k, *names)
-        yield projection_forward, (arch, bf16, Float32, None, config)
-        for training in (True, False):
-            yield coefficients_forward, (arch, N, k, config.splits, training, fp32, variant, False, True)
+        config = pre_config(N, channels, layout, columns, *names[1:3])
+        yield pre_forward, (arch, Float32, None, fp32, variant, True, False, config)
         yield aggregate_forward, (arch, bf16, True, 4, streams)
         yield aggregate_backward, (arch, bf16, False, True, 1, streams)
         for mixes, few in itertools.product((orientation, None), (False, True)):  # of hyper_connection, of pre alone

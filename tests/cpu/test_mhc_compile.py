@@ -32,6 +32,7 @@ BUILDERS = {
     "sinkhorn_backward",
     "coefficients_forward",
     "coefficients_backward",
+    "pre_forward",
     "projection_forward",
     "projection_backward",
     "phi_gradient",
@@ -194,7 +195,7 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
     kernels = [part for path in tmp_path.glob("*.ptx") for part in path.read_text().split(".entry ")[1:]]
     assert len(kernels) >= len(BUILDERS)
     products = [kernel for kernel in kernels if "mma.sync" in kernel]
-    assert len(products) == 2  # projection_forward, projection_backward
+    assert len(products) == 2  # pre_forward, projection_backward
     for kernel in products:
         assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in kernel
         assert "cp.async.bulk.tensor" in kernel and "ldmatrix.sync.aligned" in kernel

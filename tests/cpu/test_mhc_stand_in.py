@@ -179,12 +179,23 @@ def test_pre_is_its_parts(variant, dtype, generator):
 
 
 def test_launches(kernels, generator):
-    """Three for pre; one dx for a hyper-connection, and no product where only the coefficients' parameters learn."""
-    t = make_inputs(FULL, generator)
-    with torch.no_grad():
-        call(mhc, "pre", FULL, t)
-    assert names_of(kernels) == ["projection_forward", "coefficients_forward", "aggregate_forward"]
+    """Two for pre, one for a head, three where clusters cannot hold phi or x is not bf16; one dx for a
+    hyper-connection, and no product where only the coefficients' parameters learn."""
+    in_three = ["projection_forward", "coefficients_forward", "aggregate_forward"]
+    bf16 = dataclasses.replace(FULL, dtype=BF16)
+    for case, wanted in (
+        (bf16, ["pre_forward", "coefficients_forward"]),
+        (dataclasses.replace(bf16, n=8), in_three),
+        (FULL, in_three),
+    ):
+        for op, launches in (("pre", wanted), ("head", in_three if case is FULL else ["pre_forward"])):
+            kernels.clear()
+            launch._plans.clear()
+            with torch.no_grad():
+                call(mhc, op, case, make_inputs(case, generator))
+            assert names_of(kernels) == launches
     kernels.clear()
+    t = make_inputs(FULL, generator)
     call(mhc, "hyper_connection", FULL, t)[0].sum().backward()
     assert names_of(kernels)[-5:] == [
         "bias_gradient",
@@ -304,11 +315,11 @@ def test_main_grad_of_one_parameter(op, generator):
 
 def test_a_weighted_bf16_phi_has_the_terms_of_fp32(kernels, generator):
     """The product of two bf16 numbers has 16 bits."""
-    case = dataclasses.replace(FULL, parameters=BF16)
+    case = dataclasses.replace(FULL, dtype=BF16, parameters=BF16)
     differentiate(mhc, "pre", case, make_inputs(case, generator), make_upstream("pre", case, generator))
-    products = [job for job in kernels if job[0].__name__.startswith("projection_")]
+    products = [job for job in kernels if job[0].__name__ in ("pre_forward", "projection_backward")]
     terms = {builder.__name__: arguments[-1].phi_terms for builder, arguments in products}
-    assert terms == {"projection_forward": 2, "projection_backward": 2}
+    assert terms == {"pre_forward": 2, "projection_backward": 2}
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -581,10 +592,9 @@ def test_the_schemas_name_what_is_written():
         arguments = operator._schema.arguments
         written[name] = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     assert written == {
-        "mhc_projection_forward": {"partials"},
+        "mhc_projection_forward": {"H", "mean_square"},
+        "mhc_pre_forward": {"H", "mean_square", "pre", "post", "res", "layer_input"},
         "mhc_projection_backward": {"dx", "dphi", "dnorm_weight"},
-        "mhc_sum_parts": {"H", "mean_square"},
-        "mhc_coefficients_of_parts": {"H", "mean_square", "pre", "post", "res"},
         "mhc_coefficients_forward": {"pre", "post", "logits"},
         "mhc_coefficients_backward": {"dH", "dmean_square", "dbeta", "dalpha"},
         "mhc_sinkhorn_forward": {"res"},
@@ -599,8 +609,8 @@ def test_the_schemas_name_what_is_written():
 
 
 def test_variants_that_differ_above_the_kernels_share_them(kernels, generator):
-    t = make_inputs(FULL, generator)
+    t = make_inputs(dataclasses.replace(FULL, dtype=BF16), generator)
     other = dataclasses.replace(VARIANTS["deepseek_v4"], res_orientation="oi")
     for variant in ("deepseek_v4", other):
         mhc.pre(t["x"], t["phi"], t["alpha"], t["beta"], variant=variant)
-    assert len(kernels) == 3
+    assert len(kernels) == 2

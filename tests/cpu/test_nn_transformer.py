@@ -210,7 +210,7 @@ def test_kernels_keep_the_coefficients():
 
         model, batch = make_model(config), make_tokens(config)
         loss = model.loss(*batch)
-        names = ("projection_forward", "coefficients_of_parts", "aggregate_forward", "expand_combine_forward")
+        names = ("projection_forward", "pre_forward", "aggregate_forward", "expand_combine_forward")
         with mock.patch.multiple(launch, **{name: mock.Mock(wraps=getattr(launch, name)) for name in names}):
             loss.backward()
             calls = [getattr(launch, name).call_count for name in names]

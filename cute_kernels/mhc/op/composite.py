@@ -20,7 +20,7 @@ HEAD_PARAMETERS = ("fn", "scale", "base", "norm_weight")
 def run(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None, options: Options, keeps: bool):
     """((layer_input, post, res), (H, mean_square, pre)); of a head, whose phi has n rows, post and res are None.
 
-    Three launches. H and mean_square are None unless it ``keeps`` them.
+    H and mean_square are None unless it ``keeps`` them.
     """
     op, variant, layout, precision, _ = options
     (n, channels), shape, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
@@ -34,12 +34,8 @@ def run(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor
     tokens = x_rows.shape[0]
     H, mean_square, pre = fp32(tokens, columns, wanted=keeps), fp32(tokens, wanted=keeps), fp32(tokens, n)
     post, res = fp32(*shape, n, wanted=not is_head), fp32(*shape, n, n, wanted=not is_head)
-    partials = launch.partial_sums(x_rows, phi)
-    launch.projection_forward(x_rows, phi, norm_weight, partials, precision)
-    launch.coefficients_of_parts(
-        partials, alpha, beta, H, mean_square, pre, matrix_of(post, n), matrix_of(res, n * n), k, *variant
-    )
-    launch.aggregate_forward(x_rows, pre, layer_input.view(-1, channels), layout, 1.0)
+    results = H, mean_square, pre, matrix_of(post, n), matrix_of(res, n * n), layer_input.view(-1, channels)
+    launch.pre_forward(x_rows, phi, norm_weight, alpha, beta, *results, layout, precision, *variant)
     return (layer_input, post, res), (H, mean_square, pre)
 
 

@@ -45,11 +45,13 @@ def projection(
 
     Raises: as ``aggregate``.
 
-    Numerics: K is split in S parts, a power of two, of up to 4096 columns; part s has the tiles s, s + S, ... of K.
-    Each is added in ascending order in fp32, then the parts are: a token's H, mean square and gradient have the same
-    bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients of phi and norm_weight are
-    added over chunks of a fixed number of tokens, then over the chunks in ascending order, without atomics; into
-    ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
+    Numerics: the CTAs of a cluster (2 to 16 by C, n and the dtypes) share the channels, eight warps each the steps of
+    16 columns of a CTA; a warp adds in ascending order in fp32, then the warps' and the CTAs' sums are added in a
+    fixed order. Where 16 CTAs cannot hold phi, x is not bf16, or rows are off 16 bytes: S parts of K, a power of
+    two, of up to 4096 columns, part s has the tiles s, s + S, ... of K. Either way a token's H, mean square and
+    gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients
+    of phi and norm_weight are added over chunks of a fixed number of tokens, then over the chunks in ascending
+    order, without atomics; into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
     """
@@ -63,13 +65,11 @@ def projection(
 
 def _forward(x, phi, norm_weight, layout, precision) -> tuple[Tensor, Tensor]:
     (n, channels), tokens, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
-    k = n * channels
-    x = rows(OP, "x", x, k)
+    x = rows(OP, "x", x, n * channels)
     H = x.new_empty((*tokens, columns), dtype=torch.float32)
     mean_square = x.new_empty(tokens, dtype=torch.float32)
-    partials = launch.partial_sums(x, phi)
-    launch.projection_forward(x, phi, norm_weight, partials, precision)
-    launch.sum_parts(partials, H.view(-1, columns), mean_square.view(-1), n, k)
+    results = H.view(-1, columns), mean_square.view(-1)
+    launch.projection_forward(x, phi, norm_weight, *results, n, layout, precision)
     return H, mean_square
 
 

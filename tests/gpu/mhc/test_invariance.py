@@ -31,6 +31,7 @@ TOKENS = (1, 13, 128, 8192)
 # What the numerics use, too: the kernels are the same
 FULL = Case(4, 64, (130,), norm_weight=True, bias=True)
 DEEP = Case(4, 1280, (1100,), norm_weight=True, bias=True)  # two parts of K, three chunks of tokens
+RING = Case(4, 4096, norm_weight=True)  # a cluster of 16 walks over 74 blocks of tokens: its ring turns
 BATCHES = [
     FULL,
     Case(2, 64, (130,), FP32, BF16, "transformer_engine", norm_weight=True, bias=True),
@@ -88,6 +89,7 @@ def tokens_at(tensors, index):
     + [("hyper_connection", FULL, "fp32")]
     + [(op, case, "fp32") for case in BATCHES[1:] for op in SOME if (case.n, op) != (2, "hyper_connection")]
     + [(op, BATCHES[1], "fp32") for op in ("projection", "pre")]
+    + [(op, RING, "tf32") for op in ("projection", "pre")]
     + [(op, case, "tf32") for case in WIDE for op in STREAMWISE],
     ids=str,
 )

@@ -32,6 +32,7 @@ RUNS = {
     "one_stream": [(op, Case(1, 72, (35,), norm_weight=True, bias=True)) for op in dict.fromkeys((*PARTS, *PRODUCTS))],
     "wide": [(op, Case(4, 2048, (3,), bias=True, layout=a)) for op in STREAMWISE for a in ("streams", "channels")]
     + [(op, Case(8, 1024, (3,))) for op in STREAMWISE],
+    "clusters": [("pre", Case(4, 4096, (130,), norm_weight=True))],
     "chunks": [("hyper_connection", Case(2, 2056, (520,), norm_weight=True, bias=True))],
 }
 PROGRAM = """

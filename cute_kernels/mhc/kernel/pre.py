@@ -1,0 +1,568 @@
+"""A token's projection, its mean square and its layer input from one reading of x, by clusters that hold phi.
+
+    H = x phi'^T,   pre = sigmoid(alpha H / rms + beta) + pre_eps,   layer_input[c] = sum_i pre_i x_i[c]
+
+The CTAs of a cluster share K: each has ``slice_c`` channels of every stream, and phi' for them in the registers of its
+multiplying warps, as bf16 terms (see projection.py), for as long as it lives. Clusters walk over blocks of 16 tokens.
+A block comes to shared memory once and stays there until the cluster knows its coefficients:
+
+    gmem x --TMA--> ring in smem --ldmatrix--> mma with phi: a warp's sums --smem--> a CTA's sums
+    --st.async--> the CTA that owns the token: H, mean_square, pre --st.async--> all CTAs: smem x --> layer_input
+
+while the ring's other slots load, multiply and wait for the cluster's messages. Within a CTA warp w has the steps w,
+w + 8, ... of 16 columns; the sums are added by ascending warp, then by ascending CTA: a token's bits depend on nothing
+but K, n and the dtypes.
+
+Profile: ncu --clock-control none -k regex:Pre python -m bench.bench_mhc --filter pre.fwd.8192x4x4096
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.reduce import float_bits
+from cute_kernels.common.rows import symbolic_vector, synchronize_cluster
+from cute_kernels.mhc.config import PreConfig, StreamLayout
+from cute_kernels.mhc.kernel.coefficients import Coefficients, sigmoid
+from cute_kernels.mhc.kernel.projection_products import load_operand
+from cute_kernels.mhc.kernel.streams import (
+    WARP_SIZE,
+    store_channels,
+    symbolic_streams,
+    weighted_sum,
+)
+from cute_kernels.mhc.kernel.tile_ring import by_stream
+from cute_kernels.mhc.variants import Variant
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+TOKENS = 16  # of a block
+BOX = 64  # columns that a TMA copy brings, 128 bytes of each token
+PRODUCT_WARPS = 8
+AHEAD = 4  # steps whose x a warp has asked for
+MIX_WARPS = 4  # that make the layer input
+SUM_WARPS = 2
+SUM_STRIDE = 24  # fp32 numbers from one column's 16 sums to the next one's: eight columns then lie in all banks
+
+
+class PreForward:
+    """See the module; arguments as in the builder ``pre_forward``."""
+
+    def __init__(self, config: PreConfig, variant: Optional[Variant]):
+        self.config = config
+        self.mixes = variant is not None
+        self.math = Coefficients(config.n, variant, True) if variant is not None else None
+        self.gates = config.n if variant is not None else 1  # messages to every CTA for a token
+        self.threads = (PRODUCT_WARPS + MIX_WARPS * self.mixes + 4) * WARP_SIZE
+        vec = 8 if config.layout == "streams" else 8 // config.n
+        self.streams = StreamLayout(config.n, config.channels, config.layout, vec, vec, 1)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        phi: cute.Tensor,
+        norm_weight: Optional[cute.Tensor],
+        alpha: Optional[cute.Tensor],
+        beta: Optional[cute.Tensor],
+        h: Optional[cute.Tensor],
+        mean_square: Optional[cute.Tensor],
+        pre: Optional[cute.Tensor],
+        layer_input: Optional[cute.Tensor],
+        num_clusters: Int32,
+        stream,
+    ):
+        config = self.config
+        box = cute.make_layout((TOKENS, BOX), stride=(BOX, 1))
+        box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_x, mX = cpasync.make_tiled_tma_atom(load, by_stream(config, x), box, (TOKENS, BOX))
+        self.phi_type = phi.element_type
+        self.phi_box = const_expr(128 * 8 // phi.element_type.width)
+        rows = const_expr(8 * config.octets)
+        box = cute.make_layout((rows, self.phi_box), stride=(self.phi_box, 1))
+        box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
+        tma_phi, mPhi = cpasync.make_tiled_tma_atom(load, by_stream(config, phi), box, (rows, self.phi_box))
+        op = warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
+        tiled_mma = cute.make_tiled_mma(op, permutation_mnk=(16, TOKENS, 16))
+        self.kernel(
+            tiled_mma, tma_x, mX, tma_phi, mPhi, norm_weight, alpha, beta, h, mean_square, pre, layer_input
+        ).launch(
+            grid=[num_clusters * config.cluster, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[config.cluster, 1, 1],
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        tma_phi: cute.CopyAtom,
+        mPhi: cute.Tensor,
+        norm_weight: Optional[cute.Tensor],
+        alpha: Optional[cute.Tensor],
+        beta: Optional[cute.Tensor],
+        h: Optional[cute.Tensor],
+        mean_square: Optional[cute.Tensor],
+        pre: Optional[cute.Tensor],
+        layer_input: Optional[cute.Tensor],
+    ):
+        config = self.config
+        stages, cluster = const_expr(config.stages), const_expr(config.cluster)
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane, warp_index = tidx % WARP_SIZE, cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        rank = bidx % cluster
+        self.num_tokens = mX.shape[0]
+
+        smem = SmemAllocator()
+        self.full, self.empty, self.heard, self.known = (smem.allocate_array(Int64, stages) for _ in range(4))
+        self.summed, self.taken = (smem.allocate_array(Int64, 2) for _ in range(2))
+        self.phi_full, self.phi_taken = (smem.allocate_array(Int64, 1) for _ in range(2))
+        ring = cute.make_layout(
+            (TOKENS, BOX, config.boxes, stages), stride=(BOX, 1, TOKENS * BOX, TOKENS * BOX * config.boxes)
+        )
+        memory = smem.allocate(2 * cute.cosize(ring), byte_alignment=1024)
+        self.sX = cute.make_tensor(cute.recast_ptr(memory, cute.make_swizzle(3, 4, 3), BFloat16), ring)
+        # Until it is in registers phi fills the end of the ring
+        rows, boxes = const_expr(8 * config.octets), const_expr(config.boxes * BOX // self.phi_box)
+        slices = cute.make_layout((rows, self.phi_box, boxes), stride=(self.phi_box, 1, rows * self.phi_box))
+        start = const_expr(2 * cute.cosize(ring) - 128 * rows * boxes)
+        self.sPhi = cute.make_tensor(cute.recast_ptr(memory + start, cute.make_swizzle(3, 4, 3), self.phi_type), slices)
+        self.free_slots = const_expr(start // (TOKENS * 128 * config.boxes))
+        columns = const_expr(config.columns + 1)
+        sums = cute.make_layout(
+            (TOKENS, columns, PRODUCT_WARPS, 2),
+            stride=(1, SUM_STRIDE, SUM_STRIDE * columns, SUM_STRIDE * columns * PRODUCT_WARPS),
+        )
+        self.sSums = smem.allocate_tensor(Float32, sums, byte_alignment=16)
+        messages = cute.make_layout((columns, config.owned, cluster, stages))
+        self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
+        self.sOwn = smem.allocate_tensor(Float32, cute.make_layout((columns, config.owned)))
+        gates = cute.make_layout((self.gates, TOKENS, stages))
+        self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
+        if tidx == 0:
+            readers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes)
+            for stage in cutlass.range_constexpr(stages):
+                cute.arch.mbarrier_init(self.full + stage, 1)
+                cute.arch.mbarrier_init(self.empty + stage, readers * WARP_SIZE)
+                cute.arch.mbarrier_init(self.heard + stage, 1)
+                cute.arch.mbarrier_init(self.known + stage, 1)
+            for buffer in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
+                cute.arch.mbarrier_init(self.taken + buffer, SUM_WARPS * WARP_SIZE)
+            cute.arch.mbarrier_init(self.phi_full, 1)
+            cute.arch.mbarrier_init(self.phi_taken, PRODUCT_WARPS * WARP_SIZE)
+        cute.arch.mbarrier_init_fence()
+        synchronize_cluster(config)
+
+        first, step = bidx // cluster, grid // cluster
+        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, TOKENS) - first, step)
+        helper = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes)
+        if warp_index < PRODUCT_WARPS:
+            self.take_registers(0)
+            self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
+        elif warp_index < helper:
+            if const_expr(self.mixes):
+                self.take_registers(1)
+                self.mix(layer_input, rank, first, step, rounds, tidx - PRODUCT_WARPS * WARP_SIZE)
+        else:
+            self.take_registers(2)
+            if warp_index == helper:
+                self.load_phi(tma_phi, mPhi, rank)
+                self.load(tma_x, mX, rank, first, step, rounds)
+            elif warp_index <= helper + SUM_WARPS:
+                self.add_up(rank, rounds, warp_index - (helper + 1), lane)
+            else:
+                self.own(alpha, beta, h, mean_square, pre, rank, first, step, rounds, lane)
+
+    def take_registers(self, role: int):
+        """Move from the even share of a warp to that of its role."""
+        registers = self.config.registers(self.mixes)
+        even = 65536 // self.threads // 8 * 8
+        if registers[role] > even:
+            cute.arch.setmaxregister_increase(registers[role])
+        elif registers[role] < even:
+            cute.arch.setmaxregister_decrease(registers[role])
+
+    @cute.jit
+    def load(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, first: Int32, step: Int32, rounds: Int32):
+        """One warp: block after block to the ring."""
+        config = self.config
+        slot, phase = Int32(0), Int32(0)
+        for index in cutlass.range(rounds):
+            if index == self.free_slots:
+                cute.arch.mbarrier_wait(self.phi_taken, 0)
+            cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+            full = self.full + slot
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * TOKENS * BOX * 2)
+            for box in cutlass.range_constexpr(config.boxes):
+                self.copy_box(
+                    tma_x, mX, (first + index * step) * TOKENS, rank, box, self.sX[None, None, box, slot], full
+                )
+            slot, phase = self.advance(slot, phase)
+
+    @cute.jit
+    def load_phi(self, tma_phi: cute.CopyAtom, mPhi: cute.Tensor, rank: Int32):
+        """The loading warp: a CTA's columns of phi; zeros beyond its edges."""
+        rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2])
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.phi_full, 128 * rows * boxes)
+        for box in cutlass.range_constexpr(boxes):
+            self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], self.phi_full)
+
+    @cute.jit
+    def copy_box(
+        self,
+        atom,
+        matrix,
+        row: Int32,
+        rank: Int32,
+        box: cutlass.Constexpr[int],
+        target: cute.Tensor,
+        mbar: cute.Pointer,
+    ):
+        """A CTA's ``box``-th box of 128 bytes a row, the first row ``row``; zeros beyond the matrix.
+
+        By an offset: a tile beyond the only one of its mode would be that one.
+        """
+        rows, width = const_expr(target.shape[0]), const_expr(target.shape[1])
+        tile, stream = self.box_coordinate(rank, box * width // BOX)
+        corner = (row, tile * BOX + box * width % BOX, stream)
+        source = cute.local_tile(cute.domain_offset(corner, matrix), (rows, width), (0, 0, 0))
+        tSs, tSg = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+        )
+        cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar)
+
+    def box_coordinate(self, rank, box):
+        """(box of columns, stream) of a CTA's box."""
+        config = self.config
+        if config.layout == "streams":
+            boxes = config.boxes // config.n  # of a stream
+            return rank * boxes + box % boxes, box // boxes
+        return rank * config.boxes + box, 0
+
+    @cute.jit
+    def advance(self, slot: Int32, phase: Int32):
+        """The next slot of the ring and its phase."""
+        slot += 1
+        if slot == self.config.stages:
+            slot = Int32(0)
+            phase ^= 1
+        return slot, phase
+
+    @cute.jit
+    def multiply(
+        self,
+        tiled_mma: cute.TiledMma,
+        norm_weight: Optional[cute.Tensor],
+        rank: Int32,
+        rounds: Int32,
+        mine: Int32,
+        lane: Int32,
+    ):
+        """A warp's products with phi and sums of squares, for every block."""
+        config = self.config
+        rPhi = self.terms_of_phi(tiled_mma, norm_weight, rank, mine, lane)
+        sums = cute.make_rmem_tensor(tiled_mma.partition_shape_C((16 * config.row_tiles, TOKENS)), Float32)
+        slot, phase = Int32(0), Int32(0)
+        for index in cutlass.range(rounds):
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            sums.fill(0.0)
+            squares = [Float32(0.0), Float32(0.0)]
+            start = slot * (config.boxes * TOKENS * BOX) + mine // 4 * (TOKENS * BOX) + mine % 4 * 16
+            operands = [self.operand(tiled_mma, start, s, lane) for s in range(min(AHEAD, config.steps))]
+            for s in cutlass.range_constexpr(config.steps):
+                rX = operands[s]
+                if const_expr(s + AHEAD < config.steps):
+                    operands.append(self.operand(tiled_mma, start, s + AHEAD, lane))
+                cute.gemm(tiled_mma, sums, rPhi[None, None, s], rX[None, None, 0], sums)
+                values = to_fp32(rX.load())
+                for t in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(4):
+                        squares[t] = squares[t] + values[t * 4 + e] * values[t * 4 + e]
+            cute.arch.mbarrier_arrive(self.empty + slot)
+            slot, phase = self.advance(slot, phase)
+            buffer, use = index % 2, index // 2 % 2
+            cute.arch.mbarrier_wait(self.taken + buffer, use ^ 1)
+            self.put(sums, squares, self.sSums[None, None, mine, buffer], lane)
+            cute.arch.mbarrier_arrive(self.summed + buffer)
+
+    @cute.jit
+    def operand(self, tiled_mma: cute.TiledMma, start: Int32, s: cutlass.Constexpr[int], lane: Int32):
+        """A block's 16 columns of a warp's step as operand B; eight warps' steps are two boxes."""
+        place = cute.assume(start + s * (2 * TOKENS * BOX), divby=8)
+        tile = cute.make_tensor(self.sX.iterator + place, cute.make_layout((TOKENS, 16), stride=(BOX, 1)))
+        return load_operand(tiled_mma, "b", tile, False, lane)
+
+    @cute.jit
+    def put(self, sums: cute.Tensor, squares, target: cute.Tensor, lane: Int32):
+        """A warp's sums, its terms of phi added, to shared memory (token, column)."""
+        config = self.config
+        token = lane % 4 * 2
+        for octet in cutlass.range_constexpr(config.octets):
+            for t in cutlass.range_constexpr(2):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                for e in cutlass.range_constexpr(2):
+                    total = sums[(e, octet % 2), octet // 2, t]
+                    for b in cutlass.range_constexpr(1, config.phi_terms):
+                        row = const_expr(b * config.octets + octet)
+                        total = total + sums[(e, row % 2), row // 2, t]
+                    pair[e] = total
+                column = octet * 8 + lane // 4
+                if column < config.columns:
+                    place = cute.assume(column * SUM_STRIDE + t * 8 + token, divby=2)
+                    cute.autovec_copy(pair, cute.make_tensor(target.iterator + place, cute.make_layout(2)))
+        for t in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(squares[t], threads_in_group=4)
+            if lane % 4 == 0:
+                target[t * 8 + lane // 4, config.columns] = total
+
+    @cute.jit
+    def terms_of_phi(self, tiled_mma, norm_weight, rank: Int32, mine: Int32, lane: Int32):
+        """A warp's columns of phi' as operand A: octets of rows of term 0, then of term 1."""
+        config = self.config
+        shape = tiled_mma.partition_shape_A((16 * config.row_tiles, 16 * config.steps))
+        rPhi = cute.make_rmem_tensor(shape, BFloat16)
+        if const_expr(config.octets * config.phi_terms < 2 * config.row_tiles):
+            rPhi.fill(0.0)
+        words = cute.recast_tensor(rPhi, Int32)
+        per_box = const_expr(self.phi_box // 16)
+        cute.arch.mbarrier_wait(self.phi_full, 0)
+        for s in cutlass.range_constexpr(config.steps):
+            step = s * PRODUCT_WARPS + mine
+            weights = cute.make_rmem_tensor((2, 2), Float32)
+            if const_expr(norm_weight is not None):
+                weights.fill(0.0)
+                inside, column = self.column_of(rank, step)
+                if inside:
+                    for half in cutlass.range_constexpr(2):
+                        for e in cutlass.range_constexpr(2):
+                            weights[e, half] = norm_weight[column + half * 8 + lane % 4 * 2 + e].to(Float32)
+            for octet in cutlass.range_constexpr(config.octets):
+                for half in cutlass.range_constexpr(2):
+                    start = step // per_box * (8 * config.octets) + octet * 8 + lane // 4
+                    place = start * self.phi_box + step % per_box * 16 + half * 8 + lane % 4 * 2
+                    pair = cute.make_rmem_tensor((2,), self.phi_type)
+                    source = self.sPhi.iterator + cute.assume(place, divby=2)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+                    values = pair.load().to(Float32)
+                    if const_expr(norm_weight is not None):
+                        values = values * weights[None, half].load()
+                    for b in cutlass.range_constexpr(config.phi_terms):
+                        row = const_expr(b * config.octets + octet)
+                        term = values.to(BFloat16)
+                        pair = cute.make_rmem_tensor((2,), BFloat16)
+                        pair.store(term)
+                        # As a word: two halves that wait to be packed would fill twice the registers
+                        words[(0, row % 2, half), row // 2, s] = cute.recast_tensor(pair, Int32)[0]
+                        values = values - term.to(Float32)
+        cute.arch.mbarrier_arrive(self.phi_taken)
+        return rPhi
+
+    @cute.jit
+    def column_of(self, rank: Int32, step: Int32):
+        """(whether it is inside, column of x) of the first of a CTA's 16 columns of a step."""
+        config = self.config
+        box, within = step // (BOX // 16), step % (BOX // 16) * 16
+        tile, stream = self.box_coordinate(rank, box)
+        column = tile * BOX + within
+        if const_expr(config.layout == "streams"):
+            inside = column < config.channels
+            column = column + stream * config.channels
+        else:
+            inside = column < config.k
+        return inside, column
+
+    @cute.jit
+    def add_up(self, rank: Int32, rounds: Int32, mine: Int32, lane: Int32):
+        """Two warps: the sums of a CTA's warps in ascending order, each token's to the CTA that owns it."""
+        config = self.config
+        tokens, owned = lane % 4 * 4, const_expr(config.owned)
+        group = lane // 4 + 8 * mine  # of a column in 16
+        count = const_expr(-(-(config.columns + 1) // 16))
+        slot, phase = Int32(0), Int32(0)
+        for index in cutlass.range(rounds):
+            buffer, use = index % 2, index // 2 % 2
+            cute.arch.mbarrier_wait(self.summed + buffer, use)
+            # The slot's messages of the ring's turn before have been read by those that made these gates of them
+            cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
+            if mine == 0 and lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * TOKENS)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(count):
+                column = i * 16 + group
+                if column <= config.columns:
+                    parts = cute.make_rmem_tensor((4, PRODUCT_WARPS), Float32)
+                    for w in cutlass.range_constexpr(PRODUCT_WARPS):
+                        place = self.sSums.layout((0, column, w, buffer)) + tokens
+                        source = self.sSums.iterator + cute.assume(place, divby=4)
+                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), parts[None, w])
+                    total = parts[None, 0].load()
+                    for w in cutlass.range_constexpr(1, PRODUCT_WARPS):
+                        total = total + parts[None, w].load()
+                    for t in cutlass.range_constexpr(4):
+                        token = tokens + t
+                        target = self.sMessages.layout((column, token % owned, rank, slot))
+                        cute.arch.store_async_dsmem(
+                            self.sMessages.iterator + target, float_bits(total[t]), self.heard + slot, token // owned
+                        )
+            cute.arch.mbarrier_arrive(self.taken + buffer)
+            slot, phase = self.advance(slot, phase)
+        # Nothing may arrive after a CTA's end
+        for stage in cutlass.range(cutlass.min(rounds, config.stages)):
+            slot = (rounds + config.stages - 1 - stage) % config.stages
+            cute.arch.mbarrier_wait(self.known + slot, (rounds - 1 - stage) // config.stages % 2)
+
+    @cute.jit
+    def own(self, alpha, beta, h, mean_square, pre, rank: Int32, first: Int32, step: Int32, rounds: Int32, lane: Int32):
+        """One warp: the sums of the CTA's own tokens, and what follows from them, to every CTA."""
+        config = self.config
+        columns, gates, owned = const_expr(config.columns), const_expr(self.gates), const_expr(config.owned)
+        # A lane has some of the sums, one gate, and some of the messages
+        sOwn, sMessages = self.sOwn, self.sMessages
+        sums = const_expr((columns + 1) * owned)
+        token, gate = lane // gates % owned, lane % gates
+        if const_expr(self.mixes):
+            a, b = alpha[0].to(Float32), beta[gate].to(Float32)
+        slot, phase = Int32(0), Int32(0)
+        for index in cutlass.range(rounds):
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(self.heard + slot, 4 * sums * config.cluster)
+            cute.arch.mbarrier_wait(self.heard + slot, phase)
+            first_row = (first + index * step) * TOKENS + rank * owned
+            for part in cutlass.range_constexpr(-(-sums // WARP_SIZE)):
+                at = part * WARP_SIZE + lane
+                if at < sums:
+                    column, t = at % (columns + 1), at // (columns + 1)
+                    values = [sMessages[column, t, source, slot] for source in range(config.cluster)]
+                    while const_expr(len(values) > 1):
+                        values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
+                    total = values[0]
+                    if column == columns:
+                        total = total * (1.0 / config.k)
+                    sOwn[column, t] = total
+                    if const_expr(h is not None):
+                        if first_row + t < self.num_tokens:
+                            if column < columns:
+                                h[first_row + t, column] = total
+                            else:
+                                mean_square[first_row + t] = total
+            cute.arch.sync_warp()
+            value = Float32(0.0)
+            if const_expr(self.mixes):
+                scaled = sOwn[gate, token] * self.math.inverse_rms(sOwn[columns, token])
+                value = sigmoid(a * scaled + b) + self.math.variant.pre_eps
+                if const_expr(pre is not None):
+                    if first_row + token < self.num_tokens and lane < gates * owned:
+                        pre[first_row + token, gate] = value
+            for part in cutlass.range_constexpr(-(-gates * TOKENS // WARP_SIZE)):
+                at = part * WARP_SIZE + lane
+                message = cute.arch.shuffle_sync(value, at % (gates * owned))
+                if at < gates * TOKENS:
+                    t = at % (gates * owned) // gates
+                    target = self.sGates.layout((at % gates, rank * owned + t, slot))
+                    cute.arch.store_async_dsmem(
+                        self.sGates.iterator + target, float_bits(message), self.known + slot, at // (gates * owned)
+                    )
+            slot, phase = self.advance(slot, phase)
+
+    @cute.jit
+    def mix(self, layer_input, rank: Int32, first: Int32, step: Int32, rounds: Int32, thread: Int32):
+        """Layer input of the CTA's channels, eight a thread."""
+        config, s = self.config, self.streams
+        token = thread // 8
+        slot, phase = Int32(0), Int32(0)
+        for index in cutlass.range(rounds):
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            cute.arch.mbarrier_wait(self.known + slot, phase)
+            row = (first + index * step) * TOKENS + token
+            weights = cute.make_rmem_tensor((config.n,), Float32)
+            cute.autovec_copy(self.sGates[None, token, slot], weights)
+            for p in cutlass.range_constexpr(config.slice_c // BOX):
+                streams = self.channels(slot, token, p, thread % 8)
+                for part in cutlass.range_constexpr(8 // s.vec):
+                    channel = rank * config.slice_c + self.channel(p, part, thread % 8)
+                    if row < self.num_tokens and channel < config.channels:
+                        view = cute.make_layout((s.vec, config.n), stride=(config.n, 1))
+                        values = cute.make_tensor(streams.iterator + part * s.vec * config.n, view)
+                        store_channels(weighted_sum(values, weights, s), layer_input, row, channel, True, s)
+            cute.arch.mbarrier_arrive(self.empty + slot)
+            slot, phase = self.advance(slot, phase)
+
+    @cute.jit
+    def channels(self, slot: Int32, token: Int32, p: cutlass.Constexpr[int], thread: Int32):
+        """Eight channels of all streams of a block's token, in fp32 (channel, stream); eight threads have 64."""
+        config = self.config
+        n = const_expr(config.n)
+        fragment = cute.make_rmem_tensor(cute.make_layout((8, n), stride=(n, 1)), Float32)
+        start = slot * (config.boxes * TOKENS * BOX) + token * BOX + thread * 8
+        for i in cutlass.range_constexpr(n):
+            if const_expr(config.layout == "streams"):
+                box = i * (config.boxes // n) + p
+            else:
+                box = p * n + i
+            place = cute.assume(start + box * (TOKENS * BOX), divby=8)
+            words = cute.make_rmem_tensor((8,), BFloat16)
+            cute.autovec_copy(cute.make_tensor(self.sX.iterator + place, cute.make_layout(8)), words)
+            values = to_fp32(words.load())
+            for e in cutlass.range_constexpr(8):
+                if const_expr(config.layout == "streams"):
+                    fragment[e, i] = values[e]
+                else:
+                    fragment[i * (8 // n) + e // n, e % n] = values[e]
+        return fragment
+
+    def channel(self, p: int, part: int, thread):
+        """The first of this thread's channels of a part."""
+        config = self.config
+        if config.layout == "streams":
+            return p * BOX + thread * 8
+        return p * BOX + part * (BOX // config.n) + thread * (8 // config.n)
+
+
+@compiled
+def pre_forward(
+    arch: str,
+    phi: Dtype,
+    norm_weight: Optional[Dtype],
+    parameters: Optional[tuple[Dtype, Dtype]],
+    variant: Optional[Variant],
+    keeps: bool,
+    writes_pre: bool,
+    config: PreConfig,
+) -> Program:
+    """H (M, N) and mean_square (M,) if it ``keeps`` them, from bf16 x (M, K), phi (N, K) and norm_weight (K,).
+
+    ``parameters``: dtypes of alpha and beta; with ``variant`` None H and mean_square are all that is wanted, else there
+    are layer_input (M, C) and, if it ``writes_pre``, pre (M, n), too.
+    """
+    rows, n = cute.sym_int(), config.n
+    alpha, beta = parameters or (None, None)
+    return Program(
+        PreForward(config, variant),
+        symbolic_streams(BFloat16, rows, config.k, 8),
+        symbolic_streams(phi, config.columns, config.k, 16 * 8 // phi.width),
+        symbolic_vector(norm_weight, config.k),
+        symbolic_vector(alpha, 3 if config.columns > n else 1),
+        symbolic_vector(beta, config.columns),
+        symbolic_streams(Float32, rows, config.columns, 1) if keeps else None,
+        symbolic_vector(Float32, rows) if keeps else None,
+        symbolic_streams(Float32, rows, n, 1) if writes_pre else None,
+        None if variant is None else symbolic_streams(BFloat16, rows, config.channels, 8),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
