@@ -178,7 +178,7 @@ class PreConfig:
         products = max(128, min(224, self.product_registers + 40))
         if not mixes:
             return products, 0, 56
-        helps = 56 if products < 208 else 24
+        helps = 56 if products <= 208 else 24
         return products, min(144, (512 - 2 * products - helps) // 8 * 8), helps
 
     def max_clusters(self, num_sms: int) -> int:

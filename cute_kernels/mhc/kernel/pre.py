@@ -149,7 +149,6 @@ class PreForward:
         self.sSums = smem.allocate_tensor(Float32, sums, byte_alignment=16)
         messages = cute.make_layout((columns, config.owned, cluster, stages))
         self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
-        self.sOwn = smem.allocate_tensor(Float32, cute.make_layout((columns, config.owned)))
         gates = cute.make_layout((self.gates, TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
         if tidx == 0:
@@ -433,7 +432,7 @@ class PreForward:
         config = self.config
         columns, gates, owned = const_expr(config.columns), const_expr(self.gates), const_expr(config.owned)
         # A lane has some of the sums, one gate, and some of the messages
-        sOwn, sMessages = self.sOwn, self.sMessages
+        sMessages = self.sMessages
         sums = const_expr((columns + 1) * owned)
         token, gate = lane // gates % owned, lane % gates
         if const_expr(self.mixes):
@@ -444,7 +443,9 @@ class PreForward:
                 cute.arch.mbarrier_arrive_and_expect_tx(self.heard + slot, 4 * sums * config.cluster)
             cute.arch.mbarrier_wait(self.heard + slot, phase)
             first_row = (first + index * step) * TOKENS + rank * owned
-            for part in cutlass.range_constexpr(-(-sums // WARP_SIZE)):
+            totals = cute.make_rmem_tensor((-(-sums // WARP_SIZE),), Float32)
+            totals.fill(0.0)
+            for part in cutlass.range_constexpr(cute.size(totals)):
                 at = part * WARP_SIZE + lane
                 if at < sums:
                     column, t = at % (columns + 1), at // (columns + 1)
@@ -454,18 +455,18 @@ class PreForward:
                     total = values[0]
                     if column == columns:
                         total = total * (1.0 / config.k)
-                    sOwn[column, t] = total
+                    totals[part] = total
                     if const_expr(h is not None):
                         if first_row + t < self.num_tokens:
                             if column < columns:
                                 h[first_row + t, column] = total
                             else:
                                 mean_square[first_row + t] = total
-            cute.arch.sync_warp()
             value = Float32(0.0)
             if const_expr(self.mixes):
-                scaled = sOwn[gate, token] * self.math.inverse_rms(sOwn[columns, token])
-                value = sigmoid(a * scaled + b) + self.math.variant.pre_eps
+                own_h = self.from_lane(totals, token * (columns + 1) + gate)
+                own_square = self.from_lane(totals, token * (columns + 1) + columns)
+                value = sigmoid(a * (own_h * self.math.inverse_rms(own_square)) + b) + self.math.variant.pre_eps
                 if const_expr(pre is not None):
                     if first_row + token < self.num_tokens and lane < gates * owned:
                         pre[first_row + token, gate] = value
@@ -479,6 +480,15 @@ class PreForward:
                         self.sGates.iterator + target, float_bits(message), self.known + slot, at // (gates * owned)
                     )
             slot, phase = self.advance(slot, phase)
+
+    @cute.jit
+    def from_lane(self, values: cute.Tensor, index: Int32):
+        """The ``index``-th of the values of a warp's lanes, of which each has every 32nd."""
+        found = Float32(0.0)
+        for part in cutlass.range_constexpr(cute.size(values)):
+            value = cute.arch.shuffle_sync(values[part], index % WARP_SIZE)
+            found = value if index // WARP_SIZE == part else found
+        return found
 
     @cute.jit
     def mix(self, layer_input, rank: Int32, first: Int32, step: Int32, rounds: Int32, thread: Int32):

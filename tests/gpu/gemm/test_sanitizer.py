@@ -105,7 +105,9 @@ def compiled_for_the_sanitizer():
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, name, compiled_for_the_sanitizer):
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", PROGRAM, name]
+    # An error of the driver's interface is none of memory: torch looks for functions that a driver may lack
+    options = ["--tool", tool, "--error-exitcode", "9"] + ["--report-api-errors=no"] * (tool == "memcheck")
+    command = [SANITIZER, *options, sys.executable, "-c", PROGRAM, name]
     # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
