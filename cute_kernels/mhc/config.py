@@ -174,10 +174,13 @@ class PreConfig:
         return self.row_tiles * (4 * self.steps + 8)
 
     def registers(self, mixes: bool) -> tuple[int, int, int]:
-        """Of a thread that multiplies, that makes the layer input, that helps."""
+        """Of a thread that multiplies, that makes the layer input, that helps.
+
+        Together at most what a CTA of 512 threads, or of 384 that mixes nothing, starts with: 128 or 168 a thread.
+        """
         products = max(128, min(224, self.product_registers + 40))
         if not mixes:
-            return products, 0, 56
+            return products, 0, min(104, 504 - 2 * products)
         helps = 56 if products <= 208 else 24
         return products, min(144, (512 - 2 * products - helps) // 8 * 8), helps
 
@@ -205,11 +208,13 @@ def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, preci
     for cluster in (2, 4, 8, 16):
         slice_c = -(-channels // (cluster * unit)) * unit
         config = PreConfig(n, channels, "streams" if n == 1 else layout, columns, cluster, slice_c, 0, phi_terms)
-        few_gates = n * config.owned <= 32  # a lane has one
-        if few_gates and config.product_registers <= MAX_PRODUCT_REGISTERS and n * slice_c <= MAX_PRE_COLUMNS:
+        fits = config.product_registers <= MAX_PRODUCT_REGISTERS and n * slice_c <= MAX_PRE_COLUMNS
+        if fits and n * config.owned <= 32:  # a lane has one gate
             sums = 2 * 8 * 24 * 4 * (columns + 1)
             stage = config.boxes * 16 * 128 + 16 * 4 * (columns + 1 + n)
-            return replace(config, stages=min(MAX_STAGES, (SHARED_MEMORY - sums - 4096) // stage))
+            stages = min(MAX_STAGES, (SHARED_MEMORY - sums - 4096) // stage)
+            phi_bytes = 8 * config.octets * (2 if phi == "bfloat16" else 4)  # a column, as it comes through the ring
+            return replace(config, stages=stages) if phi_bytes <= 2 * 16 * stages else None
     return None
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cute_kernels.mhc import prewarm
-from cute_kernels.mhc.config import projection_backward_config, projection_config, splits_of
+from cute_kernels.mhc.config import pre_config, projection_backward_config, projection_config, splits_of
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
@@ -129,6 +129,27 @@ def test_every_ring_has_two_slots():
         for few in (False, True)
     }
     assert min(rings) == 2
+
+
+def test_clusters_hold_phi():
+    """Within a CTA's registers and shared memory, three blocks in flight at least; all of K."""
+    names = ("bfloat16", "float32")
+    cases = itertools.product(STREAMS, (8, 64, 136, 768, 1280, 2560, 4096, 5120, 7168, 16384), LAYOUTS, names)
+    for n, channels, layout, phi in cases:
+        for columns, precision in itertools.product((n, n * n + 2 * n), ("tf32", "fp32")):
+            config = pre_config(n, channels, layout, columns, phi, precision)
+            if config is None:
+                continue
+            for mixes, threads in ((False, 384), (True, 512)):
+                products, mixing, helps = config.registers(mixes)
+                assert 256 * products + 128 * (mixing + helps) <= 65536 // threads // 8 * 8 * threads
+                assert config.product_registers < products <= 224 and helps >= 24 and (mixing >= 40) == mixes
+            assert config.stages >= 3 and config.stages * 16 * 2 >= 8 * config.octets * (4 if phi == "float32" else 2)
+            assert config.cluster * config.slice_c - channels >= 0 and config.boxes % 2 == 0
+    assert [pre_config(4, c, "streams", 24, "float32", "tf32").cluster for c in (768, 1280, 2560, 4096, 7168)] == [
+        2, 4, 8, 16, 16,
+    ]  # fmt: skip
+    assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
 
 
 PARTS_OF_THE_TABLE = 4

@@ -346,11 +346,11 @@ class PreForward:
             weights = cute.make_rmem_tensor((2, 2), Float32)
             if const_expr(norm_weight is not None):
                 weights.fill(0.0)
-                inside, column = self.column_of(rank, step)
-                if inside:
-                    for half in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    inside, column = self.column_of(rank, 2 * step + half)
+                    if inside:
                         for e in cutlass.range_constexpr(2):
-                            weights[e, half] = norm_weight[column + half * 8 + lane % 4 * 2 + e].to(Float32)
+                            weights[e, half] = norm_weight[column + lane % 4 * 2 + e].to(Float32)
             for octet in cutlass.range_constexpr(config.octets):
                 for half in cutlass.range_constexpr(2):
                     start = step // per_box * (8 * config.octets) + octet * 8 + lane // 4
@@ -373,12 +373,11 @@ class PreForward:
         return rPhi
 
     @cute.jit
-    def column_of(self, rank: Int32, step: Int32):
-        """(whether it is inside, column of x) of the first of a CTA's 16 columns of a step."""
+    def column_of(self, rank: Int32, octet: Int32):
+        """(whether it is inside, column of x) of the first of eight of a CTA's columns."""
         config = self.config
-        box, within = step // (BOX // 16), step % (BOX // 16) * 16
-        tile, stream = self.box_coordinate(rank, box)
-        column = tile * BOX + within
+        tile, stream = self.box_coordinate(rank, octet // (BOX // 8))
+        column = tile * BOX + octet % (BOX // 8) * 8
         if const_expr(config.layout == "streams"):
             inside = column < config.channels
             column = column + stream * config.channels
