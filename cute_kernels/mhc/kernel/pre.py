@@ -363,12 +363,16 @@ class PreForward:
                         values = values * weights[None, half].load()
                     for b in cutlass.range_constexpr(config.phi_terms):
                         row = const_expr(b * config.octets + octet)
-                        term = values.to(BFloat16)
-                        pair = cute.make_rmem_tensor((2,), BFloat16)
-                        pair.store(term)
                         # As a word: two halves that wait to be packed would fill twice the registers
-                        words[(0, row % 2, half), row // 2, s] = cute.recast_tensor(pair, Int32)[0]
-                        values = values - term.to(Float32)
+                        term = cute.make_rmem_tensor((2,), BFloat16)
+                        word = cute.recast_tensor(term, Int32)
+                        word[0] = cute.arch.inline_ptx(
+                            "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};",
+                            write_only_types=[Int32],
+                            read_only_args=[values[1], values[0]],
+                        )
+                        words[(0, row % 2, half), row // 2, s] = word[0]
+                        values = values - to_fp32(term.load())
         cute.arch.mbarrier_arrive(self.phi_taken)
         return rPhi
 
