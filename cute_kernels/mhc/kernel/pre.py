@@ -10,8 +10,8 @@ A block comes to shared memory once and stays there until the cluster knows its 
     --st.async--> the CTA that owns the token: H, mean_square, pre --st.async--> all CTAs: smem x --> layer_input
 
 while the ring's other slots load, multiply and wait for the cluster's messages. Within a CTA warp w has the steps w,
-w + 8, ... of 16 columns; the sums are added by ascending warp, then by ascending CTA: a token's bits depend on nothing
-but K, n and the dtypes.
+w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs' as a tree: a token's bits depend on
+nothing but C, n, the order of the streams and the dtypes.
 
 Profile: ncu --clock-control none -k regex:Pre python -m bench.bench_mhc --filter pre.fwd.8192x4x4096
 """

@@ -1,5 +1,7 @@
 """Products of every token with phi, and its sum of squares, from one reading of x: H = x (phi norm_weight)^T.
 
+For what clusters cannot hold (pre.py): eight streams, fp32 and fp16, rows off 16 bytes, the widest tokens.
+
 x and phi come to shared memory by TMA; each warp multiplies its tokens by all rows of phi with warp-level MMA, and
 squares what it has in its registers anyway. Where the registers allow it two warps share 64 tokens, one takes the even
 and one the odd 16 columns, so that half as often a number of phi is split into its terms. The tensor cores see bf16: an
