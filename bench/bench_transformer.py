@@ -289,7 +289,7 @@ def run(
     lines: list[dict[str, Any]] = []
     with harness.bench_stream():
         if selected:
-            device = harness.CudaDevice()
+            device = harness.CudaDevice(shuffled=True)
             measurements = measure_steps(selected, device, repetitions=repetitions, breakdown=breakdown)
             lines = [line for found in measurements for line in harness.lines(found, environment)]
             gc.collect()

@@ -695,7 +695,7 @@ def _projection_backward(
     _is_matrix(dx, static["needs_dx"], k, units, x.dtype)
     assert dh.is_contiguous() and dh.shape == (len(x), config.columns) and dmean_square.shape == (len(x),)
     assert (partials is not None) == static["needs_dphi"]
-    assert config.team <= num_ctas <= min(-(-len(x) // chunk) * config.slices, 132)
+    assert 1 <= num_ctas <= min(-(-len(x) // chunk) * config.slices, 132)
     wide = x.float()
     if dx is not None:
         total = dh @ _weight(phi, norm_weight) + (2.0 / k) * wide * dmean_square[:, None]

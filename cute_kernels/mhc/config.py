@@ -264,11 +264,6 @@ class ProjectionBackwardConfig:
         return -(-self.channels // self.slice_c)
 
     @property
-    def team(self) -> int:
-        """CTAs with neighbouring channels that walk over the same tokens."""
-        return math.gcd(4, self.slices)
-
-    @property
     def groups(self) -> int:
         """Warps that have columns of their own: eight channels of every stream."""
         return self.slice_c // 8
@@ -302,17 +297,24 @@ class ProjectionBackwardConfig:
         """Rows of all terms of phi."""
         return sum(self.block_rows(b) for b in range(self.phi_terms))
 
+    def num_ctas(self, num_tokens: int, num_sms: int) -> int:
+        """As few as need no more rounds, so that most end together; or those that keep their slices, and so phi, even
+        if one round in eight is for that.
+
+        H200, without dout, 8192x4x4096: 128 CTAs 154 us, 132 163; 4096x4x7168: 112 133, 128 142.
+        """
+        items = -(-num_tokens // self.chunk) * self.slices
+        rounds, whole = -(-items // num_sms), num_sms // self.slices * self.slices
+        if whole and 8 * rounds >= 7 * -(-items // whole):
+            return min(items, whole)
+        return -(-items // rounds)
+
     def partials(self, num_tokens: int) -> int:
         """Partial sums of the gradient of phi."""
         return -(-num_tokens // self.chunk) * self.parts
 
 
 CHUNK = 512  # tokens
-
-
-def few_tokens(tokens: int, channels: int, num_sms: int) -> bool:
-    """Whether an SM would have fewer than three chunks of slices of 64 channels: many wait for those with one more."""
-    return -(-tokens // CHUNK) * -(-channels // 64) < 3 * num_sms
 
 
 def projection_backward_config(
@@ -325,17 +327,17 @@ def projection_backward_config(
     precision: str,
     tma: bool,
     combines: bool = True,
-    few: bool = False,
 ) -> ProjectionBackwardConfig:
     """128 bytes of a stream's row a CTA; of "fp32" products half, since three terms of dH fill the registers; of 8
-    streams less, since the terms of phi fill the shared memory; of ``few`` tokens half. The bits are the same.
+    streams less, since the terms of phi fill the shared memory.
 
-    H200, 64 channels, 32: layer 2048x4x5120 189 us, 181; 8192x4x4096 512, 520. Tiles of 16 tokens 511, of 64 727.
+    H200, dx and partials with dout, 64 channels, 32: 8192x4x4096 228 us, 239; 2048x4x5120 89, 88. A layer's backward
+    with tiles of 16 tokens 511 us (of 32 512), of 64 727.
     """
     order = 2 if precision == "tf32" else 3
     boxes = 2 if combines else 1  # of every stream: x, and dout
     wide = columns > 32
-    slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" or order == 3 or few else 64)
+    slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" or order == 3 else 64)
     parts = order if wide else 1
     config = ProjectionBackwardConfig(
         columns=columns,

@@ -1,9 +1,9 @@
 """Plans and launches of the hyper-connections: from a call's signature to a compiled kernel, then one dict lookup.
 
 All take matrices, a row a token, and write to those that they are given; a plan is found by what a kernel is
-specialised on, so another number of tokens finds the same plan (few tokens have another ``projection_backward``, of the
-same bits). Each function here is also registered as the operator ``cute_kernels::mhc_<name>``, which runs in its place
-where graphs are traced. No tokens: nothing is launched, and sums over the tokens are zeros.
+specialised on, so another number of tokens finds the same plan. Each function here is also registered as the operator
+``cute_kernels::mhc_<name>``, which runs in its place where graphs are traced. No tokens: nothing is launched, and sums
+over the tokens are zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from cute_kernels.mhc.config import (
     BIAS_CHUNK,
     ProjectionBackwardConfig,
     StreamLayout,
-    few_tokens,
     pre_config,
     product_layout,
     projection_backward_config,
@@ -277,10 +276,8 @@ def projection_backward(
         _zero((dphi, accumulate_phi), (dnorm_weight, accumulate_norm_weight))
         return
     accumulate = (accumulate_phi, accumulate_norm_weight)
-    few = few_tokens(x.shape[0], x.shape[1] // n, sm_count(x.get_device()))
     key = (
         "projection_backward",
-        few,
         n,
         layout,
         orientation,
@@ -294,11 +291,11 @@ def projection_backward(
     plan = _plans.get(key)
     if plan is None:
         arguments = (x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight)
-        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate, few)
+        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate)
     function, sum_chunks, config, num_sms = plan
     tokens = x.shape[0]
     partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32) if sums else None
-    num_ctas = min(-(-tokens // config.chunk) * config.slices, num_sms)
+    num_ctas = config.num_ctas(tokens, num_sms)
     function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas)
     if sum_chunks is not None:
         sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight)
@@ -320,7 +317,7 @@ def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precisi
 
 
 def _plan_projection_backward(
-    x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, n, layout, orientation, precision, accumulate, few
+    x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, n, layout, orientation, precision, accumulate
 ) -> tuple[Launch, Launch | None, ProjectionBackwardConfig, int]:
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
@@ -329,14 +326,14 @@ def _plan_projection_backward(
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
     tma = x.stride(0) >= k and _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
     names = _name(x), _product_name(phi, norm_weight)
-    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, dout is not None, few)
+    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, dout is not None)
     dtypes = _cutlass(x, phi, norm_weight)
     function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
     sum_chunks = None
     if sums:
         dtypes = _cutlass(phi, norm_weight, dphi, dnorm_weight)
         sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k)
-    return function, sum_chunks, config, max(sm_count(index), config.team)
+    return function, sum_chunks, config, sm_count(index)
 
 
 # The coefficients

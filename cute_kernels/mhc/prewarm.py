@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,8 +45,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         yield pre_forward, (arch, Float32, None, fp32, variant, True, False, config)
         yield aggregate_forward, (arch, bf16, True, 4, streams)
         yield aggregate_backward, (arch, bf16, False, True, 1, streams)
-        for mixes, few in itertools.product((orientation, None), (False, True)):  # of hyper_connection, of pre alone
-            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None, few)
+        for mixes in (orientation, None):  # of hyper_connection, of pre alone
+            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None)
             yield projection_backward, (arch, bf16, Float32, None, True, True, mixes, True, config)
         for accumulate, _ in both_main_grads:
             yield phi_gradient, (arch, Float32, None, Float32, None, (accumulate, False), columns, k)

@@ -118,7 +118,7 @@ def test_every_ring_has_two_slots():
     """Of the projection's backward: with one it would wait for itself."""
     names = ("bfloat16", "float16", "float32")
     rings = {
-        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines, few).stages
+        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines).stages
         for n in STREAMS
         for channels in (8, 4096)
         for layout in LAYOUTS
@@ -126,9 +126,22 @@ def test_every_ring_has_two_slots():
         for x, phi in itertools.product(names, names)
         for precision in ("tf32", "fp32")
         for combines in (False, True)
-        for few in (False, True)
     }
     assert min(rings) == 2
+
+
+def test_ctas_of_a_backward():
+    """As many as there are SMs, in hardly more rounds than all SMs would need; whole slices where that costs little."""
+    found = {}
+    for tokens, channels in itertools.product((1, 512, 513, 2048, 4096, 8192, 65536), (8, 768, 4096, 5120, 7168)):
+        config = projection_backward_config(4, channels, "streams", 24, "bfloat16", "float32", "tf32", True)
+        items = -(-tokens // config.chunk) * config.slices
+        for sms in (1, 78, 132, 148):
+            ctas = found[tokens, channels, sms] = config.num_ctas(tokens, sms)
+            assert 1 <= ctas <= min(items, sms)
+            assert 7 * -(-items // ctas) <= 8 * -(-items // sms)
+    shapes = (8192, 4096), (4096, 7168), (2048, 5120), (65536, 768)
+    assert [found[(*shape, 132)] for shape in shapes] == [128, 112, 107, 132]
 
 
 def test_clusters_hold_phi():

@@ -60,7 +60,7 @@ def generator(request):
 
 
 def test_a_gpu_of_one_sm(generator, monkeypatch):
-    """The stand-in wants a team of CTAs that share tokens whole, however few SMs there are."""
+    """One CTA has all the items."""
     monkeypatch.setattr(launch, "sm_count", lambda index: 1)
     assert_as_the_reference("hyper_connection", Case(4, 256, (5,)), generator)
 

@@ -34,9 +34,10 @@ from cute_kernels.mhc.kernel.streams import (
     WARP_SIZE,
     store_channels,
     symbolic_streams,
+    take_registers,
     weighted_sum,
 )
-from cute_kernels.mhc.kernel.tile_ring import by_stream
+from cute_kernels.mhc.kernel.tile_ring import by_stream, load_box
 from cute_kernels.mhc.variants import Variant
 from jit_cache import Program, compiled
 
@@ -168,16 +169,16 @@ class PreForward:
 
         first, step = bidx // cluster, grid // cluster
         rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, TOKENS) - first, step)
-        helper = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes)
+        helper, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
         if warp_index < PRODUCT_WARPS:
-            self.take_registers(0)
+            take_registers(registers[0], self.threads)
             self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
         elif warp_index < helper:
             if const_expr(self.mixes):
-                self.take_registers(1)
+                take_registers(registers[1], self.threads)
                 self.mix(layer_input, rank, first, step, rounds, tidx - PRODUCT_WARPS * WARP_SIZE)
         else:
-            self.take_registers(2)
+            take_registers(registers[2], self.threads)
             if warp_index == helper:
                 self.load_phi(tma_phi, mPhi, rank)
                 self.load(tma_x, mX, rank, first, step, rounds)
@@ -185,15 +186,6 @@ class PreForward:
                 self.add_up(rank, rounds, warp_index - (helper + 1), lane)
             else:
                 self.own(alpha, beta, h, mean_square, pre, rank, first, step, rounds, lane)
-
-    def take_registers(self, role: int):
-        """Move from the even share of a warp to that of its role."""
-        registers = self.config.registers(self.mixes)
-        even = 65536 // self.threads // 8 * 8
-        if registers[role] > even:
-            cute.arch.setmaxregister_increase(registers[role])
-        elif registers[role] < even:
-            cute.arch.setmaxregister_decrease(registers[role])
 
     @cute.jit
     def load(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, first: Int32, step: Int32, rounds: Int32):
@@ -240,11 +232,7 @@ class PreForward:
         rows, width = const_expr(target.shape[0]), const_expr(target.shape[1])
         tile, stream = self.box_coordinate(rank, box * width // BOX)
         corner = (row, tile * BOX + box * width % BOX, stream)
-        source = cute.local_tile(cute.domain_offset(corner, matrix), (rows, width), (0, 0, 0))
-        tSs, tSg = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
-        )
-        cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar)
+        load_box(atom, cute.local_tile(cute.domain_offset(corner, matrix), (rows, width), (0, 0, 0)), target, mbar)
 
     def box_coordinate(self, rank, box):
         """(box of columns, stream) of a CTA's box."""

@@ -4,10 +4,10 @@
              + sum_o R(i, o) dout_o[m, c] + pre_i dlayer[m, c]           (what the rest of a hyper-connection adds)
     partials[chunk, j, k] = sum over the chunk's tokens, ascending, of dH[m, j] x[m, k]
 
-A CTA owns the same channels of all streams and walks over chunks of tokens, a tile at a time. Some warps compute dx,
-eight channels of every stream each, so that what a channel's streams exchange (R) stays in a thread; others the sums
-of partials. Both products run on the tensor cores in bf16 terms, as in the forward (projection.py); dH is split once a
-tile, phi once for all tokens.
+An item is a chunk of tokens, of the same channels of all streams; a CTA walks over its items, a tile at a time. Some
+warps compute dx, eight channels of every stream each, so that what a channel's streams exchange (R) stays in a thread;
+others the sums of partials. Both products run on the tensor cores in bf16 terms, as in the forward (projection.py); dH
+is split once a tile, phi once for all tokens.
 
     gmem x, dout, dlayer --TMA--> ring in smem --ldmatrix--> mma: sums of partials (registers, over a chunk)
     gmem dH --> terms in smem --ldmatrix--> mma with phi in smem --> + the rest from smem --> x's slot --TMA--> gmem dx
@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import ProjectionBackwardConfig
 from cute_kernels.mhc.kernel.projection_products import PhiSums, StreamGradient
-from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams
+from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import TileRing, tma_atom
 from cute_kernels.mhc.kernel.token_rows import TokenRows
 from jit_cache import Program, compiled
@@ -39,7 +39,6 @@ from jit_cache import Program, compiled
 Dtype = type[cutlass.Numeric]
 HELPERS = 4  # warps beside those that multiply: one moves tiles, three prepare what the tokens have beside x
 TOKEN_WARPS = HELPERS - 1
-MAX_REGISTERS = 65536  # of an SM
 # Of a thread that computes dx, adds up, helps, by the number of warps of the first two: with these, and up to four
 # streams, four of the rarer combinations of dtypes spill eight bytes, the others nothing
 REGISTERS = {(8, 4): (144, 136, 88), (8, 0): (200, 0, 104), (4, 4): (152, 232, 104)}
@@ -76,7 +75,7 @@ class ProjectionBackward:
         self.dx_warps = const_expr(0 if dx is None else config.warps)
         self.sum_warps = const_expr(0 if partials is None else config.sum_warps)
         self.threads = (self.dx_warps + self.sum_warps + HELPERS) * WARP_SIZE
-        self.registers = REGISTERS.get((self.dx_warps, self.sum_warps))
+        self.registers = REGISTERS.get((self.dx_warps, self.sum_warps), (None, None, None))
         if const_expr((self.dx_warps, self.sum_warps) == (8, 4) and (config.x_terms > 1 or not config.tma)):
             self.registers = MORE_TO_LOAD
         tma_x, mX = tma_atom(config, x)
@@ -141,59 +140,46 @@ class ProjectionBackward:
         self.tokens.clear(tidx, self.threads)
         cute.arch.barrier()
 
-        chunks = cute.ceil_div(num_tokens, config.chunk)
-        # CTAs with neighbouring slices walk over the same tokens, so that together they read longer pieces of rows
-        # (H200, 8192x4x4096: 171.1 us, 178.4 where each goes its own way)
-        self.member, team, teams = bidx % config.team, bidx // config.team, grid // config.team
-        items = chunks * (config.slices // config.team)
-        first, last = cutlass.min(team * items // teams, items), cutlass.min((team + 1) * items // teams, items)
+        # Slice after slice of a chunk, then of the next: the CTAs together read whole rows (H200, 8192x4x4096, with
+        # dout: 228 us, 250 where four CTAs at a time walk over tokens of their own)
+        first, items, step = bidx, cute.ceil_div(num_tokens, config.chunk) * config.slices, grid
         if warp_index < self.dx_warps:
             if const_expr(mDx is not None):
-                self.take_registers(0)
+                take_registers(self.registers[0], self.threads)
                 reads = None if const_expr(partials is None) else read
-                self.compute_dx(tiled_mma, phi, norm_weight, full, reads, done, first, last, chunks, num_tokens, tidx)
+                self.compute_dx(tiled_mma, phi, norm_weight, full, reads, done, first, items, step, num_tokens, tidx)
         elif warp_index < self.dx_warps + self.sum_warps:
             if const_expr(partials is not None):
-                self.take_registers(1)
+                take_registers(self.registers[1], self.threads)
                 freed = read if const_expr(mDx is not None) else done
                 index = warp_index - self.dx_warps
-                self.add_up(tiled_mma, partials, full, freed, first, last, chunks, num_tokens, index, lane)
+                self.add_up(tiled_mma, partials, full, freed, first, items, step, num_tokens, index, lane)
         else:
-            self.take_registers(2)
+            take_registers(self.registers[2], self.threads)
             index = warp_index - (self.dx_warps + self.sum_warps)
             if index == 0:
-                self.move_tiles(full, done, first, last, chunks, num_tokens)
+                self.move_tiles(full, done, first, items, step, num_tokens)
             else:
-                self.move_rows(dh, dmean_square, res, pre, full, done, first, last, chunks, num_tokens, index - 1, lane)
-
-    def take_registers(self, role: int):
-        """Move from the even share of a warp to that of its role."""
-        if self.registers is not None:
-            even = MAX_REGISTERS // self.threads // 8 * 8
-            if self.registers[role] > even:
-                cute.arch.setmaxregister_increase(self.registers[role])
-            elif self.registers[role] < even:
-                cute.arch.setmaxregister_decrease(self.registers[role])
+                self.move_rows(dh, dmean_square, res, pre, full, done, first, items, step, num_tokens, index - 1, lane)
 
     @cute.jit
-    def move_tiles(self, full, done, first: Int32, last: Int32, chunks: Int32, num_tokens: Int32):
+    def move_tiles(self, full, done, first: Int32, items: Int32, step: Int32, num_tokens: Int32):
         """One warp: ask for tiles, and write those that are done. A slot is asked for when its store has read it."""
         stages = const_expr(self.config.stages)
         total = Int32(0)
-        for item in cutlass.range(first, last):
-            total += self.tiles_of(item % chunks, num_tokens)
+        for item in cutlass.range(first, items, step):
+            total += self.tiles_of(item, num_tokens)
         item, tile, slot = first, Int32(0), Int32(0)
         done_item, done_tile, done_slot, phase = first, Int32(0), Int32(0), Int32(0)
         for count in cutlass.range(total + stages - 1):
             if count >= stages - 1:
                 cute.arch.mbarrier_wait(done + done_slot, phase)
                 if const_expr(self.dx_warps > 0):
-                    slice_index = self.slice_of(done_item, chunks)
-                    self.ring.write(self.block_of(done_item, done_tile, chunks), slice_index, done_slot)
+                    self.ring.write(self.block_of(done_item, done_tile), self.slice_of(done_item), done_slot)
                 done_tile += 1
-                if done_tile == self.tiles_of(done_item % chunks, num_tokens):
+                if done_tile == self.tiles_of(done_item, num_tokens):
                     done_tile = Int32(0)
-                    done_item += 1
+                    done_item += step
                 done_slot += 1
                 if done_slot == stages:
                     done_slot = Int32(0)
@@ -202,11 +188,11 @@ class ProjectionBackward:
                 if const_expr(self.dx_warps > 0):
                     if count >= stages:
                         self.ring.wait_for_writes(1)
-                self.ring.request(full, self.block_of(item, tile, chunks), self.slice_of(item, chunks), slot)
+                self.ring.request(full, self.block_of(item, tile), self.slice_of(item), slot)
                 tile += 1
-                if tile == self.tiles_of(item % chunks, num_tokens):
+                if tile == self.tiles_of(item, num_tokens):
                     tile = Int32(0)
-                    item += 1
+                    item += step
                 slot = (slot + 1) % stages
         if const_expr(self.dx_warps > 0):
             self.ring.wait_for_writes(0)
@@ -214,7 +200,7 @@ class ProjectionBackward:
     @cute.jit
     def move_rows(
         self, dh, dmean_square, res, pre, full, done,
-        first: Int32, last: Int32, chunks: Int32, num_tokens: Int32, mine: Int32, lane: Int32,
+        first: Int32, items: Int32, step: Int32, num_tokens: Int32, mine: Int32, lane: Int32,
     ):  # fmt: skip
         """Each of three warps prepares every third tile's rows, so that their loads overlap, also with its wait.
 
@@ -223,11 +209,10 @@ class ProjectionBackward:
         config = self.config
         warps = const_expr(min(TOKEN_WARPS, config.stages))
         slot, phase, count = Int32(0), Int32(0), Int32(0)
-        for item in cutlass.range(first, last):
-            chunk = item % chunks
-            for tile in cutlass.range(self.tiles_of(chunk, num_tokens)):
+        for item in cutlass.range(first, items, step):
+            for tile in cutlass.range(self.tiles_of(item, num_tokens)):
                 if count % warps == mine:
-                    first_row = self.block_of(item, tile, chunks) * config.tile_m
+                    first_row = self.block_of(item, tile) * config.tile_m
                     rows = self.tokens.fetch(dh, dmean_square, res, pre, first_row, num_tokens, lane)
                     if count >= config.stages:
                         cute.arch.mbarrier_wait(done + slot, phase ^ 1)
@@ -242,7 +227,7 @@ class ProjectionBackward:
     @cute.jit
     def compute_dx(
         self, tiled_mma, phi, norm_weight, full, read, done,
-        first: Int32, last: Int32, chunks: Int32, num_tokens: Int32, tidx: Int32,
+        first: Int32, items: Int32, step: Int32, num_tokens: Int32, tidx: Int32,
     ):  # fmt: skip
         """A warp's columns of dx; ``parts`` warps share them, each with some of the tokens."""
         config = self.config
@@ -252,15 +237,15 @@ class ProjectionBackward:
         slice_index, slot, phase = Int32(-1), Int32(0), Int32(0)
         shape = tiled_mma.partition_shape_B((8 * config.n, 16))
         held = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.gradient.held_steps)]
-        for item in cutlass.range(first, last):
-            if self.slice_of(item, chunks) != slice_index:
-                slice_index = self.slice_of(item, chunks)
+        for item in cutlass.range(first, items, step):
+            if self.slice_of(item) != slice_index:
+                slice_index = self.slice_of(item)
                 self.gradient.barrier()
                 self.gradient.load_phi(phi, norm_weight, slice_index, tidx)
                 self.gradient.barrier()
                 for step in cutlass.range_constexpr(self.gradient.held_steps):
                     held[step].store(self.gradient.load_phi_step(tiled_mma, step, group, lane).load())
-            for _ in cutlass.range(self.tiles_of(item % chunks, num_tokens)):
+            for _ in cutlass.range(self.tiles_of(item, num_tokens)):
                 cute.arch.mbarrier_wait(full + slot, phase)
                 gradient = self.gradient.project(tiled_mma, held, slot, group, part, lane)
                 self.gradient.finish(thr_mma, gradient, read, slot, phase, group, part, lane)
@@ -274,7 +259,7 @@ class ProjectionBackward:
     @cute.jit
     def add_up(
         self, tiled_mma, partials, full, freed,
-        first: Int32, last: Int32, chunks: Int32, num_tokens: Int32, index: Int32, lane: Int32,
+        first: Int32, items: Int32, step: Int32, num_tokens: Int32, index: Int32, lane: Int32,
     ):  # fmt: skip
         """A warp's columns of partials; ``parts`` warps share them, each with one term of dH."""
         config = self.config
@@ -282,33 +267,32 @@ class ProjectionBackward:
         group, part = index % pairs * config.sum_groups, index // pairs
         slot, phase = Int32(0), Int32(0)
         sums = self.sums.zeros(tiled_mma)
-        for item in cutlass.range(first, last):
-            chunk = item % chunks
+        for item in cutlass.range(first, items, step):
             sums.fill(0.0)
-            for _ in cutlass.range(self.tiles_of(chunk, num_tokens)):
+            for _ in cutlass.range(self.tiles_of(item, num_tokens)):
                 cute.arch.mbarrier_wait(full + slot, phase)
                 self.sums.add_products(tiled_mma, sums, freed, slot, group, part, lane)
                 slot += 1
                 if slot == config.stages:
                     slot = Int32(0)
                     phase ^= 1
-            slice_index = self.slice_of(item, chunks)
+            chunk, slice_index = item // config.slices, self.slice_of(item)
             for g in cutlass.range_constexpr(config.sum_groups):
                 self.sums.store(sums[None, None, None, g], partials, chunk, slice_index, group + g, part, lane)
 
     @cute.jit
-    def tiles_of(self, chunk: Int32, num_tokens: Int32):
-        """Tiles of a chunk of tokens."""
-        left = cutlass.min(num_tokens - chunk * self.config.chunk, self.config.chunk)
+    def tiles_of(self, item: Int32, num_tokens: Int32):
+        """Tiles of an item: those of its chunk of tokens."""
+        left = cutlass.min(num_tokens - item // self.config.slices * self.config.chunk, self.config.chunk)
         return cute.ceil_div(left, self.config.tile_m)
 
-    def block_of(self, item, tile, chunks):
-        """Index among all tiles of tokens."""
-        return item % chunks * (self.config.chunk // self.config.tile_m) + tile
+    def block_of(self, item, tile):
+        """Index of an item's tile among all tiles of tokens."""
+        return item // self.config.slices * (self.config.chunk // self.config.tile_m) + tile
 
-    def slice_of(self, item, chunks):
-        """The channels of an item: of team after team."""
-        return item // chunks * self.config.team + self.member
+    def slice_of(self, item):
+        """The channels of an item."""
+        return item % self.config.slices
 
 
 @compiled

@@ -41,36 +41,45 @@ class StreamGradient:
         Then A's columns [term 0 | term 1 | ...] times block b are all products with term b, in whole steps of 16.
         All of a thread's loads are in flight at once.
         """
-        config, sPhi = self.config, self.sPhi
-        threads = const_expr(config.warps * WARP_SIZE)
-        share = const_expr(-(-config.padded_columns * config.slice_c // threads))
-        values = cute.make_rmem_tensor((share, config.n), Float32)
+        config = self.config
+        threads, width = const_expr(config.warps * WARP_SIZE), const_expr(config.slice_c // 2)  # pairs of columns
+        share = const_expr(-(-config.padded_columns * width // threads))
+        values = cute.make_rmem_tensor((2, config.n, share), Float32)
         values.fill(0.0)
-        for i in cutlass.range_constexpr(config.n):
-            for v in cutlass.range_constexpr(share):
-                j, c = (tidx + v * threads) // config.slice_c, (tidx + v * threads) % config.slice_c
-                bound, column = column_of(config, slice_index, i, c)
-                if j < config.columns and bound < end_of_columns(config):
-                    value = phi[j, column].to(Float32)
-                    if const_expr(norm_weight is not None):
-                        value = value * norm_weight[column].to(Float32)
-                    values[v, i] = value
-        for i in cutlass.range_constexpr(config.n):
-            for v in cutlass.range_constexpr(share):
-                j, c = (tidx + v * threads) // config.slice_c, (tidx + v * threads) % config.slice_c
-                if j < config.padded_columns:
-                    value = values[v, i]
-                    row = const_expr(0)
-                    for b in cutlass.range_constexpr(config.phi_terms):
-                        term = value.to(BFloat16)
-                        value = value - term.to(Float32)
-                        rows = const_expr(config.block_rows(b))
-                        for a in cutlass.range_constexpr(-(-rows // config.padded_columns)):
-                            at = a * config.padded_columns + j
-                            if at < rows:
-                                taken = const_expr(a < config.order - b)
-                                sPhi[row + at, i * config.slice_c + c] = term if const_expr(taken) else BFloat16(0.0)
-                        row = const_expr(row + rows)
+        for v in cutlass.range_constexpr(share):
+            j, pair = (tidx + v * threads) // width, (tidx + v * threads) % width
+            for i in cutlass.range_constexpr(config.n):
+                for e in cutlass.range_constexpr(2):
+                    bound, column = column_of(config, slice_index, i, 2 * pair + e)
+                    if j < config.columns and bound < end_of_columns(config):
+                        value = phi[j, column].to(Float32)
+                        if const_expr(norm_weight is not None):
+                            value = value * norm_weight[column].to(Float32)
+                        values[e, i, v] = value
+        for v in cutlass.range_constexpr(share):
+            j, pair = (tidx + v * threads) // width, (tidx + v * threads) % width
+            if j < config.padded_columns:
+                for i in cutlass.range_constexpr(config.n):
+                    self.put_terms(values[None, i, v].load(), j, i * config.slice_c + 2 * pair)
+
+    @cute.jit
+    def put_terms(self, value, j: Int32, column: Int32):
+        """Two neighbouring numbers of row j of phi' to all of its rows in terms."""
+        config = self.config
+        row = const_expr(0)
+        for b in cutlass.range_constexpr(config.phi_terms):
+            term = cute.make_rmem_tensor((2,), BFloat16)
+            term.store(value.to(BFloat16))
+            value = value - term.load().to(Float32)
+            rows = const_expr(config.block_rows(b))
+            for a in cutlass.range_constexpr(-(-rows // config.padded_columns)):
+                if const_expr(a == config.order - b):
+                    term.fill(0.0)
+                at = a * config.padded_columns + j
+                if at < rows:
+                    place = cute.assume(self.sPhi.layout((row + at, column)), divby=2)
+                    cute.autovec_copy(term, cute.make_tensor(self.sPhi.iterator + place, cute.make_layout(2)))
+            row = const_expr(row + rows)
 
     @cute.jit
     def load_phi_step(self, tiled_mma, step: cutlass.Constexpr[int], group: Int32, lane: Int32):

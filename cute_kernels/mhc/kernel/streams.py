@@ -5,6 +5,8 @@ A token has n streams of C channels, in one of two orders: "streams" (stream aft
 a fragment (vec, n), whatever the order: only loads and stores know it.
 """
 
+from typing import Optional
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -12,6 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.mhc.config import StreamLayout
 
 WARP_SIZE = 32
+SM_REGISTERS = 65536
 THREADS = 256  # of a CTA whose warps have nothing to do with each other
 
 
@@ -252,6 +255,15 @@ def write_to(outputs: cutlass.Constexpr[tuple], row, index, value):
 def select(condition, a, b):
     """``a`` where the condition holds, else ``b``."""
     return a if condition else b
+
+
+def take_registers(registers: Optional[int], threads: int):
+    """Move a warp of a CTA of ``threads`` from its even share to this many registers a thread; None: stay."""
+    even = SM_REGISTERS // threads // 8 * 8
+    if registers is not None and registers > even:
+        cute.arch.setmaxregister_increase(registers)
+    elif registers is not None and registers < even:
+        cute.arch.setmaxregister_decrease(registers)
 
 
 def symbolic_streams(dtype, rows, width: int, align: int):

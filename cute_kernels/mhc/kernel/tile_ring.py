@@ -56,11 +56,11 @@ class TileRing:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, boxes * box_bytes)
             for i in cutlass.range_constexpr(config.n):
                 at = (block_m, *self.box_coordinate(slice_index, i))
-                self.load_box(tma_x, mX, at, self.sX[None, None, i, slot], full + slot)
+                self.load(tma_x, mX, at, self.sX[None, None, i, slot], full + slot)
                 if const_expr(mOut is not None):
-                    self.load_box(tma_out, mOut, at, self.sOut[None, None, i, slot], full + slot)
+                    self.load(tma_out, mOut, at, self.sOut[None, None, i, slot], full + slot)
             if const_expr(mLayer is not None):
-                self.load_box(tma_layer, mLayer, (block_m, slice_index), self.sLayer[None, None, slot], full + slot)
+                self.load(tma_layer, mLayer, (block_m, slice_index), self.sLayer[None, None, slot], full + slot)
         else:
             self.load_plain(mX, self.sX, block_m, slice_index, slot)
             if const_expr(mOut is not None):
@@ -69,14 +69,9 @@ class TileRing:
                 self.load_plain(mLayer, self.sLayer, block_m, slice_index, slot)
             cute.arch.mbarrier_arrive(full + slot)
 
-    @cute.jit
-    def load_box(self, atom, matrix, at, target: cute.Tensor, mbar):
+    def load(self, atom, matrix, at, target: cute.Tensor, mbar):
         """One box of a tile to shared memory."""
-        gBox = cute.local_tile(matrix, (self.config.tile_m, self.config.slice_c), at)
-        tSs, tSg = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(gBox, 0, 2)
-        )
-        cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar)
+        load_box(atom, cute.local_tile(matrix, (self.config.tile_m, self.config.slice_c), at), target, mbar)
 
     @cute.jit
     def write(self, block_m: Int32, slice_index: Int32, slot: Int32):
@@ -155,6 +150,15 @@ class TileRing:
             column = in_boxes(config, group * (8 * config.n))
         # `Pointer.align` would lose the swizzle
         return cute.make_tensor(ring.iterator + cute.assume(slot * (config.n * box) + column, divby=8), layout)
+
+
+@cute.jit
+def load_box(atom: cute.CopyAtom, box: cute.Tensor, target: cute.Tensor, mbar: cute.Pointer):
+    """A box of a matrix to shared memory, by TMA."""
+    tSs, tSg = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(box, 0, 2)
+    )
+    cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar)
 
 
 def swizzle_of(config: ProjectionBackwardConfig, dtype):
