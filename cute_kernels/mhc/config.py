@@ -297,15 +297,15 @@ class ProjectionBackwardConfig:
         """Rows of all terms of phi."""
         return sum(self.block_rows(b) for b in range(self.phi_terms))
 
-    def num_ctas(self, num_tokens: int, num_sms: int) -> int:
-        """As few as need no more rounds, so that most end together; or those that keep their slices, and so phi, even
-        if one round in eight is for that.
+    def num_ctas(self, num_tokens: int, num_sms: int, combines: bool) -> int:
+        """As few as need no more rounds, so that most end together; or those that keep their slices, and so phi: unless
+        the call ``combines``, even if one round in eight is for that.
 
-        H200, without dout, 8192x4x4096: 128 CTAs 154 us, 132 163; 4096x4x7168: 112 133, 128 142.
+        H200, 8192x4x4096, without dout: 128 CTAs 154 us, 132 163; 4096x4x7168: 112 133, 128 142, with dout 217, 212.
         """
         items = -(-num_tokens // self.chunk) * self.slices
         rounds, whole = -(-items // num_sms), num_sms // self.slices * self.slices
-        if whole and 8 * rounds >= 7 * -(-items // whole):
+        if whole and -(-items // whole) - rounds <= (0 if combines else rounds // 7):
             return min(items, whole)
         return -(-items // rounds)
 

@@ -295,7 +295,7 @@ def projection_backward(
     function, sum_chunks, config, num_sms = plan
     tokens = x.shape[0]
     partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32) if sums else None
-    num_ctas = config.num_ctas(tokens, num_sms)
+    num_ctas = config.num_ctas(tokens, num_sms, dout is not None)
     function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas)
     if sum_chunks is not None:
         sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight)

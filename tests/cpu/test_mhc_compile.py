@@ -137,11 +137,12 @@ def test_ctas_of_a_backward():
         config = projection_backward_config(4, channels, "streams", 24, "bfloat16", "float32", "tf32", True)
         items = -(-tokens // config.chunk) * config.slices
         for sms in (1, 78, 132, 148):
-            ctas = found[tokens, channels, sms] = config.num_ctas(tokens, sms)
-            assert 1 <= ctas <= min(items, sms)
-            assert 7 * -(-items // ctas) <= 8 * -(-items // sms)
+            rounds, ctas = -(-items // sms), config.num_ctas(tokens, sms, combines=False)
+            found[tokens, channels, sms] = ctas, config.num_ctas(tokens, sms, combines=True)
+            assert all(1 <= count <= min(items, sms) for count in found[tokens, channels, sms])
+            assert 7 * -(-items // ctas) <= 8 * rounds and -(-items // found[tokens, channels, sms][1]) == rounds
     shapes = (8192, 4096), (4096, 7168), (2048, 5120), (65536, 768)
-    assert [found[(*shape, 132)] for shape in shapes] == [128, 112, 107, 132]
+    assert [found[(*shape, 132)] for shape in shapes] == [(128, 128), (112, 128), (107, 107), (132, 132)]
 
 
 def test_clusters_hold_phi():
