@@ -1,7 +1,7 @@
 """The transformer's training step, with one residual stream and with four: time, tokens a second, memory, losses.
 
     python -m bench.bench_transformer                             every case, results printed
-    python -m bench.bench_transformer --filter step --reps 10     the steps alone
+    python -m bench.bench_transformer --filter ^step --reps 10    the steps alone
     python -m bench.bench_transformer --save                      and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_transformer --list                      the names of the cases
 
@@ -14,7 +14,7 @@ curve    300 steps of `python -m cute_kernels train` with its default sizes: the
 
 What differs from the other families:
 - The optimizer's step is the same for all variants and is left out, so an overhead is a little larger than of a whole
-  step. All variants take turns in one run; those that offload cannot be captured and run eagerly.
+  step. All variants take turns in one run, in random order; those that offload cannot be captured and run eagerly.
 - bytes are the weights, read forward and backward, and their gradients, written once; flops those of the products and
   of causal attention. A step's error is the loss's, relative to the references' on the same parameters.
 - peak is what a step holds at once beside the parameters: activations and gradients.

@@ -69,7 +69,7 @@ def test_curves(capsys):
 
 def test_lines_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", StandIn)
+    monkeypatch.setattr(harness, "CudaDevice", lambda shuffled: StandIn())
     monkeypatch.setattr(harness, "environment", lambda commit: ENVIRONMENT)
     curves = bench_transformer.measure_curves
     monkeypatch.setattr(bench_transformer, "measure_curves", lambda device: curves("cpu", CURVE))
