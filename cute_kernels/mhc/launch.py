@@ -98,13 +98,7 @@ def projection_forward(
         return
     partials = _project_parts(x, phi, norm_weight, precision)
     splits, k, head = partials.shape[0], x.shape[1], H.shape[1] == n
-    key = ("sum_parts", n, k, splits, head, H.get_device())
-    function = _plans.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
-
-        arch = arch_of(H.get_device())
-        function = _plans[key] = coefficients_forward(arch, n, k, splits, True, None, None, head, False)
+    function = _coefficients_kernel(x.get_device(), n, k, splits, True, None, None, None, head, False)
     function(partials, H, mean_square, None, None, None, None, None, H.shape[0])
 
 
@@ -229,16 +223,32 @@ def _coefficients(
     """pre, post and res from the parts of K, H and mean_square being kept if given; without parts from these two."""
     n, head = pre.shape[1], res is None
     splits, keeps = (0, False) if partials is None else (partials.shape[0], H is not None)
-    key = ("coefficients", n, k, splits, head, keeps, variant, pre.get_device(), _dtypes(alpha, beta))
+    function = _coefficients_kernel(pre.get_device(), n, k, splits, keeps, alpha, beta, variant, head, not head)
+    function(partials, H, mean_square, alpha, beta, pre, post, res, pre.shape[0])
+
+
+def _coefficients_kernel(
+    index: int,
+    n: int,
+    k: int,
+    splits: int,
+    keeps: bool,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    variant: tuple | None,
+    head: bool,
+    normalises: bool,
+) -> Launch:
+    """What adds the parts of K, or computes coefficients (with a ``variant``), or both."""
+    key = ("coefficients", index, n, k, splits, keeps, _dtypes(alpha, beta), variant, head, normalises)
     function = _plans.get(key)
     if function is None:
         from cute_kernels.mhc.kernel.coefficients import coefficients_forward
 
-        arch, dtypes = arch_of(pre.get_device()), _cutlass(alpha, beta)
-        function = _plans[key] = coefficients_forward(
-            arch, n, k, splits, keeps, dtypes, _variant(variant), head, not head
-        )
-    function(partials, H, mean_square, alpha, beta, pre, post, res, pre.shape[0])
+        arch = arch_of(index)
+        dtypes, fields = (None, None) if variant is None else (_cutlass(alpha, beta), _variant(variant))
+        function = _plans[key] = coefficients_forward(arch, n, k, splits, keeps, dtypes, fields, head, normalises)
+    return function
 
 
 @registered(
@@ -349,14 +359,7 @@ def coefficients_forward(
     """pre (M, n), post (M, n) and the logits of res (M, n n) from H (M, N) and mean_square (M,)."""
     if not H.shape[0]:
         return
-    n = pre.shape[1]
-    key = ("coefficients_forward", n, variant, H.get_device(), _dtypes(alpha, beta))
-    function = _plans.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
-
-        arch, dtypes = arch_of(H.get_device()), _cutlass(alpha, beta)
-        function = _plans[key] = coefficients_forward(arch, n, 0, 0, False, dtypes, _variant(variant), False, False)
+    function = _coefficients_kernel(H.get_device(), pre.shape[1], 0, 0, False, alpha, beta, variant, False, False)
     function(None, H, mean_square, alpha, beta, pre, post, logits, H.shape[0])
 
 
