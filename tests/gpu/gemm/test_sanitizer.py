@@ -1,11 +1,6 @@
 """compute-sanitizer finds no bad access and no race in small products of each kernel, forward and backward."""
 
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +10,7 @@ from cute_kernels.gemm.config import DECODE_16, DECODE_32, DECODE_32_PAIR, DECOD
 from cute_kernels.gemm.launch import forced
 from jit_cache import prewarm
 from tests.gemm_cases import FP32, Case, here, make_inputs, seeded_generator, stand_in
-
-ROOT = Path(__file__).resolve().parents[3]
-SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 
 
 @dataclass(frozen=True)
@@ -101,19 +94,8 @@ def compiled_for_the_sanitizer():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@needs_sanitizer
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, name, compiled_for_the_sanitizer):
-    # An error of the driver's interface is none of memory: torch looks for functions that a driver may lack
-    options = ["--tool", tool, "--error-exitcode", "9"] + ["--report-api-errors=no"] * (tool == "memcheck")
-    command = [SANITIZER, *options, sys.executable, "-c", PROGRAM, name]
-    # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    report = done.stdout + done.stderr
-    if "Device not supported" in report:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert "done" in done.stdout, report[-4000:]
-    assert done.returncode == 0 and " SUMMARY: 0 " in report, report[-4000:]
+    assert_clean(tool, PROGRAM, name)

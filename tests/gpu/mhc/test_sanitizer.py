@@ -1,20 +1,13 @@
 """compute-sanitizer finds no bad access and no race in small calls of each kernel, forward and backward."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from cute_kernels._target import arch_of
 from jit_cache import prewarm
 from tests.gpu.mhc.conftest import kernels_of
+from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 from tests.mhc_cases import BF16, FP16, FP32, Case
 
-ROOT = Path(__file__).resolve().parents[3]
-SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 PARTS = ("projection", "coefficients", "sinkhorn", "aggregate", "expand_combine", "expand", "contract")
 STREAMWISE = ("aggregate", "expand_combine")
 PRODUCTS = ("projection", "head", "hyper_connection")
@@ -76,19 +69,8 @@ def test_the_runs_are_not_twice_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@needs_sanitizer
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, name, compiled_for_the_sanitizer):
-    # An error of the driver's interface is none of memory: torch looks for functions that a driver may lack
-    options = ["--tool", tool, "--error-exitcode", "9"] + ["--report-api-errors=no"] * (tool == "memcheck")
-    command = [SANITIZER, *options, sys.executable, "-c", PROGRAM, name]
-    # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    report = done.stdout + done.stderr
-    if "Device not supported" in report:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert "done" in done.stdout, report[-4000:]
-    assert done.returncode == 0 and " SUMMARY: 0 " in report, report[-4000:]
+    assert_clean(tool, PROGRAM, name)

@@ -1,17 +1,10 @@
 """compute-sanitizer finds no bad access and no race in small shapes of each variant, there and back."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 from tests.mxfp8_cases import FP32, Case, every_variant
 
-ROOT = Path(__file__).resolve().parents[3]
-SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 SHAPE = (2, 160, 288)  # edges in both directions, several tiles
 CASES = {
     "plain": [case for case in every_variant(SHAPE) if case.scale_layout == "plain"],
@@ -45,20 +38,9 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@needs_sanitizer
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 @pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are compiled beforehand
 def test_sanitizer(tool, name, cases):
-    # An error of the driver's interface is none of memory: torch looks for functions that a driver may lack
-    options = ["--tool", tool, "--error-exitcode", "9"] + ["--report-api-errors=no"] * (tool == "memcheck")
-    command = [SANITIZER, *options, sys.executable, "-c", PROGRAM, name]
-    # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    report = done.stdout + done.stderr
-    if "Device not supported" in report:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert "done" in done.stdout, report[-4000:]
-    assert done.returncode == 0 and " SUMMARY: 0 " in report, report[-4000:]
+    assert_clean(tool, PROGRAM, name)

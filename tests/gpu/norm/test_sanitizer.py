@@ -1,17 +1,10 @@
 """compute-sanitizer finds no bad access and no race in a small and in a clustered shape, forward and backward."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 from tests.norm_cases import BF16, FP32, Case
 
-ROOT = Path(__file__).resolve().parents[3]
-SANITIZER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 CASES = {
     "small": [Case("rms", 64, rows=1024)],
     "cluster": [Case("layer", 32768, weight=FP32, bias=FP32, rows=16)],
@@ -36,7 +29,7 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@needs_sanitizer
 @pytest.mark.parametrize(
     ("tool", "name"),
     [
@@ -50,15 +43,4 @@ print("done")
 )
 @pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are compiled beforehand
 def test_sanitizer(tool, name, cases):
-    # An error of the driver's interface is none of memory: torch looks for functions that a driver may lack
-    options = ["--tool", tool, "--error-exitcode", "9"] + ["--report-api-errors=no"] * (tool == "memcheck")
-    command = [SANITIZER, *options, sys.executable, "-c", PROGRAM, name]
-    # Without torch's cache each tensor is an allocation of its own, so that memcheck sees its end
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    report = done.stdout + done.stderr
-    if "Device not supported" in report:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert "done" in done.stdout, report[-4000:]
-    assert done.returncode == 0 and " SUMMARY: 0 " in report, report[-4000:]
+    assert_clean(tool, PROGRAM, name)
