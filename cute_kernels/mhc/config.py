@@ -120,12 +120,15 @@ def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tm
     )
 
 
+BLOCK_TOKENS = 16  # that a cluster has at once
+
+
 @dataclass(frozen=True)
 class PreConfig:
     """How clusters compute H and the layer input of bf16 streams (kernel/pre.py).
 
     ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
-    ``channels``, in memory in the order ``layout``; ``stages`` blocks of 16 tokens are in flight; ``phi_terms``: bf16
+    ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens are in flight; ``phi_terms``: bf16
     numbers whose sum stands for an element of phi.
     """
 
@@ -146,7 +149,7 @@ class PreConfig:
     @property
     def owned(self) -> int:
         """Tokens of a block whose coefficients a CTA computes."""
-        return 16 // self.cluster
+        return BLOCK_TOKENS // self.cluster
 
     @property
     def boxes(self) -> int:
@@ -184,13 +187,14 @@ class PreConfig:
         helps = 56 if products <= 208 else 24
         return products, min(144, (512 - 2 * products - helps) // 8 * 8), helps
 
-    def max_clusters(self, num_sms: int) -> int:
-        """Clusters that are resident at once: SMs of a GPC that do not make up a cluster stay empty.
+    def num_clusters(self, num_tokens: int, num_sms: int) -> int:
+        """No more than are resident at once: SMs of a GPC that do not make up a cluster stay empty.
 
         H200, one CTA an SM: 66 clusters of 2, 30 of 4, 15 of 8, 7 of 16.
         """
         clusters = num_sms // self.cluster
-        return max(1, clusters if self.cluster <= 2 else clusters * 10 // 11)
+        resident = max(1, clusters if self.cluster <= 2 else clusters * 10 // 11)
+        return min(-(-num_tokens // BLOCK_TOKENS), resident)
 
 
 MAX_PRODUCT_REGISTERS = 192
@@ -211,10 +215,10 @@ def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, preci
         fits = config.product_registers <= MAX_PRODUCT_REGISTERS and n * slice_c <= MAX_PRE_COLUMNS
         if fits and n * config.owned <= 32:  # a lane has one gate
             sums = 2 * 8 * 24 * 4 * (columns + 1)
-            stage = config.boxes * 16 * 128 + 16 * 4 * (columns + 1 + n)
+            stage = BLOCK_TOKENS * (config.boxes * 128 + 4 * (columns + 1 + n))
             stages = min(MAX_STAGES, (SHARED_MEMORY - sums - 4096) // stage)
             phi_bytes = 8 * config.octets * (2 if phi == "bfloat16" else 4)  # a column, as it comes through the ring
-            return replace(config, stages=stages) if phi_bytes <= 2 * 16 * stages else None
+            return replace(config, stages=stages) if phi_bytes <= 2 * BLOCK_TOKENS * stages else None
     return None
 
 

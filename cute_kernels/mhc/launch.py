@@ -21,6 +21,7 @@ from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
     BIAS_CHUNK,
+    PreConfig,
     ProjectionBackwardConfig,
     StreamLayout,
     pre_config,
@@ -32,7 +33,6 @@ from cute_kernels.mhc.config import (
 from cute_kernels.mhc.variants import Variant
 
 PROJECTION_TOKENS = 128  # of a CTA
-BLOCK_TOKENS = 16  # that a cluster has at once
 COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
 # Of a Variant, what the coefficients' kernels know, in the order of its fields
 VARIANT = (
@@ -92,8 +92,8 @@ def projection_forward(
         return
     plan = _cluster_plan(x, phi, norm_weight, None, None, None, n, layout, precision, False, None)
     if plan is not None:
-        function, max_clusters = plan
-        clusters = min(-(-x.shape[0] // BLOCK_TOKENS), max_clusters)
+        function, config, num_sms = plan
+        clusters = config.num_clusters(x.shape[0], num_sms)
         function(x, phi, norm_weight, None, None, H, mean_square, None, None, clusters)
         return
     partials = _project_parts(x, phi, norm_weight, precision)
@@ -140,8 +140,8 @@ def pre_forward(
     if keeps and H is None:
         H = x.new_empty((x.shape[0], phi.shape[0]), dtype=torch.float32)
         mean_square = x.new_empty(x.shape[0], dtype=torch.float32)
-    function, max_clusters = plan
-    clusters = min(-(-x.shape[0] // BLOCK_TOKENS), max_clusters)
+    function, config, num_sms = plan
+    clusters = config.num_clusters(x.shape[0], num_sms)
     function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if head else None, layer_input, clusters)
     if not head:
         _coefficients(None, alpha, beta, H, mean_square, pre, post, res, 0, variant)
@@ -149,8 +149,8 @@ def pre_forward(
 
 def _cluster_plan(
     x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant
-) -> tuple[Launch, int] | None:
-    """Kernel in which clusters hold phi, and the most clusters to launch; None where these are not for it.
+) -> tuple[Launch, PreConfig, int] | None:
+    """Kernel in which clusters hold phi, its configuration, number of SMs; None where these are not for it.
 
     They are for bf16 streams that TMA can address, and phi that 16 CTAs can hold.
     """
@@ -193,7 +193,7 @@ def _plan_clusters(x, phi, norm_weight, alpha, beta, layer_input, n, layout, pre
         mixes and columns == n,
         config,
     )
-    return function, config.max_clusters(sm_count(index))
+    return function, config, sm_count(index)
 
 
 def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:

@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.reduce import float_bits
 from cute_kernels.common.rows import symbolic_vector, synchronize_cluster
-from cute_kernels.mhc.config import PreConfig, StreamLayout
+from cute_kernels.mhc.config import BLOCK_TOKENS, PreConfig, StreamLayout
 from cute_kernels.mhc.kernel.coefficients import Coefficients, sigmoid
 from cute_kernels.mhc.kernel.projection_products import load_operand
 from cute_kernels.mhc.kernel.streams import (
@@ -42,7 +42,6 @@ from cute_kernels.mhc.variants import Variant
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
-TOKENS = 16  # of a block
 BOX = 64  # columns that a TMA copy brings, 128 bytes of each token
 PRODUCT_WARPS = 8
 AHEAD = 4  # steps whose x a warp has asked for
@@ -79,10 +78,10 @@ class PreForward:
         stream,
     ):
         config = self.config
-        box = cute.make_layout((TOKENS, BOX), stride=(BOX, 1))
+        box = cute.make_layout((BLOCK_TOKENS, BOX), stride=(BOX, 1))
         box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_x, mX = cpasync.make_tiled_tma_atom(load, by_stream(config, x), box, (TOKENS, BOX))
+        tma_x, mX = cpasync.make_tiled_tma_atom(load, by_stream(config, x), box, (BLOCK_TOKENS, BOX))
         self.phi_type = phi.element_type
         self.phi_box = const_expr(128 * 8 // phi.element_type.width)
         rows = const_expr(8 * config.octets)
@@ -90,7 +89,7 @@ class PreForward:
         box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
         tma_phi, mPhi = cpasync.make_tiled_tma_atom(load, by_stream(config, phi), box, (rows, self.phi_box))
         op = warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
-        tiled_mma = cute.make_tiled_mma(op, permutation_mnk=(16, TOKENS, 16))
+        tiled_mma = cute.make_tiled_mma(op, permutation_mnk=(16, BLOCK_TOKENS, 16))
         self.kernel(
             tiled_mma, tma_x, mX, tma_phi, mPhi, norm_weight, alpha, beta, h, mean_square, pre, layer_input
         ).launch(
@@ -132,7 +131,8 @@ class PreForward:
         self.summed, self.taken = (smem.allocate_array(Int64, 2) for _ in range(2))
         self.phi_full, self.phi_taken = (smem.allocate_array(Int64, 1) for _ in range(2))
         ring = cute.make_layout(
-            (TOKENS, BOX, config.boxes, stages), stride=(BOX, 1, TOKENS * BOX, TOKENS * BOX * config.boxes)
+            (BLOCK_TOKENS, BOX, config.boxes, stages),
+            stride=(BOX, 1, BLOCK_TOKENS * BOX, BLOCK_TOKENS * BOX * config.boxes),
         )
         memory = smem.allocate(2 * cute.cosize(ring), byte_alignment=1024)
         self.sX = cute.make_tensor(cute.recast_ptr(memory, cute.make_swizzle(3, 4, 3), BFloat16), ring)
@@ -141,16 +141,16 @@ class PreForward:
         slices = cute.make_layout((rows, self.phi_box, boxes), stride=(self.phi_box, 1, rows * self.phi_box))
         start = const_expr(2 * cute.cosize(ring) - 128 * rows * boxes)
         self.sPhi = cute.make_tensor(cute.recast_ptr(memory + start, cute.make_swizzle(3, 4, 3), self.phi_type), slices)
-        self.free_slots = const_expr(start // (TOKENS * 128 * config.boxes))
+        self.free_slots = const_expr(start // (BLOCK_TOKENS * 128 * config.boxes))
         columns = const_expr(config.columns + 1)
         sums = cute.make_layout(
-            (TOKENS, columns, PRODUCT_WARPS, 2),
+            (BLOCK_TOKENS, columns, PRODUCT_WARPS, 2),
             stride=(1, SUM_STRIDE, SUM_STRIDE * columns, SUM_STRIDE * columns * PRODUCT_WARPS),
         )
         self.sSums = smem.allocate_tensor(Float32, sums, byte_alignment=16)
         messages = cute.make_layout((columns, config.owned, cluster, stages))
         self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
-        gates = cute.make_layout((self.gates, TOKENS, stages))
+        gates = cute.make_layout((self.gates, BLOCK_TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
         if tidx == 0:
             readers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes)
@@ -168,7 +168,7 @@ class PreForward:
         synchronize_cluster(config)
 
         first, step = bidx // cluster, grid // cluster
-        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, TOKENS) - first, step)
+        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
         helper, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
         if warp_index < PRODUCT_WARPS:
             take_registers(registers[0], self.threads)
@@ -198,10 +198,10 @@ class PreForward:
             cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
             full = self.full + slot
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * TOKENS * BOX * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
             for box in cutlass.range_constexpr(config.boxes):
                 self.copy_box(
-                    tma_x, mX, (first + index * step) * TOKENS, rank, box, self.sX[None, None, box, slot], full
+                    tma_x, mX, (first + index * step) * BLOCK_TOKENS, rank, box, self.sX[None, None, box, slot], full
                 )
             slot, phase = self.advance(slot, phase)
 
@@ -264,13 +264,13 @@ class PreForward:
         """A warp's products with phi and sums of squares, for every block."""
         config = self.config
         rPhi = self.terms_of_phi(tiled_mma, norm_weight, rank, mine, lane)
-        sums = cute.make_rmem_tensor(tiled_mma.partition_shape_C((16 * config.row_tiles, TOKENS)), Float32)
+        sums = cute.make_rmem_tensor(tiled_mma.partition_shape_C((16 * config.row_tiles, BLOCK_TOKENS)), Float32)
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
             cute.arch.mbarrier_wait(self.full + slot, phase)
             sums.fill(0.0)
             squares = [Float32(0.0), Float32(0.0)]
-            start = slot * (config.boxes * TOKENS * BOX) + mine // 4 * (TOKENS * BOX) + mine % 4 * 16
+            start = slot * (config.boxes * BLOCK_TOKENS * BOX) + mine // 4 * (BLOCK_TOKENS * BOX) + mine % 4 * 16
             operands = [self.operand(tiled_mma, start, s, lane) for s in range(min(AHEAD, config.steps))]
             for s in cutlass.range_constexpr(config.steps):
                 rX = operands[s]
@@ -291,8 +291,8 @@ class PreForward:
     @cute.jit
     def operand(self, tiled_mma: cute.TiledMma, start: Int32, s: cutlass.Constexpr[int], lane: Int32):
         """A block's 16 columns of a warp's step as operand B; eight warps' steps are two boxes."""
-        place = cute.assume(start + s * (2 * TOKENS * BOX), divby=8)
-        tile = cute.make_tensor(self.sX.iterator + place, cute.make_layout((TOKENS, 16), stride=(BOX, 1)))
+        place = cute.assume(start + s * (2 * BLOCK_TOKENS * BOX), divby=8)
+        tile = cute.make_tensor(self.sX.iterator + place, cute.make_layout((BLOCK_TOKENS, 16), stride=(BOX, 1)))
         return load_operand(tiled_mma, "b", tile, False, lane)
 
     @cute.jit
@@ -391,7 +391,7 @@ class PreForward:
             # The slot's messages of the ring's turn before have been read by those that made these gates of them
             cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
             if mine == 0 and lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * TOKENS)
+                cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * BLOCK_TOKENS)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(count):
                 column = i * 16 + group
@@ -433,7 +433,7 @@ class PreForward:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(self.heard + slot, 4 * sums * config.cluster)
             cute.arch.mbarrier_wait(self.heard + slot, phase)
-            first_row = (first + index * step) * TOKENS + rank * owned
+            first_row = (first + index * step) * BLOCK_TOKENS + rank * owned
             totals = cute.make_rmem_tensor((-(-sums // WARP_SIZE),), Float32)
             totals.fill(0.0)
             for part in cutlass.range_constexpr(cute.size(totals)):
@@ -461,10 +461,10 @@ class PreForward:
                 if const_expr(pre is not None):
                     if first_row + token < self.num_tokens and lane < gates * owned:
                         pre[first_row + token, gate] = value
-            for part in cutlass.range_constexpr(-(-gates * TOKENS // WARP_SIZE)):
+            for part in cutlass.range_constexpr(-(-gates * BLOCK_TOKENS // WARP_SIZE)):
                 at = part * WARP_SIZE + lane
                 message = cute.arch.shuffle_sync(value, at % (gates * owned))
-                if at < gates * TOKENS:
+                if at < gates * BLOCK_TOKENS:
                     t = at % (gates * owned) // gates
                     target = self.sGates.layout((at % gates, rank * owned + t, slot))
                     cute.arch.store_async_dsmem(
@@ -490,7 +490,7 @@ class PreForward:
         for index in cutlass.range(rounds):
             cute.arch.mbarrier_wait(self.full + slot, phase)
             cute.arch.mbarrier_wait(self.known + slot, phase)
-            row = (first + index * step) * TOKENS + token
+            row = (first + index * step) * BLOCK_TOKENS + token
             weights = cute.make_rmem_tensor((config.n,), Float32)
             cute.autovec_copy(self.sGates[None, token, slot], weights)
             for p in cutlass.range_constexpr(config.slice_c // BOX):
@@ -510,13 +510,13 @@ class PreForward:
         config = self.config
         n = const_expr(config.n)
         fragment = cute.make_rmem_tensor(cute.make_layout((8, n), stride=(n, 1)), Float32)
-        start = slot * (config.boxes * TOKENS * BOX) + token * BOX + thread * 8
+        start = slot * (config.boxes * BLOCK_TOKENS * BOX) + token * BOX + thread * 8
         for i in cutlass.range_constexpr(n):
             if const_expr(config.layout == "streams"):
                 box = i * (config.boxes // n) + p
             else:
                 box = p * n + i
-            place = cute.assume(start + box * (TOKENS * BOX), divby=8)
+            place = cute.assume(start + box * (BLOCK_TOKENS * BOX), divby=8)
             words = cute.make_rmem_tensor((8,), BFloat16)
             cute.autovec_copy(cute.make_tensor(self.sX.iterator + place, cute.make_layout(8)), words)
             values = to_fp32(words.load())
