@@ -162,7 +162,7 @@ def test_clusters_hold_phi():
             assert config.cluster * config.slice_c - channels >= 0 and config.boxes % 2 == 0
     configs = [pre_config(4, c, "streams", 24, "float32", "tf32") for c in (768, 1280, 2560, 4096, 7168)]
     assert [config.cluster for config in configs] == [2, 4, 8, 16, 16]
-    assert [config.num_clusters(10**6, 132) for config in configs] == [66, 30, 15, 7, 7]
+    assert [config.num_clusters(10**6, 132) for config in configs] == [66, 30, 14, 7, 7]
     assert [config.num_clusters(33, 132) for config in configs] == [3] * 5
     assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
 
