@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CONTRACT = "serial_k16"
+SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
+STORE_STAGES = 2  # parts of a tile that are on their way out by TMA
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,21 @@ class GemmConfig:
     stages: int
     group: int
 
-    def stores_by_tma(self, transposed: bool) -> bool:
-        """Whether aligned results leave by TMA: of whole tiles of 128 rows, where they lie as the tile does."""
-        return self.tile[0] >= 128 and not transposed
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of the tiles in flight."""
+        return self.stages * (self.tile[0] + self.tile[1]) * self.tile[2] * 2
+
+    def stores_by_tma(self, arch: str, transposed: bool) -> bool:
+        """Whether aligned results leave by TMA: where they lie as the tile does, and there is room for them.
+
+        Of tiles of 64 rows on SM90 alone. H200, us, straight from registers: 256x1024x4096 12.9, by TMA 12.5;
+        64x4096x4096 18.1, 17.5; 128x1024x4096 11.7, 11.4.
+        """
+        if transposed or self.tile[1] % 16:
+            return False
+        parts = STORE_STAGES * self.tile[0] * 64
+        return self.tile[0] == 128 or arch.startswith("sm_9") and self.ring_bytes + parts <= SHARED_MEMORY
 
 
 # Tokens along M, for many of them; the first of equal cost is taken
@@ -41,21 +55,32 @@ PREFILL = (
     GemmConfig((128, 128, 64), (1, 2), 6, 8),
     GemmConfig((128, 64, 64), (2, 1), 8, 8),
 )
-# Tokens along N, the product transposed: a warpgroup's instruction may be as narrow as 8 there, so no arithmetic is
-# spent on tokens that are not. As many stages as fit: a stream of weights needs some 64 KB in flight an SM
+# Few tokens. As many stages as fit: a stream of weights needs some 64 KB in flight an SM.
+# Along N, the product transposed, an instruction may be as narrow as 8: no arithmetic is spent on tokens that are not
 DECODE_8 = GemmConfig((64, 8, 128), (1, 1), 11, 1)
 DECODE_8_DEEP = GemmConfig((64, 8, 256), (1, 1), 6, 1)
 DECODE_16 = GemmConfig((64, 16, 128), (1, 1), 10, 1)
-DECODE_32 = GemmConfig((64, 32, 128), (1, 1), 8, 1)
+DECODE_32 = GemmConfig((64, 32, 128), (1, 1), 9, 1)
 DECODE_32_PAIR = GemmConfig((64, 32, 128), (1, 2), 8, 1)
-DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 7, 1)
+DECODE_64 = GemmConfig((64, 64, 128), (1, 1), 6, 1)
 DECODE_64_PAIR = GemmConfig((64, 64, 128), (1, 2), 7, 1)
 DECODE_128_PAIR = GemmConfig((64, 128, 64), (1, 2), 9, 1)
-# Tokens along M, narrow weights: as many tiles as there are SMs
+TOKENS_N = (DECODE_8, DECODE_8_DEEP, DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR)
+# Along M, with tiles as narrow as it takes for all SMs to have one
 DECODE_8_TOKENS_M = GemmConfig((64, 8, 128), (1, 1), 12, 8)
-DECODE_16_TOKENS_M = GemmConfig((64, 16, 128), (1, 1), 11, 8)
 DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 9, 8)
-# Tokens along M, up to 256 of them, SM90: widths that cut the weights into no more tiles than there are SMs
+TOKENS_M = (DECODE_8_TOKENS_M, DECODE_16, DECODE_32, DECODE_32_TOKENS_M)
+# 33 to 64 of them, SM90: widths that cut the weights into no more tiles than there are SMs
+DECODE_64_TOKENS = (
+    DECODE_16,
+    DECODE_32,
+    GemmConfig((64, 48, 128), (1, 1), 7, 1),
+    DECODE_64,
+    GemmConfig((64, 96, 128), (1, 1), 5, 1),
+    GemmConfig((64, 112, 128), (1, 1), 4, 1),
+    GemmConfig((64, 128, 128), (1, 1), 4, 1),
+)
+# Up to 256, SM90: the same
 DECODE_WIDE = (
     GemmConfig((128, 192, 64), (2, 1), 5, 8),
     GemmConfig((128, 224, 64), (2, 1), 4, 8),
@@ -65,12 +90,24 @@ DECODE_WIDE = (
 )
 
 
+def many_tokens(arch: str) -> tuple[GemmConfig, ...]:
+    """Tiles of 128 rows, also for the gradient of a weight."""
+    return DECODE_WIDE + PREFILL if arch == "sm_90a" else PREFILL
+
+
+def few_tokens_along_m(arch: str) -> tuple[GemmConfig, ...]:
+    """Tiles of 64 rows, of tokens."""
+    return tuple(dict.fromkeys(TOKENS_M + DECODE_64_TOKENS)) if arch == "sm_90a" else TOKENS_M
+
+
+def few_tokens_along_n(arch: str) -> tuple[GemmConfig, ...]:
+    """Tiles of 64 rows, of weights."""
+    return TOKENS_N if arch == "sm_90a" else (*TOKENS_N, DECODE_64)
+
+
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     """All kernels that a call may be given to; None: the one for operands of any stride."""
-    one = (DECODE_8, DECODE_8_DEEP, DECODE_16, DECODE_32, DECODE_64)
-    shared = (DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR)
-    tokens_m = (DECODE_8_TOKENS_M, DECODE_16_TOKENS_M, DECODE_32_TOKENS_M)
-    return (None, *PREFILL, *_wide(arch), *one, *shared, *tokens_m)
+    return (None, *dict.fromkeys(many_tokens(arch) + few_tokens_along_m(arch) + few_tokens_along_n(arch)))
 
 
 def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig, bool]:
@@ -78,11 +115,12 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
 
     ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
     8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
-    11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096
-    DECODE_16_TOKENS_M 12.0, DECODE_32 12.4 (12.9); 256x1024x4096 DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9 (13.3);
-    192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 64x12288x4096 DECODE_64 38.3, a tile of 128 weights 39.0 (38.0);
-    64x4096x14336 DECODE_32 with the tokens along M 42.2, DECODE_64 43.6 (45.9); 128x4096x14336 DECODE_64_PAIR 43.5, in
-    steps of 64 of K 44.2, without the pair 49.8 (47.1); 256x4096x14336 DECODE_128_PAIR 51.7, with 8 stages 54.9 (54.0);
+    11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096 DECODE_16
+    with the tokens along M 12.0, DECODE_32 12.4 (12.9); 256x1024x4096 DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9
+    (13.3); 192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 64x12288x4096 (64, 96) of DECODE_64_TOKENS 35.1, DECODE_64 37.6
+    (37.0); 33x12288x4096 35.7, 40.7 (37.1); 64x32000x4096 (64, 128) 73.6, DECODE_64 74.6 (76.0); 128x4096x14336
+    DECODE_64_PAIR 43.5, in steps of 64 of K 44.2, without the pair 49.8 (47.1); 256x4096x14336 DECODE_128_PAIR 51.7,
+    with 8 stages 54.9 (54.0);
     256x4096x4096 22.0, (128, 64) of PREFILL 22.9 (24.5); 256x14336x4096 (128, 224) 48.2, (128, 256) 50.2 (49.3);
     128x14336x4096 (128, 112) 42.6, in steps of 64 43.2 (43.1); 128x32000x4096 (128, 128) 79.9, in steps of 64 81.3
     (81.3).
@@ -95,7 +133,9 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
     if tokens <= 128 and narrow:
         if tokens <= 32:
             return DECODE_8, transposed
-        return (DECODE_8_TOKENS_M if tokens <= 64 else DECODE_16_TOKENS_M), not transposed
+        return (DECODE_8_TOKENS_M if tokens <= 64 else DECODE_16), not transposed
+    if 32 < m <= 64 and m < n and arch == "sm_90a":
+        return min(DECODE_64_TOKENS, key=lambda config: _cost(config, m, n, num_sms)), False
     if tokens <= 16:
         return DECODE_16, transposed
     if tokens <= 32 or tokens <= 128 and weights <= 2048:
@@ -112,12 +152,8 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
         return DECODE_64_PAIR, transposed
     if tokens <= 256 and weights <= (8192 if k > 8192 else 32 * num_sms):
         return DECODE_128_PAIR, transposed
-    configs = _wide(arch) + PREFILL if tokens <= 256 else PREFILL
+    configs = many_tokens(arch) if tokens <= 256 else PREFILL
     return min(configs, key=lambda config: _cost(config, m, n, num_sms)), False
-
-
-def _wide(arch: str) -> tuple[GemmConfig, ...]:
-    return DECODE_WIDE if arch == "sm_90a" else ()
 
 
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:

@@ -6,8 +6,8 @@ next tile's loads run while this one is written.
 
     gmem a, b --TMA--> sA, sB (full / empty mbarriers) --wgmma--> registers --stmatrix--> sD --TMA--> gmem d
 
-From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed or a
-tile has 64 rows.
+From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed or
+the ring leaves no room for sD.
 
 The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
 starts from zero (or d). Nothing here depends on the tile's shape but who does it.
@@ -27,13 +27,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import LayoutEnum
 
-from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.config import SHARED_MEMORY, STORE_STAGES, GemmConfig
 from cute_kernels.gemm.kernel_epilogue import activate, add_bias, load_sums, store_sums, tile_of, transpose
 
 WARPGROUP = 128
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65536 in all: two consumers hold 128 accumulators a thread
-STORE_STAGES = 2
-SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
 
 
 class GemmSm90:
@@ -50,9 +48,10 @@ class GemmSm90:
         self.transposed = transposed
         self.accumulate = accumulate
         self.tma_store = tma_store
-        self.staged = config.tile[0] == 128 and not transposed  # d leaves by way of shared memory
-        if self.staged and config.tile[1] % 16:
-            raise ValueError(f"config.tile must have a multiple of 16 columns, got {config.tile}")
+        self.staged = config.stores_by_tma("sm_90a", transposed)  # d leaves by way of shared memory
+        if tma_store and not self.staged:
+            raise ValueError(f"config.tile must have a multiple of 16 columns, and leave room for parts, got {config}")
+        self.ring_bytes = config.ring_bytes
         self.tile = config.tile
         self.cluster = config.cluster
         self.stages = config.stages
@@ -126,9 +125,8 @@ class GemmSm90:
         Fewer where an activation needs registers, or the ring the room: 256x12288x4096 with (128, 192) and 5 stages
         41.7 us, with 4 and 128 bytes 45.0.
         """
-        tile_m, tile_n, tile_k = self.tile
-        ring = self.stages * (tile_m + tile_n) * tile_k * self.dtype.width // 8
-        row_bytes = 128 if ring + STORE_STAGES * tile_m * 128 <= SHARED_MEMORY else 64
+        tile_m, tile_n, _ = self.tile
+        row_bytes = 128 if self.ring_bytes + STORE_STAGES * tile_m * 128 <= SHARED_MEMORY else 64
         columns = min(64 if self.activation is None else 32, row_bytes * 8 // self.out.width)
         return tile_m, math.gcd(tile_n, columns)
 
@@ -203,7 +201,9 @@ class GemmSm90:
         num_k = mA.shape[1]
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)
-        k_tiles = cute.ceil_div(num_k, tile_k)
+        # At least one, of zeros where there is nothing to sum: where the loop might not run, the compiler moves what is
+        # done to the sums ahead of the wait for them, and ptxas then has every product waited for
+        k_tiles = cutlass.max(cute.ceil_div(num_k, tile_k), 1)
         tiles_m = cute.ceil_div(d.shape[0], tile_m * cluster_m)
         tiles_n = cute.ceil_div(d.shape[1], tile_n * cluster_n)
         first_tile = bidx // (cluster_m * cluster_n)
@@ -292,9 +292,8 @@ class GemmSm90:
                         release.advance()
                 if const_expr(self.in_flight == 1):
                     warpgroup.wait_group(0)
-                    if k_tiles > 0:
-                        ring.consumer_release(release)
-                        release.advance()
+                    ring.consumer_release(release)
+                    release.advance()
 
                 if const_expr(self.staged):
                     num_stored = self.store(

@@ -227,7 +227,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         tile_m, tile_n = config.tile[0] * config.cluster[0], config.tile[1] * config.cluster[1]
         cluster = config.cluster[0] * config.cluster[1]
     outputs = [t for t in (d, z) if t is not None]
-    tma_store = config is not None and config.stores_by_tma(transposed) and all(_rows_aligned(t) for t in outputs)
+    tma_store = config is not None and config.stores_by_tma(arch, transposed) and all(_rows_aligned(t) for t in outputs)
     m, n = (b.shape[0], a.shape[0]) if transposed else (a.shape[0], b.shape[0])
     a_major, b_major = majors[::-1] if transposed else majors
     function = gemm(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels._target import expect_arch
-from cute_kernels.gemm.config import DECODE_32, candidates
+from cute_kernels.gemm.config import few_tokens_along_m, few_tokens_along_n, many_tokens
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -20,21 +20,12 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     # Majors of a and b, output, accumulated
     forward, dx = ("k", "k", bf16, False), ("k", "n", bf16, False)
     dweight, dweight_main = ("m", "n", bf16, False), ("m", "n", Float32, True)
-    for config in candidates(arch):
-        if config is None:
-            continue
-        if config.group > 1:
-            for a_major, b_major, out, accumulate in (forward, dx, dweight, dweight_main):
-                dtypes = (bf16, out, None, None, False)
-                yield (
-                    gemm,
-                    (arch, *dtypes, a_major, b_major, False, accumulate, False, config.stores_by_tma(False), config),
-                )
-        else:
-            dtypes = (bf16, bf16, None, None, False)
-            # Transposed: the weight is a
-            for a_major in ("k", "m"):
-                yield gemm, (arch, *dtypes, a_major, "k", True, False, False, False, config)
-            if config is DECODE_32:
-                for b_major in ("k", "n"):
-                    yield gemm, (arch, *dtypes, "k", b_major, False, False, False, False, config)
+    configs = [(config, (forward, dx, dweight, dweight_main)) for config in many_tokens(arch)]
+    configs += [(config, (forward, dx)) for config in few_tokens_along_m(arch)]
+    for config, products in configs:
+        for a_major, b_major, out, accumulate in products:
+            static = (arch, bf16, out, None, None, False, a_major, b_major, False, accumulate, False)
+            yield gemm, (*static, config.stores_by_tma(arch, False), config)
+    for config in few_tokens_along_n(arch):
+        for a_major in ("k", "m"):  # of the weight
+            yield gemm, (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, config)

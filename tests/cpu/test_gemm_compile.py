@@ -49,7 +49,7 @@ def arguments(arch: str, kernel: tuple, **changes) -> tuple:
         "transposed": transposed,
         "accumulate": False,
         "counts_k": False,
-        "tma_store": config is not None and config.stores_by_tma(transposed),
+        "tma_store": config is not None and config.stores_by_tma(arch, transposed),
         "config": config,
     }
     assert changes.keys() <= given.keys()
@@ -172,19 +172,36 @@ INSTRUCTIONS = {
 }
 
 
+def early_reads(ptx: str) -> list[str]:
+    """What touches a warpgroup's sums while they are added to: ptxas then waits for every product by itself."""
+    busy, found = set(), []
+    for line in ptx.splitlines():
+        if "wgmma.mma_async" in line:
+            busy.update(re.search(r"\{(.*?)\}", line)[1].split(", "))
+        elif "wgmma.wait_group" in line and line.rstrip(" ;").endswith("0"):
+            busy.clear()
+        elif busy.intersection(re.findall(r"%\w+", line)):
+            found.append(line)
+    return found
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 def test_instructions(arch, tmp_path):
     program = f"""
+import pathlib
 import cutlass
+from cute_kernels.gemm.config import DECODE_32
 from cute_kernels.gemm.kernel import gemm
 from tests.cpu.test_gemm_compile import arguments
 from tests.gemm_cases import kernels
-everything = kernels({arch!r})
-chosen = everything[1], max(everything[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1]), (None, False)
-for kernel in chosen:
-    assert gemm.obtain(*arguments({arch!r}, kernel)).origin == "compiled"
-wgrad = arguments({arch!r}, chosen[1], out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
-assert gemm.obtain(*wgrad).origin == "compiled"
+everything = sorted(kernels({arch!r})[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1])
+chosen = everything[0], everything[-1], (DECODE_32, False), (None, False)
+wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
+calls = [(kernel, {{}}) for kernel in chosen] + [(kernel, wgrad) for kernel in chosen[:2]]
+for index, (kernel, options) in enumerate(calls):
+    assert gemm.obtain(*arguments({arch!r}, kernel, **options)).origin == "compiled"
+    (ptx,) = pathlib.Path.cwd().glob("*.ptx")
+    ptx.rename(f"{{index}}.text")  # the next one's name may be the same
 """
     environment = {
         **os.environ,
@@ -198,13 +215,14 @@ assert gemm.obtain(*wgrad).origin == "compiled"
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    texts = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    texts = [path.read_text() for path in tmp_path.glob("*.text")]
     kernels_found = [part for text in texts for part in text.split(".entry ")[1:]]
-    assert len(kernels_found) == 4
+    assert len(kernels_found) == 6
     by_tma = [kernel for kernel in kernels_found if INSTRUCTIONS[arch][0] in kernel]
-    assert len(by_tma) == 3 and all(INSTRUCTIONS[arch][1] in kernel for kernel in by_tma)
+    assert len(by_tma) == 5 and all(INSTRUCTIONS[arch][1] in kernel for kernel in by_tma)
     (other,) = [kernel for kernel in kernels_found if kernel not in by_tma]
     assert "mma.sync.aligned.m16n8k16" in other
+    assert not any(early_reads(kernel) for kernel in kernels_found)
     for kernel in kernels_found:
         assert not re.search(r"\b(atom|red)\.", kernel) and ".local" not in kernel
         assert not re.search(r"mma\S*\.(tf32|f16\.f16\.f16|e4m3|e5m2)", kernel)
