@@ -167,6 +167,33 @@ def test_clusters_hold_phi():
     assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", STREAMS)
+def test_places_in_the_ring(n, layout):
+    """A lane's elements are where the swizzle has them, in every slot, found from one place for all of their rows."""
+    from cute_kernels._target import cutlass_dtype
+    from cute_kernels.mhc.kernel.tile_ring import TileRing, swizzle_bits
+
+    dtypes, precisions = ("bfloat16", "float16", "float32"), ("tf32", "fp32")
+    for name, precision, combines in itertools.product(dtypes, precisions, (False, True)):
+        config = projection_backward_config(
+            n, 256, layout, n * n + 2 * n, name, "float32", precision, True, combines=combines
+        )
+        dtype = cutlass_dtype(getattr(torch, name))
+        ring, width, size = TileRing.__new__(TileRing), config.slice_c, dtype.width // 8
+        ring.config, ring.dtype = config, dtype
+        slots, groups, lanes = range(config.stages), range(config.groups), range(0, 32, 4)
+        for slot, group, lane, octet, column in itertools.product(slots, groups, lanes, range(n), range(8)):
+            box, inside = octet, group * 8 + column
+            if config.layout == "channels":
+                box, inside = divmod((group * n + octet) * 8 + column, width)
+            place = slot * n * config.tile_m * width + ring.place(group, octet, column, lane)
+            for row in range(lane // 4, config.tile_m, 8):
+                byte = (((slot * n + box) * config.tile_m + row) * width + inside) * size
+                byte ^= (byte >> 7 & (1 << swizzle_bits(config, dtype)) - 1) << 4
+                assert (place + (row - lane // 4) * width) * size == byte
+
+
 PARTS_OF_THE_TABLE = 4
 
 

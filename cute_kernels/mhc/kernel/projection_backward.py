@@ -233,7 +233,6 @@ class ProjectionBackward:
         config = self.config
         lane, warp_index = tidx % WARP_SIZE, cute.arch.make_warp_uniform(tidx // WARP_SIZE)
         group, part = warp_index % config.groups, warp_index // config.groups
-        thr_mma = tiled_mma.get_slice(lane)
         slice_index, slot, phase = Int32(-1), Int32(0), Int32(0)
         shape = tiled_mma.partition_shape_B((8 * config.n, 16))
         held = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.gradient.held_steps)]
@@ -248,7 +247,7 @@ class ProjectionBackward:
             for _ in cutlass.range(self.tiles_of(item, num_tokens)):
                 cute.arch.mbarrier_wait(full + slot, phase)
                 gradient = self.gradient.project(tiled_mma, held, slot, group, part, lane)
-                self.gradient.finish(thr_mma, gradient, read, slot, phase, group, part, lane)
+                self.gradient.finish(gradient, read, slot, phase, group, part, lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(done + slot)
                 slot += 1

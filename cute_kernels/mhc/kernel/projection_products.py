@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 
+from cute_kernels.common.convert import to_fp32
 from cute_kernels.mhc.config import ProjectionBackwardConfig
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE
-from cute_kernels.mhc.kernel.tile_ring import TileRing, column_of, end_of_columns, in_boxes
+from cute_kernels.mhc.kernel.tile_ring import TileRing, column_of, end_of_columns
 from cute_kernels.mhc.kernel.token_rows import TokenRows
 
 
@@ -120,7 +121,6 @@ class StreamGradient:
     @cute.jit
     def finish(
         self,
-        thr_mma,
         gradient: cute.Tensor,
         read: Optional[cute.Pointer],
         slot: Int32,
@@ -130,20 +130,22 @@ class StreamGradient:
         lane: Int32,
     ):
         """Add what else there is to dx, and put it in the place of x, once those that add up (if any) have read it."""
-        config = self.config
+        config, ring = self.config, self.ring
         n, count = const_expr(config.n), const_expr(config.tile_m // config.parts)
         first = part * count
-        start = cute.assume(first * config.slice_c, divby=8)
-        vX = self.ring.columns_of_warp(self.ring.sX, slot, group)
-        vOut = self.ring.columns_of_warp(self.ring.sOut, slot, group)
-        sLayer = self.ring.sLayer
-        tCsX = thr_mma.partition_C(cute.make_tensor(vX.iterator + start, self.token_columns(vX, count)))
-        rX = cute.make_rmem_tensor(gradient.shape, self.ring.dtype)
-        cute.autovec_copy(tCsX, rX)
+        rX = cute.make_rmem_tensor(gradient.shape, ring.dtype)
+        pairs = [ring.place(group, q, lane % 4 * 2, lane) for q in range(n)]
+        for q in cutlass.range_constexpr(n):
+            cute.autovec_copy(ring.every_eighth_row(ring.sX, slot, pairs[q], first, count, 2), rX[None, None, q])
         if const_expr(self.tokens.orientation is not None and config.layout == "streams"):
-            other = cute.make_tensor(vOut.iterator + start, self.token_columns(vOut, count))
-            rOut = cute.make_rmem_tensor(gradient.shape, self.ring.dtype)
-            cute.autovec_copy(thr_mma.partition_C(other), rOut)
+            rOut = cute.make_rmem_tensor(gradient.shape, ring.dtype)
+            for q in cutlass.range_constexpr(n):
+                cute.autovec_copy(
+                    ring.every_eighth_row(ring.sOut, slot, pairs[q], first, count, 2), rOut[None, None, q]
+                )
+        if const_expr(self.tokens.gathers and config.layout == "streams"):
+            rLayer = cute.make_rmem_tensor(gradient.shape[:2], ring.dtype)
+            cute.autovec_copy(ring.every_eighth_row(ring.sLayer, slot, pairs[0], first, count, 2), rLayer)
         for m in cutlass.range_constexpr(count // 16):
             for h in cutlass.range_constexpr(2):
                 token = first + m * 16 + h * 8 + lane // 4
@@ -151,44 +153,52 @@ class StreamGradient:
                 if const_expr(config.layout == "streams"):
                     weights = self.tokens.weights(slot, token)
                     gates = self.tokens.gates(slot, token)
+                    xs = [to_fp32(rX[(None, h), m, i].load()) for i in range(n)]
+                    if const_expr(self.tokens.gathers):
+                        layer = to_fp32(rLayer[(None, h), m].load())
+                    if const_expr(self.tokens.orientation is not None):
+                        outs = [to_fp32(rOut[(None, h), m, o].load()) for o in range(n)]
                     for e in cutlass.range_constexpr(2):
-                        if const_expr(self.tokens.gathers):
-                            layer = sLayer[token, group * 8 + lane % 4 * 2 + e, slot].to(Float32)
                         for i in cutlass.range_constexpr(n):
-                            value = gradient[(e, h), m, i] + scale * rX[(e, h), m, i].to(Float32)
+                            value = gradient[(e, h), m, i] + scale * xs[i][e]
                             if const_expr(self.tokens.gathers):
-                                value = value + gates[i] * layer
+                                value = value + gates[i] * layer[e]
                             if const_expr(self.tokens.orientation is not None):
                                 for o in cutlass.range_constexpr(n):
-                                    value = value + weights[i * n + o] * rOut[(e, h), m, o].to(Float32)
-                            rX[(e, h), m, i] = value.to(self.ring.dtype)
+                                    value = value + weights[i * n + o] * outs[o][e]
+                            rX[(e, h), m, i] = value.to(ring.dtype)
                 else:
                     for q in cutlass.range_constexpr(n):
                         # Two neighbouring streams of one channel
                         column = 8 * q + lane % 4 * 2
                         channel, stream = column // n, column % n
                         if const_expr(self.tokens.gathers):
-                            layer = sLayer[token, group * 8 + channel, slot].to(Float32)
+                            at = ring.place_of_channel(group, channel, lane)
+                            layer = ring.every_eighth_row(ring.sLayer, slot, at, first, count, 1)[(0, h), m].to(Float32)
                         if const_expr(self.tokens.orientation is not None):
-                            others = cute.make_rmem_tensor((n,), self.ring.dtype)
-                            place = cute.assume(token * config.slice_c + in_boxes(config, channel * n), divby=n)
-                            cute.autovec_copy(cute.make_tensor(vOut.iterator + place, cute.make_layout(n)), others)
+                            outs = []
+                            unit = const_expr(min(n, 128 // ring.dtype.width))  # neighbours in spite of the swizzle
+                            for o in cutlass.range_constexpr(0, n, unit):
+                                others = cute.make_rmem_tensor((unit,), ring.dtype)
+                                at = ring.place(group, q, lane % 4 * 2 - stream + o, lane)
+                                source = ring.every_eighth_row(ring.sOut, slot, at, first, count, unit)
+                                cute.autovec_copy(source[(None, h), m], others)
+                                values = to_fp32(others.load())
+                                outs += [values[v] for v in range(unit)]
+                        xs = to_fp32(rX[(None, h), m, q].load())
                         for e in cutlass.range_constexpr(2):
-                            value = gradient[(e, h), m, q] + scale * rX[(e, h), m, q].to(Float32)
+                            value = gradient[(e, h), m, q] + scale * xs[e]
                             if const_expr(self.tokens.gathers):
                                 value = value + self.tokens.gate(slot, token, stream + e) * layer
                             if const_expr(self.tokens.orientation is not None):
                                 weights = self.tokens.row(slot, token, stream + e)
                                 for o in cutlass.range_constexpr(n):
-                                    value = value + weights[o] * others[o].to(Float32)
-                            rX[(e, h), m, q] = value.to(self.ring.dtype)
+                                    value = value + weights[o] * outs[o]
+                            rX[(e, h), m, q] = value.to(ring.dtype)
         if const_expr(read is not None):
             cute.arch.mbarrier_wait(read + slot, phase)
-        cute.autovec_copy(rX, tCsX)
-
-    def token_columns(self, view: cute.Tensor, count: int):
-        """A warp's columns of ``count`` tokens."""
-        return cute.make_layout((count, view.shape[1]), stride=view.stride)
+        for q in cutlass.range_constexpr(n):
+            cute.autovec_copy(rX[None, None, q], ring.every_eighth_row(ring.sX, slot, pairs[q], first, count, 2))
 
 
 class PhiSums:

@@ -130,6 +130,41 @@ class TileRing:
                 if first_row + row < mDx.shape[0] and bound < end_of_columns(config):
                     mDx[first_row + row, column] = self.sX[row, c, i, slot]
 
+    def place(self, group, octet: int, column, lane):
+        """Where in a slot a warp's ``octet`` of columns has its ``column``, in the first row that is this lane's."""
+        n, width = self.config.n, self.config.slice_c
+        if self.config.layout == "streams":
+            return self.swizzled(octet, group * 8 + column, lane)
+        column = (group * n + octet) * 8 + column
+        return self.swizzled(column // width, column % width, lane)
+
+    def place_of_channel(self, group, channel, lane):
+        """The same for one of a warp's channels of dlayer."""
+        return self.swizzled(0, group * 8 + channel, lane)
+
+    def swizzled(self, box, column, lane):
+        """Element ``column`` of row lane / 4 of a box; eight rows on the swizzle does the same again.
+
+        So an element's address is a place, found once, and constants; through a swizzled pointer it is computed for
+        each element of each tile (a fifth of the instructions of dx).
+        """
+        size = self.dtype.width // 8
+        byte = (lane // 4 * self.config.slice_c + column) * size
+        byte = byte ^ ((byte >> 7 & (1 << swizzle_bits(self.config, self.dtype)) - 1) << 4)
+        return byte // size + box * (self.config.tile_m * self.config.slice_c)
+
+    @cute.jit
+    def every_eighth_row(
+        self, ring: cute.Tensor, slot: Int32, place, first: Int32, count: cutlass.Constexpr, width: cutlass.Constexpr
+    ):
+        """``width`` elements at ``place`` in ``count`` / 8 of a slot's rows, as ((width, 2), count / 16)."""
+        row = const_expr(self.config.slice_c)
+        slot_size = const_expr(self.config.tile_m * row * (self.config.n if cute.rank(ring) == 4 else 1))
+        layout = cute.make_layout(((width, 2), count // 16), stride=((1, 8 * row), 16 * row))
+        start = cute.assume(slot * slot_size + place + first * row, divby=width)
+        plain = cute.make_ptr(ring.element_type, ring.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(plain + start, layout)
+
     def box_coordinate(self, slice_index, i: int):
         """(tile of columns, stream) of a slice's i-th box."""
         return (slice_index, i) if self.config.layout == "streams" else (slice_index * self.config.n + i, 0)
@@ -161,9 +196,14 @@ def load_box(atom: cute.CopyAtom, box: cute.Tensor, target: cute.Tensor, mbar: c
     cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar)
 
 
+def swizzle_bits(config: ProjectionBackwardConfig, dtype) -> int:
+    """Of a row's units of 16 bytes, as a power of two."""
+    return (config.slice_c * dtype.width // 8 // 16).bit_length() - 1
+
+
 def swizzle_of(config: ProjectionBackwardConfig, dtype):
     """Of the ring's rows: so that eight rows of 16 bytes lie in different banks."""
-    return cute.make_swizzle((config.slice_c * dtype.width // 8 // 16).bit_length() - 1, 4, 3)
+    return cute.make_swizzle(swizzle_bits(config, dtype), 4, 3)
 
 
 def by_stream(config: ProjectionBackwardConfig, x: cute.Tensor) -> cute.Tensor:
