@@ -210,6 +210,23 @@ class ExpandCombineBackward:
         self.post_align = aligns[0]
         self.sums = TokenSums(layout, layout.n + layout.n**2)
         self.weights = StreamWeights(layout.n, orientation, "i", aligns[1], self.sums.threads // WARP_SIZE)
+        # With 8 streams 12 warps fit an SM, too few to load while others compute: a warp asks for its next vectors
+        # before it computes, and takes weights once for all that it has. H200, 4096x8x4096, us: order of streams
+        # 247.3 -> 241.9, of channels 265.8 -> 240.5; without one of the two 242.7 and 271.8, 248.8 and 298.0
+        self.ahead = layout.n == 8
+        self.together = layout.unroll if layout.n == 8 else 1
+
+    def load(self, dout: cute.Tensor, x: Optional[cute.Tensor], f: Optional[cute.Tensor], row, vector) -> tuple:
+        """A lane's vectors of a token's dout, x and f, the first of them ``vector``; zeros beyond its last."""
+        s = self.layout
+        vectors = unrolled(vector, s)
+        if self.ahead:
+            vectors = [(channel, channel < s.channels) for channel, _ in vectors]
+        return (
+            [load_streams(dout, row, channel, inside, s) for channel, inside in vectors],
+            None if x is None else [load_streams(x, row, channel, inside, s) for channel, inside in vectors],
+            None if f is None else [load_channels(f, row, channel, inside, s) for channel, inside in vectors],
+        )
 
     @cute.jit
     def __call__(
@@ -262,51 +279,65 @@ class ExpandCombineBackward:
                 weights = self.weights.load(res, row, cute.arch.warp_idx(), smem)
             sums = cute.make_rmem_tensor((n + n * n,), Float32)
             sums.fill(0.0)
-            for first in cutlass.range(self.sums.first_vector(), s.vectors, self.sums.warps * self.sums.round):
-                vectors = unrolled(first + cute.arch.lane_idx(), s)
-                rD = [load_streams(dout, row, channel, inside, s) for channel, inside in vectors]
-                if const_expr(dpost is not None):
-                    rX = [load_streams(x, row, channel, inside, s) for channel, inside in vectors]
-                    rF = [load_channels(f, row, channel, inside, s) for channel, inside in vectors]
-                for u in cutlass.range_constexpr(s.unroll):
-                    if const_expr(n == 8):
-                        cute.arch.sync_warp()  # or all weights would be loaded to registers at once
-                    channel, inside = vectors[u]
-                    if const_expr(bias is not None):
-                        biases = load_bias(bias, channel, inside, s)
-                    if const_expr(seed is not None):
-                        kept = keep_scales(seed, row, channel, threshold, scale, s)
-                    gradient_f = cute.make_rmem_tensor((s.vec,), Float32)
-                    gradient_x = stream_fragment(Float32, s)
-                    for c in cutlass.range_constexpr(s.vec):
-                        d = [rD[u][c, o].to(Float32) for o in range(n)]
-                        dropped = [d[o] * kept[c, o] for o in range(n)] if const_expr(seed is not None) else d
-                        gradient_f[c] = dropped[0] * posts[0]
-                        for o in cutlass.range_constexpr(1, n):
-                            gradient_f[c] = gradient_f[c] + dropped[o] * posts[o]
-                        if const_expr(dpost is not None):
-                            output = rF[u][c].to(Float32)
-                            if const_expr(bias is not None):
-                                output = output + biases[c]
-                            for o in cutlass.range_constexpr(n):
-                                sums[o] = sums[o] + output * dropped[o]
-                            for i in cutlass.range_constexpr(n):
-                                stream_i = rX[u][c, i].to(Float32)
+            lane, step = cute.arch.lane_idx(), const_expr(self.sums.warps * self.sums.round)
+            needed = (dout, x, f) if const_expr(dpost is not None) else (dout, None, None)
+            held = self.load(*needed, row, self.sums.first_vector() + lane) if const_expr(self.ahead) else None
+            for first in cutlass.range(self.sums.first_vector(), s.vectors, step):
+                vectors = unrolled(first + lane, s)
+                if const_expr(self.ahead):
+                    coming = self.load(*needed, row, first + step + lane)
+                    rD, rX, rF = held
+                else:
+                    rD, rX, rF = self.load(*needed, row, first + lane)
+                for start in cutlass.range_constexpr(0, s.unroll, self.together):
+                    for u in cutlass.range_constexpr(start, start + self.together):
+                        if const_expr(n == 8):
+                            cute.arch.sync_warp()  # or all weights would be loaded to registers at once
+                        channel, inside = vectors[u]
+                        if const_expr(bias is not None):
+                            biases = load_bias(bias, channel, inside, s)
+                        if const_expr(seed is not None):
+                            kept = keep_scales(seed, row, channel, threshold, scale, s)
+                        gradient_f = cute.make_rmem_tensor((s.vec,), Float32)
+                        for c in cutlass.range_constexpr(s.vec):
+                            d = [rD[u][c, o].to(Float32) for o in range(n)]
+                            dropped = [d[o] * kept[c, o] for o in range(n)] if const_expr(seed is not None) else d
+                            gradient_f[c] = dropped[0] * posts[0]
+                            for o in cutlass.range_constexpr(1, n):
+                                gradient_f[c] = gradient_f[c] + dropped[o] * posts[o]
+                            if const_expr(dpost is not None):
+                                output = rF[u][c].to(Float32)
+                                if const_expr(bias is not None):
+                                    output = output + biases[c]
                                 for o in cutlass.range_constexpr(n):
-                                    at = n + mix(i, o, n, self.orientation)
-                                    sums[at] = sums[at] + stream_i * d[o]
+                                    sums[o] = sums[o] + output * dropped[o]
+                                for i in cutlass.range_constexpr(n):
+                                    stream_i = rX[u][c, i].to(Float32)
+                                    for o in cutlass.range_constexpr(n):
+                                        at = n + mix(i, o, n, self.orientation)
+                                        sums[at] = sums[at] + stream_i * d[o]
+                        if const_expr(df is not None):
+                            store_channels(gradient_f, df, row, channel, inside, s)
                     if const_expr(dx is not None):
+                        if const_expr(n == 8):
+                            cute.arch.sync_warp()
+                        gradients = [stream_fragment(Float32, s) for _ in range(self.together)]
                         for i in cutlass.range_constexpr(n):
                             outgoing = self.weights.of(weights, i)
-                            for c in cutlass.range_constexpr(s.vec):
-                                value = outgoing[0] * rD[u][c, 0].to(Float32)
-                                for o in cutlass.range_constexpr(1, n):
-                                    value = value + outgoing[o] * rD[u][c, o].to(Float32)
-                                gradient_x[c, i] = value
-                    if const_expr(df is not None):
-                        store_channels(gradient_f, df, row, channel, inside, s)
-                    if const_expr(dx is not None):
-                        store_streams(gradient_x, dx, row, channel, inside, s)
+                            for g in cutlass.range_constexpr(self.together):
+                                for c in cutlass.range_constexpr(s.vec):
+                                    value = outgoing[0] * rD[start + g][c, 0].to(Float32)
+                                    for o in cutlass.range_constexpr(1, n):
+                                        value = value + outgoing[o] * rD[start + g][c, o].to(Float32)
+                                    gradients[g][c, i] = value
+                        for g in cutlass.range_constexpr(self.together):
+                            channel, inside = vectors[start + g]
+                            store_streams(gradients[g], dx, row, channel, inside, s)
+                if const_expr(self.ahead):
+                    for u in cutlass.range_constexpr(s.unroll):
+                        for k in cutlass.range_constexpr(3):
+                            if const_expr(held[k] is not None):
+                                held[k][u].store(coming[k][u].load())
             if const_expr(dpost is not None):
                 self.sums.store(sums, (dpost, dres), row, smem)
 
@@ -334,7 +365,9 @@ class BiasGradient:
     ):
         chunks = cute.ceil_div(dout.shape[0], self.tokens)
         self.kernel(dout, post, seed, partials, threshold, scale).launch(
-            grid=[cute.ceil_div(self.layout.vectors, WARP_SIZE) * chunks, 1, 1], block=[WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(self.layout.vectors, WARP_SIZE) * chunks, 1, 1],
+            block=[WARP_SIZE, 1, 1],
+            stream=stream,
         )
         self.sum_rows.launch(partials, dbias, None, chunks, stream)
 
