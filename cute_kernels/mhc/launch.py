@@ -4,6 +4,10 @@ All take matrices, a row a token, and write to those that they are given; a plan
 specialised on, so another number of tokens finds the same plan. Each function here is also registered as the operator
 ``cute_kernels::mhc_<name>``, which runs in its place where graphs are traced. No tokens: nothing is launched, and sums
 over the tokens are zeros.
+
+Every kernel is a programmatic dependent launch: it starts while the one before it ends, and waits for its results
+before it touches memory. None lets the next one start earlier than at its own end: the bodies of those that fill the
+GPU would stand in the way of what they wait for (bench/NOTES.md).
 """
 
 from __future__ import annotations

@@ -48,11 +48,12 @@ class AggregateForward:
     @cute.jit
     def __call__(self, x: cute.Tensor, pre: Optional[cute.Tensor], out: cute.Tensor, scale: Float32, stream):
         self.kernel(x, pre, out, scale).launch(
-            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, pre: Optional[cute.Tensor], out: cute.Tensor, scale: Float32):
+        cute.arch.griddepcontrol_wait()
         s = self.layout
         row, vectors = vectors_of_thread(s, backwards=True)
         if row < x.shape[0]:
@@ -87,6 +88,7 @@ class AggregateBackward:
             grid=[cute.ceil_div(x.shape[0], self.sums.tokens), 1, 1],
             block=[self.sums.threads, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -98,6 +100,7 @@ class AggregateBackward:
         dx: Optional[cute.Tensor],
         dpre: Optional[cute.Tensor],
     ):
+        cute.arch.griddepcontrol_wait()
         s = self.layout
         row = self.sums.row()
         if row < x.shape[0]:
@@ -136,11 +139,12 @@ class Expand:
     @cute.jit
     def __call__(self, h: cute.Tensor, x: cute.Tensor, scale: Float32, stream):
         self.kernel(h, x, scale).launch(
-            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, h: cute.Tensor, x: cute.Tensor, scale: Float32):
+        cute.arch.griddepcontrol_wait()
         s = self.layout
         row, vectors = vectors_of_thread(s)
         if row < x.shape[0]:

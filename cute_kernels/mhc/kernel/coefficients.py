@@ -89,7 +89,7 @@ class CoefficientsForward:
         stream,
     ):
         self.kernel(partials, h, mean_square, alpha, beta, pre, post, res, num_tokens).launch(
-            grid=[cute.ceil_div(num_tokens, TOKENS), 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[cute.ceil_div(num_tokens, TOKENS), 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -105,6 +105,7 @@ class CoefficientsForward:
         res: Optional[cute.Tensor],
         num_tokens: Int32,
     ):
+        cute.arch.griddepcontrol_wait()
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         columns = const_expr(self.columns)
@@ -223,7 +224,7 @@ class CoefficientsBackward:
     ):
         chunks = cute.ceil_div(h.shape[0], TOKENS)
         self.kernel(h, mean_square, alpha, beta, dpre, dpost, dres, dh, dmean_square, partials).launch(
-            grid=[chunks, 1, 1], block=[TOKENS, 1, 1], stream=stream
+            grid=[chunks, 1, 1], block=[TOKENS, 1, 1], stream=stream, use_pdl=True
         )
         if const_expr(partials is not None):
             self.sum_rows.launch(partials, dbeta, dalpha, chunks, stream)
@@ -242,6 +243,7 @@ class CoefficientsBackward:
         dmean_square: cute.Tensor,
         partials: Optional[cute.Tensor],
     ):
+        cute.arch.griddepcontrol_wait()
         n, columns = const_expr(self.math.n), const_expr(self.math.columns)
         lane, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()

@@ -146,7 +146,7 @@ class ExpandCombineForward:
         stream,
     ):
         self.kernel(f, bias, post, x, res, seed, out, pre, layer_input, threshold, scale).launch(
-            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -164,6 +164,7 @@ class ExpandCombineForward:
         threshold: Uint32,
         scale: Float32,
     ):
+        cute.arch.griddepcontrol_wait()
         s = self.layout
         row, vectors = vectors_of_thread(s)
         if row < x.shape[0]:
@@ -250,6 +251,7 @@ class ExpandCombineBackward:
             grid=[cute.ceil_div(x.shape[0], self.sums.tokens), 1, 1],
             block=[self.sums.threads, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -269,6 +271,7 @@ class ExpandCombineBackward:
         threshold: Uint32,
         scale: Float32,
     ):
+        cute.arch.griddepcontrol_wait()
         s = self.layout
         n = const_expr(s.n)
         smem = SmemAllocator()
@@ -368,6 +371,7 @@ class BiasGradient:
             grid=[cute.ceil_div(self.layout.vectors, WARP_SIZE) * chunks, 1, 1],
             block=[WARP_SIZE, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
         self.sum_rows.launch(partials, dbias, None, chunks, stream)
 
@@ -381,6 +385,7 @@ class BiasGradient:
         threshold: Uint32,
         scale: Float32,
     ):
+        cute.arch.griddepcontrol_wait()
         s = self.layout
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()

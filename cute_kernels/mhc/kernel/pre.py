@@ -99,6 +99,7 @@ class PreForward:
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -165,6 +166,7 @@ class PreForward:
             cute.arch.mbarrier_init(self.phi_full, 1)
             cute.arch.mbarrier_init(self.phi_taken, PRODUCT_WARPS * WARP_SIZE)
         cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_wait()
         synchronize_cluster(config)
 
         first, step = bidx // cluster, grid // cluster

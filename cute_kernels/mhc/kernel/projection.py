@@ -80,6 +80,7 @@ class ProjectionForward:
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=True,
         )
 
     def tile_layout(self, dtype: Dtype, rows: int, *stages: int):
@@ -129,6 +130,7 @@ class ProjectionForward:
         if const_expr(self.warps_k == 2):
             scratch = smem.allocate_tensor(Float32, self.scratch_layout(), byte_alignment=16)
         blocks = cute.ceil_div(partials.shape[2], TOKENS)
+        cute.arch.griddepcontrol_wait()
 
         if warp_index == WARPS:
             if const_expr(config.tma):

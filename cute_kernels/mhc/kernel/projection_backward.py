@@ -93,7 +93,7 @@ class ProjectionBackward:
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
-            stream=stream,
+            stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -138,6 +138,7 @@ class ProjectionBackward:
                 cute.arch.mbarrier_init(done + stage, (self.dx_warps or self.sum_warps) * WARP_SIZE)
         cute.arch.mbarrier_init_fence()
         self.tokens.clear(tidx, self.threads)
+        cute.arch.griddepcontrol_wait()
         cute.arch.barrier()
 
         # Slice after slice of a chunk, then of the next: the CTAs together read whole rows (H200, 8192x4x4096, with

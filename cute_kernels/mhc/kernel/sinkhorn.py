@@ -218,11 +218,12 @@ class SinkhornForward:
     @cute.jit
     def __call__(self, logits: cute.Tensor, res: cute.Tensor, stream):
         self.kernel(logits, res).launch(
-            grid=[cute.ceil_div(res.shape[0], WARP_SIZE), 1, 1], block=[WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(res.shape[0], WARP_SIZE), 1, 1], block=[WARP_SIZE, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, logits: cute.Tensor, res: cute.Tensor):
+        cute.arch.griddepcontrol_wait()
         size = const_expr(self.iteration.n**2)
         row = cute.arch.block_idx()[0] * WARP_SIZE + cute.arch.thread_idx()[0]
         if row < res.shape[0]:
@@ -241,11 +242,15 @@ class SinkhornBackward:
     @cute.jit
     def __call__(self, logits: cute.Tensor, dres: cute.Tensor, dlogits: cute.Tensor, stream):
         self.kernel(logits, dres, dlogits).launch(
-            grid=[cute.ceil_div(dlogits.shape[0], WARP_SIZE), 1, 1], block=[WARP_SIZE, 1, 1], stream=stream
+            grid=[cute.ceil_div(dlogits.shape[0], WARP_SIZE), 1, 1],
+            block=[WARP_SIZE, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, logits: cute.Tensor, dres: cute.Tensor, dlogits: cute.Tensor):
+        cute.arch.griddepcontrol_wait()
         size = const_expr(self.iteration.n**2)
         lane = cute.arch.thread_idx()[0]
         row = cute.arch.block_idx()[0] * WARP_SIZE + lane
