@@ -120,10 +120,9 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
     (13.3); 192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 64x12288x4096 (64, 96) of DECODE_64_TOKENS 35.1, DECODE_64 37.6
     (37.0); 33x12288x4096 35.7, 40.7 (37.1); 64x32000x4096 (64, 128) 73.6, DECODE_64 74.6 (76.0); 128x4096x14336
     DECODE_64_PAIR 43.5, in steps of 64 of K 44.2, without the pair 49.8 (47.1); 256x4096x14336 DECODE_128_PAIR 51.7,
-    with 8 stages 54.9 (54.0);
-    256x4096x4096 22.0, (128, 64) of PREFILL 22.9 (24.5); 256x14336x4096 (128, 224) 48.2, (128, 256) 50.2 (49.3);
-    128x14336x4096 (128, 112) 42.6, in steps of 64 43.2 (43.1); 128x32000x4096 (128, 128) 79.9, in steps of 64 81.3
-    (81.3).
+    with 8 stages 54.9 (54.0); 256x4096x4096 22.0, (128, 64) of PREFILL 22.9 (24.5); 256x14336x4096 (128, 224) 48.2,
+    (128, 256) 50.2 (49.3); 128x14336x4096 (128, 112) 42.6, in steps of 64 43.2 (43.1); 128x32000x4096 (128, 128) 79.9,
+    in steps of 64 81.3 (81.3).
     """
     tokens, weights = min(m, n), max(m, n)
     transposed = m < n

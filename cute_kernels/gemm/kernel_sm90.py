@@ -6,8 +6,8 @@ next tile's loads run while this one is written.
 
     gmem a, b --TMA--> sA, sB (full / empty mbarriers) --wgmma--> registers --stmatrix--> sD --TMA--> gmem d
 
-From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed or
-the ring leaves no room for sD.
+From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed, a
+tile has 8 columns, or the ring leaves no room for sD.
 
 The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
 starts from zero (or d). Nothing here depends on the tile's shape but who does it.
