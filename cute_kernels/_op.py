@@ -12,16 +12,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 _library = torch.library.Library("cute_kernels", "DEF")
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are ordinary tensors (or None) in eager mode, whose memory may be given to a kernel."""
-    return not is_compiling() and _PLAIN.issuperset(map(type, tensors)) and _len_torch_dispatch_stack() == 0
+def is_plain(
+    a: Tensor | None, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None, *rest: Tensor | None
+) -> bool:
+    """Whether these are ordinary tensors (or None) in eager mode, whose memory may be given to a kernel.
+
+    The first four by name: through a tuple they take 0.6 us, so 0.3 (CPU).
+    """
+    return (
+        type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and type(c) in _PLAIN
+        and type(d) in _PLAIN
+        and not (rest and not _PLAIN.issuperset(map(type, rest)))
+        and not is_dynamo_compiling()
+        and not _len_torch_dispatch_stack()
+    )
 
 
 def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:

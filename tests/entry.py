@@ -9,11 +9,13 @@ from jit_cache import Program
 
 
 def check_entry(program: Program, values: Sequence[Any]) -> None:
-    """Fails where the entry would refuse a call: sizes and strides that are fixed, divisors, addresses, presence.
+    """Fails where the entry would refuse a call: fixed sizes and strides, divisors, addresses, devices, presence.
 
     Strides of dimensions of size 1 are not looked at, as by the entry itself.
     """
     sizes: dict[int, int] = {}
+    devices = {t.device for t in values if isinstance(t, Tensor)}
+    assert len(devices) == 1, f"arguments are on {devices}"
     *arguments, _ = program.arguments  # the last is the stream
     for position, (fake, t) in enumerate(zip(arguments, values, strict=True)):
         if not isinstance(t, Tensor):

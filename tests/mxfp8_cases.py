@@ -14,7 +14,7 @@ from torch import Tensor
 import cute_kernels
 from cute_kernels.mxfp8 import launch, op, reference
 from cute_kernels.mxfp8.checks import SCALE
-from cute_kernels.mxfp8.config import MODES, TILE_COUNTS, scale_rule  # noqa: F401
+from cute_kernels.mxfp8.config import GRIDS, MODES, scale_rule  # noqa: F401
 from tests.entry import check_entry
 from tests.norm_cases import seeded_generator  # noqa: F401
 
@@ -239,9 +239,8 @@ def kernels_of(cases: list[Case], arch: str) -> list[tuple]:
     with stand_in(arch, computes=False) as jobs:
         for case in cases:
             x = laid_out(case, torch.zeros((*case.shape[:-2], 32, 32), dtype=case.dtype))
-            for num_tiles in TILE_COUNTS:
-                launch._plans.clear()
-                with mock.patch.object(launch, "num_tiles", lambda x, found=num_tiles: found):
+            for tiles in GRIDS:
+                with as_many_tiles(tiles):
                     found = call(case, x)
             for i in range(0, len(found), 2):
                 cute_kernels.dequantize(found[i], found[i + 1])
@@ -249,12 +248,12 @@ def kernels_of(cases: list[Case], arch: str) -> list[tuple]:
 
 
 @contextlib.contextmanager
-def as_many_tiles(count: int) -> Iterator[None]:
-    """Within it the kernels for ``count`` tiles run, whatever the size."""
+def as_many_tiles(tiles: tuple[int, int, int]) -> Iterator[None]:
+    """Within it the kernels for so many tiles run (see quantize_config), whatever the size."""
     real = launch.quantize_config
 
-    def config(arch, itemsize, row_kind, col_kind, num_tiles):
-        return real(arch, itemsize, row_kind, col_kind, count)
+    def config(arch, itemsize, row_kind, col_kind, _):
+        return real(arch, itemsize, row_kind, col_kind, tiles)
 
     with mock.patch.object(launch, "quantize_config", config), mock.patch.dict(launch._plans, clear=True):
         yield

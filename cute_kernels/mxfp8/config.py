@@ -7,10 +7,11 @@ from dataclasses import dataclass
 BLOCK = 32
 TILE = 128  # a tile of TILE x TILE elements has one atom of 128 x 4 blocked scales in either orientation
 ATOM = 512  # bytes of that atom
-CLUSTER = 8  # tiles whose 4 bytes of a row of scales fill a sector
 FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
 MANY_TILES = 7000
-TILE_COUNTS = (1, 2401, MANY_TILES)  # one of each geometry
+MOST_PADDING = 1.125  # tiles of whole clusters over tiles
+# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: few, more, many, too thin for clusters
+GRIDS = ((1, 1, 1), (64, 64, 1), (128, 64, 1), (1, 1, 4096))
 MODES = ("rceil", "floor", "ceil", "even")
 
 _FP32_INFINITY = 0x7F800000
@@ -58,7 +59,8 @@ class QuantizeConfig:
         warps: of a CTA.
         persistent: whether resident CTAs walk over the tiles; else a CTA a tile.
         down: whether tiles along the strided dimension come first, else those along the contiguous one.
-        cluster: neighbouring tiles whose CTAs put their scales together, so that whole sectors are written; 1: none.
+        cluster: neighbouring tiles, along the strided dimension (A) and the contiguous one (B), whose CTAs put their
+            scales together, so that larger parts of sectors are written, or whole ones; (1, 1): none.
         in_place: whether the output along the contiguous dimension takes the place of x, so that more CTAs fit an SM.
     """
 
@@ -67,8 +69,15 @@ class QuantizeConfig:
     warps: int
     persistent: bool
     down: bool
-    cluster: int
+    cluster: tuple[int, int] = (1, 1)
     in_place: bool = False
+
+    def num_ctas(self, tiles: tuple[int, int, int], num_sms: int) -> int:
+        """CTAs to launch for tiles along A, along B, and of so many experts."""
+        a, b, experts = tiles
+        padded = [-(-count // size) * size for count, size in zip((a, b), self.cluster, strict=True)]
+        num_ctas = padded[0] * padded[1] * experts
+        return min(num_ctas, self.ctas_per_sm * num_sms) if self.persistent else num_ctas
 
 
 def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
@@ -82,11 +91,12 @@ def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
 
 
 def quantize_config(
-    arch: str, itemsize: int, row_kind: str | None, col_kind: str | None, num_tiles: int
+    arch: str, itemsize: int, row_kind: str | None, col_kind: str | None, tiles: tuple[int, int, int]
 ) -> QuantizeConfig:
     """Geometry for inputs of ``itemsize`` bytes. The bytes written are the same in every geometry.
 
     Kinds: of the scales along the contiguous and along the strided dimension, None where they are not wanted.
+    ``tiles``: along the strided dimension, along the contiguous one, and experts.
     H200, bf16, cold L2, share of the speed of a copy of the same bytes:
 
     few tiles: resident CTAs or a CTA a tile    dual 8192x2048 0.902, 0.871; colwise 4x2880x2880 0.957, 0.921
@@ -94,19 +104,35 @@ def quantize_config(
     clusters or none                            colwise 131072x7168 0.991, 0.965; rowwise 32768x7168 1.012, 0.978
     two outputs, three CTAs an SM               dual 131072x7168 0.826, 8192x7168 0.874; 3-D 8x8192x5120 0.905
     four, of which each writes over its x       0.836, 0.888; 0.896; blocked 4x2880x2880 0.933 for 0.894
-    and in clusters                             0.874, 0.883; 0.931
+
+    Clusters, and four CTAs an SM, in one run (dual 131072x7168, 32768x7168, 8192x7168; 3-D 8x8192x5120, 4x2880x2880):
+
+    none        0.835, 0.879, 0.887; 0.911, 0.896
+    (1, 8)      0.870, 0.901, 0.894; 0.944, 0.926
+    (2, 4)      0.871, 0.907, 0.911; 0.932, 0.931
+    (4, 2)      0.863, 0.900, 0.914; 0.919, 0.927
+    (2, 2)      0.853, 0.892, 0.914; 0.911, 0.938
+    (2, 8)      0.870, 0.892, 0.889; 0.940, 0.887
     """
     outputs = (row_kind is not None) + (col_kind is not None)
+    num_tiles = tiles[0] * tiles[1] * tiles[2]
     few = num_tiles <= FEW_TILES[outputs]
     if itemsize == 4:
-        return QuantizeConfig(1, ctas_per_sm=2, warps=8, persistent=False, down=row_kind is None, cluster=1)
+        return QuantizeConfig(1, ctas_per_sm=2, warps=8, persistent=False, down=row_kind is None)
     if few and (outputs == 1 or row_kind != "blocked" or arch != "sm_90a"):
-        stages = 3 if outputs == 1 else 2
-        return QuantizeConfig(stages, ctas_per_sm=2, warps=8, persistent=True, down=False, cluster=1)
+        return QuantizeConfig(3 if outputs == 1 else 2, ctas_per_sm=2, warps=8, persistent=True, down=False)
+    cluster = (1, 1)
     if outputs == 1:
-        cluster = CLUSTER if "columns" in (row_kind, col_kind) else 1
+        if row_kind == "columns":
+            cluster = (1, 8)
+        elif col_kind == "columns":
+            cluster = (8, 1)
+    elif row_kind == "columns" and arch == "sm_90a":
+        cluster = (2, 2) if num_tiles < MANY_TILES else (2, 4) if col_kind == "columns" else (1, 8)
+    if any(-(-count // size) * size > MOST_PADDING * count for count, size in zip(tiles[:2], cluster, strict=True)):
+        cluster = (1, 1)
+    if outputs == 1:
         return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=row_kind is None, cluster=cluster)
     if arch != "sm_90a":  # in place is measured on sm_90a alone
-        return QuantizeConfig(1, ctas_per_sm=3, warps=8, persistent=False, down=False, cluster=1)
-    cluster = CLUSTER if row_kind == "columns" and num_tiles >= MANY_TILES else 1
+        return QuantizeConfig(1, ctas_per_sm=3, warps=8, persistent=False, down=False)
     return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=False, cluster=cluster, in_place=True)

@@ -58,8 +58,10 @@ class Quantize:
         self.stages = config.stages
         self.ctas_per_sm = config.ctas_per_sm
         self.warps = config.warps
+        self.persistent = config.persistent
         self.down = config.down
         self.cluster = config.cluster
+        self.ctas = config.cluster[0] * config.cluster[1]  # of a cluster
         self.in_place = config.in_place
         if config.in_place and (config.stages > 1 or config.persistent):
             raise ValueError("config.in_place wants one stage and a CTA a tile: the next x would come over an output")
@@ -103,11 +105,13 @@ class Quantize:
             tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, tile)
         s_row = None if const_expr(s_row is None) else cute.recast_ptr(s_row.iterator, dtype=Uint8)
         s_col = None if const_expr(s_col is None) else cute.recast_ptr(s_col.iterator, dtype=Uint8)
-        tiles = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(mX.shape[i], TILE)) for i in range(2)]
-        self.kernel(tma_x, mX, *tiles, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
+        clusters = [
+            cute.fast_divmod_create_divisor_v2(cute.ceil_div(mX.shape[i], TILE * self.cluster[i])) for i in range(2)
+        ]
+        self.kernel(tma_x, mX, *clusters, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
             grid=[num_ctas, 1, 1],
             block=[self.warps * WARP, 1, 1],
-            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
+            cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
@@ -129,8 +133,8 @@ class Quantize:
         self,
         tma_x: cute.CopyAtom,
         mX: cute.Tensor,
-        tiles_a: cute.FastDivmodDivisorV2,
-        tiles_b: cute.FastDivmodDivisorV2,
+        along_a: cute.FastDivmodDivisorV2,
+        along_b: cute.FastDivmodDivisorV2,
         sX_layout: cute.Layout,
         tma_row: Optional[cute.CopyAtom],
         mRow: Optional[cute.Tensor],
@@ -163,12 +167,16 @@ class Quantize:
             bytes_of_x = cute.recast_ptr(sX.iterator, dtype=Uint8)
             sRow = cute.make_tensor(bytes_of_x, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
         full = smem.allocate_array(Int64, self.stages)
+        # The scales that a cluster puts together, of the col pass and of the row pass: words, and a barrier
+        exchanges_col = const_expr(has_col and self.cluster[0] > 1 and self.col_kind == "columns")
+        exchanges_row = const_expr(has_row and self.cluster[1] > 1 and self.row_kind == "columns")
+        exchanges = const_expr(exchanges_col + exchanges_row)
         together = received = None
-        if const_expr(self.cluster > 1):
-            together = smem.allocate_tensor(Int32, cute.make_layout(TILE))
-            received = smem.allocate_array(Int64, 1)
+        if const_expr(exchanges > 0):
+            together = smem.allocate_tensor(Int32, cute.make_layout((TILE, exchanges)))
+            received = smem.allocate_array(Int64, exchanges)
 
-        num_tiles = tiles_a.divisor * tiles_b.divisor * mX.shape[2]
+        num_tiles = along_a.divisor * along_b.divisor * mX.shape[2] * self.ctas
         gX = cute.local_tile(mX, (TILE, TILE), (None, None, None))
         tXsX, tXgX = cpasync.tma_partition(
             tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
@@ -183,23 +191,24 @@ class Quantize:
             if lane == 0:
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
-                if const_expr(self.cluster > 1):
-                    cute.arch.mbarrier_init(received, 1)
+                for i in cutlass.range_constexpr(exchanges):
+                    cute.arch.mbarrier_init(received + i, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            if const_expr(self.cluster > 1):
-                if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(received, 4 * TILE)
+            if const_expr(exchanges > 0):
+                if lane < exchanges:
+                    cute.arch.mbarrier_arrive_and_expect_tx(received + lane, 4 * TILE)
             for stage in cutlass.range_constexpr(self.stages):
-                self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, tiles_a, tiles_b)
+                self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, along_a, along_b)
         cute.arch.barrier()
-        if const_expr(self.cluster > 1):
+        if const_expr(exchanges > 0):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
-        slot, phase = Int32(0), Int32(0)
-        for tile in cutlass.range(bidx, num_tiles, grid):
-            a, b, e = self.place(tile, tiles_a, tiles_b)
+        slot, phase, rank = Int32(0), Int32(0), bidx % self.ctas
+        end, step = (num_tiles, grid) if const_expr(self.persistent) else (bidx + 1, 1)
+        for tile in cutlass.range(bidx, end, step):
+            a, b, e = self.place(tile, along_a, along_b)
             cute.arch.mbarrier_wait(full + slot, phase)
             sT = sX[None, None, slot].iterator
             if tile > bidx:
@@ -222,8 +231,9 @@ class Quantize:
                 if const_expr(has_row):
                     self.send(tma_row, sRow, mRow, a, b, e)
                 cute.arch.cp_async_bulk_commit_group()
-                # All threads have read the slot
-                self.fetch(tma_x, tXgX, tXsX, full, slot, tile + self.stages * grid, num_tiles, tiles_a, tiles_b)
+                if const_expr(self.persistent):  # all threads have read the slot
+                    next_tile = tile + self.stages * grid
+                    self.fetch(tma_x, tXgX, tXsX, full, slot, next_tile, num_tiles, along_a, along_b)
             if const_expr(self.kind_is_square()):
                 if tidx < 16:
                     s = s_row if const_expr(has_row) else s_col
@@ -233,16 +243,19 @@ class Quantize:
             else:
                 if const_expr(has_col):
                     mine = (staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK)
-                    if const_expr(self.cluster > 1 and self.down):
-                        store_together(self.cluster, together, received, *mine)
-                    elif tidx < TILE:
-                        store_scales(self.col_kind, *mine)
+                    if tidx < TILE:
+                        if const_expr(exchanges_col):
+                            store_together(*self.cluster, rank, together[None, 0].iterator, received, *mine)
+                        else:
+                            store_scales(self.col_kind, *mine)
                 if const_expr(has_row):
                     mine = (staged_row, s_row, tidx, a, b, e, mX.shape[0], mX.shape[1] // BLOCK)
-                    if const_expr(self.cluster > 1 and not self.down):
-                        store_together(self.cluster, together, received, *mine)
-                    elif tidx < TILE:
-                        store_scales(self.row_kind, *mine)
+                    if tidx < TILE:
+                        if const_expr(exchanges_row):
+                            i = const_expr(exchanges - 1)
+                            store_together(self.cluster[1], 1, rank, together[None, i].iterator, received + i, *mine)
+                        else:
+                            store_scales(self.row_kind, *mine)
             slot += 1
             if slot == self.stages:
                 slot = Int32(0)
@@ -255,21 +268,22 @@ class Quantize:
         return "square" in (self.row_kind, self.col_kind)
 
     @cute.jit
-    def place(self, tile: Int32, tiles_a: cute.FastDivmodDivisorV2, tiles_b: cute.FastDivmodDivisorV2):
-        """(tile along A, tile along B, expert)."""
+    def place(self, tile: Int32, along_a: cute.FastDivmodDivisorV2, along_b: cute.FastDivmodDivisorV2):
+        """(tile along A, tile along B, expert), of so many clusters along both; their last may lie beyond the end."""
+        cluster, rank = tile // self.ctas, tile % self.ctas
         if const_expr(self.down):
-            rest, a = divmod(tile, tiles_a)
-            e, b = divmod(rest, tiles_b)
+            rest, a = divmod(cluster, along_a)
+            e, b = divmod(rest, along_b)
         else:
-            rest, b = divmod(tile, tiles_b)
-            e, a = divmod(rest, tiles_a)
-        return a, b, e
+            rest, b = divmod(cluster, along_b)
+            e, a = divmod(rest, along_a)
+        return a * self.cluster[0] + rank // self.cluster[1], b * self.cluster[1] + rank % self.cluster[1], e
 
     @cute.jit
-    def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, tiles_a, tiles_b):
+    def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, along_a, along_b):
         """Ask for a tile, if there is one; called by the first warp."""
         if tile < num_tiles:
-            a, b, e = self.place(tile, tiles_a, tiles_b)
+            a, b, e = self.place(tile, along_a, along_b)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * TILE * self.dtype.width // 8)
             cute.arch.sync_warp()

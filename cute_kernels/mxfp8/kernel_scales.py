@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, const_expr
 
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, ScaleRule
 
@@ -123,21 +123,52 @@ def base_of(tensor: cute.Tensor, offset: Int32):
 
 
 @cute.jit
-def store_together(cluster: cutlass.Constexpr[int], together, received, staged, s, t: Int32, tr, tc, e, rows, columns):
-    """``store_scales`` of "columns"; if rows are whole sectors, each CTA of the cluster writes one of 16 rows."""
-    if columns % (4 * cluster) == 0:
-        rank = tc % cluster  # of the CTA: a row of tiles begins with the first CTA of a cluster
-        rows_each = const_expr(TILE // cluster)
-        if t < TILE:
-            place = together.iterator + (t % rows_each * cluster + rank)
-            cute.arch.store_async_dsmem(place, word_at(staged + 4 * t)[0], received, t // rows_each)
-            cute.arch.mbarrier_wait(received, 0)
-            row = tr * TILE + rank * rows_each + t // cluster
-            if row < rows:
-                offset = (Int64(e) * rows + row) * columns + ((tc - rank) * 4 + t % cluster * 4)
-                keep(s + offset, together[t])
-    elif t < TILE:
-        store_scales("columns", staged, s, t, tr, tc, e, rows, columns)
+def store_together(
+    count: cutlass.Constexpr[int],
+    stride: cutlass.Constexpr[int],
+    rank: Int32,
+    together: cute.Pointer,
+    received: cute.Pointer,
+    staged: cute.Pointer,
+    s: cute.Pointer,
+    t: Int32,
+    tr: Int32,
+    tc: Int32,
+    e: Int32,
+    rows: Int32,
+    columns: Int32,
+):
+    """``store_scales`` of "columns" by ``count`` CTAs of neighbouring tiles, of ranks ``stride`` apart in the cluster.
+
+    Each gets the words of all of them for its part of the rows.
+    """
+    rows_each = const_expr(TILE // count)
+    mine = rank // stride % count
+    place = together + (t % rows_each * count + mine)
+    target = rank + (t // rows_each - mine) * stride
+    cute.arch.store_async_dsmem(place, word_at(staged + 4 * t)[0], received, target)
+    cute.arch.mbarrier_wait(received, 0)
+    part = (together, s, t, tr * TILE + mine * rows_each, (tc - mine) * 4, e, rows, columns, 4 * count)
+    if columns % 4 == 0:
+        store_rows(Int32, *part)
+    elif columns % 2 == 0:
+        store_rows(Uint16, *part)
+    else:
+        store_rows(Uint8, *part)
+
+
+@cute.jit
+def store_rows(
+    dtype: cutlass.Constexpr, words, s, t: Int32, row, column, e, rows, columns, width: cutlass.Constexpr[int]
+):
+    """4 * TILE bytes, rows of ``width``, to (row, column) of an expert's scales, as numbers of the ``dtype``."""
+    size = const_expr(dtype.width // 8)
+    pieces = cute.make_tensor(cute.recast_ptr(words, dtype=dtype), cute.make_layout(4 * TILE // size))
+    for i in cutlass.range_constexpr(4 // size):
+        place = (t + i * TILE) * size
+        r, c = row + place // width, column + place % width
+        if r < rows and c < columns:
+            keep(s + ((Int64(e) * rows + r) * columns + c), pieces[t + i * TILE].to(Int32), bits=8 * size)
 
 
 @cute.jit

@@ -6,6 +6,7 @@ sharding rule (sharding.py) for an operator that writes into its arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -160,8 +161,8 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
     arch = arch_of(index)
     along = zip((along_k, along_n), scale_kinds(x.dim(), square, scale_layout), strict=True)
     kinds = [kind if wanted else None for wanted, kind in along]
-    num_ctas = num_tiles(x)
-    config = quantize_config(arch, x.element_size(), *(kinds[::-1] if is_transposed(x) else kinds), num_ctas)
+    tiles = tiles_of(x)
+    config = quantize_config(arch, x.element_size(), *(kinds[::-1] if is_transposed(x) else kinds), tiles)
     function = mxfp8_quantize(
         arch,
         cutlass_dtype(x.dtype),
@@ -175,14 +176,11 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
         scale_layout,
         config,
     )
-    if config.persistent:
-        num_ctas = min(num_ctas, config.ctas_per_sm * sm_count(index))
-    num_ctas = -(-num_ctas // config.cluster) * config.cluster
     x_strides = None
     if x.dim() == 3 and x.shape[0] == 1 and x.stride(0) * x.element_size() % 16:
         x_strides = (x.shape[1] * x.shape[2], *x.stride()[1:])  # one expert's stride means nothing, but TMA reads it
     specs = tuple((*spec, SCALE if i % 2 == 1 else dtype) for i, spec in enumerate(outputs))
-    return Plan(function, num_ctas, specs, x_strides)
+    return Plan(function, config.num_ctas(tiles, sm_count(index)), specs, x_strides)
 
 
 def _plan_dequantize(q: Tensor, kind: str, dtype: torch.dtype) -> Plan:
@@ -191,12 +189,13 @@ def _plan_dequantize(q: Tensor, kind: str, dtype: torch.dtype) -> Plan:
 
     arch = arch_of(q.get_device())
     function = mxfp8_dequantize(arch, fp8_dtype(q.dtype), cutlass_dtype(dtype), q.dim(), is_transposed(q), kind)
-    return Plan(function, num_tiles(q))
+    return Plan(function, math.prod(tiles_of(q)))
 
 
-def num_tiles(x: Tensor) -> int:
-    """Tiles of 128 x 128 of all experts."""
-    return -(-x.shape[-2] // TILE) * -(-x.shape[-1] // TILE) * (x.shape[0] if x.dim() == 3 else 1)
+def tiles_of(x: Tensor) -> tuple[int, int, int]:
+    """Tiles of 128 x 128 along the strided dimension, along the contiguous one, and experts."""
+    n, k = (-(-size // TILE) for size in x.shape[-2:])
+    return (*((k, n) if is_transposed(x) else (n, k)), x.shape[0] if x.dim() == 3 else 1)
 
 
 def fp8_dtype(dtype: torch.dtype):

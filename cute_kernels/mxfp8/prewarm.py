@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels._target import expect_arch
-from cute_kernels.mxfp8.config import TILE_COUNTS, quantize_config, scale_kinds
+from cute_kernels.mxfp8.config import GRIDS, quantize_config, scale_kinds
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -26,7 +26,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         for scale_layout in ("plain", "blocked"):
             kind_k, kind_n = scale_kinds(rank, square, scale_layout)
             kinds = (kind_k if along_k else None, kind_n if along_n else None)
-            for config in dict.fromkeys(quantize_config(arch, 2, *kinds, count) for count in TILE_COUNTS):
+            for config in dict.fromkeys(quantize_config(arch, 2, *kinds, tiles) for tiles in GRIDS):
                 yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
     for rank, transposed, plain in ((2, False, "columns"), (3, False, "columns"), (3, True, "rows")):
         for kind in (plain, "blocked"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.mxfp8 import prewarm
-from cute_kernels.mxfp8.config import MANY_TILES, TILE_COUNTS, quantize_config
+from cute_kernels.mxfp8.config import GRIDS, quantize_config
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
 
@@ -67,24 +67,38 @@ def test_the_shipped_table(arch):
 
 def test_configs():
     """Few tiles are walked over; clusters for scales in columns; with two outputs one takes the place of x, on SM90."""
+    few, more, many, thin = GRIDS
     for arch in ARCHS:
-        assert quantize_config(arch, 4, "rows", None, 1).ctas_per_sm == 2
-        assert quantize_config(arch, 2, "columns", None, 1).persistent
-        for kinds in (("columns", None), (None, "columns")):
-            config = quantize_config(arch, 2, *kinds, MANY_TILES)
-            assert config.cluster == 8 and not config.persistent and config.down == (kinds[0] is None)
+        assert quantize_config(arch, 4, "rows", None, few).ctas_per_sm == 2
+        assert quantize_config(arch, 2, "columns", None, few).persistent
+        for kinds, cluster in ((("columns", None), (1, 8)), ((None, "columns"), (8, 1))):
+            config = quantize_config(arch, 2, *kinds, many)
+            assert config.cluster == cluster and not config.persistent and config.down == (kinds[0] is None)
+            assert quantize_config(arch, 2, *kinds, thin).cluster == (1, 1)
         for kinds in (("blocked", "blocked"), ("square", "square"), ("rows", "columns")):
-            assert quantize_config(arch, 2, *kinds, MANY_TILES).cluster == 1
-    both = [quantize_config("sm_90a", 2, "columns", "rows", count) for count in TILE_COUNTS]
-    assert [c.cluster for c in both] == [1, 1, 8] and [c.in_place for c in both] == [False, True, True]
-    assert quantize_config("sm_90a", 2, "blocked", "blocked", 1).in_place
-    assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", count).in_place for count in TILE_COUNTS)
+            assert quantize_config(arch, 2, *kinds, many).cluster == (1, 1)
+    for kind, large in (("rows", (1, 8)), ("columns", (2, 4))):
+        both = [quantize_config("sm_90a", 2, "columns", kind, tiles) for tiles in GRIDS]
+        assert [c.cluster for c in both] == [(1, 1), (2, 2), large, (1, 1)]
+        assert [c.in_place for c in both] == [False, True, True, True]
+    assert quantize_config("sm_90a", 2, "blocked", "blocked", few).in_place
+    assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", tiles).in_place for tiles in GRIDS)
+
+
+def test_ctas():
+    """One for each tile of whole clusters, of at most an eighth more tiles than there are; else as many as are held."""
+    config = quantize_config("sm_90a", 2, "columns", "columns", (23, 23, 4))
+    assert config.cluster == (2, 2) and config.num_ctas((23, 23, 4), 132) == 24 * 24 * 4
+    for tiles, cluster in (((14, 64, 9), (1, 8)), ((14, 63, 9), (1, 8)), ((14, 57, 9), (1, 8)), ((14, 49, 20), (1, 1))):
+        assert quantize_config("sm_90a", 2, "columns", "rows", tiles).cluster == cluster
+    few = quantize_config("sm_90a", 2, "columns", "columns", (16, 16, 1))
+    assert few.num_ctas((16, 16, 1), 132) == 256 and few.num_ctas((16, 32, 1), 132) == 264
 
 
 def test_in_place_of_what_is_still_needed():
     from cute_kernels.mxfp8.kernel import Quantize
 
-    config = quantize_config("sm_90a", 2, "columns", "columns", MANY_TILES)
+    config = quantize_config("sm_90a", 2, "columns", "columns", GRIDS[2])
     for change in ({"stages": 2}, {"persistent": True}):
         with pytest.raises(ValueError, match="^config.in_place wants one stage and a CTA a tile"):
             Quantize(False, False, None, ("columns", "columns"), dataclasses.replace(config, **change))
@@ -135,11 +149,12 @@ def test_scales_of_squares_are_not_signed(arch, tmp_path):
     """They go through shared memory: a byte read back as signed would be wrong from 128 on."""
     (kernel,) = [k for k in instructions('[Case("3d_dual_square", (2, 96, 160))]', arch, tmp_path) if "mbarrier" in k]
     assert not SIGNED_BYTE.search(kernel)
-    # Inputs, outputs sent, squares, outputs written; where one takes the place of x, all have read it
-    assert kernel.count("bar.sync") == 4 + (arch == "sm_90a")
+    # Inputs, squares, outputs written; where one takes the place of x, all have read it
+    assert kernel.count("bar.sync") == 3 + (arch == "sm_90a")
 
 
 def test_a_call_names_its_dtypes():
     jobs = kernels_of([Case("rowwise", (32, 32), BF16)], "sm_90a")
-    wanted = ["mxfp8_quantize"] * 2 + ["mxfp8_dequantize"]  # for few tiles, for many, and the way back
+    # For few tiles, for many, in clusters or too thin for them, and the way back
+    wanted = ["mxfp8_quantize"] * 3 + ["mxfp8_dequantize"]
     assert [builder.__name__ for builder, _ in jobs] == wanted

@@ -124,8 +124,19 @@ def test_bad_argument(norm, kind, error, change, message):
     assert str(caught.value) == f"{kind}_norm: {message}"
     # The same after a good call, whose plan must not let the bad one through
     norm(kind, **good())
-    with pytest.raises(error):
+    with pytest.raises(error) as again:
         norm(kind, **arguments)
+    assert str(again.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_bad_argument_beside_no_rows(norm, name):
+    """No kernel is asked then, which might refuse it."""
+    arguments = good() | {"x": zeros(0, N)}
+    for kind in KINDS:
+        norm(kind, **arguments)
+        with pytest.raises(ValueError, match=rf"^{kind}_norm: {name} must have shape \(48,\), got \(47,\)$"):
+            norm(kind, **arguments | {name: zeros(47, dtype=torch.float32)})
 
 
 @pytest.mark.parametrize("x", [None, 1.0, [[1.0]]], ids=["None", "float", "list"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels.mxfp8 import launch
-from cute_kernels.mxfp8.config import MANY_TILES, TILE_COUNTS
+from cute_kernels.mxfp8.config import GRIDS
 from tests.mxfp8_cases import (
     FP32,
     Case,
@@ -31,8 +31,8 @@ def test_any_number_of_tiles(case, generator):
     """The reference's bytes, whichever kernel computes them."""
     x = make_input(case, generator)
     wanted = call(case, x, reference)
-    for count in TILE_COUNTS:
-        with as_many_tiles(count), poisoned():
+    for tiles in GRIDS:
+        with as_many_tiles(tiles), poisoned():
             assert_same(call(case, x), wanted)
 
 
@@ -44,11 +44,12 @@ def test_repeats_in_clusters(case, generator):
     x = make_input(case, generator)
     wanted = call(case, x, reference)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    with as_many_tiles(MANY_TILES):
-        for _ in range(300):
-            found = call(case, x)
-            for t, expected in zip(found, wanted, strict=True):
-                wrong += (t.view(torch.uint8) != expected.view(torch.uint8)).any()
+    for tiles in GRIDS[1:3]:
+        with as_many_tiles(tiles):
+            for _ in range(300):
+                found = call(case, x)
+                for t, expected in zip(found, wanted, strict=True):
+                    wrong += (t.view(torch.uint8) != expected.view(torch.uint8)).any()
     assert int(wrong) == 0
 
 

@@ -22,13 +22,13 @@ import sys
 import torch
 import cute_kernels
 from tests.gpu.mxfp8.test_sanitizer import CASES
-from cute_kernels.mxfp8.config import TILE_COUNTS
+from cute_kernels.mxfp8.config import GRIDS
 from tests.mxfp8_cases import as_many_tiles, assert_same, call, laid_out, make_input, reference, seeded_generator
 
 for case in CASES[sys.argv[1]]:
     x = make_input(case, seeded_generator(str(case), "cpu"))
-    for count in TILE_COUNTS[1:] if sys.argv[1] == "many" else (0,):
-        with as_many_tiles(count) if count else contextlib.nullcontext():
+    for tiles in GRIDS[1:] if sys.argv[1] == "many" else (None,):
+        with as_many_tiles(tiles) if tiles else contextlib.nullcontext():
             found = call(case, laid_out(case, x.cuda()))
         values = [cute_kernels.dequantize(found[i], found[i + 1]) for i in range(0, len(found), 2)]
         torch.cuda.synchronize()
