@@ -610,7 +610,8 @@ def _coefficients_backward(
     for kinds, pair in ((static["parameters"], (alpha, beta)), (static["gradients"], (dbeta, dalpha))):
         for wanted, t in zip(kinds, pair, strict=True):
             _is_dtype(wanted, t)
-    assert (partials is not None) == (dbeta is not None or dalpha is not None)
+    adds_up = dbeta is not None or dalpha is not None
+    assert not (static["leaves_sums"] and adds_up) and (partials is not None) == (static["leaves_sums"] or adds_up)
     if partials is not None:
         assert (
             partials.shape[:2] == (2, -(-len(h) // 32)) and partials.shape[2] % 32 == 0 <= partials.shape[2] - columns
@@ -625,6 +626,10 @@ def _coefficients_backward(
         target.copy_(value)
     _write(dbeta, found[3], static["accumulate"][0])
     _write(dalpha, found[2], static["accumulate"][1])
+    if static["leaves_sums"]:
+        partials.zero_()
+        for part, sums in zip(partials, (found[3], found[2]), strict=True):
+            part[0, : len(sums)] = sums
 
 
 def _weight(phi: Tensor, norm_weight: Tensor | None) -> Tensor:
@@ -714,9 +719,19 @@ def _projection_backward(
             partials[index * config.parts].copy_(dh[tokens].t() @ wide[tokens])
 
 
-def _phi_gradient(static, partials, phi, norm_weight, dphi, dweight) -> None:
+def _phi_gradient(static, partials, phi, norm_weight, dphi, dweight, sums, dbeta, dalpha) -> None:
     for name, t in (("phi", phi), ("norm_weight", norm_weight), ("dphi", dphi), ("dweight", dweight)):
         _is_dtype(static[name], t)
+    for name, t, part, accumulate in zip(
+        ("dbeta", "dalpha"),
+        (dbeta, dalpha),
+        (None, None) if sums is None else sums,
+        static["accumulate"][2:],
+        strict=True,
+    ):
+        _is_dtype(static[name], t)
+        if t is not None:
+            _write(t, part.sum(0)[: len(t)], accumulate)
     total = partials.sum(0)
     _write(dphi, total if norm_weight is None else total * norm_weight.float(), static["accumulate"][0])
     _write(dweight, (total * phi.float()).sum(0), static["accumulate"][1])

@@ -19,16 +19,21 @@ SUM_THREADS = SUM_COLUMNS // 4 * SUM_PARTS
 
 
 class SumRows:
-    """Sums of the rows of one or two matrices of partial sums; ``accumulate``: whether each is added to its output."""
+    """Sums of the rows of one or two matrices of partial sums.
 
-    def __init__(self, accumulate: tuple[bool, bool]):
+    ``accumulate``: whether each is added to its output. ``overlaps``: the partial sums were there when the kernel
+    before began, so that it is waited for only to end after it.
+    """
+
+    def __init__(self, accumulate: tuple[bool, bool], overlaps: bool = False):
         self.accumulate = accumulate
+        self.overlaps = overlaps
 
     @cute.jit
     def launch(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows, stream):
         """Add ``rows`` rows of ``partials`` (1 or 2 outputs, rows, columns, padded to a multiple of SUM_COLUMNS).
 
-        A programmatic dependent launch: it overlaps the end of the kernel before.
+        A programmatic dependent launch: it overlaps the end of the kernel before, or all that comes behind its trigger.
         """
         self.kernel(partials, first, second, rows).launch(
             grid=[cute.ceil_div(partials.shape[2], SUM_COLUMNS), partials.shape[0], 1],
@@ -47,7 +52,8 @@ class SumRows:
         sums = smem.allocate_tensor(Float32, cute.make_layout((SUM_COLUMNS, SUM_PARTS)), byte_alignment=16)
         total = cute.make_rmem_tensor((4,), Float32)
         total.fill(0.0)
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.overlaps):
+            cute.arch.griddepcontrol_wait()
         source = partials.iterator + (
             Int64(index) * partials.shape[1] * partials.shape[2] + bidx * SUM_COLUMNS + quad * 4
         )
@@ -78,6 +84,8 @@ class SumRows:
                 if const_expr(second is not None):
                     if index == 1:
                         self.write(second, 1, column, result)
+        if const_expr(self.overlaps):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def write(self, output, which: cutlass.Constexpr[int], column, value):

@@ -258,7 +258,8 @@ def _coefficients_kernel(
 @registered(
     "Tensor x, Tensor phi, Tensor? norm_weight, Tensor dH, Tensor dmean_square, Tensor? dout, Tensor? res, "
     "Tensor? dlayer, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dphi, Tensor(c!)? dnorm_weight, int n, str layout, "
-    "str? orientation, str precision, bool accumulate_phi, bool accumulate_norm_weight"
+    "str? orientation, str precision, bool accumulate_phi, bool accumulate_norm_weight, Tensor? sums=None, "
+    "Tensor(d!)? dbeta=None, Tensor(e!)? dalpha=None, bool accumulate_beta=False, bool accumulate_alpha=False"
 )
 def projection_backward(
     x: Tensor,
@@ -279,17 +280,22 @@ def projection_backward(
     precision: str,
     accumulate_phi: bool,
     accumulate_norm_weight: bool,
+    sums: Tensor | None = None,
+    dbeta: Tensor | None = None,
+    dalpha: Tensor | None = None,
+    accumulate_beta: bool = False,
+    accumulate_alpha: bool = False,
 ) -> None:
     """dx, dphi and dnorm_weight from dH (M, N) and dmean_square (M,), both contiguous.
 
     With ``orientation`` what reaches x past the projection is added to dx before it is rounded: dout (M, K) by way of
-    res (M, n n); with ``dlayer`` (M, C) that by way of pre (M, n), too. res and pre are contiguous.
+    res (M, n n); with ``dlayer`` (M, C) that by way of pre (M, n), too. res and pre are contiguous. With a gradient of
+    phi or of the norm's weight also dbeta and dalpha, from the ``sums`` of ``coefficients_backward``.
     """
-    sums = dphi is not None or dnorm_weight is not None
     if not x.shape[0]:
         _zero((dphi, accumulate_phi), (dnorm_weight, accumulate_norm_weight))
         return
-    accumulate = (accumulate_phi, accumulate_norm_weight)
+    accumulate = (accumulate_phi, accumulate_norm_weight, accumulate_beta, accumulate_alpha)
     key = (
         "projection_backward",
         n,
@@ -299,20 +305,22 @@ def projection_backward(
         accumulate,
         x.get_device(),
         _rows_key(x, dout, dlayer, dx),
-        _dtypes(phi, norm_weight, dphi, dnorm_weight),
+        _dtypes(phi, norm_weight, dphi, dnorm_weight, dbeta, dalpha),
         phi.shape[0],
+        None if dalpha is None else dalpha.shape[0],
     )
     plan = _plans.get(key)
     if plan is None:
-        arguments = (x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight)
+        arguments = (x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, dbeta, dalpha)
         plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate)
     function, sum_chunks, config, num_sms = plan
-    tokens = x.shape[0]
-    partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32) if sums else None
+    tokens, partials = x.shape[0], None
+    if sum_chunks is not None:
+        partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32)
     num_ctas = config.num_ctas(tokens, num_sms, dout is not None)
     function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas)
     if sum_chunks is not None:
-        sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight)
+        sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha)
 
 
 def _product_name(phi: Tensor, norm_weight: Tensor | None) -> str:
@@ -331,7 +339,21 @@ def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precisi
 
 
 def _plan_projection_backward(
-    x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, n, layout, orientation, precision, accumulate
+    x,
+    phi,
+    norm_weight,
+    dout,
+    dlayer,
+    dx,
+    dphi,
+    dnorm_weight,
+    dbeta,
+    dalpha,
+    n,
+    layout,
+    orientation,
+    precision,
+    accumulate,
 ) -> tuple[Launch, Launch | None, ProjectionBackwardConfig, int]:
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
@@ -345,8 +367,9 @@ def _plan_projection_backward(
     function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
     sum_chunks = None
     if sums:
-        dtypes = _cutlass(phi, norm_weight, dphi, dnorm_weight)
-        sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k)
+        dtypes = _cutlass(phi, norm_weight, dphi, dnorm_weight, dbeta, dalpha)
+        alphas = 0 if dalpha is None else dalpha.shape[0]
+        sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k, alphas)
     return function, sum_chunks, config, sm_count(index)
 
 
@@ -369,7 +392,8 @@ def coefficients_forward(
 
 @registered(
     "Tensor H, Tensor mean_square, Tensor alpha, Tensor beta, Tensor? dpre, Tensor? dpost, Tensor? dres, "
-    "Tensor(a!) dH, Tensor(b!) dmean_square, Tensor(c!)? dbeta, Tensor(d!)? dalpha, int n, bool normalises, "
+    "Tensor(a!) dH, Tensor(b!) dmean_square, Tensor(c!)? dbeta, Tensor(d!)? dalpha, Tensor(e!)? sums, int n, "
+    "bool normalises, "
     f"bool accumulate_beta, bool accumulate_alpha, {VARIANT}"
 )
 def coefficients_backward(
@@ -384,18 +408,22 @@ def coefficients_backward(
     dmean_square: Tensor,
     dbeta: Tensor | None,
     dalpha: Tensor | None,
+    sums: Tensor | None,
     n: int,
     normalises: bool,
     accumulate_beta: bool,
     accumulate_alpha: bool,
     *variant,
 ) -> None:
-    """Gradients from those of pre, post and res (None: zeros); ``normalises``: res is what Sinkhorn makes of h."""
+    """Gradients from those of pre, post and res (None: zeros); ``normalises``: res is what Sinkhorn makes of h.
+
+    ``sums`` (``coefficient_sums``): in place of dbeta and dalpha, for ``projection_backward`` to add up.
+    """
     tokens, columns = H.shape
     if not tokens:
         _zero((dbeta, accumulate_beta), (dalpha, accumulate_alpha))
         return
-    accumulate = (accumulate_beta, accumulate_alpha)
+    accumulate = (accumulate_beta and sums is None, accumulate_alpha and sums is None)
     key = (
         "coefficients_backward",
         n,
@@ -406,6 +434,7 @@ def coefficients_backward(
         H.get_device(),
         _rows_key(H, dpre, dpost, dres),
         _dtypes(alpha, beta, dbeta, dalpha),
+        sums is None,
     )
     function = _plans.get(key)
     if function is None:
@@ -423,11 +452,16 @@ def coefficients_backward(
             _variant(variant),
             columns == n,
             normalises,
+            sums is not None,
         )
-    partials = None
     if dbeta is not None or dalpha is not None:
-        partials = _rows_of_sums(H, 2, COEFFICIENT_TOKENS, columns)
-    function(H, mean_square, alpha, beta, dpre, dpost, dres, dH, dmean_square, partials, dbeta, dalpha)
+        sums = coefficient_sums(H)
+    function(H, mean_square, alpha, beta, dpre, dpost, dres, dH, dmean_square, sums, dbeta, dalpha)
+
+
+def coefficient_sums(H: Tensor) -> Tensor:
+    """Room for the partial sums of dbeta and dalpha."""
+    return _rows_of_sums(H, 2, COEFFICIENT_TOKENS, H.shape[1])
 
 
 @registered("Tensor logits, Tensor(a!) res, int iterations, str variant, float eps")

@@ -34,10 +34,9 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     layout, orientation = variant.layout, variant.res_orientation
     names = "bfloat16", "float32", "tf32", True
     fp32 = (Float32, Float32)
-    both_main_grads = ((False, False), (True, True))
-    for accumulate in both_main_grads:
-        has, aligns = (True, True, True), (4, 4, 4, 4)
-        yield coefficients_backward, (arch, N, fp32, fp32, accumulate, has, aligns, variant, False, True)
+    has, aligns = (True, True, True), (4, 4, 4, 4)
+    sums = (None, None), (False, False)  # left to phi_gradient
+    yield coefficients_backward, (arch, N, fp32, *sums, has, aligns, variant, False, True, True)
     yield coefficients_forward, (arch, N, 0, 0, False, fp32, variant, False, True)
     for channels in CHANNELS:
         k, streams = N * channels, stream_layout(N, channels, layout, 2, 8)
@@ -48,8 +47,9 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         for mixes in (orientation, None):  # of hyper_connection, of pre alone
             config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None)
             yield projection_backward, (arch, bf16, Float32, None, True, True, mixes, True, config)
-        for accumulate, _ in both_main_grads:
-            yield phi_gradient, (arch, Float32, None, Float32, None, (accumulate, False), columns, k)
+        for accumulate in (False, True):  # into main_grads
+            outputs = Float32, None, *fp32, (accumulate, False, accumulate, accumulate)
+            yield phi_gradient, (arch, Float32, None, *outputs, columns, k, 3)
         for pre_align in (1, 4):  # 4: of a block of recompute, where it aggregates, too
             aligns = (4, 4, pre_align)
             yield expand_combine_forward, (arch, bf16, None, False, pre_align == 4, orientation, aligns, streams)

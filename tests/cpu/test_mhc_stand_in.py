@@ -594,9 +594,9 @@ def test_the_schemas_name_what_is_written():
     assert written == {
         "mhc_projection_forward": {"H", "mean_square"},
         "mhc_pre_forward": {"H", "mean_square", "pre", "post", "res", "layer_input"},
-        "mhc_projection_backward": {"dx", "dphi", "dnorm_weight"},
+        "mhc_projection_backward": {"dx", "dphi", "dnorm_weight", "dbeta", "dalpha"},
         "mhc_coefficients_forward": {"pre", "post", "logits"},
-        "mhc_coefficients_backward": {"dH", "dmean_square", "dbeta", "dalpha"},
+        "mhc_coefficients_backward": {"dH", "dmean_square", "dbeta", "dalpha", "sums"},
         "mhc_sinkhorn_forward": {"res"},
         "mhc_sinkhorn_backward": {"dlogits"},
         "mhc_aggregate_forward": {"out"},

@@ -226,7 +226,7 @@ class CoefficientsBackward:
         self.kernel(h, mean_square, alpha, beta, dpre, dpost, dres, dh, dmean_square, partials).launch(
             grid=[chunks, 1, 1], block=[TOKENS, 1, 1], stream=stream, use_pdl=True
         )
-        if const_expr(partials is not None):
+        if const_expr(dbeta is not None or dalpha is not None):
             self.sum_rows.launch(partials, dbeta, dalpha, chunks, stream)
 
     @cute.kernel
@@ -244,6 +244,7 @@ class CoefficientsBackward:
         partials: Optional[cute.Tensor],
     ):
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # a few warps that wait a lot: the next kernel begins beside them
         n, columns = const_expr(self.math.n), const_expr(self.math.columns)
         lane, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
@@ -360,13 +361,17 @@ def coefficients_backward(
     variant: Variant,
     head: bool,
     normalises: bool,
+    leaves_sums: bool,
 ) -> Program:
-    """dH, dmean_square, dbeta, dalpha (``gradients``: dtypes of these) from what it ``has`` of dpre, dpost, dres."""
+    """dH, dmean_square, dbeta, dalpha (``gradients``: dtypes of these) from what it ``has`` of dpre, dpost, dres.
+
+    ``leaves_sums``: the partial sums of dbeta and dalpha are an output, for ``phi_gradient`` to add up.
+    """
     rows, chunks = cute.sym_int(), cute.sym_int()
     columns = n if head else n * n + 2 * n
     padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
     dbeta, dalpha = gradients
-    sums = dbeta is not None or dalpha is not None
+    sums = leaves_sums or dbeta is not None or dalpha is not None
     return Program(
         CoefficientsBackward(n, variant, head, normalises, accumulate, aligns),
         symbolic_streams(Float32, rows, columns, aligns[0]),

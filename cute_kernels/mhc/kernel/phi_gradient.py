@@ -4,6 +4,9 @@
 
 A warp adds the chunks of neighbouring columns of one row, in ascending order. For the weight's gradient a CTA has all
 rows: their contributions meet in shared memory and are added in ascending order, too.
+
+Beside it the sums that ``coefficients_backward`` has left, of dbeta and dalpha, are added up: behind that kernel they
+would keep the backward of the projection waiting. They were there before this kernel began, and need not wait for it.
 """
 
 import math
@@ -15,6 +18,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.kernel.streams import WARP_SIZE
 from jit_cache import Program, compiled
@@ -26,12 +31,13 @@ DEPTH = 16  # loads in flight a thread
 
 
 class PhiGradient:
-    """See the module; ``accumulate``: whether dphi and dnorm_weight are added to what their outputs hold."""
+    """See the module; ``accumulate``: whether dphi, dnorm_weight, dbeta and dalpha are added to their outputs."""
 
-    def __init__(self, columns: int, k: int, accumulate: tuple[bool, bool]):
+    def __init__(self, columns: int, k: int, accumulate: tuple[bool, bool, bool, bool]):
         self.columns = columns
         self.k = k
-        self.accumulate = accumulate
+        self.accumulate = accumulate[:2]
+        self.sum_rows = SumRows(accumulate[2:], overlaps=True)
 
     @cute.jit
     def __call__(
@@ -41,6 +47,9 @@ class PhiGradient:
         norm_weight: Optional[cute.Tensor],
         dphi: Optional[cute.Tensor],
         dweight: Optional[cute.Tensor],
+        sums: Optional[cute.Tensor],
+        dbeta: Optional[cute.Tensor],
+        dalpha: Optional[cute.Tensor],
         stream,
     ):
         # Rows of a CTA, its warps, and columns of a thread: one where all rows of few columns fill the GPU better
@@ -53,6 +62,8 @@ class PhiGradient:
             stream=stream,
             use_pdl=True,
         )
+        if const_expr(sums is not None):
+            self.sum_rows.launch(sums, dbeta, dalpha, sums.shape[1], stream)
 
     @cute.kernel
     def kernel(
@@ -74,6 +85,7 @@ class PhiGradient:
         layout = cute.make_layout(shape, stride=(1, shape[0] * shape[2], shape[0]))
         ring = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if k < self.k:
             for j in cutlass.range(block * self.rows + warp, last, self.warps):
                 total = self.sum_chunks(partials, ring[None, None, tidx], j, k)
@@ -132,12 +144,20 @@ def phi_gradient(
     norm_weight: Optional[Dtype],
     dphi: Optional[Dtype],
     dweight: Optional[Dtype],
-    accumulate: tuple[bool, bool],
+    dbeta: Optional[Dtype],
+    dalpha: Optional[Dtype],
+    accumulate: tuple[bool, bool, bool, bool],
     columns: int,
     k: int,
+    alphas: int,
 ) -> Program:
-    """dphi (N, K) and dnorm_weight (K,) from partials (chunks, N, K), phi (N, K) and norm_weight (K,)."""
-    chunks = cute.sym_int()
+    """dphi (N, K) and dnorm_weight (K,) from partials (chunks, N, K), phi (N, K) and norm_weight (K,).
+
+    dbeta (N,) and dalpha (``alphas``,) from the sums that ``coefficients_backward`` leaves.
+    """
+    chunks, token_chunks = cute.sym_int(), cute.sym_int()
+    padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
+    leaves_sums = dbeta is not None or dalpha is not None
 
     def matrix(dtype: Optional[Dtype], *shape, align: int = 0):
         if dtype is None:
@@ -152,5 +172,8 @@ def phi_gradient(
         symbolic_vector(norm_weight, k),
         matrix(dphi, columns, k),
         symbolic_vector(dweight, k),
+        matrix(Float32 if leaves_sums else None, 2, token_chunks, padded, align=16),
+        symbolic_vector(dbeta, columns),
+        symbolic_vector(dalpha, alphas),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -195,6 +195,7 @@ class ProjectionBackward:
                     tile = Int32(0)
                     item += step
                 slot = (slot + 1) % stages
+        cute.arch.griddepcontrol_launch_dependents()  # of what has no work here any more
         if const_expr(self.dx_warps > 0):
             self.ring.wait_for_writes(0)
 

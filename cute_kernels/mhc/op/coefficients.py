@@ -122,6 +122,7 @@ class _Coefficients(torch.autograd.Function):
             dmean_square.view(-1),
             dbeta,
             dalpha,
+            None,
             n,
             False,
             needs_beta and dbeta_result is None,

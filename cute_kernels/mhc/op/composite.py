@@ -83,7 +83,10 @@ class Composite(torch.autograd.Function):
         if dlayer is not None:
             dpre = empty_like(pre)
             launch.aggregate_backward(dlayer, x_rows, None, None, dpre, layout)
-        dH, dmean_square = empty_like(H), empty_like(mean_square)
+        dH, dmean_square, sums = empty_like(H), empty_like(mean_square), None
+        adds_up = dphi is not None or dweight is not None  # in projection_backward: dbeta and dalpha beside dphi
+        if adds_up and len(H) and (dbeta is not None or dalpha is not None):
+            sums = launch.coefficient_sums(H)
         launch.coefficients_backward(
             H,
             mean_square,
@@ -94,8 +97,9 @@ class Composite(torch.autograd.Function):
             gradient_rows(dres, n * n),
             dH,
             dmean_square,
-            dbeta,
-            dalpha,
+            dbeta if sums is None else None,
+            dalpha if sums is None else None,
+            sums,
             n,
             not is_head,
             accumulates[2],
@@ -103,7 +107,7 @@ class Composite(torch.autograd.Function):
             *variant,
         )
         dx = empty_like(x, needs_x)
-        if needs_x or dphi is not None or dweight is not None:
+        if needs_x or adds_up:
             mixes, gathers = needs_x and dout is not None, needs_x and dlayer is not None
             launch.projection_backward(
                 x_rows,
@@ -124,5 +128,10 @@ class Composite(torch.autograd.Function):
                 precision,
                 accumulates[0],
                 accumulates[3],
+                sums,
+                None if sums is None else dbeta,
+                None if sums is None else dalpha,
+                accumulates[2],
+                accumulates[1],
             )
         return dx, *results, None
