@@ -258,8 +258,8 @@ def _coefficients_kernel(
 @registered(
     "Tensor x, Tensor phi, Tensor? norm_weight, Tensor dH, Tensor dmean_square, Tensor? dout, Tensor? res, "
     "Tensor? dlayer, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dphi, Tensor(c!)? dnorm_weight, int n, str layout, "
-    "str? orientation, str precision, bool accumulate_phi, bool accumulate_norm_weight, Tensor? sums=None, "
-    "Tensor(d!)? dbeta=None, Tensor(e!)? dalpha=None, bool accumulate_beta=False, bool accumulate_alpha=False"
+    "str? orientation, str precision, bool accumulate_phi, bool accumulate_norm_weight, Tensor? sums, "
+    "Tensor(d!)? dbeta, Tensor(e!)? dalpha, bool accumulate_beta, bool accumulate_alpha"
 )
 def projection_backward(
     x: Tensor,
@@ -280,11 +280,11 @@ def projection_backward(
     precision: str,
     accumulate_phi: bool,
     accumulate_norm_weight: bool,
-    sums: Tensor | None = None,
-    dbeta: Tensor | None = None,
-    dalpha: Tensor | None = None,
-    accumulate_beta: bool = False,
-    accumulate_alpha: bool = False,
+    sums: Tensor | None,
+    dbeta: Tensor | None,
+    dalpha: Tensor | None,
+    accumulate_beta: bool,
+    accumulate_alpha: bool,
 ) -> None:
     """dx, dphi and dnorm_weight from dH (M, N) and dmean_square (M,), both contiguous.
 

@@ -120,5 +120,10 @@ class _Projection(torch.autograd.Function):
             precision,
             needs_phi and dphi_result is None,
             needs_weight and dweight_result is None,
+            None,
+            None,
+            None,
+            False,
+            False,
         )
         return dx, dphi_result, dweight_result, None, None
