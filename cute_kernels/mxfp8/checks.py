@@ -12,7 +12,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE = torch.float8_e8m0fnu
 SCALE_LAYOUTS = ("plain", "blocked")
 MAX_SIZE = 2**31 - 128  # of a dimension: coordinates are 32-bit and run to the end of the last tile
-MAX_TILES = 2**31 // 9 * 8  # a CTA each, and an eighth more where clusters are not full
+MAX_TILES = 2**30  # a CTA each, and up to an eighth more in both directions where clusters are not full
 
 
 def check_quantize(

@@ -111,7 +111,7 @@ def quantize_3d_colwise(
     """fp8 of expert weights with scales along N: the column-major operand of a grouped product over N.
 
     Args:
-        w: (E, N, K) bf16, fp16 or fp32; N and K multiples of 32, E from 0 to what 2^31 tiles of 128 x 128 allow. K
+        w: (E, N, K) bf16, fp16 or fp32; N and K multiples of 32, E from 0 to what 2^30 tiles of 128 x 128 allow. K
             contiguous, or (the transpose of such a tensor) N contiguous; rows and experts start on 16 bytes.
         mode, scale_layout, dtype, backend: as in ``quantize_rowwise``.
         block: (32, 1): a scale for 32 neighbours along N; (32, 32): one for 32 x 32.
