@@ -307,7 +307,6 @@ def projection_backward(
         _rows_key(x, dout, dlayer, dx),
         _dtypes(phi, norm_weight, dphi, dnorm_weight, dbeta, dalpha),
         phi.shape[0],
-        None if dalpha is None else dalpha.shape[0],
     )
     plan = _plans.get(key)
     if plan is None:

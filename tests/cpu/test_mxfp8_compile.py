@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_kernels.mxfp8 import prewarm
 from cute_kernels.mxfp8.config import GRIDS, quantize_config
+from cute_kernels.mxfp8.launch import tiles_of
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
 
@@ -93,6 +95,8 @@ def test_ctas():
         assert quantize_config("sm_90a", 2, "columns", "rows", tiles).cluster == cluster
     few = quantize_config("sm_90a", 2, "columns", "columns", (16, 16, 1))
     assert few.num_ctas((16, 16, 1), 132) == 256 and few.num_ctas((16, 32, 1), 132) == 264
+    x = torch.empty(3, 416, 96)  # the contiguous dimension's tiles come second
+    assert tiles_of(x) == (4, 1, 3) and tiles_of(x.mT) == (4, 1, 3) and tiles_of(x.mT.contiguous()) == (1, 4, 3)
 
 
 def test_in_place_of_what_is_still_needed():
