@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 
+from cute_kernels._op import is_plain
 from cute_kernels.mhc import reference
+from tests.entry import Wrapped
 from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS
 
 TOKENS, N, C = 3, 4, 16
@@ -369,3 +371,12 @@ def test_fp64_is_taken_with_fp64_alone():
 
 def test_log_has_no_eps():
     reference.sinkhorn(zeros(2, 4, 4), variant="log", eps=0.0)
+
+
+@pytest.mark.parametrize("count", [1, 4, 10])
+def test_every_tensor_must_be_plain(count):
+    """One of a subclass, wherever it stands among what an operator takes, and none may be given to a kernel."""
+    tensors = [zeros(2), None, torch.nn.Parameter(zeros(2)), *[zeros(2)] * 7][:count]
+    assert is_plain(*tensors)
+    for position in range(count):
+        assert not is_plain(*tensors[:position], Wrapped(zeros(2)), *tensors[position + 1 :])
