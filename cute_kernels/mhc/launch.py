@@ -6,8 +6,9 @@ specialised on, so another number of tokens finds the same plan. Each function h
 over the tokens are zeros.
 
 Every kernel is a programmatic dependent launch: it starts while the one before it ends, and waits for its results
-before it touches memory. None lets the next one start earlier than at its own end: the bodies of those that fill the
-GPU would stand in the way of what they wait for (bench/NOTES.md).
+before it touches memory. Three of a hyper-connection's backward let the next one start earlier than at their own end:
+coefficients (a few warps), projection (each CTA with its last tile), phi_gradient (its successor waits for nothing
+that it writes). Elsewhere kernels that only wait stood in the way (bench/NOTES.md).
 """
 
 from __future__ import annotations
@@ -310,8 +311,8 @@ def projection_backward(
     )
     plan = _plans.get(key)
     if plan is None:
-        arguments = (x, phi, norm_weight, dout, dlayer, dx, dphi, dnorm_weight, dbeta, dalpha)
-        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision, accumulate)
+        arguments = (x, phi, norm_weight, dout, dlayer, dx, (dphi, dnorm_weight, dbeta, dalpha), accumulate)
+        plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision)
     function, sum_chunks, config, num_sms = plan
     tokens, partials = x.shape[0], None
     if sum_chunks is not None:
@@ -338,26 +339,12 @@ def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precisi
 
 
 def _plan_projection_backward(
-    x,
-    phi,
-    norm_weight,
-    dout,
-    dlayer,
-    dx,
-    dphi,
-    dnorm_weight,
-    dbeta,
-    dalpha,
-    n,
-    layout,
-    orientation,
-    precision,
-    accumulate,
+    x, phi, norm_weight, dout, dlayer, dx, gradients, accumulate, n, layout, orientation, precision
 ) -> tuple[Launch, Launch | None, ProjectionBackwardConfig, int]:
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
 
-    index, (columns, k) = x.get_device(), phi.shape
+    index, (columns, k), (dphi, dnorm_weight, _, dalpha) = x.get_device(), phi.shape, gradients
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
     tma = x.stride(0) >= k and _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
     names = _name(x), _product_name(phi, norm_weight)
@@ -366,7 +353,7 @@ def _plan_projection_backward(
     function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
     sum_chunks = None
     if sums:
-        dtypes = _cutlass(phi, norm_weight, dphi, dnorm_weight, dbeta, dalpha)
+        dtypes = _cutlass(phi, norm_weight, *gradients)
         alphas = 0 if dalpha is None else dalpha.shape[0]
         sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k, alphas)
     return function, sum_chunks, config, sm_count(index)
@@ -392,8 +379,7 @@ def coefficients_forward(
 @registered(
     "Tensor H, Tensor mean_square, Tensor alpha, Tensor beta, Tensor? dpre, Tensor? dpost, Tensor? dres, "
     "Tensor(a!) dH, Tensor(b!) dmean_square, Tensor(c!)? dbeta, Tensor(d!)? dalpha, Tensor(e!)? sums, int n, "
-    "bool normalises, "
-    f"bool accumulate_beta, bool accumulate_alpha, {VARIANT}"
+    f"bool normalises, bool accumulate_beta, bool accumulate_alpha, {VARIANT}"
 )
 def coefficients_backward(
     H: Tensor,

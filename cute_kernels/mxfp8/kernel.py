@@ -11,7 +11,8 @@ their 32 bytes of output lie together; sCol is swizzled as TMA wants it, and hal
 in the other order, so no bank is met twice. The row pass gives a thread a block, 16 bytes at once, in an order that
 differs between threads for the same reason. Elements beyond the matrix arrive as zeros, whose scale is 0: the padding
 of blocked scales comes for nothing.
-Of scales of which a tile has 4 bytes a row, the CTAs of a cluster, neighbours, make whole sectors; L2 keeps the others.
+Of scales of which a tile has 4 bytes a row, the CTAs of a cluster, neighbours, make larger parts of a sector or all of
+it; L2 keeps what is not whole.
 The scales of squares go from the col pass to the row pass, as words: a byte read through a pointer counts as signed.
 
 Profile: ncu --clock-control none -k regex:Quantize python -m bench.bench_mxfp8 --filter 1x8192x5120

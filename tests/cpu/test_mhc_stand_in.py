@@ -208,6 +208,12 @@ def test_launches(kernels, generator):
     assert static["expand_combine_backward"][4:7] == (False, True, True)
     assert static["aggregate_backward"][2:4] == (False, True)
     assert static["projection_backward"][4:8] == (True, True, "io", True)
+    # Into main_grads: other sums at the end, no other kernel before them
+    once = list(kernels)
+    for name in ("phi", "alpha", "beta"):
+        t[name].main_grad = torch.zeros_like(t[name])
+    call(mhc, "hyper_connection", FULL, t)[0].sum().backward()
+    assert names_of(job for job in kernels if job not in once) == ["phi_gradient"]
     kernels.clear()
     frozen = {name: tensor.detach().requires_grad_(name in ("alpha", "beta")) for name, tensor in t.items()}
     call(mhc, "pre", FULL, frozen)[1].sum().backward()
