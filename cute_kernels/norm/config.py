@@ -36,18 +36,20 @@ class NormConfig:
         clusters = num_sms * self.ctas_per_sm // self.layout.cluster
         return max(1, clusters if self.layout.cluster <= 2 else clusters * 10 // 11)
 
-    def persistent_clusters(self, num_sms: int) -> float:
+    def persistent_clusters(self, kind: str, num_sms: int) -> float:
         """Clusters of rows up to which the forward launches at most ``max_clusters`` that walk over them.
 
         Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;
         resident teams drift apart. H200, bf16, us, resident and not: layer 262144x1024 288, 264; 131072x2048 276, 261;
-        32768x1024 39.7, 38.8; 16384x1024 22.7, 22.9; 8192x1024 13.4, 15.3; rms 262144x1024 272, 260; 32768x1024 37.2,
-        38.1. Rows of several warps lose by it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one
-        stage has nothing in flight for the next tile.
+        32768x1024 38.1, 37.6; 16384x1024 21.2, 21.6; rms 262144x1024 272, 260; 32768x1024 36.4, 37.1. Rows of several
+        warps lose by it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one stage has nothing in
+        flight for the next tile.
         """
         if self.layout.threads_per_row > WARP_SIZE:
             return math.inf
-        return MANY_CTAS * num_sms if self.layout.stages > 1 else 0
+        if self.layout.stages == 1:
+            return 0
+        return (MANY_CTAS // 2 if kind == "layer" and self.layout.n <= 1024 else MANY_CTAS) * num_sms
 
 
 def forward_config(
@@ -62,13 +64,15 @@ def forward_config(
     bias in registers 40.0, 0.928); 16384x2048 38.0, 0.976 (39.6, 0.934); 2048x16384 39.7, 0.932 (42.1, 0.881);
     512x16384 14.3, 0.937 (16.4, 0.823); 2048x8192 22.2, 0.964 (22.8, 0.956); 32768x1024 38.4, 0.964 (39.0, 0.944).
     Others at the same widths: 16384 of 128 elements 39.5, of 32 41.4; 4096 of 32 38.9; 5120 of 64 39.6, of 48 39.0;
-    rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
+    rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; layer 1000000x64 of 16 in 12 of 4 67.9, of 32 in 3 of
+    8 68.5; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
     """
     stages = 3
     most = 64 if aligned else 32  # elements a thread; one by one from shared memory, 64 would spill 48 bytes
     if n <= 512:
         # A CTA has one tile (persistent_clusters)
-        warps, ctas_per_sm = ({16: 4}, 8) if kind == "rms" and len(itemsizes) == 1 else ({32: 8}, 3)
+        few = len(itemsizes) == 1 and (kind == "rms" or n <= 64)
+        warps, ctas_per_sm = ({16: 4}, 8 if kind == "rms" else 12) if few else ({32: 8}, 3)
         stages = 1 if aligned else 2
     elif n <= 1024:
         warps, ctas_per_sm = ({32: 8}, 4) if itemsizes == (2,) else ({32: 4}, 6)

@@ -242,7 +242,7 @@ def _plan_forward(kind, weight_offset, y_dtype, keeps_h, num_statistics, x, resi
         _column_alignment(weight, bias),
         config,
     )
-    return _plan(function, config, index)
+    return _plan(function, kind, config, index)
 
 
 def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, weight, bias, *gradients) -> Plan:
@@ -263,12 +263,13 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
         _column_alignment(weight, bias),
         config,
     )
-    return _plan(function, config, index)
+    return _plan(function, kind, config, index)
 
 
-def _plan(function, config: NormConfig, device_index: int) -> Plan:
+def _plan(function, kind: str, config: NormConfig, device_index: int) -> Plan:
     num_sms = sm_count(device_index)
-    return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), config.persistent_clusters(num_sms))
+    persistent = config.persistent_clusters(kind, num_sms)
+    return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), persistent)
 
 
 def _dtypes(*tensors: Tensor | None) -> list:

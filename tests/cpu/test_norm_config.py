@@ -112,7 +112,9 @@ def check_config(
         clusters = config.max_clusters(num_sms)
         assert clusters >= 1 and (clusters - 1) * layout.cluster < num_sms * config.ctas_per_sm
         one_tile = layout.stages == 1 and layout.threads_per_row <= WARP_SIZE
-        assert config.persistent_clusters(num_sms) == 0 if one_tile else config.persistent_clusters(num_sms) > clusters
+        for kind in ("rms", "layer"):
+            persistent = config.persistent_clusters(kind, num_sms)
+            assert persistent == 0 if one_tile else persistent > clusters
     # Each row of a tile has one lane that writes its mean and rstd, 32 rows at a time
     passes = min(layout.rows_per_thread, layout.threads_per_row)
     assert layout.rows_per_thread % passes == 0 and passes * layout.rows_per_pass <= layout.team_threads
