@@ -3,12 +3,16 @@
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
+COMMA := ,
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-# The DSL's wheels for CUDA 13 where the driver runs it; else, and without a driver, those for CUDA 12. Both compile for every GPU.
-FLAVOUR := $(shell nvidia-smi 2>/dev/null | awk 'match($$0, /CUDA (UMD )?Version: *[0-9]+/) \
-	{ split(substr($$0, RSTART, RLENGTH), part, ": *"); if (part[2] + 0 >= 13) print ",cu13" }')
+# The CUDA version that the driver runs; nothing without a driver.
+CUDA := $(shell nvidia-smi 2>/dev/null | awk 'match($$0, /CUDA (UMD )?Version: *[0-9]+/) \
+	{ split(substr($$0, RSTART, RLENGTH), part, ": *"); print part[2] + 0 }')
+# The DSL's wheels for CUDA 12 (also without a driver) or 13; both compile for every GPU. PyPI's torch is of CUDA 13, which a driver of 12 does not run.
+FLAVOUR := $(if $(filter-out 12,$(CUDA)),$(COMMA)cu13)
+TORCH := $(if $(filter 12,$(CUDA)),--extra-index-url https://download.pytorch.org/whl/cu126)
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
 
 .PHONY: demo test lint format bench report clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
-from cute_kernels._check import expect
+from cute_kernels._check import expect, expect_tensor
 from cute_kernels._op import is_plain
 
 
@@ -35,13 +37,14 @@ def as_rows(op: str, name: str, t: Tensor) -> Tensor:
     """``t`` as a matrix of rows, without a copy.
 
     Raises:
-        ValueError: its leading dimensions do not collapse to rows of one stride.
+        TypeError, ValueError: it has no strides, or leading dimensions that do not collapse to rows of one stride.
     """
     if t.dim() == 2:
         return t
     try:
         return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
     except RuntimeError:
+        expect_tensor(op, name, t)
         expected = "have leading dimensions that collapse to rows of one stride"
         expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
         raise
@@ -59,6 +62,7 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
     """Whether the backward that runs is to find the gradient of a parameter; ``needed``: as the forward knew it.
 
     ``torch.autograd.grad`` of other tensors alone must leave a main_grad as it is. What goes through autograd it drops.
+    A compiled backward is not told what it is asked for: it finds every gradient, and adds to every main_grad.
     """
     if not needed or main_grad is None or is_compiling():
         return needed
@@ -82,3 +86,36 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     expect(good, op, f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
     expect(main_grad.device == parameter.device, op, f"{name}.main_grad", f"be on {parameter.device}", main_grad.device)
     return main_grad, None
+
+
+def without_autocast(t: Tensor) -> contextlib.AbstractContextManager:
+    """Products of tensors on this one's device are in the dtype of their factors: for the references."""
+    kind = t.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+
+
+def widened(op: str, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """``parameter.to(dtype)``, for the references; a gradient is added to ``parameter.main_grad`` if that exists.
+
+    Raises:
+        ValueError: in the backward; the main_grad is not contiguous fp32 of the parameter's shape on its device.
+    """
+    if getattr(parameter, "main_grad", None) is None:
+        return parameter.to(dtype)
+    return _IntoMainGrad.apply(parameter, op, name, dtype)
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, op, name, dtype):
+        ctx.save_for_backward(parameter)
+        ctx.call = op, name, parameter.main_grad
+        return parameter.to(dtype, copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        op, name, main_grad = ctx.call
+        buffer, _ = gradient_buffer(op, name, *ctx.saved_tensors, main_grad)
+        buffer.add_(gradient)
+        return None, None, None, None

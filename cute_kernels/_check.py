@@ -15,8 +15,16 @@ def expect(condition: bool, op: str, argument: str, expected: str, got: object, 
 
 
 def expect_tensor(op: str, argument: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a tensor."""
+    """Raise TypeError unless ``value`` is a tensor with strides."""
     expect(isinstance(value, Tensor), op, argument, "be a torch.Tensor", type(value).__name__, TypeError)
+    if value.layout is not torch.strided:
+        expect(False, op, argument, "have layout torch.strided", value.layout, TypeError)
+
+
+def expect_size(op: str, argument: str, size: object) -> None:
+    """Raise ValueError unless ``size`` is an integer, in a traced call maybe a symbolic one, of at least 0."""
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or size < 0:
+        expect(False, op, argument, "be a size", repr(size))
 
 
 def expect_dtype(op: str, argument: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:

@@ -40,7 +40,7 @@ class Make:
         self.generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=self.generator).mul_(std).add_(mean).to(self.device, DTYPE)
+        return torch.randn(shape, generator=self.generator, device="cpu").mul_(std).add_(mean).to(self.device, DTYPE)
 
     def batch(self, width: int) -> Tensor:
         return self.normal(self.rows, width)

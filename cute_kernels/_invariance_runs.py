@@ -156,8 +156,8 @@ class Runner:
 def _take(tensor: Tensor, rows: Rows, filler: str, generator: torch.Generator) -> Tensor:
     """A contiguous copy of these rows, with made-up rows for FILLER."""
     made_up = [position for position, row in enumerate(rows) if row == FILLER]
-    chosen = torch.tensor(rows)
-    chosen[made_up] = torch.randint(len(tensor), (len(made_up),), generator=generator)
+    chosen = torch.tensor(rows, device="cpu")  # as the generator, whatever the default device is
+    chosen[made_up] = torch.randint(len(tensor), (len(made_up),), generator=generator, device="cpu")
     taken = tensor[chosen.to(tensor.device)].contiguous()
     if made_up and tensor.is_floating_point():
         content = _made_up(filler, (len(made_up), *tensor.shape[1:]), generator)
@@ -167,8 +167,8 @@ def _take(tensor: Tensor, rows: Rows, filler: str, generator: torch.Generator) -
 
 def _made_up(filler: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
     if filler in ("noise", "large"):
-        return torch.randn(shape, generator=generator) * (1e4 if filler == "large" else 1.0)
-    return torch.full(shape, {"zeros": 0.0, "inf": float("inf"), "nan": float("nan")}[filler])
+        return torch.randn(shape, generator=generator, device="cpu") * (1e4 if filler == "large" else 1.0)
+    return torch.full(shape, {"zeros": 0.0, "inf": float("inf"), "nan": float("nan")}[filler], device="cpu")
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Difference:
     """The first element of a tensor that differs from the untransformed run."""
 
     tensor: str  # "output[1]", "module layers.0", "grad of input[0]", ...
-    index: tuple[int, ...]  # in the untransformed run, so that index[0] is the row of the sample
+    # In the untransformed run, so that index[0] is the row of the sample; the last of a complex tensor: 1 if imaginary
+    index: tuple[int, ...]
     position: int | None  # where the transformed input had that row; None for a parameter's gradient
     expected_bits: str
     got_bits: str
@@ -203,7 +204,7 @@ def _check_arguments(function, sample, transforms, sizes, seed) -> tuple[Tensor,
     expect(isinstance(sizes, (tuple, list, type(None))), op, "sizes", "be a tuple", type(sizes).__name__, TypeError)
     for size in (1,) if sizes is None else sizes or (0,):
         expect(isinstance(size, int) and 0 < size < rows, op, "sizes", f"be integers from 1 to {rows - 1}", sizes)
-    expect(isinstance(seed, int), op, "seed", "be an integer", type(seed).__name__, TypeError)
+    expect(type(seed) is int, op, "seed", "be an integer", type(seed).__name__, TypeError)
     return tuple(inputs)
 
 
@@ -233,7 +234,7 @@ def _cases(transform: str, rows: int, sizes: Sequence[int] | None, seed: int) ->
         for size in sorted({size for size in (1, 100, rows // 2, rows - 1) if size < rows}):
             yield f"{size} + {rows - size}", [every[:size], every[size:]], "zeros"
     elif transform == "T6":
-        shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+        shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
         yield "permuted", [shuffled], "zeros"
         yield "reversed", [every[::-1]], "zeros"
         yield "every third", [every[::3]], "zeros"
@@ -289,12 +290,14 @@ def _compare_sums(base: Run, run: Run) -> Difference | None:
 def _first_difference(name: str, want: Tensor, got: Tensor) -> Difference | None:
     if (got.dtype, got.shape[1:]) != (want.dtype, want.shape[1:]):
         raise ValueError(f"{name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
+    if want.is_complex():
+        want, got = torch.view_as_real(want), torch.view_as_real(got)
     differs = _bits(want) != _bits(got)
     count = int(differs.sum())
     if not count:
         return None
     flat = int(differs.flatten().byte().argmax())  # the first maximum
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), want.shape))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), want.shape))
     texts = []
     for tensor in (want, got):
         value = tensor[index]

@@ -7,12 +7,15 @@ stats                 what this process compiled and loaded
 `python -m jit_cache` info | list | explain | prewarm | verify | gc | clear | export | import
 """
 
-from .bundle import load_shared
+from .bundle import BundleError, load_shared
 from .compile import Compiled, ForkedProcessError, KernelCompileError, MissingKernelError, Program, compiled, stats
 from .prewarm import prewarm
+from .store import Damaged
 
 __all__ = [
+    "BundleError",
     "Compiled",
+    "Damaged",
     "ForkedProcessError",
     "KernelCompileError",
     "MissingKernelError",

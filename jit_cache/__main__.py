@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     command("info", _info, "Where the cache is, how large, and the settings.")
-    sub = command("list", _list, "The stored kernels.")
+    sub = command("list", _list, "The stored kernels, those of bundles, too.")
     filters(sub)
     sub.add_argument("--json", action="store_true", help="all records, as one JSON list")
     sub = command("explain", _explain, "Why kernels that a package names are not stored.")
@@ -93,14 +93,15 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     problems: list[str] = []
-    entries = _selected(Store(settings().root).entries(problems), arguments)
+    entries = [entry for store in _stores() for entry in _selected(store.entries(problems), arguments)]
     if arguments.json:
-        print(json.dumps([{"name": entry.name, **entry.record} for entry in entries], indent=1))
+        rows = [{"directory": str(entry.store.root), "name": entry.name, **entry.record} for entry in entries]
+        print(json.dumps(rows, indent=1))
     else:
         for entry in entries:
-            print(f"{entry.name}  {_facts(entry.record)}\n    {_plain(entry.record['key']['arguments'])}")
-    for problem in dict.fromkeys(problems):
-        print(f"jit_cache: {problem}", file=sys.stderr)
+            place = "" if entry.store.writable else f"; in {entry.store.root}"
+            print(f"{entry.name}  {_facts(entry.record)}{place}\n    {_plain(entry.record['key']['arguments'])}")
+    _report(problems)
     return 0
 
 
@@ -155,7 +156,7 @@ def _prewarm(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     problems: list[str] = []
     count = 0
-    for store in (Store(settings().root), *(Store(path, writable=False) for path in settings().bundles)):
+    for store in _stores():
         for entry in store.entries(problems):
             count += 1
             for suffix in entry.record["files"]:
@@ -192,10 +193,12 @@ def _clear(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from .bundle import export_bundle
 
-    entries = _selected(Store(settings().root).entries(), arguments)
+    problems: list[str] = []
+    entries = _selected(Store(settings().root).entries(problems), arguments)
+    _report(problems)
     digest, count = export_bundle(arguments.file, entries, shared=arguments.shared)
     print(f"{count} kernels, {_bytes(arguments.file.stat().st_size)}\n{digest}")
-    return 0
+    return 1 if problems else 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
@@ -247,6 +250,16 @@ def _gpu_archs() -> list[str]:
         return []
     capabilities = re.findall(r"^(\d+)\.(\d)$", text, re.MULTILINE)
     return sorted({f"sm_{major}{minor}a" for major, minor in capabilities if int(major) >= 9})
+
+
+def _stores() -> list[Store]:
+    """The cache, then the bundles."""
+    return [Store(settings().root), *(Store(path, writable=False) for path in settings().bundles)]
+
+
+def _report(problems: list[str]) -> None:
+    for problem in dict.fromkeys(problems):
+        print(f"jit_cache: {problem}", file=sys.stderr)
 
 
 def _selected(entries: Iterable[Entry], arguments: argparse.Namespace) -> list[Entry]:

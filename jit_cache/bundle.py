@@ -137,14 +137,15 @@ def load_shared(directory: str | Path, name: str) -> Any:
 
     Args:
         directory: where a bundle that was exported with `--shared` has been unpacked.
-        name: the kernel, as `python -m jit_cache list` prints it: `sm_90a/softmax_forward-<32 hex>`.
+        name: the kernel, as `python -m jit_cache list` prints it: `sm_90a/softmax_forward-<32 hex>`. It lists a bundle
+            that JIT_CACHE_BUNDLE names.
 
     Returns:
         the same positional `tvm_ffi.Function` that the builder returns.
 
     Raises:
         FileNotFoundError: there is no such kernel, no shared library of it, or no runtime library.
-        PermissionError: others may write to the directory, to the kernel or to a runtime library that lies there.
+        OSError: others may write to the directory, to the kernel or to a runtime library that lies there.
         Damaged: the file is not what was stored, or was built for a newer processor.
     """
     import tvm_ffi

@@ -21,13 +21,14 @@ import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import resources
 from .key import ARCH, Key, Unsupported, classes_in, differences, encode, environment, is_flat, same, stack
-from .source import module_name, process_start, source_digest
+from .source import PROCESS_START, module_name, source_digest
 from .store import Damaged, Store, close_inherited_locks, log, settings, warn_once
 
 
@@ -106,6 +107,8 @@ class Compiled:
             raise TypeError(f"{build.__qualname__}: the first parameter of a compiled builder must be `arch`")
         if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
             raise TypeError(f"{build.__qualname__}: every parameter of a compiled builder must be positional and named")
+        for name in _captured(build):
+            raise TypeError(f"{build.__qualname__}: `{name}`, of an enclosing function, is no key: make it an argument")
         _import_loader()
         environment()
         self._module = sys.modules[build.__module__]
@@ -182,7 +185,7 @@ class Compiled:
         """
         key = self.key(*args, **kwargs)
         if not key.storable:
-            return ["source: cannot be read, or changed after it was imported"]
+            return ["source: cannot be read, or changed during or after its import"]
         if self._find(key, load=False):
             return []
         found: list[list[str]] = []
@@ -284,9 +287,9 @@ class Compiled:
         """The hash of the builder's module and of those that define its arguments' classes."""
         if classes not in self._sources:
             modules = {sys.modules[cls.__module__] for cls in classes if not cls.__module__.startswith("cutlass.")}
-            digest = source_digest([self._module, *modules], self._imported_at, process_start())
+            digest = source_digest([self._module, *modules], self._imported_at, PROCESS_START)
             if digest is None:
-                warn_once(f"{self.kernel}: source unreadable or changed after the import: not stored")
+                warn_once(f"{self.kernel}: source unreadable, or changed during or after its import: not stored")
             self._sources[classes] = digest
         return self._sources[classes]
 
@@ -326,9 +329,26 @@ def compiled(build: Callable[..., Program]) -> Compiled:
         an object to call with these arguments for the loaded function; see `Compiled`.
 
     Raises:
-        TypeError: the first parameter is not `arch`, or one is *args, **kwargs, positional-only or keyword-only.
+        TypeError: the first parameter is not `arch`, or one is *args, **kwargs, positional-only or keyword-only; or the
+            builder takes a value from an enclosing function, which would be in no key.
     """
     return Compiled(build)
+
+
+def _captured(build: Callable[..., Program]) -> Iterator[str]:
+    """The variables of enclosing functions that a builder uses, but for modules, and functions and classes made there:
+    one from elsewhere may be another each time.
+    """
+    cells = getattr(build, "__closure__", None) or ()
+    place = build.__qualname__.rpartition(".")[0]
+    for name, cell in zip(build.__code__.co_freevars if cells else (), cells, strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not set yet
+            value = None
+        made_there = isinstance(value, (types.FunctionType, type)) and value.__qualname__.startswith(f"{place}.")
+        if not isinstance(value, types.ModuleType) and not made_there:
+            yield name
 
 
 def format_arguments(args: tuple[Any, ...]) -> str:

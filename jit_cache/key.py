@@ -41,7 +41,7 @@ class Key:
     """The identity of one compiled kernel.
 
     `record` holds kernel, arguments, arch, stack, environment, source. Without source (it cannot be read, or changed
-    after it was imported) the kernel is compiled for this process only.
+    during or after its import) the kernel is compiled for this process only.
     """
 
     record: dict[str, Any]

@@ -33,70 +33,95 @@ _IMPORT = re.compile(
 )
 _BREAK = re.compile(r"[\n:;]")
 
+_SCRIPT = ("__main__", "__mp_main__")
+_INSTALLED = {"site-packages", "dist-packages"}
+_IMPORT_SECONDS = 30.0  # that pass at most from reading a module to its builders: it imports torch and cutlass before
+
 
 def source_digest(modules: Sequence[ModuleType], imported_at: float, began: float) -> str | None:
     """Returns the sha256 over the sources of `modules` and of what they import, also inside functions.
 
     Followed are imports of
-    - modules of the same top-level package, or for a script or lone module, of the same directory;
+    - modules of the same top-level package, or for a script or lone module, of its directory and, but for what is
+      installed there, those below;
     - modules of other packages that mention cutlass, such as the device-side helpers of a kernel library.
     `from package import module` counts package/__init__.py only if the module's name occurs in it, so that a package's
-    table of contents does not tie all its kernels together.
+    table of contents does not tie all its kernels together; `import package.module` only if the text takes more of it.
 
     Returns:
-        None if a source cannot be read, or is younger than its import: then the running code may not be what the file
-        says, and an object stored under the file's hash would be wrong for the next process. The builder's module, the
-        first, was imported at `imported_at`; what else is loaded, at some time since the process `began`.
+        None if a source cannot be read, or changed (its content, name or mode) so late that the running code may not be
+        what the file says: an object stored under the file's hash would be wrong for the next process. A change before
+        the process `began` is never too late. After that
+        - the builder's module, the first, may change until 30 s before `imported_at`, when its builder was decorated:
+          Python reads a module, then runs what it imports;
+        - a script, and all else that is loaded, may not change: it was read at some time since the process began;
+        - what is not loaded yet may change until `imported_at`.
     """
     hashes: dict[str, str] = {}
     for module in modules:
-        name, file = module_name(module), getattr(module, "__file__", None)
+        own_name, file = module_name(module), getattr(module, "__file__", None)
         if file is None:
             return None
-        alone = "." not in name and not file.endswith("__init__.py")
-        pending = [(name, Path(file), name)]
+        alone = "." not in own_name and not file.endswith("__init__.py")
+        pending = [(own_name, Path(file), own_name)]
         while pending:
             name, path, importer = pending.pop()
             if name in hashes:
                 continue
             try:
                 status = path.stat()
-                hashed, device_code, imports = _scan(name, path, status.st_mtime_ns, status.st_size)
+                changed = max(status.st_mtime_ns, status.st_ctime_ns)  # many a copy has the time of its original
+                hashed, device_code, imports = _scan(name, path, changed, status.st_size)
+                own = _top(name) == _top(importer) or (alone and _beside(path, Path(file)))
+                if not own and not device_code:
+                    continue
+                if name == module_name(modules[0]) and modules[0].__name__ not in _SCRIPT:
+                    limit = max(began, imported_at - _IMPORT_SECONDS)
+                else:
+                    limit = began if name == own_name or name in sys.modules else imported_at
+                if changed > limit * 1e9:
+                    return None
+                hashes[name] = hashed
+                pending += [(target, place, name) for source in imports for target, place in _resolve(*source)]
             except (OSError, SyntaxError, ValueError):
                 return None
-            own = _top(name) == _top(importer) or (alone and path.resolve().parent == Path(file).resolve().parent)
-            if not own and not device_code:
-                continue
-            loaded_before = name != module_name(modules[0]) and name in sys.modules
-            if status.st_mtime > (began if loaded_before else imported_at):
-                return None
-            hashes[name] = hashed
-            pending += [(target, place, name) for source in imports for target, place in _resolve(*source)]
     return digest(hashes)
 
 
-@functools.cache
-def process_start() -> float:
-    """When this process began, in seconds since the epoch; 0 where the kernel does not say."""
+def _beside(path: Path, script: Path) -> bool:
+    """Whether a source lies in the directory of a script, or below and is not installed there."""
+    path, directory = path.resolve(), script.resolve().parent
+    return path.parent == directory or (path.is_relative_to(directory) and _INSTALLED.isdisjoint(path.parts))
+
+
+def _process_start() -> float:
+    """When this process began, in seconds since the epoch; 0 where the kernel does not say.
+
+    The kernel rounds down, to 10 ms. This rounds up, so that what was saved just before is older; Python takes as long
+    until it reads a script.
+    """
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+PROCESS_START = _process_start()  # now: a forked child, which runs what its parent has read, must inherit it
 
 
 def module_name(module: ModuleType) -> str:
     """The name under which a module is imported, also for one that runs as a script."""
-    if module.__name__ not in ("__main__", "__mp_main__"):
+    if module.__name__ not in _SCRIPT:
         return module.__name__
     spec = getattr(module, "__spec__", None)  # set by python -m
     return spec.name if spec else Path(getattr(module, "__file__", None) or "__main__").stem
 
 
 @functools.cache
-def _scan(name: str, path: Path, mtime_ns: int, size: int) -> tuple[str, bool, tuple[tuple[str, str | None], ...]]:
+def _scan(name: str, path: Path, changed_ns: int, size: int) -> tuple[str, bool, tuple[tuple[str, str | None], ...]]:
     """Hash of a file, whether it mentions cutlass, and its imports as (module, name or None).
 
     Raises SyntaxError for what is no Python; a module that was imported from the file is.
@@ -112,12 +137,24 @@ def _scan(name: str, path: Path, mtime_ns: int, size: int) -> tuple[str, bool, t
 def _imports(text: str, package: list[str]) -> Iterator[tuple[str, str | None]]:
     """What the source of a module in `package` imports, as (module, name or None)."""
     statements = (_IMPORT.match(text, start) for start in _starts(text))
+    bound: set[str] = set()
+    known: set[str] = set()
     for dots, source, names, modules in (found.groups("") for found in statements if found):
         for module in _names(modules):
             yield module, None
+            if _top(module) not in _NOT_FOLLOWED:
+                bound.add(module)
         base = package[: len(package) + 1 - dots.count(".")] if dots else []
+        origin = ".".join([*base, *_names(source)])
+        known.add(origin)
         for name in _names(names):
-            yield ".".join([*base, *_names(source)]), name
+            yield origin, name
+    # `import a.b` binds a: what else the text takes of it, such as a.c, counts as if it were imported from a.
+    known |= bound
+    for owner in {module[: dot.start()] for module in bound for dot in re.finditer(r"\.", module)}:
+        for name in set(re.findall(rf"(?<![\w.]){re.escape(owner)}\.(\w+)", text)):
+            if not any(f"{module}.".startswith(f"{owner}.{name}.") for module in known):
+                yield owner, name
 
 
 def _starts(text: str) -> Iterator[int]:
@@ -148,7 +185,7 @@ def _resolve(module: str, name: str | None) -> Iterator[tuple[str, Path]]:
     submodule = _file(f"{module}.{name}") if name else None
     if name and submodule:
         yield f"{module}.{name}", submodule
-    if path and not (name and submodule and not _mentions(path.read_text(), name)):
+    if path and not (name and submodule and not _mentions(importlib.util.decode_source(path.read_bytes()), name)):
         yield module, path
 
 

@@ -275,6 +275,7 @@ class Store:
         for level in (self.root, self.base, directory):
             with contextlib.suppress(FileExistsError):
                 level.mkdir(mode=self.directory_mode)
+                level.chmod(self.directory_mode)  # what the umask took
             self._check(level)
 
     def _check(self, directory: Path) -> None:
@@ -332,7 +333,7 @@ class Store:
         """Removes an entry; returns the bytes freed. While another process holds its lock, it stays."""
         freed = 0
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # where locking does not work, goes on without, as `lock` does
                 descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
                 if not _try_lock(descriptor):

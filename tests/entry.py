@@ -11,6 +11,7 @@ from jit_cache import Program
 def check_entry(program: Program, values: Sequence[Any]) -> None:
     """Fails where the entry would refuse a call: fixed sizes and strides, divisors, addresses, devices, presence.
 
+    And where it would read other values: a kernel sees the memory, without the sign that torch adds when it reads.
     Strides of dimensions of size 1 are not looked at, as by the entry itself.
     """
     sizes: dict[int, int] = {}
@@ -31,6 +32,7 @@ def check_entry(program: Program, values: Sequence[Any]) -> None:
             if size != 1:
                 good = stride == wanted if isinstance(wanted, int) else stride % wanted.divisibility == 0
                 assert good, f"argument {position}: strides {t.stride()} for {fake}"
+        assert not t.is_neg(), f"argument {position} is not what its memory holds"
         assert t.data_ptr() % fake._assumed_align == 0, f"argument {position} is not aligned for {fake}"
 
 

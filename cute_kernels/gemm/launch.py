@@ -246,7 +246,21 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         config,
     )
     clusters = min(-(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
-    return Plan(function, clusters * cluster, transposed, config)
+    return Plan(_resolved(function) if config is None else function, clusters * cluster, transposed, config)
+
+
+def _resolved(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` of operands as torch reads them: a conjugate's imaginary part, of stride 2, is negated lazily.
+
+    To ask takes 0.6 us of a call, to resolve without asking 1.7 (CPU).
+    """
+
+    def run(a: Tensor, b: Tensor, *rest: object) -> None:
+        if a.is_neg() or b.is_neg():
+            a, b = a.resolve_neg(), b.resolve_neg()
+        function(a, b, *rest)
+
+    return run
 
 
 def operand_major(t: Tensor) -> str | None:

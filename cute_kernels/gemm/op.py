@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
@@ -59,7 +60,8 @@ def mm(
         return reference.mm(a, b, out_dtype=out_dtype, out=out)
     try:
         eager = is_plain(a, b, out)
-        if is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        differentiates = is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if differentiates or (out is None and forward_ad._current_level >= 0):  # autograd refuses tangents
             if out is not None:
                 check_mm(a, b, out_dtype, out)
             arguments = (a, b, (eager, out_dtype))
@@ -109,8 +111,9 @@ def linear(
     Numerics: as ``mm``. The backward differentiates the activation at the sum rounded to the output's dtype, which is
     what is saved; the incoming gradient is rounded to x's dtype. dweight and dbias sum over the tokens in their order,
     16 at a time; where ``weight.main_grad`` (or ``bias.main_grad``, fp32) exists, the accumulator starts from it and
-    ``.grad`` stays None: micro-batches split at multiples of 16 tokens then give the bits of one batch. Zero tokens
-    behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is copied unless
+    ``.grad`` stays None: micro-batches split at multiples of 16 tokens then give the bits of one batch. In eager mode
+    ``torch.autograd.grad`` of other tensors alone leaves it as it is; a compiled backward adds to it nonetheless. Zero
+    tokens behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is copied unless
     its rows are contiguous and of one stride, or its columns, on 16 bytes.
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
@@ -123,11 +126,13 @@ def linear(
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
     try:
         eager = is_plain(x, weight, bias)
-        if is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        if forward_ad._current_level >= 0 or (
+            is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        ):
             arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
             return apply_eager(_LinearFunction, *arguments) if eager else _LinearFunction.apply(*arguments)
         return _linear_forward(x, weight, bias, eager, out_dtype, activation, False)[0]
-    except (AttributeError, IndexError, TypeError):  # an argument that is no tensor, or has no dimensions, or no dtype
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensor, or of no strides or dimensions, no dtype
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
         raise
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer, needs_gradient
+from cute_kernels._autograd import gradient_buffer, needs_gradient, without_autocast
 from cute_kernels.gemm.checks import check_linear, check_mm
 
 
@@ -27,7 +27,7 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
     if out is None:
         return _Linear.apply(a, b.t(), None, out_dtype or a.dtype, None, None)
     with torch.no_grad():
-        return out.copy_(a.to(_wide(a)) @ b.to(_wide(a)))
+        return out.copy_(_product(a.to(_wide(a)), b.to(_wide(a))))
 
 
 def linear(
@@ -48,7 +48,7 @@ def linear(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, out_dtype, activation, num_valid_tokens):
-        z = x.to(_wide(x)) @ weight.to(_wide(x)).t()
+        z = _product(x.to(_wide(x)), weight.to(_wide(x)).t())
         if bias is not None:
             z = z + bias.to(z.dtype)
         y = activate(z, activation).to(out_dtype)
@@ -68,13 +68,13 @@ class _Linear(torch.autograd.Function):
         dz = dz.to(dy.dtype).to(x.dtype).to(wide)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = (dz @ weight.to(wide)).to(x.dtype)
+            dx = _product(dz, weight.to(wide)).to(x.dtype)
         tokens, rows = _as_rows(dz), _as_rows(x.to(wide))
         if num_valid_tokens is not None:
             valid = torch.arange(len(tokens), device=x.device)[:, None] < num_valid_tokens
             tokens, rows = torch.where(valid, tokens, 0.0), torch.where(valid, rows, 0.0)
         if needs_gradient(ctx.needs_input_grad[1], weight, ctx.main_grads[0]):
-            dw = _deliver("weight", tokens.t() @ rows, weight, ctx.main_grads[0])
+            dw = _deliver("weight", _product(tokens.t(), rows), weight, ctx.main_grads[0])
         if needs_gradient(ctx.needs_input_grad[2], bias, ctx.main_grads[1]):
             db = _deliver("bias", tokens.sum(0), bias, ctx.main_grads[1])
         return dx, dw, db, None, None, None
@@ -93,6 +93,11 @@ def activation_gradient(dy: Tensor, z: Tensor, activation: str) -> Tensor:
         s = torch.sigmoid(z)
         return dy * (s * (1 + z * (1 - s)))
     return dy * (0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with without_autocast(a):
+        return a @ b
 
 
 def _as_rows(t: Tensor) -> Tensor:

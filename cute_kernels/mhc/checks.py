@@ -93,7 +93,7 @@ def check_sinkhorn(
     good = type(iterations) is int and 1 <= iterations <= MAX_ITERATIONS
     expect(good, op, "iterations", f"be an int from 1 to {MAX_ITERATIONS}", repr(iterations))
     expect(variant in SINKHORNS, op, "variant", f"be one of {SINKHORNS}", repr(variant))
-    good = isinstance(eps, float) and (0.0 < eps < 1.0 or (variant == "log" and eps == 0.0))
+    good = type(eps) is float and (0.0 < eps < 1.0 or (variant == "log" and eps == 0.0))
     expect(good, op, "eps", "be a float between 0 and 1", repr(eps))
 
 

@@ -6,9 +6,10 @@ specialised on, so another number of tokens finds the same plan. Each function h
 over the tokens are zeros.
 
 Every kernel is a programmatic dependent launch: it starts while the one before it ends, and waits for its results
-before it touches memory. Three of a hyper-connection's backward let the next one start earlier than at their own end:
-coefficients (a few warps), projection (each CTA with its last tile), phi_gradient (its successor waits for nothing
-that it writes). Elsewhere kernels that only wait stood in the way (bench/NOTES.md).
+before it touches memory (the sum of coefficients beside phi_gradient, which waits for nothing that this one writes,
+before its own end). Three of a hyper-connection's backward let the next one start earlier than at their own end:
+coefficients (a few warps), projection (each CTA with its last tile), phi_gradient. Elsewhere kernels that only wait
+stood in the way (bench/NOTES.md).
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ _plans: dict[tuple, Any] = {}
 
 
 def variant_fields(variant: Variant) -> tuple:
-    """The last arguments of the coefficients' launches."""
+    """The last arguments of the coefficients' launches; a key knows plain floats alone."""
     v = variant
-    return (v.rms_eps, v.rms_eps_placement, v.pre_eps, v.post_mult, v.sinkhorn, v.sinkhorn_eps, v.iterations)
+    eps = float(v.rms_eps), v.rms_eps_placement, float(v.pre_eps), float(v.post_mult)
+    return (*eps, v.sinkhorn, float(v.sinkhorn_eps), v.iterations)
 
 
 def registered(schema: str) -> Callable[[Launch], Launch]:

@@ -44,8 +44,9 @@ def quantize_rowwise(
         UnsupportedDeviceError: a GPU without kernels.
 
     Numerics: bit by bit those of the reference, on every GPU: scale byte s = 0 to 254, q = fp8(x * 2^(127 - s)) to
-    nearest even, saturating. NaN or infinity anywhere in a block: s = 255, and NaN (0x7F) for all its elements. Zeros:
-    s = 0 and q = +-0. Not differentiable: a call belongs inside an autograd.Function.
+    nearest even, saturating. NaN or infinity anywhere in a block: s = 255, and NaN (0x7F) for all its elements; so in
+    mode "even" where amax, rounded, is beyond fp32: from 0x7F780000 (e5m2: 0x7F700000) on. Zeros: s = 0 and q = +-0.
+    Not differentiable: a call belongs inside an autograd.Function.
 
     Source: OCP Microscaling Formats specification 1.0, section 6.3; rceil: Mishra et al., Recipes for Pre-training LLMs
     with MXFP8, 2025, arXiv 2506.08027.
@@ -126,7 +127,7 @@ def quantize_3d_colwise(
     """
     if _takes_reference("quantize_3d_colwise", w, backend):
         return reference.quantize_3d_colwise(w, mode=mode, block=block, scale_layout=scale_layout, dtype=dtype)
-    square = block == (32, 32)
+    square = isinstance(block, tuple) and block == (32, 32)  # an array would be compared by elements
     q, scale = _quantize("quantize_3d_colwise", "w", w, 3, False, True, square, mode, scale_layout, dtype, block)
     return q, scale
 
@@ -185,7 +186,7 @@ def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16,
     if is_plain(q) and type(scale) in _PLAIN:
         try:
             return launch.dequantize(q, scale, dtype)
-        except TypeError:  # a dtype that cannot be part of a key
+        except (RuntimeError, TypeError):  # a tensor without strides, a dtype that cannot be part of a key
             check_dequantize(q, scale, dtype)
             raise
     check_dequantize(q, scale, dtype)
@@ -234,7 +235,7 @@ def _quantize(op, name, x, rank, along_k, along_n, square, mode, scale_layout, d
     if is_plain(x):
         try:
             return launch.quantize(op, name, x, rank, along_k, along_n, square, mode, scale_layout, dtype, block)
-        except TypeError:  # an argument that cannot be part of a key
+        except (RuntimeError, TypeError):  # a tensor without strides, an argument that cannot be part of a key
             check_quantize(op, name, x, rank, mode, scale_layout, dtype, block)
             raise
     check_quantize(op, name, x, rank, mode, scale_layout, dtype, block)

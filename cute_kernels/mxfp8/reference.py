@@ -3,7 +3,8 @@
 Of a block of 32 values, amax = max |x| in fp32, NaN above all; E, m = exponent and mantissa bits:
 rceil   s = the exponent of amax * fp32(1 / largest), rounded up to a power of two
 floor   s = E - e;   ceil  s = E - e + (m != 0);   even  floor of amax rounded to the element's mantissa
-        (largest = 448 or 57344, e = 8 or 15 for e4m3 or e5m2; s from 0 to 254, 255 for NaN and infinity)
+        (largest = 448 or 57344, e = 8 or 15 for e4m3 or e5m2; s from 0 to 254, 255 for NaN and infinity, by even also
+        for finite amax that it rounds beyond fp32: of bits from 0x7F780000 or 0x7F700000 on)
 q = fp8(x * 2^(127 - s)), to nearest even, saturating;  x' = q * 2^(s - 127)
 """
 
@@ -84,6 +85,7 @@ def quantize_3d_dual(
 def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values that fp8 elements and their scales stand for; see ``cute_kernels.dequantize``."""
     kind = check_dequantize(q, scale, dtype)
+    q = q.detach()
     if kind == "empty":
         return torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device)
     transposed = is_transposed(q)
@@ -126,7 +128,7 @@ def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
 
 def along_k(x: Tensor, mode: str, scale_layout: str, dtype: torch.dtype, square: bool = False):
     """(q row-major, scales) of blocks along the last dimension, unchecked."""
-    q, s, squares = _quantize(x.contiguous(), mode, dtype, square)
+    q, s, squares = _quantize(x.detach().contiguous(), mode, dtype, square)
     if scale_layout == "blocked":
         return q, to_blocked(s)
     return q, squares if square else s
@@ -134,7 +136,7 @@ def along_k(x: Tensor, mode: str, scale_layout: str, dtype: torch.dtype, square:
 
 def along_n(x: Tensor, mode: str, scale_layout: str, dtype: torch.dtype, square: bool = False):
     """(q column-major, scales) of blocks along the last dimension but one, unchecked."""
-    q, s, squares = _quantize(x.mT.contiguous(), mode, dtype, square)
+    q, s, squares = _quantize(x.detach().mT.contiguous(), mode, dtype, square)
     if scale_layout == "blocked":
         return q.mT, to_blocked(s)
     if square:

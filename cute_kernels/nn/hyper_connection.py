@@ -39,7 +39,7 @@ class HyperConnectionConfig:
     Args:
         hidden_size: C, channels of one stream, the model's hidden size; from 8.
         num_streams: n: 1, 2, 4 or 8.
-        sinkhorn_iterations: 1 to 100, in place of the variant's.
+        sinkhorn_iterations: 1 to 100; the variant's if None (20, of "tilekernels" 10).
         init_gating_factor: >= 0; what alpha begins with.
         variant: a name of ``mhc.VARIANTS`` or a Variant.
         eps: > 0, added to a token's mean square (or its root, as the variant has it); the variant's if None.
@@ -55,7 +55,7 @@ class HyperConnectionConfig:
 
     hidden_size: int
     num_streams: int = 4
-    sinkhorn_iterations: int = 20
+    sinkhorn_iterations: int | None = None
     init_gating_factor: float = 0.01
     variant: str | Variant = "deepseek_v4"
     eps: float | None = None
@@ -70,9 +70,10 @@ class HyperConnectionConfig:
         expect_int(name, "num_streams", self.num_streams)
         hint = f"be one of {STREAMS} (for none: hyper_connections=None in the model's config)"
         expect(self.num_streams in STREAMS, name, "num_streams", hint, self.num_streams)
-        expect_int(name, "sinkhorn_iterations", self.sinkhorn_iterations)
-        good = 1 <= self.sinkhorn_iterations <= MAX_ITERATIONS
-        expect(good, name, "sinkhorn_iterations", f"be from 1 to {MAX_ITERATIONS}", self.sinkhorn_iterations)
+        if self.sinkhorn_iterations is not None:
+            expect_int(name, "sinkhorn_iterations", self.sinkhorn_iterations)
+            good = 1 <= self.sinkhorn_iterations <= MAX_ITERATIONS
+            expect(good, name, "sinkhorn_iterations", f"be from 1 to {MAX_ITERATIONS}", self.sinkhorn_iterations)
         expect_float(name, "init_gating_factor", self.init_gating_factor)
         good = 0.0 <= self.init_gating_factor < math.inf
         expect(good, name, "init_gating_factor", "be finite and not negative", self.init_gating_factor)
@@ -93,9 +94,13 @@ class HyperConnectionConfig:
                 expect(layers >= 1, name, "recompute_layers", "be at least 1", layers)
 
     def resolved_variant(self) -> Variant:
-        """The variant with this config's iterations and eps."""
-        variant = replace(variant_of("HyperConnectionConfig", self.variant), iterations=self.sinkhorn_iterations)
-        return variant if self.eps is None else replace(variant, rms_eps=float(self.eps))
+        """The variant with this config's iterations and eps, where it has them."""
+        changes = {}
+        if self.sinkhorn_iterations is not None:
+            changes["iterations"] = self.sinkhorn_iterations
+        if self.eps is not None:
+            changes["rms_eps"] = float(self.eps)
+        return replace(variant_of("HyperConnectionConfig", self.variant), **changes)
 
     def layers_per_block(self, num_layers: int) -> int:
         """Layers a block of recompute in a model of ``num_layers``."""
@@ -115,14 +120,14 @@ def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
 class Mix(NamedTuple):
     """What ``HyperConnection.forward`` hands to ``combine``.
 
-    post (..., n) and res (..., n, n) are fp32. ``residual`` is what forward got, where ``owns`` as an alias by which
-    the gradient comes back to forward, to be added there in fp32: for ``combine`` alone.
+    post (..., n) and res (..., n, n) are fp32. The rest is for ``combine`` alone: ``residual``, what forward got, and,
+    where that is an alias by which the gradient comes back to forward, to be multiplied by its res there, that res.
     """
 
     post: Tensor
     res: Tensor
     residual: Tensor
-    owns: bool
+    own_res: Tensor | None
 
 
 class FloatModule(nn.Module):
@@ -190,7 +195,7 @@ class HyperConnection(FloatModule):
         options = OP, variant_fields(v), v.layout, PRECISION, v.res_orientation
         if not differentiates(x, *parameters):
             (layer_input, post, res), _ = run(x, *parameters, options, False)
-            return layer_input, Mix(post, res, x, False)
+            return layer_input, Mix(post, res, x, None)
         layer_input, post, res, residual = apply(Composite, x, *parameters, options)
         if recompute is not None:
             n, channels = sizes(x, v.layout)
@@ -204,7 +209,7 @@ class HyperConnection(FloatModule):
                     launch.aggregate_forward(x_rows, pre, out.view(-1, channels), v.layout, 1.0)
 
                 recompute.discard((layer_input,), aggregate)
-        return layer_input, Mix(post, res, residual, True)
+        return layer_input, Mix(post, res, residual, res)
 
     def combine(
         self,
@@ -221,17 +226,22 @@ class HyperConnection(FloatModule):
         end of its block, unless the block ends in it.
         """
         v = self.variant
-        post, res, residual, owns = mix
+        post, res, residual, own_res = mix
         if is_plain(x, residual):
             good = x.data_ptr() == residual.data_ptr() and x.shape == residual.shape and x.stride() == residual.stride()
             expect(good, OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
+            if own_res is not None and torch.is_grad_enabled():
+                good = res.data_ptr() == own_res.data_ptr() and residual.requires_grad
+                expect(good, OP, "mix", "have the res and residual that forward returned", "others, or a detached one")
         check_dropout(OP, dropout_p, None, x.device)
         if takes_reference(OP, x, self.backend):
             function = functools.partial(_reference_combine, v, dropout_p)
             arguments = function, f, post, x, res, bias
             return recompute.checkpoint(*arguments) if recompute is not None else function(*arguments[1:])
         seed = draw_seed(x.device) if dropout_p > 0.0 else None
-        out = combine(OP, f, post, residual, res, bias, dropout_p, seed, v.layout, v.res_orientation, owns)
+        out = combine(
+            OP, f, post, residual, res, bias, dropout_p, seed, v.layout, v.res_orientation, own_res is not None
+        )
         if recompute is not None:
             n, channels = sizes(x, v.layout)
             matrices = (
@@ -249,7 +259,7 @@ class HyperConnection(FloatModule):
         arguments = functools.partial(_reference_pre, self.variant), x, self.phi, self.alpha, self.beta
         function, *tensors = arguments
         layer_input, post, res = function(*tensors) if recompute is None else recompute.checkpoint(*arguments)
-        return layer_input, Mix(post, res, x, False)
+        return layer_input, Mix(post, res, x, None)
 
     def extra_repr(self) -> str:
         c = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ class _Norm(nn.Module):
     def __init__(self, normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype, backend) -> None:
         super().__init__()
         name = type(self).__name__
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        expect(len(shape) == 1 and shape[0] > 0, name, "normalized_shape", "be one positive size", normalized_shape)
+        sizes = [normalized_shape] if isinstance(normalized_shape, Integral) else normalized_shape
+        good = isinstance(sizes, (tuple, list)) and len(sizes) == 1 and isinstance(sizes[0], Integral) and sizes[0] > 0
+        expect(good, name, "normalized_shape", "be one positive size", repr(normalized_shape))
+        shape = (int(sizes[0]),)
         self.normalized_shape = shape
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -34,6 +37,12 @@ class _Norm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def expect_width(self, x: Tensor) -> None:
+        """Without a weight there is nothing else that x must fit."""
+        if self.weight is None and isinstance(x, Tensor):
+            good, (width,) = x.shape[-1:] == self.normalized_shape, self.normalized_shape
+            expect(good, type(self).__name__, "x", f"have {width} columns", f"shape {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -89,6 +98,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """y of x's shape (..., C); with a residual (y, x + residual)."""
         expect_whole("RMSNorm", self.weight)
+        self.expect_width(x)
         return rms_norm(
             x,
             self.weight,
@@ -105,6 +115,7 @@ class RMSNorm(_Norm):
         """y, discarded at the end of the manager's block and made again from x."""
         options = {"eps": self.eps, "weight_offset": self.weight_offset, "save": self.save, "out_dtype": self.out_dtype}
         if self.backend is not None or not x.is_cuda:
+            self.expect_width(x)
             function = functools.partial(rms_norm, backend=self.backend, **options)
             return recompute.checkpoint(function, x, self.weight)
         y = self(x)
@@ -160,6 +171,7 @@ class LayerNorm(_Norm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """y of x's shape (..., C); with a residual (y, x + residual)."""
         expect_whole("LayerNorm", self.weight, self.bias)
+        self.expect_width(x)
         return layer_norm(
             x,
             self.weight,

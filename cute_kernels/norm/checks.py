@@ -40,13 +40,15 @@ def check_norm(
             expect(vector.is_contiguous(), op, name, "be contiguous", f"stride {vector.stride()}")
     if residual is not None:
         expect_tensor(op, "residual", residual)
-        expect_dtype(op, "residual", residual.dtype, (x.dtype, torch.float32))
+        expect_dtype(op, "residual", residual.dtype, tuple(dict.fromkeys((x.dtype, torch.float32))))
         expect_like(op, "residual", residual, tuple(x.shape), x.device)
         contiguous = n == 1 or residual.stride(-1) == 1
         expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
-    expect(type(eps) is float and eps > 0.0, op, "eps", "be a positive float", eps)
+    good = type(eps) is float and 0.0 < eps < math.inf
+    expect(good, op, "eps", "be a positive, finite float", f"{eps!r} of type {type(eps).__name__}")
     good = type(weight_offset) is float and math.isfinite(weight_offset)
-    expect(good, op, "weight_offset", "be a finite float", weight_offset)
+    got = f"{weight_offset!r} of type {type(weight_offset).__name__}"
+    expect(good, op, "weight_offset", "be a finite float", got)
     expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
     expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
     if out_dtype is not None:

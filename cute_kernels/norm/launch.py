@@ -75,7 +75,7 @@ def normalize(
             keeps_h,
             keeps_statistics,
             x.dtype,
-            shape[-1] if contiguous else (shape, x.stride()),
+            shape[-1] if contiguous else _strides_key(x),
             x.data_ptr() & 15,
             x.get_device(),
             None if weight is None else (weight.dtype, weight.data_ptr() & 15),
@@ -213,7 +213,14 @@ def _rows_key(t: Tensor) -> tuple:
     """All that a kernel is specialised on and all that is checked of a matrix, but for its number of rows."""
     if t.is_contiguous():
         return t.dtype, t.shape[-1], t.get_device(), t.data_ptr() & 15
-    return t.dtype, t.shape, t.get_device(), t.data_ptr() & 15, t.stride()
+    return t.dtype, _strides_key(t), t.get_device(), t.data_ptr() & 15
+
+
+def _strides_key(t: Tensor) -> tuple:
+    """Of what is not contiguous: of a matrix its columns, strides and whether it is more than a row, else its shape."""
+    if t.dim() == 2:
+        return t.shape[-1], t.stride(), t.shape[0] > 1
+    return t.shape, t.stride()
 
 
 def _vector_key(t: Tensor) -> tuple:

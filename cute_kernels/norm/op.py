@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows, needs_gradient
@@ -121,11 +122,14 @@ def _check_backend(op: str, backend: str | None) -> None:
 def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
     try:
         eager = is_plain(x, weight, bias, residual)
-        if is_grad_enabled() and (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-            or (residual is not None and residual.requires_grad)
+        if forward_ad._current_level >= 0 or (  # a tangent might be wanted, which autograd refuses
+            is_grad_enabled()
+            and (
+                x.requires_grad
+                or (weight is not None and weight.requires_grad)
+                or (bias is not None and bias.requires_grad)
+                or (residual is not None and residual.requires_grad)
+            )
         ):
             arguments = (x, weight, bias, residual, (eager, kind, eps, weight_offset, save, out_dtype))
             y = apply_eager(_NormFunction, *arguments) if eager else _NormFunction.apply(*arguments)

@@ -13,21 +13,26 @@ WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: bf16 x, y and parameters; rms_norm, layer_norm with bias; with residual."""
+    """(builder, arguments) of each kernel: bf16 x, y and parameters; layer_norm with bias; bf16 and fp32 residuals."""
     expect_arch(arch)
     from cutlass import BFloat16 as bf16
+    from cutlass import Float32 as fp32
 
     from cute_kernels.norm.kernel import norm_backward, norm_forward
 
     for n in WIDTHS:
         for kind in ("rms", "layer"):
             bias = bf16 if kind == "layer" else None
-            for residual in (None, bf16):
-                streams = (2,) if residual is None else (2, 2)
-                config = forward_config(arch, kind, n, streams, 2 if bias is None else 4, 8, True, True)
+            for residual in (None, bf16, fp32):
+                size = 2 if residual is None else residual.width // 8
+                streams, vec = (2,) if residual is None else (2, size), 16 // size
+                config = forward_config(arch, kind, n, streams, 2 if bias is None else 4, vec, True, True)
                 for num_statistics in (1 if kind == "rms" else 2, 0):
                     facts = (bf16, residual, bf16, bias, bf16, 0.0, residual is not None, num_statistics)
                     yield norm_forward, (arch, kind, *facts, 16, config)
-                config = backward_config(arch, kind, "input", n, (2, *streams), 8, True, True)
-                dtypes = (bf16, bf16, residual, bf16, None, bf16, None, bf16, bias)
+                # What is saved, and returned beside y, is the sum: of the residual's dtype, as its gradient is
+                sizes = (2, 2) if residual is None else (size, 2, size)
+                config = backward_config(arch, kind, "input", n, sizes, vec, True, True)
+                dresidual = residual if size == 4 else None
+                dtypes = (residual or bf16, bf16, residual, bf16, None, bf16, dresidual, bf16, bias)
                 yield norm_backward, (arch, kind, "input", *dtypes, 0.0, (False, False), 16, config)

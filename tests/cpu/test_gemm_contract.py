@@ -43,6 +43,9 @@ A_LINE = zeros(2**31 - 1, 1, device="meta")
 MM_ERRORS = [
     (TypeError, {"a": None}, "a must be a torch.Tensor, got NoneType"),
     (TypeError, {"b": [[1.0]]}, "b must be a torch.Tensor, got list"),
+    (TypeError, {"a": zeros(M, K).to_sparse()}, "a must have layout torch.strided, got torch.sparse_coo"),
+    (TypeError, {"b": zeros(K, N).to_sparse()}, "b must have layout torch.strided, got torch.sparse_coo"),
+    (TypeError, {"out": zeros(M, N).to_sparse()}, "out must have layout torch.strided, got torch.sparse_coo"),
     (TypeError, {"a": zeros(M, K, dtype=FP32)}, "a must have dtype bfloat16, float16, got torch.float32"),
     (TypeError, {"b": zeros(K, N, dtype=FP32)}, "b must have dtype bfloat16, float16, got torch.float32"),
     (TypeError, {"a": zeros(M, K, dtype=torch.int8)}, "a must have dtype bfloat16, float16, got torch.int8"),
@@ -89,6 +92,10 @@ LINEAR_ERRORS = [
     (TypeError, {"x": 1.0}, "x must be a torch.Tensor, got float"),
     (TypeError, {"weight": None}, "weight must be a torch.Tensor, got NoneType"),
     (TypeError, {"bias": [0.0] * N}, "bias must be a torch.Tensor, got list"),
+    (TypeError, {"x": zeros(M, K).to_sparse()}, "x must have layout torch.strided, got torch.sparse_coo"),
+    (TypeError, {"x": zeros(2, M, K).to_sparse()}, "x must have layout torch.strided, got torch.sparse_coo"),
+    (TypeError, {"weight": zeros(N, K).to_sparse()}, "weight must have layout torch.strided, got torch.sparse_coo"),
+    (TypeError, {"bias": zeros(N).to_sparse()}, "bias must have layout torch.strided, got torch.sparse_coo"),
     (TypeError, {"x": zeros(M, K, dtype=FP32)}, "x must have dtype bfloat16, float16, got torch.float32"),
     (TypeError, {"weight": zeros(N, K, dtype=FP32)}, "weight must have dtype bfloat16, float16, got torch.float32"),
     (TypeError, {"weight": zeros(N, K, dtype=FP16)}, "weight must have dtype torch.bfloat16, got torch.float16"),
@@ -373,7 +380,7 @@ def test_provenance_names_what_computed():
         launch._plans.clear()
         entries = provenance(mm, a, b) + provenance(mm, zeros(M, 3 * K)[:, ::3], b)
     launch._plans.clear()
-    assert [entry.contract for entry in entries] == ["serial_k16, unproven", "serial_k16"]
+    assert [entry.contract for entry in entries] == ["serial_k16, unproven"] * 2
 
 
 def test_reference_backend():

@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import cute_kernels
+from cute_kernels import nn
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.reference import linear, mm
 from tests.gemm_cases import (
@@ -162,6 +165,68 @@ def test_empty(m, n, k, generator):
     if k == 0:
         assert torch.equal(found["y"], F.gelu(inputs.bias.detach()).to(BF16).expand(m, n))
     assert torch.equal(mm(inputs.x.detach(), inputs.weight.detach().t()), torch.zeros(m, n, dtype=BF16)) or k
+
+
+def test_autocast_changes_nothing(generator):
+    """Forward, backward and ``out``: no product in the 16 bits that autocast would have it in."""
+    case = Case(65, 96, 64, bias=FP32, activation="gelu", out=FP32)
+    inputs = make_inputs(case, generator)
+
+    def results():
+        out = torch.empty(65, 96)
+        mm(inputs.x.detach(), inputs.weight.detach().t(), out=out)
+        return run(linear, case, inputs) | {"out": out}
+
+    wanted = results()
+    with torch.autocast("cpu", dtype=BF16):
+        found = results()
+    for name, result in wanted.items():
+        assert_same_bits(found[name], result, name)
+
+
+MODULE = nn.Linear(64, 32, dtype=BF16)
+TRACED = {  # a function, and the shapes of its arguments for m tokens
+    "linear": (cute_kernels.linear, lambda m: ((m, 64), (32, 64), (32,))),
+    "linear, 3-D": (cute_kernels.linear, lambda m: ((m, m + 1, 64), (32, 64))),
+    "linear along K": (cute_kernels.linear, lambda m: ((16, m), (32, m))),
+    "nn.Linear": (lambda x: MODULE(x), lambda m: ((m, 64),)),
+    "mm": (cute_kernels.mm, lambda m: ((m, 64), (64, 32))),
+    "mm along K": (cute_kernels.mm, lambda m: ((16, m), (m, 32))),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_one_graph_for_every_number_of_tokens(name, generator):
+    """After the first, which torch traces with its own sizes; with the gradients of all arguments."""
+    function, shapes = TRACED[name]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for m in (3, 5, 9, 17):
+        arguments = [randn(*shape, generator=generator).to(BF16).requires_grad_() for shape in shapes(m)]
+        y, wanted = compiled(*arguments), function(*arguments)
+        assert_same_bits(y, wanted)
+        for t in (y, wanted):
+            gradients = torch.autograd.grad(t.sum(), arguments)
+            assert [g.shape for g in gradients] == [a.shape for a in arguments]
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, 3-D", "nn.Linear", "mm"])
+def test_export_of_any_number_of_tokens(name, generator):
+    function, shapes = TRACED[name]
+    x, *others = (randn(*shape, generator=generator).to(BF16) for shape in shapes(5))
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return function(x, *others)
+
+    tokens = {i: torch.export.Dim(f"m{i}", max=4096) for i in range(x.dim() - 1)}
+    with torch.no_grad():
+        program = torch.export.export(Model(), (x,), dynamic_shapes={"x": tokens}).module()
+        for m in (5, 9):
+            x = randn(*shapes(m)[0], generator=generator).to(BF16)
+            assert_same_bits(program(x), function(x, *others))
 
 
 def test_out(generator):

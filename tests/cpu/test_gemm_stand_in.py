@@ -7,10 +7,25 @@ are the GPU's own, where their sizes allow it.
 import inspect
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
+from cute_kernels import linear, mm
 from cute_kernels.gemm import op
 from cute_kernels.gemm.config import candidates
-from tests.gemm_cases import kernels, seeded_generator, stand_in
+from tests.gemm_cases import (
+    FP16,
+    FP32,
+    Case,
+    assert_same_bits,
+    kernels,
+    make_inputs,
+    randn,
+    run,
+    seeded_generator,
+    stand_in,
+)
 from tests.gpu.gemm.test_autograd import *  # noqa: F403
 from tests.gpu.gemm.test_invariance import (  # noqa: F401
     test_controls,
@@ -74,3 +89,58 @@ def generator(request):
 def test_every_candidate_is_chosen(arch):
     """No kernel that no call gets, none that a call gets and the invariance tests do not know."""
     assert {config for config, _ in kernels(arch)} == set(candidates(arch))
+
+
+def test_one_graph_for_every_number_of_tokens(traced_linear, generator):
+    """After the first, which torch traces with its own sizes."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(traced_linear, fullgraph=True, backend=counter)
+    for m in (3, 5, 9, 17):
+        case = Case(m, 96, 64, bias=FP32, activation="gelu")
+        inputs = make_inputs(case, generator)
+        found, wanted = run(compiled, case, inputs), run(linear, case, inputs)
+        for name, result in wanted.items():
+            assert_same_bits(found[name], result, name)
+    assert counter.frame_count <= 2
+
+
+def test_a_compiled_backward_adds_to_every_main_grad(traced_linear, generator):
+    """Which gradients it is asked for is not known in a graph: eager mode leaves those of others alone."""
+    torch._dynamo.reset()
+    inputs = make_inputs(Case(65, 96, 64), generator)
+    inputs.weight.main_grad = torch.zeros(96, 64)
+    for function, is_added_to in (
+        (linear, False),
+        (torch.compile(traced_linear, fullgraph=True, backend="aot_eager"), True),
+    ):
+        torch.autograd.grad(function(inputs.x, inputs.weight), inputs.x, inputs.dy)
+        assert inputs.weight.main_grad.any() == is_added_to and inputs.weight.grad is None
+
+
+def test_a_tangent_is_refused_and_not_lost():
+    x = torch.zeros(8, 16, dtype=torch.bfloat16)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (lambda: mm(dual, x.t()), lambda: linear(x, dual)):
+            with pytest.raises(NotImplementedError, match="jvp"):
+                call()
+
+
+@pytest.mark.parametrize("operand", ["x", "weight"])
+def test_a_sign_that_is_not_in_memory(operand, generator):
+    """Of a conjugate's imaginary part; also where the plan is that of the same call without it."""
+    pairs = randn(24, 40, 2, generator=generator).to(FP16)
+    given = {"x": randn(65, 40, generator=generator).to(FP16), "weight": randn(24, 40, generator=generator).to(FP16)}
+    for parts, is_negated in ((pairs, False), (pairs.view(torch.complex32).conj(), True)):
+        part = parts[..., 1] if not is_negated else parts[..., 0].imag
+        assert part.is_neg() == is_negated and part.stride() == (80, 2)
+        leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+        leaves[operand] = part.detach().requires_grad_()
+        plain = {name: t.detach().resolve_neg().contiguous().requires_grad_() for name, t in leaves.items()}
+        results = []
+        for x, weight in (leaves.values(), plain.values()):
+            y, product = linear(x, weight), mm(x, weight.t())
+            results.append([y, product, *torch.autograd.grad([y, product], [x, weight], [y.detach()] * 2)])
+        for found, wanted in zip(*results, strict=True):
+            assert_same_bits(found, wanted)

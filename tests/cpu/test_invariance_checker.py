@@ -239,6 +239,24 @@ def test_bits_have_the_width_of_the_dtype(dtype, bits):
     assert report.first_difference.got_bits == bits
 
 
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, "0xc3010000"), (torch.float64, "0xc060200000000000")])
+def test_complex_results_are_compared_by_their_parts(dtype, bits):
+    sample = torch.ones(ROWS, 1, dtype=dtype)
+    assert check_invariance(lambda x: torch.complex(x, x), sample)
+    report = check_invariance(lambda x: torch.complex(x, x * len(x)), sample - 2, gradients=False, sizes=(129,))
+    found = report.first_difference
+    assert found.index == (0, 0, 1) and (found.expected, found.got) == ("-130.0", "-129.0")
+    assert found.got_bits == bits
+
+
+def test_the_default_device_is_the_caller_s():
+    sample, module = batch(), Scale(in_order)
+    wanted = check_invariance(Faulty(), sample), check_invariance(module, sample)
+    with torch.device("meta"):
+        assert (check_invariance(Faulty(), sample), check_invariance(module, sample)) == wanted
+        assert _check_ops.Make("cpu", 4).batch(8).device.type == "cpu"
+
+
 @pytest.mark.parametrize("function", [lambda x: x + torch.rand(()), nn.Dropout()], ids=["rand", "dropout"])
 def test_not_deterministic(function):
     report = check_invariance(function, batch())
@@ -486,6 +504,7 @@ def test_bad_function_or_sample(arguments, error, message):
         ({"sizes": (1, 130)}, ValueError, "sizes must be integers from 1 to 129"),
         ({"sizes": (1.5,)}, ValueError, "sizes must be integers"),
         ({"seed": None}, TypeError, "seed must be an integer, got NoneType"),
+        ({"seed": True}, TypeError, "seed must be an integer, got bool"),
     ],
 )
 def test_bad_options(options, error, message):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import num_coefficients
@@ -120,6 +121,38 @@ def test_head_is_its_formula(name, generator):
         wanted = (pre[:, :, None] * t["x"]).sum(1)
         (found,) = call(reference, "head", case, t, compute_dtype=FP64)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_autocast_changes_nothing(layout, generator):
+    """Forward and backward: no product in the 16 bits that autocast would have it in."""
+    case = Case(4, 16, (5,), layout=layout, norm_weight=True)
+    inputs = make_inputs(case, generator)
+    for op in OPERATIONS:
+        upstream = make_upstream(op, case, generator)
+        wanted = differentiate(reference, op, case, inputs, upstream)
+        with torch.autocast("cpu", dtype=BF16):
+            found = differentiate(reference, op, case, inputs, upstream)
+        for name, result in wanted.items():
+            assert found[name].dtype is result.dtype and torch.equal(found[name], result), (op, name)
+
+
+def test_one_graph_for_every_number_of_tokens(generator):
+    """After the first, which torch traces with its own sizes; with dropout, and with the gradients of x."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(x, case, tensors):
+        return call(reference, "expand_combine", case, tensors | {"x": x})[0]
+
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for tokens in (3, 5, 9, 17):
+        case = Case(4, 16, (tokens,), dropout_p=0.5)
+        inputs = make_inputs(case, generator)
+        x = inputs.pop("x")
+        for result in (compiled(x, case, inputs), function(x, case, inputs)):
+            assert torch.autograd.grad(result.float().sum(), x)[0].shape == x.shape
+    assert counter.frame_count <= 2
 
 
 # Gradients by finite differences

@@ -5,6 +5,7 @@ Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,7 @@ def test_quantizers(variant):
     assert message(TypeError, x=None) == f"{name} must be a torch.Tensor, got NoneType"
     wanted = f"{name} must have dtype bfloat16, float16, float32, got torch.float64"
     assert message(TypeError, x=x.double()) == wanted
+    assert message(TypeError, x=x.to_sparse()) == f"{name} must have layout torch.strided, got torch.sparse_coo"
     assert message(TypeError, x=x.int()).startswith(f"{name} must have dtype")
     assert message(ValueError, backend="triton") == "backend must be None or 'reference', got 'triton'"
     dimensions = "3 dimensions (E, N, K)" if name == "w" else "2 dimensions (M, K)"
@@ -76,7 +78,8 @@ def test_quantizers(variant):
 
 def test_options_of_the_experts():
     w = zeros(2, 64, 64)
-    for block in ((1, 32), (16, 1), 32, None, [32, 1]):
+    arrays = np.array([32, 32]), np.array([32, 1, 1]), torch.tensor([32, 32])
+    for block in ((1, 32), (16, 1), 32, None, [32, 1], *arrays):
         found = message_of(ValueError, quantize_3d_colwise, w, block=block)
         assert found == f"quantize_3d_colwise: block must be (32, 1) or (32, 32), got {block!r}"
     found = message_of(TypeError, quantize_3d_dual, w, square=1)
@@ -114,6 +117,11 @@ def test_dequantize():
         return found.removeprefix("dequantize: ")
 
     assert message(TypeError, q=None) == "q must be a torch.Tensor, got NoneType"
+    for argument, t in (("q", q), ("scale", s)):
+        values = torch.empty(0, dtype=t.dtype)
+        sparse = torch.sparse_coo_tensor(torch.empty(2, 0), values, t.shape, check_invariants=True)
+        wanted = f"{argument} must have layout torch.strided, got torch.sparse_coo"
+        assert message(TypeError, **{argument: sparse}) == wanted
     assert message(TypeError, scale=1.0) == "scale must be a torch.Tensor, got float"
     assert message(TypeError, q=zeros(64, 96)).startswith("q must have dtype float8_e4m3fn, float8_e5m2, got")
     wanted = "scale must have dtype float8_e8m0fnu, got torch.uint8"
@@ -146,6 +154,7 @@ def test_blocked():
         "from_blocked: blocked must have shape (2048,) or (E, 2048), got (1024,)"
     )
     assert "rows must be a size, got -1" in message_of(ValueError, from_blocked, blocked, -1, 4)
+    assert "rows must be a size, got True" in message_of(ValueError, from_blocked, blocked, True, 4)
     assert "columns must be a size, got 4.0" in message_of(ValueError, from_blocked, blocked, 130, 4.0)
 
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_kernels
 from cute_kernels.mxfp8 import launch
@@ -116,6 +118,26 @@ def test_one_graph(case):
             assert_same(found, call(case, x.detach(), reference))
     operator = f"cute_kernels.{OPERATOR_OF[len({t.data_ptr() for t in found})]}.default"
     assert {name for name in called if name.startswith("cute_kernels")} == {operator}
+
+
+def there_and_back(x):
+    """Through every function of blocked scales, in plain torch."""
+    q, scale = reference.quantize_rowwise(x, scale_layout="blocked")
+    plain = cute_kernels.from_blocked(scale, x.shape[0], x.shape[1] // 32)
+    return reference.dequantize(q, cute_kernels.to_blocked(plain), dtype=FP32)
+
+
+def test_one_graph_for_every_size():
+    """After the first, which torch traces with its own sizes; a symbolic trace is one for all from the start."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(there_and_back, fullgraph=True, backend=counter)
+    xs = [torch.randn(32 * m, 32 * m + 64, generator=torch.Generator().manual_seed(m)) for m in (3, 5, 9, 11)]
+    traced = make_fx(there_and_back, tracing_mode="symbolic")(xs[0])
+    for x in xs:
+        for function in (compiled, traced):
+            assert torch.equal(function(x), there_and_back(x))
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("case", every_variant((2, 64, 96)), ids=str)

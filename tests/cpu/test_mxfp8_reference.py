@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_kernels.mxfp8 import from_blocked, reference, to_blocked
+from tests.gpu.mxfp8.test_bits import test_inputs_that_require_grad  # noqa: F401
 from tests.mxfp8_cases import (
     BF16,
     DTYPES,
@@ -30,6 +31,11 @@ from tests.mxfp8_cases import (
 )
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+@pytest.fixture
+def generator(request):
+    return seeded_generator(request.node.nodeid, "cpu")
 
 
 def fp32(value: float) -> float:
@@ -224,6 +230,11 @@ def test_shapes_strides_and_the_way_back(case):
         bound = x.double().abs() / 16 + x.double().abs().nan_to_num(0, 0).amax() * 2**-17
         assert ((y - x.double()).abs() <= bound)[good].all()
         assert not (good & ~finite).any()
+
+
+def test_dequantized_values_have_no_gradient():
+    q, s = reference.quantize_rowwise(torch.ones(64, 96), scale_layout="blocked")
+    assert not reference.dequantize(q.requires_grad_(), s.requires_grad_()).requires_grad
 
 
 def test_dequantized_values():

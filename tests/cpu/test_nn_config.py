@@ -110,6 +110,12 @@ def test_the_variant_of_a_config():
     assert HyperConnectionConfig(32, variant=expected, sinkhorn_iterations=7).resolved_variant() == expected
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_preset_is_the_systems_own_unless_told(name):
+    """With its number of Sinkhorn's iterations, too: "tilekernels" has 10."""
+    assert HyperConnectionConfig(32, variant=name).resolved_variant() == VARIANTS[name]
+
+
 @pytest.mark.parametrize(
     ("streams", "layers", "expected"), [(4, 4, 2), (4, 16, 3), (4, 24, 4), (4, 61, 6), (1, 1, 1), (1, 2, 1), (8, 64, 7)]
 )

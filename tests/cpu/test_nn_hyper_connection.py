@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cute_kernels
 from cute_kernels import mhc
@@ -126,6 +127,30 @@ def test_the_head_is_the_operator(path):
     head, x = LearnedHead(config), torch.randn(2, 3, 4, 32).to(BF16)
     expected = mhc.head(x, head.fn, head.base, head.scale, variant=config.resolved_variant())
     assert torch.equal(head(x), expected)
+
+
+def test_a_mix_is_combined_as_it_came():
+    """In the kernels' path forward multiplies by its own res: another would give x a wrong gradient."""
+    module = connection(HyperConnectionConfig(32))
+    x = torch.randn(3, 4, 32, requires_grad=True)
+    with stand_in():
+        layer_input, mix = module(x)
+        for changes in ({"res": 0.5 * mix.res}, {"residual": mix.residual.detach()}):
+            with pytest.raises(ValueError, match="mix must have the res and residual that forward returned"):
+                module.combine(layer_input, x, mix._replace(**changes))
+        out = module.combine(layer_input, x, mix._replace(post=0.5 * mix.post, res=mix.res.detach()))
+        ours = torch.autograd.grad(out.sum(), x)
+        with torch.no_grad():
+            module.combine(layer_input, x, mix._replace(res=0.5 * mix.res))
+    layer_input, mix = module(x)
+    out = module.combine(layer_input, x, mix._replace(post=0.5 * mix.post, res=mix.res.detach()))
+    torch.testing.assert_close(ours, torch.autograd.grad(out.sum(), x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tangent_is_refused_and_not_lost():
+    x = torch.randn(3, 4, 32)
+    with stand_in(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        mhc.expand(forward_ad.make_dual(x[:, 0].contiguous(), torch.ones(3, 32)), 4)
 
 
 @pytest.mark.parametrize("convert", [lambda m: m.to(BF16), lambda m: m.half(), lambda m: m.to("cpu", FP16)], ids="abc")

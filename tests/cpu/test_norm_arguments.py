@@ -18,6 +18,10 @@ from tests.norm_cases import BF16, EPS, FP16, FP32, KINDS, OPS, kernel_path, pub
 ROWS, N = 4, 48
 
 
+class Subclass(float):
+    """As numpy's float64 is: no key of a kernel holds one."""
+
+
 @pytest.fixture(params=["reference", "kernels"])
 def norm(request):
     if request.param == "reference":
@@ -72,19 +76,21 @@ VALUE_ERRORS = [
     ({"residual": zeros(N)}, "residual must have shape (4, 48), got (48,)"),
     ({"residual": zeros(ROWS, N, device="meta")}, "residual must be on cpu, got meta"),
     ({"residual": zeros(N, ROWS).t()}, "residual must have a contiguous last dimension, got stride 4"),
-    ({"eps": 0.0}, "eps must be a positive float, got 0.0"),
-    ({"eps": -1e-6}, "eps must be a positive float, got -1e-06"),
-    ({"eps": float("nan")}, "eps must be a positive float, got nan"),
-    ({"eps": 1}, "eps must be a positive float, got 1"),
-    ({"eps": None}, "eps must be a positive float, got None"),
-    ({"eps": True}, "eps must be a positive float, got True"),
-    ({"eps": [1e-5]}, "eps must be a positive float, got [1e-05]"),
-    ({"weight_offset": 0}, "weight_offset must be a finite float, got 0"),
-    ({"weight_offset": [0.0]}, "weight_offset must be a finite float, got [0.0]"),
+    ({"eps": 0.0}, "eps must be a positive, finite float, got 0.0 of type float"),
+    ({"eps": -1e-6}, "eps must be a positive, finite float, got -1e-06 of type float"),
+    ({"eps": float("nan")}, "eps must be a positive, finite float, got nan of type float"),
+    ({"eps": 1}, "eps must be a positive, finite float, got 1 of type int"),
+    ({"eps": None}, "eps must be a positive, finite float, got None of type NoneType"),
+    ({"eps": True}, "eps must be a positive, finite float, got True of type bool"),
+    ({"eps": float("inf")}, "eps must be a positive, finite float, got inf of type float"),
+    ({"eps": Subclass(1e-6)}, "eps must be a positive, finite float, got 1e-06 of type Subclass"),
+    ({"eps": [1e-5]}, "eps must be a positive, finite float, got [1e-05] of type list"),
+    ({"weight_offset": 0}, "weight_offset must be a finite float, got 0 of type int"),
+    ({"weight_offset": [0.0]}, "weight_offset must be a finite float, got [0.0] of type list"),
     ({"save": ["input"]}, "save must be 'input' or 'output', got ['input']"),
-    ({"weight_offset": None}, "weight_offset must be a finite float, got None"),
-    ({"weight_offset": True}, "weight_offset must be a finite float, got True"),
-    ({"weight_offset": float("nan")}, "weight_offset must be a finite float, got nan"),
+    ({"weight_offset": None}, "weight_offset must be a finite float, got None of type NoneType"),
+    ({"weight_offset": True}, "weight_offset must be a finite float, got True of type bool"),
+    ({"weight_offset": float("nan")}, "weight_offset must be a finite float, got nan of type float"),
     ({"save": "outputs"}, "save must be 'input' or 'output', got 'outputs'"),
     ({"save": None}, "save must be 'input' or 'output', got None"),
     (
@@ -102,6 +108,10 @@ TYPE_ERRORS = [
     ({"bias": zeros(N, dtype=torch.int8)}, "bias must have dtype bfloat16, float16, float32, got torch.int8"),
     ({"residual": 1.0}, "residual must be a torch.Tensor, got float"),
     ({"residual": zeros(ROWS, N, dtype=FP16)}, "residual must have dtype bfloat16, float32, got torch.float16"),
+    (
+        {"x": zeros(ROWS, N, dtype=FP32), "residual": zeros(ROWS, N)},
+        "residual must have dtype float32, got torch.bfloat16",
+    ),
     ({"out_dtype": torch.int64}, "out_dtype must have dtype bfloat16, float16, float32, got torch.int64"),
     ({"out_dtype": "bfloat16"}, "out_dtype must have dtype bfloat16, float16, float32, got bfloat16"),
 ]

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -43,6 +44,23 @@ def test_same_as_torch(name, options, shape, generator):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=2e-5)
     assert ours.normalized_shape == theirs.normalized_shape and ours.eps == theirs.eps
     assert ours.elementwise_affine == theirs.elementwise_affine
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_width_without_a_weight(name):
+    module = PAIRS[name][0](8, elementwise_affine=False)
+    for x in (torch.zeros(2, 16), torch.zeros(())):
+        with pytest.raises(
+            ValueError, match=f"^{name}: x must have 8 columns, got shape {re.escape(str(tuple(x.shape)))}$"
+        ):
+            module(x)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("shape", [8.0, (8, 8), (8.0,), 0, None], ids=str)
+def test_a_shape_that_is_not_one_size(name, shape):
+    with pytest.raises(ValueError, match=f"^{name}: normalized_shape must be one positive size, got "):
+        PAIRS[name][0](shape)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -92,6 +110,24 @@ def test_residual_and_options(generator):
     assert torch.equal(layer(x), layer_norm(x, layer.weight, layer.bias))
     with pytest.raises(ValueError, match="save must be 'input' when there is a residual"):
         layer(x, residual)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_main_grad(name, generator):
+    """Added to, in fp32, and ``grad`` stays None; where only x is asked for it stays as it is."""
+    x, dy = torch.randn(2, 5, 96, generator=generator).to(BF16).unbind()
+    plain = PAIRS[name][0](96, dtype=BF16)
+    module = copy.deepcopy(plain)
+    plain(x).backward(dy)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.ones(96)
+    y = module(x.requires_grad_())
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert all(torch.equal(parameter.main_grad, torch.ones(96)) for parameter in module.parameters())
+    y.backward(dy)
+    for one, two in zip(module.parameters(), plain.parameters(), strict=True):
+        assert one.grad is None
+        torch.testing.assert_close(one.main_grad - 1.0, two.grad.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_repr():

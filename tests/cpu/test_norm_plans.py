@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from cute_kernels.norm import launch
+from cute_kernels.norm import launch, prewarm
 from tests.norm_cases import (
     BF16,
     FP16,
@@ -102,9 +103,24 @@ def test_another_number_of_rows_is_the_same_kernel(jobs):
     run(BASE)
     assert built(jobs, replace(BASE, rows=1)) == built(jobs, replace(BASE, rows=1000)) == []
     run(replace(BASE, gap=8))
-    strided = len(set(jobs))
+    strided, plans = len(set(jobs)), len(launch._plans)
     run(replace(BASE, gap=8, rows=1001))
-    assert len(set(jobs)) == strided
+    assert len(set(jobs)) == strided and len(launch._plans) == plans
+
+
+@pytest.mark.parametrize("residual", [None, BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_prewarm_has_the_kernels_of_a_model(kind, residual, jobs):
+    """In training and in inference; README's first program is among them."""
+    case = Case(kind, 4096, bias=BF16 if kind == "layer" else None, residual=residual, dh=residual is not None, rows=3)
+    run(case)
+    inputs = make_inputs(case, seeded_generator("plans", "cpu"))
+    with torch.no_grad():
+        kernel_path(
+            kind, inputs.x, inputs.weight, inputs.bias, residual=inputs.residual, return_residual=residual is not None
+        )
+    table = {arguments for _, arguments in prewarm.specializations("sm_90a")}
+    assert len(jobs) == 3 and {arguments for _, arguments in jobs} <= table
 
 
 def test_inference_stores_no_statistics(jobs):
@@ -113,6 +129,15 @@ def test_inference_stores_no_statistics(jobs):
     with torch.no_grad():
         kernel_path("layer", inputs.x, inputs.weight)
     assert len(set(jobs)) == 2
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_tangent_is_refused_and_not_lost(kind, jobs):
+    x = torch.zeros(9, 64)
+    with forward_ad.dual_level():
+        kernel_path(kind, x)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            kernel_path(kind, forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 def test_so_many_rows_that_indices_of_tiles_would_overflow(jobs, monkeypatch):

@@ -1,7 +1,11 @@
 """The project's own files agree with each other."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -11,3 +15,21 @@ def test_pre_commit_pins_what_ci_uses():
     used = re.findall(r"\[([\w-]+)==([\w.]+)\]", (ROOT / ".pre-commit-config.yaml").read_text())
     assert {name for name, _ in used} == {"ruff", "mypy"}
     assert all(pins[name] == version for name, version in used)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize(
+    ("version", "extra", "index"), [("12.8", "", True), ("13.0", ",cu13", False), (None, "", False)]
+)
+def test_what_is_installed_is_what_the_driver_runs(version, extra, index, tmp_path):
+    text = f"| Driver Version: 580.1  CUDA Version: {version} |" if version else "no devices were found"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{text}'\n")
+    program.chmod(0o755)
+    command = ["make", "--dry-run", "--what-if=pyproject.toml", "demo"]
+    printed = subprocess.run(
+        command, cwd=ROOT, env={"PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert printed.returncode == 0, printed.stderr
+    assert f"--editable '.[test,dev{extra}]'" in printed.stdout
+    assert ("https://download.pytorch.org/whl/cu126" in printed.stdout) == index

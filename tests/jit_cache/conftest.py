@@ -34,7 +34,8 @@ def cache(tmp_path, monkeypatch):
     reset()
 
 
-def _environment(env):
+def environment(env):
+    """A process's environment in which it finds this repository."""
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1", **env}
 
@@ -48,7 +49,7 @@ def start():
         imports = "from tests.jit_cache import kernels\n" if "kernels." in code else ""  # imports cutlass: a second
         command = [sys.executable, "-c", PRELUDE + imports + code]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=_environment(env), cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(command, env=environment(env), cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
         started.append(process)
         return process
 

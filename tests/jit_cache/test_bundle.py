@@ -11,11 +11,11 @@ import tarfile
 
 import pytest
 
-from jit_cache import MissingKernelError
-from jit_cache.bundle import BundleError, export_bundle, import_bundle
+from jit_cache import BundleError, Damaged, MissingKernelError
+from jit_cache.bundle import export_bundle, import_bundle
 from jit_cache.compile import Compiled, reset, stats
 from jit_cache.key import Key, stack
-from jit_cache.store import Damaged, Store
+from jit_cache.store import Store
 from tests.jit_cache import kernels
 from tests.jit_cache.conftest import ROOT
 from tests.jit_cache.test_store import key, put
@@ -145,6 +145,7 @@ CHANGES = {
     "a path that escapes": add_member("../escaped.o"),
     "an absolute path": add_member("/tmp/escaped.o"),
     "an escaping name in the manifest": rename("../../escaped/"),
+    "an escaping name below its arch": rename("sm_90a/../../../escaped/"),
     "an absolute name in the manifest": rename("/tmp/"),
     "a name of another arch": rename("sm_100a/"),
     "a symbolic link": add_member("sm_90a/link", tarfile.SYMTYPE, "/etc"),
@@ -383,3 +384,23 @@ def test_commands(command, tmp_path, cache):
     assert status == 0 and "1 removed" in out and not list(cache.rglob("*.o"))
     for bad in ("much", "-1", "nan"):
         assert command("gc", "--max-gb", bad)[0] == command("gc", "--max-days", bad)[0] == 2
+
+
+def test_list_shows_bundles(command, tmp_path, cache):
+    """Their names are what load_shared takes."""
+    put(Store(tmp_path / "bundle"), key(1))
+    put(Store(cache), key(2))
+    status, out, _ = command("list", JIT_CACHE_BUNDLE=str(tmp_path / "bundle"))
+    assert status == 0 and [line.split()[0] for line in out.splitlines()[::2]] == [key(2).name, key(1).name]
+    assert out.count(f"in {tmp_path / 'bundle'}") == 1
+    status, out, _ = command("list", "--json", JIT_CACHE_BUNDLE=str(tmp_path / "bundle"))
+    places = {record["name"]: record["directory"] for record in json.loads(out)}
+    assert places == {key(1).name: str(tmp_path / "bundle"), key(2).name: str(cache)}
+
+
+def test_export_says_what_it_leaves_out(command, store, tmp_path):
+    store.path(key(1).name, ".json").write_text("{")
+    status, out, err = command("export", tmp_path / "a.tar")
+    assert status == 1 and out.startswith("1 kernels") and str(store.path(key(1).name, ".json")) in err
+    store.path(key(1).name, ".json").unlink()
+    assert command("export", tmp_path / "a.tar")[::2] == (0, "")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jit_cache import Program, compiled
+from jit_cache import Program, compiled, key
 from jit_cache.compile import Compiled, Kernel, reset
 from jit_cache.key import differences, digest, encode, flavour, machine, runs_here, runs_on, same, stack
 from tests.jit_cache import kernels
@@ -184,6 +184,45 @@ def test_builders_whose_arguments_are_no_key_are_refused(function):
         compiled(function)
 
 
+def maker(value):
+    def build(arch):
+        return value
+
+    return build
+
+
+@pytest.mark.parametrize("value", [32, (1, 2), None, [], Pair(1, 2), cutlass.Float32, Pair, maker])
+def test_a_value_of_an_enclosing_function_is_refused(value):
+    """It is in no key: make(32) and make(64) would be the same kernel."""
+    with pytest.raises(TypeError, match=r"build: `value`, of an enclosing function, .* make it an argument"):
+        compiled(maker(value))
+
+
+def test_code_of_an_enclosing_function_is_accepted():
+    """Its source is hashed with the module's."""
+
+    class Inner:
+        pass
+
+    def helper():
+        return Inner
+
+    def build(arch):
+        return helper(), module
+
+    module = cutlass
+    assert compiled(build).key("sm_90a").storable
+
+
+def test_a_variable_that_is_not_set_yet_is_refused():
+    def build(arch):
+        return value
+
+    with pytest.raises(TypeError, match="make it an argument"):
+        compiled(build)
+    value = 32
+
+
 def test_strings_are_told_apart_by_their_code_points():
     texts = ["\ud800", "\ud801", "?", "??", "\ufffd", "\ud83d\ude00", "😀", "\\ud83d"]
     assert len({build.key("sm_90a", text).digest for text in texts}) == len(texts)
@@ -310,6 +349,19 @@ def test_flavour():
 def test_the_processor_is_known():
     assert runs_on(machine(), machine())
     assert machine() in ("x86_64-v1", "x86_64-v2", "x86_64-v3", "x86_64-v4") or not machine().startswith("x86_64")
+
+
+@pytest.mark.parametrize("name", ["x86_64-v1", "aarch64-12345678"])
+def test_the_processor_is_in_the_key(monkeypatch, name):
+    """An object for a newer one can die of SIGILL."""
+    before = build.key("sm_90a").digest
+    monkeypatch.setattr(key, "machine", lambda: name)
+    stack.cache_clear()
+    try:
+        assert build.key("sm_90a").record["stack"]["machine"] == name
+        assert build.key("sm_90a").digest != before
+    finally:
+        stack.cache_clear()
 
 
 def test_importing_jit_cache_imports_nothing_heavy():

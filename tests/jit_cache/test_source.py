@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from jit_cache import source
 from jit_cache.source import module_name, source_digest
+from tests.jit_cache.conftest import environment
 
 FILES = {
     "fam/__init__.py": "from .norm import kernel\nfrom .mhc import kernel as other\n",
@@ -27,13 +29,19 @@ FILES = {
     "fam/common/deep.py": "",
     "fam/common/late.py": "late = 1\n",
     "fam/mhc/__init__.py": "",
-    "fam/mhc/kernel.py": "",
+    "fam/mhc/kernel.py": "import fam.mhc.tiles\nimport fam.common.deep\nfrom fam.norm import config\n"
+    "fam.mhc.tiles.thing, fam.mhc.THREADS\n",
+    "fam/mhc/tiles.py": "",
     "foreign/__init__.py": "",
     "foreign/device.py": "import cutlass\nfrom . import helper\n",
     "foreign/helper.py": "",
     "plain.py": "",
-    "script.py": "import sibling\nimport plain\n",
+    "script.py": "import sibling\nimport plain\nfrom beside.tiles import TILE\nimport installed\n",
     "sibling.py": "from foreign import device\n",
+    "beside/__init__.py": "",
+    "beside/tiles.py": "from .deep import TILE\n",
+    "beside/deep.py": "TILE = 1\n",
+    "venv/site-packages/installed.py": "",
 }
 
 
@@ -44,6 +52,7 @@ def tree(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "venv/site-packages"))
     monkeypatch.syspath_prepend(str(tmp_path))
     for cached in (source._locate, source._scan):
         cached.cache_clear()
@@ -53,9 +62,8 @@ def tree(tmp_path, monkeypatch):
             file.write(text)
 
     yield edit
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("fam", "foreign", "plain", "script", "sibling")
-    ]:
+    tops = {name.partition("/")[0].removesuffix(".py") for name in FILES}
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
         del sys.modules[name]
     source._locate.cache_clear()
 
@@ -107,7 +115,27 @@ def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
 
 @pytest.mark.parametrize(
     "name, counts",
-    [("script.py", 1), ("sibling.py", 1), ("plain.py", 1), ("foreign/helper.py", 1), ("fam/settings.py", 0)],
+    [("fam/mhc/__init__.py", 1), ("fam/mhc/tiles.py", 1), ("fam/__init__.py", 0), ("fam/common/__init__.py", 0)],
+)
+def test_a_package_counts_if_more_is_taken_of_it_than_the_module_imported(tree, tmp_path, name, counts):
+    kernel = module("fam.mhc.kernel", tmp_path)
+    before = source_digest([kernel], later(), later())
+    tree(name)
+    assert (source_digest([kernel], later(), later()) != before) == bool(counts)
+
+
+@pytest.mark.parametrize(
+    "name, counts",
+    [
+        ("script.py", 1),
+        ("sibling.py", 1),
+        ("plain.py", 1),
+        ("beside/tiles.py", 1),  # a package in the script's directory, which mentions no cutlass
+        ("beside/deep.py", 1),
+        ("foreign/helper.py", 1),
+        ("venv/site-packages/installed.py", 0),
+        ("fam/settings.py", 0),
+    ],
 )
 def test_a_script_counts_with_its_neighbours(tree, tmp_path, name, counts):
     script = module("script", tmp_path)
@@ -140,15 +168,82 @@ def test_a_source_that_changed_after_the_import_has_no_hash(tree, tmp_path):
 def test_a_helper_that_changed_between_its_import_and_the_builders_has_no_hash(tree, tmp_path, monkeypatch):
     """It was loaded at some time since the process began: perhaps before the change."""
     kernel = module("fam.norm.kernel", tmp_path)
-    now = time.time()
-    for path in tmp_path.rglob("*.py"):
-        os.utime(path, (now - 60, now - 60))
+    now = later()
     os.utime(tmp_path / "fam/common/deep.py", (now - 5, now - 5))
     assert source_digest([kernel], now, now - 30)  # not loaded yet: it will be as it is
     monkeypatch.setitem(sys.modules, "fam.common.deep", module("fam.common.deep", tmp_path))
     assert source_digest([kernel], now, now - 30) is None
     assert source_digest([kernel], now, now - 1)
-    assert time.time() - 3600 * 24 < source.process_start() <= time.time()
+    assert time.time() - 3600 * 24 < source.PROCESS_START <= time.time()
+
+
+def test_a_file_replaced_by_one_with_an_older_time_has_no_hash(tree, tmp_path):
+    """As rsync -t, cp -p, tar and installers do."""
+    kernel, new = module("fam.norm.kernel", tmp_path), tmp_path / "new.py"
+    time.sleep(0.05)
+    now = time.time()
+    assert source_digest([kernel], now, now)
+    time.sleep(0.05)
+    new.write_text("Config = 2\n")
+    os.utime(new, (now - 3600, now - 3600))
+    new.replace(tmp_path / "fam/norm/config.py")
+    assert source_digest([kernel], now, now) is None
+
+
+@pytest.mark.parametrize("age, stored", [(10, False), (50, True)])
+def test_a_builders_module_may_take_half_a_minute_from_its_reading_to_its_builder(tree, tmp_path, age, stored):
+    kernel, now = module("fam.norm.kernel", tmp_path), later()
+    os.utime(tmp_path / "fam/norm/kernel.py", (now - age, now - age))
+    assert (source_digest([kernel], now, now - 90) is not None) == stored
+    assert source_digest([kernel], now, now - 5), "older than the process"
+    kernel.__name__, kernel.__spec__ = "__main__", importlib.machinery.ModuleSpec("fam.norm.kernel", None)
+    assert source_digest([kernel], now, now - 90) is None, "a script is read when the process begins"
+    assert source_digest([kernel], now, now - 5)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+THREADS = 32
+if "edit" in sys.argv:  # as a person does, while what a kernel imports is being imported
+    time.sleep(0.1)
+    Path(__file__).write_text(Path(__file__).read_text().replace("THREADS = 32", "THREADS = 64"))
+    time.sleep(0.1)
+from jit_cache import compiled
+@compiled
+def build(arch):
+    raise AssertionError
+print(build.key("sm_90a").storable)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize("edit", [True, False])
+def test_a_file_saved_before_its_builder_is_decorated_has_no_hash_but_one_saved_before_the_process(tmp_path, how, edit):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    words = {"script": [tmp_path / "mine.py"], "module": ["-c", "import mine"]}[how] + ["edit"] * edit
+    env = environment({"PYTHONPATH": os.pathsep.join([str(tmp_path), environment({})["PYTHONPATH"]])})
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(not edit)
+
+
+def test_a_forked_child_knows_when_its_parent_began(tmp_path, run):
+    """It runs what its parent has read."""
+    (tmp_path / "mine.py").write_text(SCRIPT.replace("print", "if 0: print"))
+    code = f"""
+import os, time
+sys.path.insert(0, {str(tmp_path)!r})
+import mine
+time.sleep(0.1)
+open(mine.__file__, "a").write("# edited")
+time.sleep(0.1)
+child = os.fork()
+if child == 0:
+    print(mine.build.key("sm_90a").storable, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    assert run(code)[0] == "False"
 
 
 def test_an_unreadable_source_has_no_hash(tree, tmp_path):
@@ -158,6 +253,13 @@ def test_an_unreadable_source_has_no_hash(tree, tmp_path):
     notebook = module("fam.norm.here", tmp_path)
     del notebook.__file__
     assert source_digest([notebook], later(), later()) is None
+
+
+@pytest.mark.parametrize("coding, readable", [("latin-1", True), ("utf-8", False)])
+def test_a_table_of_contents_may_be_in_any_coding(tree, tmp_path, coding, readable):
+    (tmp_path / "fam/norm/__init__.py").write_bytes(f"# -*- coding: {coding} -*-\n# \xe9\n".encode("latin-1"))
+    digest = source_digest([module("fam.norm.kernel", tmp_path)], later(), later())
+    assert (digest is not None) == readable
 
 
 IMPORTS = r"""

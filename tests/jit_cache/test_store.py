@@ -68,6 +68,17 @@ def test_directories_and_files_are_private(store):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_store_for_all_can_be_read_by_all_whatever_the_umask(tmp_path):
+    store = Store(tmp_path / "bundle", for_all=True)
+    before = os.umask(0o077)
+    try:
+        put(store, key())
+    finally:
+        os.umask(before)
+    for path in (store.root, *store.root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644)
+
+
 @pytest.mark.parametrize("suffix", [".o", ".json"])
 @pytest.mark.parametrize("damage", ["empty", "half", "garbage", "flipped bit", "directory", "link", "missing"])
 def test_damage_is_noticed(store, suffix, damage, tmp_path):
@@ -255,6 +266,20 @@ put(Store(settings().root), key())
     assert store.find(key())[0].read() == DATA
 
 
+def test_names_survive_a_crash(store, monkeypatch):
+    """A rename is on the disk only after its directory has been synchronised."""
+    events = []
+
+    def note(name, what):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args: (events.append(what(*args)), real(*args))[1])
+
+    note("replace", lambda old, new: new)
+    note("fsync", lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+    put(store, key())
+    assert store.path(key().name, ".json") in events and events[-1] == store.path(key().name).parent
+
+
 def age(store, seconds, pattern="*"):
     """Makes files look as if they had last been used so long ago."""
     past = time.time() - seconds
@@ -387,6 +412,12 @@ def test_only_eagain_is_contention(store, monkeypatch, code):
     begin = time.monotonic()
     with store.lock("sm_90a/x", timeout=60):
         assert time.monotonic() - begin < 5
+    for n in range(3):
+        put(store, key(n))
+        store.path(key(n).name, ".lock").touch(0o600)
+    age(store, 7200, f"{key(0).name.partition('/')[2]}*")
+    assert [name for name, _ in store.gc(10**9, 3600)] == [key(0).name]
+    assert store.clear() == 2 and not list(store.entries())
 
 
 def test_a_forked_child_does_not_keep_a_lock(store, start):

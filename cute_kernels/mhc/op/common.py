@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_kernels._autograd import apply_eager
 from cute_kernels._check import expect
@@ -55,12 +56,12 @@ def checked(check: Callable[..., None], *arguments: Any, op: str | None = None) 
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
-    """Whether a gradient of one of them is wanted."""
+    """Whether a gradient of one of them is wanted, or a tangent might be, which autograd refuses."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
                 return True
-    return False
+    return forward_ad._current_level >= 0
 
 
 def apply(function: type[torch.autograd.Function], first: Tensor, *rest: Any) -> Any:

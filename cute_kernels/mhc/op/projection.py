@@ -33,6 +33,8 @@ def projection(
 ) -> tuple[Tensor, Tensor]:
     """``H = x (phi * norm_weight)^T`` and ``mean_square = mean(x^2)``: H is not divided by the rms.
 
+    That, and with it eps, is left to ``coefficients``.
+
     Args:
         x, layout, backend: as in ``aggregate``.
         phi: (N, K) fp32 or bf16, K = n * C in x's memory order; N = n * n + 2 * n, or n for a head.

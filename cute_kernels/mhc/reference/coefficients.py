@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_coefficients
-from cute_kernels.mhc.reference.parameter import widened
 from cute_kernels.mhc.variants import Variant, variant_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect
+from cute_kernels._check import expect, expect_size
 from cute_kernels.mhc.checks import check_dropout
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -28,7 +28,7 @@ def dropout_mask(seed: Tensor | int, num_tokens: int, K: int, dropout_p: float, 
     expect(seed is not None, op, "seed", "be an int64 tensor or an int", "None", TypeError)
     check_dropout(op, dropout_p, seed, device)
     for name, size in (("num_tokens", num_tokens), ("K", K)):
-        expect(isinstance(size, int) and size >= 0, op, name, "be a size", repr(size))
+        expect_size(op, name, size)
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     quads = torch.arange(-(-K // 4), device=device)
     tokens = torch.arange(num_tokens, device=device)[:, None]

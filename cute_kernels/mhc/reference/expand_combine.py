@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_expand_combine
 from cute_kernels.mhc.reference.dropout import draw_seed, dropout_mask
-from cute_kernels.mhc.reference.parameter import widened
-from cute_kernels.mhc.reference.streams import streams_of, without_autocast
+from cute_kernels.mhc.reference.product import product
+from cute_kernels.mhc.reference.streams import streams_of
 
 
 def expand_combine(
@@ -49,13 +52,12 @@ def expand_combine(
         update = update + widened("expand_combine", "bias", bias, compute_dtype)
     added = streams_of(post.to(compute_dtype)[..., None] * update[..., None, :], layout)
     if dropout_p > 0.0:
-        tokens, k = x.shape[:-2].numel(), x.shape[-2] * x.shape[-1]
+        tokens, k = math.prod(x.shape[:-2]), x.shape[-2] * x.shape[-1]
         seed = draw_seed(x.device) if seed is None else seed
         mask = dropout_mask(seed, tokens, k, dropout_p, x.device).view(x.shape)
-        added = torch.where(mask, added * (1.0 / (1.0 - dropout_p)), 0.0)
+        added = added * (mask * (1.0 / (1.0 - dropout_p)))  # as torch's dropout: NaN of infinities that are dropped
     matrix = res.to(compute_dtype)
     if res_orientation == "io":
         matrix = matrix.transpose(-1, -2)
-    with without_autocast(x):
-        mixed = streams_of(matrix @ streams_of(x.to(compute_dtype), layout), layout)
+    mixed = streams_of(product(matrix, streams_of(x.to(compute_dtype), layout)), layout)
     return (added + mixed).to(x.dtype).contiguous()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_projection
-from cute_kernels.mhc.reference.parameter import widened
-from cute_kernels.mhc.reference.streams import without_autocast
+from cute_kernels.mhc.reference.product import product
 
 
 def projection(
@@ -37,5 +39,5 @@ def projection(
     weight = widened("projection", "phi", phi, compute_dtype)
     if norm_weight is not None:
         weight = weight * widened("projection", "norm_weight", norm_weight, compute_dtype)
-    with without_autocast(x):
-        return rows @ weight.t(), rows.square().mean(-1)
+    H = product(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), weight.t())
+    return H.view(*rows.shape[:-1], H.shape[-1]), rows.square().mean(-1)

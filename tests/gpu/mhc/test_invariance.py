@@ -205,10 +205,7 @@ def test_training_is_inference(op, generator):
     ids=str,
 )
 def test_any_number_of_sms(op, case, precision, generator, monkeypatch):
-    """The kernels of the products run with as many CTAs as fit on the SMs: fewer give the same bits, one, too.
-
-    So do the wider slices that the backward has where there are many tokens for each SM.
-    """
+    """The kernels of the products run with as many CTAs as fit on the SMs: fewer give the same bits, one, too."""
     case = replace(case, tokens=(1100,))
     tensors, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
     options = precision_of(op, precision)
