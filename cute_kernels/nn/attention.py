@@ -30,12 +30,19 @@ class RotaryEmbedding(FloatModule):
         self.head_size = config.hidden_size // config.num_heads
         self.theta = config.rope_theta
         for name, width in (("cos", self.head_size), ("sin", self.head_size // 2)):
-            empty = torch.empty((config.max_sequence_length, 1, width), device=device)
+            empty = torch.empty((config.max_sequence_length, 1, width), dtype=torch.float32, device=device)
             self.register_buffer(name, empty, persistent=False)
         self.reset_parameters()
 
+    def _apply(self, fn, recurse=True):
+        was_meta = self.cos.is_meta
+        super()._apply(fn, recurse)
+        if was_meta:  # no state_dict has the table
+            self.reset_parameters()
+        return self
+
     def reset_parameters(self) -> None:
-        """Fill the table, after ``to_empty``, say."""
+        """Fill the table."""
         channels = torch.arange(0, self.head_size, 2, dtype=torch.float64, device=self.cos.device)
         positions = torch.arange(len(self.cos), dtype=torch.float64, device=self.cos.device)
         angles = positions[:, None, None] * self.theta ** (-channels / self.head_size)
@@ -68,7 +75,7 @@ class Attention(nn.Module):
         heads, kv_heads = self.heads
         q, k, v = _SplitRotated.apply(self.qkv(x), *rotation, heads, kv_heads)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))  # under autocast y has its dtype
 
 
 class _SplitRotated(torch.autograd.Function):
@@ -108,6 +115,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         out.copy_(x * cos)
     else:
         torch.mul(x, cos, out=out)
-    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
-    out_a.addcmul_(b, sin, value=-1)
-    out_b.addcmul_(a, sin)
+    half = x.shape[-1] // 2
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)

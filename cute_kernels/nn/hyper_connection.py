@@ -131,7 +131,9 @@ class Mix(NamedTuple):
 
 
 class FloatModule(nn.Module):
-    """A module whose floating-point tensors keep their dtype: ``.to(dtype)``, ``.half()`` and the like only move."""
+    """A module whose floating-point tensors keep their dtype: ``.to(dtype)``, ``.half()`` and the like only move them,
+    and what ``load_state_dict(assign=True)`` puts in their place is converted.
+    """
 
     def _apply(self, fn, recurse=True):
         def move(t):
@@ -139,6 +141,14 @@ class FloatModule(nn.Module):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         return super()._apply(move, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("assign_to_params_buffers"):
+            for name, own in (*self._parameters.items(), *self._buffers.items()):
+                given = state_dict.get(prefix + name)
+                if own is not None and isinstance(given, Tensor) and given.is_floating_point():
+                    state_dict[prefix + name] = given.to(own.dtype)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 class HyperConnection(FloatModule):

@@ -211,7 +211,8 @@ class _Call:
         self.cpu_state = torch.get_rng_state()
         self.cuda_states = [torch.cuda.get_rng_state(device) for device in self.devices]
         types = {"cpu", *(t.device.type for t in self.tensors(args))}
-        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)]
+        types = sorted(filter(torch.amp.is_autocast_available, types))
+        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
         self.graph: tuple[tuple[Tensor, ...], list[Tensor]] | None = None
 
     @staticmethod

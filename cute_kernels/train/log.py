@@ -44,6 +44,8 @@ def read(path: Path) -> list[Line]:
                 found.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+            if not isinstance(found[-1], dict) or type(found[-1].get("step")) is not int:
+                raise ValueError(f"{path}, line {number}: no object with a step, got {line.rstrip()}")
     return found
 
 

@@ -129,6 +129,13 @@ def test_the_head_is_the_operator(path):
     assert torch.equal(head(x), expected)
 
 
+def test_parameters_that_a_checkpoint_is_assigned_to_stay_fp32():
+    module = connection(HyperConnectionConfig(32))
+    half = {name: t.to(BF16) for name, t in module.state_dict().items()}
+    module.load_state_dict(half, assign=True)
+    assert all(p.dtype is FP32 and torch.equal(p, half[name].float()) for name, p in module.named_parameters())
+
+
 def test_a_mix_is_combined_as_it_came():
     """In the kernels' path forward multiplies by its own res: another would give x a wrong gradient."""
     module = connection(HyperConnectionConfig(32))

@@ -36,6 +36,54 @@ def path(request):
         yield
 
 
+@pytest.mark.parametrize("streams", [None, 4])
+def test_a_model_from_the_meta_device(streams):
+    """The table of the rotary embedding, which no state_dict has, is made anew."""
+    config = make_config(streams=streams)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    with torch.device("meta"):
+        made = MHCTransformer(config, dtype=BF16)
+    made.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert torch.equal(made(tokens), model(tokens))
+    for module in (m for m in made.modules() if hasattr(m, "reset_parameters")):
+        module.reset_parameters()
+    assert 0.015 < made.embedding.weight.float().std() < 0.025
+
+
+def test_the_table_is_fp32_whatever_the_default_is():
+    torch.set_default_dtype(BF16)
+    try:
+        model = MHCTransformer(make_config())
+    finally:
+        torch.set_default_dtype(FP32)
+    assert all(buffer.dtype is FP32 for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_autocast_of_either_dtype(streams, dtype):
+    config = make_config(streams=streams)
+    model, (tokens, targets) = make_model(config), make_tokens(config)
+    with torch.autocast("cpu", dtype):
+        loss = model.loss(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, model.loss(tokens, targets), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+def test_export(streams):
+    config = make_config(streams=streams)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    exported = torch.export.export(model, (tokens,)).module()
+    assert torch.equal(exported(tokens), model(tokens))
+
+
+def test_recompute_on_the_meta_device():
+    config = make_config(recompute=True)
+    tokens, targets = (t.to("meta") for t in make_tokens(config))
+    MHCTransformer(config, device="meta").loss(tokens, targets).backward()
+
+
 @pytest.mark.parametrize("streams", [None, 1, 4])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_every_parameter_gets_a_gradient(streams, dtype, path):

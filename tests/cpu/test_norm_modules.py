@@ -130,6 +130,16 @@ def test_main_grad(name, generator):
         torch.testing.assert_close(one.main_grad - 1.0, two.grad.float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_compiled_with_another_eps(name, generator):
+    """From the second one on it is a symbol to torch.compile."""
+    torch._dynamo.reset()
+    x = torch.randn(4, 96, generator=generator)
+    for eps in (1e-6, 1e-5, 1e-3):
+        module = PAIRS[name][0](96, eps=eps)
+        assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), module(x))
+
+
 def test_repr():
     assert repr(nn.RMSNorm(8, eps=1e-5)) == "RMSNorm((8,), eps=1e-05, elementwise_affine=True)"
     assert repr(nn.LayerNorm(8, elementwise_affine=False)).startswith(
