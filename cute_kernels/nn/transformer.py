@@ -229,13 +229,6 @@ class TransformerBlock(nn.Module):
         return self.norm(self.head(x))
 
 
-class Embedding(nn.Embedding):
-    """torch's, begun with a standard deviation of 0.02."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-
 class MHCTransformer(nn.Module):
     """A decoder: token embedding, ``TransformerBlock``, and a linear head that shares no weight with the embedding.
 
@@ -275,7 +268,8 @@ class MHCTransformer(nn.Module):
         )
         options = {"device": device, "dtype": dtype}
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, **options)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **options)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.block = TransformerBlock(config, **options)
         self.output = Linear(
             config.hidden_size,

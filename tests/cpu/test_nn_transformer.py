@@ -45,9 +45,6 @@ def test_a_model_from_the_meta_device(streams):
         made = MHCTransformer(config, dtype=BF16)
     made.to_empty(device="cpu").load_state_dict(model.state_dict())
     assert torch.equal(made(tokens), model(tokens))
-    for module in (m for m in made.modules() if hasattr(m, "reset_parameters")):
-        module.reset_parameters()
-    assert 0.015 < made.embedding.weight.float().std() < 0.025
 
 
 def test_the_table_is_fp32_whatever_the_default_is():
