@@ -8,9 +8,8 @@ from typing import Any
 from cute_kernels._target import expect_arch
 from cute_kernels.norm.config import backward_config, forward_config
 
-# Of per-head norms, and hidden sizes of widely used models from 1B to 700B parameters, which have residuals
-HEAD_SIZES = (64, 128)
-HIDDEN_SIZES = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+# Hidden sizes of widely used models from 1B to 700B parameters, and head sizes of per-head norms
+WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -21,10 +20,10 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 
     from cute_kernels.norm.kernel import norm_backward, norm_forward
 
-    for n in (*HEAD_SIZES, *HIDDEN_SIZES):
+    for n in WIDTHS:
         for kind in ("rms", "layer"):
             bias = bf16 if kind == "layer" else None
-            for residual in (None,) if n in HEAD_SIZES else (None, bf16, fp32):
+            for residual in (None, bf16, fp32):
                 size = 2 if residual is None else residual.width // 8
                 streams, vec = (2,) if residual is None else (2, size), 16 // size
                 config = forward_config(arch, kind, n, streams, 2 if bias is None else 4, vec, True, True)
