@@ -45,9 +45,9 @@ class Variant:
     def __post_init__(self) -> None:
         for name in ("rms_eps", "post_mult"):
             value = getattr(self, name)
-            _expect(_is_finite(value) and value > 0.0, "Variant", name, "be a positive float", repr(value))
+            _expect(_is_finite(value) and value > 0.0, "Variant", name, "be a positive float", value)
         good = _is_finite(self.pre_eps) and self.pre_eps >= 0.0
-        _expect(good, "Variant", "pre_eps", "be a non-negative float", repr(self.pre_eps))
+        _expect(good, "Variant", "pre_eps", "be a non-negative float", self.pre_eps)
         for name, allowed in (
             ("rms_eps_placement", RMS_EPS_PLACEMENTS),
             ("sinkhorn", SINKHORNS),
@@ -55,12 +55,12 @@ class Variant:
             ("layout", LAYOUTS),
         ):
             value = getattr(self, name)
-            _expect(value in allowed, "Variant", name, f"be one of {allowed}", repr(value))
+            _expect(value in allowed, "Variant", name, f"be one of {allowed}", value)
         eps = self.sinkhorn_eps
         good = _is_finite(eps) and (0.0 < eps < 1.0 or (self.sinkhorn == "log" and eps == 0.0))
-        _expect(good, "Variant", "sinkhorn_eps", "be a float between 0 and 1", repr(eps))
+        _expect(good, "Variant", "sinkhorn_eps", "be a float between 0 and 1", eps)
         good = type(self.iterations) is int and 1 <= self.iterations <= MAX_ITERATIONS
-        _expect(good, "Variant", "iterations", f"be an int from 1 to {MAX_ITERATIONS}", repr(self.iterations))
+        _expect(good, "Variant", "iterations", f"be an int from 1 to {MAX_ITERATIONS}", self.iterations)
 
 
 def head_of(variant: Variant) -> Variant:
@@ -68,14 +68,17 @@ def head_of(variant: Variant) -> Variant:
     return replace(variant, rms_eps_placement="inside")
 
 
-def _expect(condition: bool, op: str, argument: str, expected: str, got: str, error: type = ValueError) -> None:
-    """As in ``cute_kernels._check``, which imports torch: kernels read variants, too."""
+def _expect(condition: bool, op: str, argument: str, expected: str, got: object) -> None:
+    """As in ``cute_kernels._check``, which imports torch: kernels read variants, too.
+
+    Texts are made where they are wanted: torch.compile traces none of a number that is another at another call.
+    """
     if not condition:
-        raise error(f"{op}: {argument} must {expected}, got {got}")
+        raise ValueError(f"{op}: {argument} must {expected}, got {got!r}")
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    return isinstance(value, float) and -math.inf < value < math.inf
 
 
 VARIANTS = {
@@ -168,6 +171,7 @@ def variant_of(op: str, value: str | Variant) -> Variant:
     """
     if isinstance(value, Variant):
         return value
-    _expect(isinstance(value, str), op, "variant", "be a name or a Variant", type(value).__name__, TypeError)
-    _expect(value in VARIANTS, op, "variant", f"be one of {tuple(VARIANTS)}", repr(value))
+    if not isinstance(value, str):
+        raise TypeError(f"{op}: variant must be a name or a Variant, got {type(value).__name__}")
+    _expect(value in VARIANTS, op, "variant", f"be one of {tuple(VARIANTS)}", value)
     return VARIANTS[value]

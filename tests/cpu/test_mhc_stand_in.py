@@ -537,6 +537,23 @@ def test_compile(op, generator):
             torch.testing.assert_close(gradient, wanted[f"d{name}"])
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("op", ["coefficients", "sinkhorn", "expand", "head", "hyper_connection"])
+def test_compile_of_several_layers(op, dynamic, generator):
+    """Sizes, numbers and names that differ between a process's layers, or are told to, become symbols."""
+    torch._dynamo.reset()
+
+    def run(leaves, case):
+        return call(mhc, op, case, leaves)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
+    other = dataclasses.replace(FULL, n=2, channels=72, layout="channels", variant="transformer_engine")
+    for case in (FULL, other, dataclasses.replace(FULL, channels=72, tokens=(9,), variant="tilekernels")):
+        t = make_inputs(case, generator)
+        for a, b in zip(compiled(t, case), run(t, case), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_compile_draws_a_seed(generator):
     torch._dynamo.reset()
     t = make_inputs(FULL, generator)

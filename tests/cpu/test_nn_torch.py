@@ -44,6 +44,23 @@ def test_compile(streams):
     assert_same_bits(wanted, {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile_of_several_layers(dynamic):
+    """Their sizes, streams and layouts become symbols of one graph, or of one each."""
+    torch._dynamo.reset()
+
+    def run(connection, x):
+        f, mix = connection(x)
+        return connection.combine(f, x, mix)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
+    for hidden, streams, variant in ((16, 4, "deepseek_v4"), (24, 4, "transformer_engine"), (16, 2, "megatron")):
+        connection = HyperConnection(HyperConnectionConfig(hidden, streams, variant=variant))
+        shape = (3, hidden, streams) if connection.variant.layout == "channels" else (3, streams, hidden)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(compiled(connection, x), run(connection, x))
+
+
 def test_compile_with_recompute():
     config = with_connections(make_config(layers=1), recompute=True)
     torch._dynamo.reset()
