@@ -203,7 +203,7 @@ def _check_arguments(function, sample, transforms, sizes, seed) -> tuple[Tensor,
         expect(name in TRANSFORMS, op, "transforms", f"be of {', '.join(TRANSFORMS)}", repr(name))
     expect(isinstance(sizes, (tuple, list, type(None))), op, "sizes", "be a tuple", type(sizes).__name__, TypeError)
     for size in (1,) if sizes is None else sizes or (0,):
-        expect(isinstance(size, int) and 0 < size < rows, op, "sizes", f"be integers from 1 to {rows - 1}", sizes)
+        expect(type(size) is int and 0 < size < rows, op, "sizes", f"be integers from 1 to {rows - 1}", sizes)
     expect(type(seed) is int, op, "seed", "be an integer", type(seed).__name__, TypeError)
     return tuple(inputs)
 

@@ -685,10 +685,11 @@ def _pre_forward(static, x, phi, norm_weight, alpha, beta, h, mean_square, pre, 
 
 
 def _projection_backward(
-    static, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas
+    static, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre, dx, partials, chunks, num_ctas
 ) -> None:
     config = static["config"]
-    n, k, chunk = config.n, config.k, config.chunk
+    assert chunks in (1, config.group)
+    n, k, item = config.n, config.k, chunks * config.chunk
     align = 16 * config.tma
     _are_projected(static, align, k, x, phi, norm_weight)
     units = align // x.element_size() or 1
@@ -700,7 +701,7 @@ def _projection_backward(
     _is_matrix(dx, static["needs_dx"], k, units, x.dtype)
     assert dh.is_contiguous() and dh.shape == (len(x), config.columns) and dmean_square.shape == (len(x),)
     assert (partials is not None) == static["needs_dphi"]
-    assert 1 <= num_ctas <= min(-(-len(x) // chunk) * config.slices, 132)
+    assert 1 <= num_ctas <= min(-(-len(x) // item) * config.slices, 132)
     wide = x.float()
     if dx is not None:
         total = dh @ _weight(phi, norm_weight) + (2.0 / k) * wide * dmean_square[:, None]
@@ -712,14 +713,15 @@ def _projection_backward(
             total = total + _join(pre[:, :, None] * dlayer.float()[:, None], config.layout)
         dx.copy_(total)
     if partials is not None:
-        assert partials.shape == (config.partials(len(x)), config.columns, k)
+        assert partials.shape == (config.partials(len(x), chunks), config.columns, k)
         partials.zero_()
-        for index, first in enumerate(range(0, len(x), chunk)):
-            tokens = slice(first, first + chunk)
+        for index, first in enumerate(range(0, len(x), item)):
+            tokens = slice(first, first + item)
             partials[index * config.parts].copy_(dh[tokens].t() @ wide[tokens])
 
 
-def _phi_gradient(static, partials, phi, norm_weight, dphi, dweight, sums, dbeta, dalpha) -> None:
+def _phi_gradient(static, partials, phi, norm_weight, dphi, dweight, sums, dbeta, dalpha, per_group) -> None:
+    assert per_group >= 1
     for name, t in (("phi", phi), ("norm_weight", norm_weight), ("dphi", dphi), ("dweight", dweight)):
         _is_dtype(static[name], t)
     for name, t, part, accumulate in zip(

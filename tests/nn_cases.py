@@ -46,9 +46,7 @@ def with_connections(config: TransformerConfig, **fields) -> TransformerConfig:
     return replace(config, hyper_connections=replace(config.hyper_connections, **fields))
 
 
-def make_model(
-    config: TransformerConfig, device: str = "cpu", dtype: torch.dtype = BF16, seed: int = 0
-) -> MHCTransformer:
+def make_model(config: TransformerConfig, device: str = "cpu", dtype: torch.dtype = BF16) -> MHCTransformer:
     """The same parameters for all configs of one size; the hyper-connections' far from where training begins."""
     torch.manual_seed(0)
     model = MHCTransformer(config, dtype=dtype)

@@ -236,10 +236,10 @@ class ProjectionBackwardConfig:
     """How the gradients of the streams and of phi are computed.
 
     ``columns``: N. A CTA owns ``slice_c`` channels of each of ``n`` streams of ``channels``, in memory in the order
-    ``layout``, and walks over chunks of ``chunk`` tokens (whose sums are stored by themselves), ``tile_m`` at a time,
-    ``stages`` tiles in flight. ``parts`` warps share their columns, each with one term of dH. A warp that adds up has
-    ``sum_groups`` times the columns of one that computes dx. ``x_terms``, ``phi_terms``, ``order``, ``tma``: as in
-    ProjectionConfig; dH has ``order`` terms.
+    ``layout``, and walks over tokens ``tile_m`` at a time, ``stages`` tiles in flight. dphi is summed over chunks of
+    ``chunk`` tokens, then over ``group`` chunks, then over groups. ``parts`` warps share their columns, each with one
+    term of dH. A warp that adds up has ``sum_groups`` times the columns of one that computes dx. ``x_terms``,
+    ``phi_terms``, ``order``, ``tma``: as in ProjectionConfig; dH has ``order`` terms.
     """
 
     columns: int
@@ -249,6 +249,7 @@ class ProjectionBackwardConfig:
     slice_c: int
     tile_m: int
     chunk: int
+    group: int
     stages: int
     parts: int
     sum_groups: int
@@ -301,24 +302,39 @@ class ProjectionBackwardConfig:
         """Rows of all terms of phi."""
         return sum(self.block_rows(b) for b in range(self.phi_terms))
 
-    def num_ctas(self, num_tokens: int, num_sms: int, combines: bool) -> int:
-        """As few as need no more rounds, so that most end together; or those that keep their slices, and so phi: unless
-        the call ``combines``, even if one round in eight is for that.
+    @property
+    def scratch(self) -> int:
+        """Bytes of shared memory for the sums of a group of chunks so far."""
+        return 4 * self.padded_columns * self.n * self.slice_c if self.group > 1 else 0
 
-        H200, 8192x4x4096, without dout: 128 CTAs 154 us, 132 163; 4096x4x7168: 112 133, 128 142, with dout 217, 212.
+    def schedule(self, num_tokens: int, num_sms: int) -> tuple[int, int]:
+        """(chunks of an item, CTAs): items of a whole group where that takes no longer."""
+        found = []
+        for chunks in (self.group, 1):
+            items = -(-num_tokens // (chunks * self.chunk)) * self.slices
+            ctas = self._num_ctas(items, num_sms)
+            found.append((-(-items // ctas) * chunks, chunks, ctas))
+        groups, single = found
+        return groups[1:] if groups[0] <= single[0] else single[1:]
+
+    def _num_ctas(self, items: int, num_sms: int) -> int:
+        """As few as need no more rounds, so that most end together; or those that keep their slices, and so phi, even
+        if one round in eight is for that.
+
+        H200, 4096x4x7168: 112 CTAs 128.5 us, 128 139; a layer's backward 419, 430.
         """
-        items = -(-num_tokens // self.chunk) * self.slices
         rounds, whole = -(-items // num_sms), num_sms // self.slices * self.slices
-        if whole and -(-items // whole) - rounds <= (0 if combines else rounds // 7):
+        if whole and -(-items // whole) - rounds <= rounds // 7:
             return min(items, whole)
         return -(-items // rounds)
 
-    def partials(self, num_tokens: int) -> int:
-        """Partial sums of the gradient of phi."""
-        return -(-num_tokens // self.chunk) * self.parts
+    def partials(self, num_tokens: int, chunks: int) -> int:
+        """Partial sums of the gradient of phi, of items of so many chunks."""
+        return -(-num_tokens // (chunks * self.chunk)) * self.parts
 
 
 CHUNK = 512  # tokens
+GROUP = 4  # chunks
 
 
 def projection_backward_config(
@@ -330,16 +346,20 @@ def projection_backward_config(
     phi: str,
     precision: str,
     tma: bool,
-    combines: bool = True,
+    combines: bool,
+    gathers: bool,
 ) -> ProjectionBackwardConfig:
-    """128 bytes of a stream's row a CTA; of "fp32" products half, since three terms of dH fill the registers; of 8
-    streams less, since the terms of phi fill the shared memory.
+    """``combines``: dout and R are there, too; ``gathers``: dlayer and pre are.
 
-    H200, dx and partials with dout, 64 channels, 32: 8192x4x4096 228 us, 239; 2048x4x5120 89, 88. A layer's backward
-    with tiles of 16 tokens 511 us (of 32 512), of 64 727.
+    128 bytes of a stream's row a CTA; of "fp32" products half, since three terms of dH fill the registers; of 8 streams
+    less, since the terms of phi fill the shared memory. With dout of four streams tiles of 16 tokens, beside whose ring
+    a group's sums fit.
+
+    H200, dx and partials with dout, 64 channels, 32: 8192x4x4096 228 us, 239; 2048x4x5120 89, 88. A layer's backward,
+    8192x4x4096, with tiles of 16 tokens 460 us, of 32, three of them in flight, 482; projection, tiles of 32, 147, of
+    16 160. Tiles of 32 in flight, 5, 8: projection 4096x4x7168 136, 128; 8192x4x2560 112, 109; 8192x4x4096 146, 153.
     """
     order = 2 if precision == "tf32" else 3
-    boxes = 2 if combines else 1  # of every stream: x, and dout
     wide = columns > 32
     slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" or order == 3 else 64)
     parts = order if wide else 1
@@ -349,8 +369,9 @@ def projection_backward_config(
         channels=channels,
         layout="streams" if n == 1 else layout,
         slice_c=slice_c,
-        tile_m=16 * parts if wide else 32,
+        tile_m=16 * parts if wide else 16 if combines and n == 4 else 32,
         chunk=CHUNK if parts < 3 else 480,
+        group=1 if wide else GROUP,
         stages=0,
         parts=parts,
         sum_groups=slice_c // 32 if not wide else 1,
@@ -360,6 +381,8 @@ def projection_backward_config(
         tma=tma,
     )
     itemsize = 4 if x == "float32" else 2
-    tile = config.tile_m * (slice_c * itemsize * (boxes * n + 1) + 2 * (config.terms_columns + 8) + 4 * (n * n + n + 5))
-    fixed = 2 * config.phi_rows * (n * slice_c + 8) + 4096
+    boxes = n * (1 + combines) + gathers
+    numbers = 1 + combines * (n * n + 4) + gathers * n  # of a token, fp32: its factor of x, R, pre
+    tile = config.tile_m * (slice_c * itemsize * boxes + 2 * (config.terms_columns + 8) + 4 * numbers)
+    fixed = 2 * config.phi_rows * (n * slice_c + 8) + config.scratch + 4096
     return replace(config, stages=min(MAX_STAGES, (SHARED_MEMORY - fixed) // tile))

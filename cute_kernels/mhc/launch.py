@@ -315,14 +315,14 @@ def projection_backward(
     if plan is None:
         arguments = (x, phi, norm_weight, dout, dlayer, dx, (dphi, dnorm_weight, dbeta, dalpha), accumulate)
         plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision)
-    function, sum_chunks, config, num_sms = plan
+    function, sum_items, config, num_sms = plan
     tokens, partials = x.shape[0], None
-    if sum_chunks is not None:
-        partials = x.new_empty((config.partials(tokens), *phi.shape), dtype=torch.float32)
-    num_ctas = config.num_ctas(tokens, num_sms, dout is not None)
-    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_ctas)
-    if sum_chunks is not None:
-        sum_chunks(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha)
+    chunks, num_ctas = config.schedule(tokens, num_sms)
+    if sum_items is not None:
+        partials = x.new_empty((config.partials(tokens, chunks), *phi.shape), dtype=torch.float32)
+    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, chunks, num_ctas)
+    if sum_items is not None:
+        sum_items(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha, config.group // chunks)
 
 
 def _product_name(phi: Tensor, norm_weight: Tensor | None) -> str:
@@ -350,15 +350,16 @@ def _plan_projection_backward(
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
     tma = x.stride(0) >= k and _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
     names = _name(x), _product_name(phi, norm_weight)
-    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, dout is not None)
+    beside = dout is not None, dlayer is not None
+    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, *beside)
     dtypes = _cutlass(x, phi, norm_weight)
     function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
-    sum_chunks = None
+    sum_items = None
     if sums:
         dtypes = _cutlass(phi, norm_weight, *gradients)
         alphas = 0 if dalpha is None else dalpha.shape[0]
-        sum_chunks = phi_gradient(arch, *dtypes, accumulate, columns, k, alphas)
-    return function, sum_chunks, config, sm_count(index)
+        sum_items = phi_gradient(arch, *dtypes, accumulate, columns, k, alphas)
+    return function, sum_items, config, sm_count(index)
 
 
 # The coefficients

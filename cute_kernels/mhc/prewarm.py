@@ -45,7 +45,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         yield aggregate_forward, (arch, bf16, True, 4, streams)
         yield aggregate_backward, (arch, bf16, False, True, 1, streams)
         for mixes in (orientation, None):  # of hyper_connection, of pre alone
-            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None)
+            config = projection_backward_config(N, channels, layout, columns, *names, mixes is not None, True)
             yield projection_backward, (arch, bf16, Float32, None, True, True, mixes, True, config)
         for accumulate in (False, True):  # into main_grads
             outputs = Float32, None, *fp32, (accumulate, False, accumulate, accumulate)

@@ -229,6 +229,11 @@ class TransformerBlock(nn.Module):
         return self.norm(self.head(x))
 
 
+class _TokenEmbedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
 class MHCTransformer(nn.Module):
     """A decoder: token embedding, ``TransformerBlock``, and a linear head that shares no weight with the embedding.
 
@@ -268,8 +273,7 @@ class MHCTransformer(nn.Module):
         )
         options = {"device": device, "dtype": dtype}
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **options)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.embedding = _TokenEmbedding(config.vocab_size, config.hidden_size, **options)
         self.block = TransformerBlock(config, **options)
         self.output = Linear(
             config.hidden_size,

@@ -503,6 +503,7 @@ def test_bad_function_or_sample(arguments, error, message):
         ({"sizes": ()}, ValueError, r"sizes must be integers from 1 to 129, got \(\)"),
         ({"sizes": (1, 130)}, ValueError, "sizes must be integers from 1 to 129"),
         ({"sizes": (1.5,)}, ValueError, "sizes must be integers"),
+        ({"sizes": (True,)}, ValueError, "sizes must be integers"),
         ({"seed": None}, TypeError, "seed must be an integer, got NoneType"),
         ({"seed": True}, TypeError, "seed must be an integer, got bool"),
     ],

@@ -118,31 +118,35 @@ def test_every_ring_has_two_slots():
     """Of the projection's backward: with one it would wait for itself."""
     names = ("bfloat16", "float16", "float32")
     rings = {
-        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines).stages
+        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines, gathers).stages
         for n in STREAMS
         for channels in (8, 4096)
         for layout in LAYOUTS
         for columns in (n, n * n + 2 * n)
         for x, phi in itertools.product(names, names)
         for precision in ("tf32", "fp32")
-        for combines in (False, True)
+        for combines, gathers in itertools.product((False, True), repeat=2)
     }
     assert min(rings) == 2
 
 
-def test_ctas_of_a_backward():
-    """As many as there are SMs, in hardly more rounds than all SMs would need; whole slices where that costs little."""
+def test_items_and_ctas_of_a_backward():
+    """As many CTAs as there are SMs, in hardly more rounds than all SMs would need; whole slices where that costs
+    little, groups of chunks where they are in no more rounds than chunks would be.
+    """
     found = {}
     for tokens, channels in itertools.product((1, 512, 513, 2048, 4096, 8192, 65536), (8, 768, 4096, 5120, 7168)):
-        config = projection_backward_config(4, channels, "streams", 24, "bfloat16", "float32", "tf32", True)
-        items = -(-tokens // config.chunk) * config.slices
+        config = projection_backward_config(4, channels, "streams", 24, "bfloat16", "float32", "tf32", True, True, True)
         for sms in (1, 78, 132, 148):
-            rounds, ctas = -(-items // sms), config.num_ctas(tokens, sms, combines=False)
-            found[tokens, channels, sms] = ctas, config.num_ctas(tokens, sms, combines=True)
-            assert all(1 <= count <= min(items, sms) for count in found[tokens, channels, sms])
-            assert 7 * -(-items // ctas) <= 8 * rounds and -(-items // found[tokens, channels, sms][1]) == rounds
+            chunks, ctas = config.schedule(tokens, sms)
+            items = -(-tokens // (chunks * config.chunk)) * config.slices
+            single = -(-tokens // config.chunk) * config.slices
+            rounds = -(-single // sms)
+            found[tokens, channels, sms] = chunks, ctas
+            assert chunks in (1, config.group) and 1 <= ctas <= min(items, sms)
+            assert 7 * chunks * -(-items // ctas) <= 8 * rounds
     shapes = (8192, 4096), (4096, 7168), (2048, 5120), (65536, 768)
-    assert [found[(*shape, 132)] for shape in shapes] == [(128, 128), (112, 128), (107, 107), (132, 132)]
+    assert [found[(*shape, 132)] for shape in shapes] == [(4, 128), (4, 112), (1, 107), (4, 132)]
 
 
 def test_clusters_hold_phi():
@@ -177,7 +181,7 @@ def test_places_in_the_ring(n, layout):
     dtypes, precisions = ("bfloat16", "float16", "float32"), ("tf32", "fp32")
     for name, precision, combines in itertools.product(dtypes, precisions, (False, True)):
         config = projection_backward_config(
-            n, 256, layout, n * n + 2 * n, name, "float32", precision, True, combines=combines
+            n, 256, layout, n * n + 2 * n, name, "float32", precision, True, combines, combines
         )
         dtype = cutlass_dtype(getattr(torch, name))
         ring, width, size = TileRing.__new__(TileRing), config.slice_c, dtype.width // 8

@@ -1,9 +1,10 @@
 """The gradients of phi and of the norm's weight from the partial sums of ``projection_backward``.
 
-    dphi[j, k] = norm_weight[k] sum over chunks of partials[chunk, j, k],  dnorm_weight[k] = sum_j phi[j, k] sum(j, k)
+    dphi[j, k] = norm_weight[k] sum over items of partials[item, j, k],  dnorm_weight[k] = sum_j phi[j, k] sum(j, k)
 
-A warp adds the chunks of neighbouring columns of one row, in ascending order. For the weight's gradient a CTA has all
-rows: their contributions meet in shared memory and are added in ascending order, too.
+A warp adds the items of neighbouring columns of one row in ascending order, a group of ``per_group`` by itself: so the
+bits are the same where that kernel has added up the group. For the weight's gradient a CTA has all rows: their
+contributions meet in shared memory and are added in ascending order, too.
 
 Beside it the sums that ``coefficients_backward`` has left, of dbeta and dalpha, are added up: behind that kernel they
 would keep the backward of the projection waiting. They were there before this kernel began, and need not wait for it.
@@ -50,13 +51,14 @@ class PhiGradient:
         sums: Optional[cute.Tensor],
         dbeta: Optional[cute.Tensor],
         dalpha: Optional[cute.Tensor],
+        per_group: Int32,
         stream,
     ):
         # Rows of a CTA, its warps, and columns of a thread: one where all rows of few columns fill the GPU better
         self.rows = const_expr(WARPS if dweight is None else self.columns)
         self.warps = const_expr(min(self.rows, MAX_WARPS))
         self.vec = const_expr(math.gcd(4, self.k) if dweight is None else 1)
-        self.kernel(partials, phi, norm_weight, dphi, dweight).launch(
+        self.kernel(partials, phi, norm_weight, dphi, dweight, per_group).launch(
             grid=[cute.ceil_div(self.k, WARP_SIZE * self.vec), cute.ceil_div(self.columns, self.rows), 1],
             block=[self.warps * WARP_SIZE, 1, 1],
             stream=stream,
@@ -73,6 +75,7 @@ class PhiGradient:
         norm_weight: Optional[cute.Tensor],
         dphi: Optional[cute.Tensor],
         dweight: Optional[cute.Tensor],
+        per_group: Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, block, _ = cute.arch.block_idx()
@@ -88,7 +91,7 @@ class PhiGradient:
         cute.arch.griddepcontrol_launch_dependents()
         if k < self.k:
             for j in cutlass.range(block * self.rows + warp, last, self.warps):
-                total = self.sum_chunks(partials, ring[None, None, tidx], j, k)
+                total = self.sum_items(partials, ring[None, None, tidx], j, k, per_group)
                 if const_expr(dphi is not None):
                     for v in cutlass.range_constexpr(self.vec):
                         gradient = total[v]
@@ -110,30 +113,36 @@ class PhiGradient:
                 dweight[k] = total.to(dweight.element_type)
 
     @cute.jit
-    def sum_chunks(self, partials: cute.Tensor, ring: cute.Tensor, j: Int32, k: Int32):
-        """The sums over all chunks, in ascending order, of neighbouring columns.
+    def sum_items(self, partials: cute.Tensor, ring: cute.Tensor, j: Int32, k: Int32, per_group: Int32):
+        """The sums over all items, of neighbouring columns.
 
         What a thread adds comes through its own part of ``ring``: loads to registers the compiler lets wait in turn.
         """
-        total = cute.make_rmem_tensor((self.vec,), Float32)
+        total, group = (cute.make_rmem_tensor((self.vec,), Float32) for _ in range(2))
         total.fill(0.0)
-        chunks = partials.shape[0]
+        group.fill(0.0)
+        items, left = partials.shape[0], per_group
         source = partials.iterator + (Int64(j) * self.k + k)
-        for chunk in cutlass.range_constexpr(DEPTH - 1):
-            self.ask(source, chunk, chunks, ring)
-        for chunk in cutlass.range(chunks):
-            self.ask(source, chunk + (DEPTH - 1), chunks, ring)
+        for item in cutlass.range_constexpr(DEPTH - 1):
+            self.ask(source, item, items, ring)
+        for item in cutlass.range(items):
+            self.ask(source, item + (DEPTH - 1), items, ring)
             cute.arch.cp_async_wait_group(DEPTH - 1)
-            total.store(total.load() + ring[None, chunk % DEPTH].load())
+            group.store(group.load() + ring[None, item % DEPTH].load())
+            left -= 1
+            if left == 0 or item + 1 == items:
+                total.store(total.load() + group.load())
+                group.fill(0.0)
+                left = per_group
         return total
 
     @cute.jit
-    def ask(self, source: cute.Pointer, chunk: Int32, chunks: Int32, ring: cute.Tensor):
-        """A chunk's columns to the ring, if there is one."""
-        if chunk < chunks:
-            columns = (source + Int64(chunk) * (self.columns * self.k)).align(4 * self.vec)
+    def ask(self, source: cute.Pointer, item: Int32, items: Int32, ring: cute.Tensor):
+        """An item's columns to the ring, if there is one."""
+        if item < items:
+            columns = (source + Int64(item) * (self.columns * self.k)).align(4 * self.vec)
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32 * self.vec)
-            cute.copy(atom, cute.make_tensor(columns, cute.make_layout(self.vec)), ring[None, chunk % DEPTH])
+            cute.copy(atom, cute.make_tensor(columns, cute.make_layout(self.vec)), ring[None, item % DEPTH])
         cute.arch.cp_async_commit_group()
 
 
@@ -151,11 +160,11 @@ def phi_gradient(
     k: int,
     alphas: int,
 ) -> Program:
-    """dphi (N, K) and dnorm_weight (K,) from partials (chunks, N, K), phi (N, K) and norm_weight (K,).
+    """dphi (N, K) and dnorm_weight (K,) from partials (items, N, K), phi (N, K) and norm_weight (K,).
 
     dbeta (N,) and dalpha (``alphas``,) from the sums that ``coefficients_backward`` leaves.
     """
-    chunks, token_chunks = cute.sym_int(), cute.sym_int()
+    items, token_chunks = cute.sym_int(), cute.sym_int()
     padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
     leaves_sums = dbeta is not None or dalpha is not None
 
@@ -167,7 +176,7 @@ def phi_gradient(
 
     return Program(
         PhiGradient(columns, k, accumulate),
-        matrix(Float32, chunks, columns, k, align=16),
+        matrix(Float32, items, columns, k, align=16),
         matrix(phi, columns, k),
         symbolic_vector(norm_weight, k),
         matrix(dphi, columns, k),
@@ -175,5 +184,6 @@ def phi_gradient(
         matrix(Float32 if leaves_sums else None, 2, token_chunks, padded, align=16),
         symbolic_vector(dbeta, columns),
         symbolic_vector(dalpha, alphas),
+        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

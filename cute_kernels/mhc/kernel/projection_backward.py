@@ -2,14 +2,14 @@
 
     dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
              + sum_o R(i, o) dout_o[m, c] + pre_i dlayer[m, c]           (what the rest of a hyper-connection adds)
-    partials[chunk, j, k] = sum over the chunk's tokens, ascending, of dH[m, j] x[m, k]
+    partials[item, j, k] = sum over the item's chunks, ascending, of sums over the chunk's tokens of dH[m, j] x[m, k]
 
-An item is a chunk of tokens, of the same channels of all streams; a CTA walks over its items, a tile at a time. Some
-warps compute dx, eight channels of every stream each, so that what a channel's streams exchange (R) stays in a thread;
-others the sums of partials. Both products run on the tensor cores in bf16 terms, as in the forward (projection.py); dH
-is split once a tile, phi once for all tokens.
+An item is a chunk of tokens, or of many tokens a group of chunks, of the same channels of all streams; a CTA walks over
+its items, a tile at a time. Some warps compute dx, eight channels of every stream each, so that what a channel's
+streams exchange (R) stays in a thread; others the sums of partials. Both products run on the tensor cores in bf16
+terms, as in the forward (projection.py); dH is split once a tile, phi once for all tokens.
 
-    gmem x, dout, dlayer --TMA--> ring in smem --ldmatrix--> mma: sums of partials (registers, over a chunk)
+    gmem x, dout, dlayer --TMA--> ring in smem --ldmatrix--> mma: sums of a chunk (registers), of a group (smem)
     gmem dH --> terms in smem --ldmatrix--> mma with phi in smem --> + the rest from smem --> x's slot --TMA--> gmem dx
 
 A slot of the ring is full when its tile and its tokens' rows are there, read when its x is in the registers of those
@@ -67,6 +67,7 @@ class ProjectionBackward:
         pre: Optional[cute.Tensor],
         dx: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
+        chunks: Int32,
         num_ctas: Int32,
         stream,
     ):
@@ -87,7 +88,7 @@ class ProjectionBackward:
         tiled_mma = cute.make_tiled_mma(op, permutation_mnk=(16, 4 * matrices, 16))
         self.kernel(
             tiled_mma, tma_x, mX, tma_out, mOut, tma_layer, mLayer, tma_dx, mDx,
-            phi, norm_weight, dh, dmean_square, res, pre, partials,
+            phi, norm_weight, dh, dmean_square, res, pre, partials, chunks,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[self.threads, 1, 1],
@@ -115,6 +116,7 @@ class ProjectionBackward:
         res: Optional[cute.Tensor],
         pre: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
+        chunks: Int32,
     ):
         config = self.config
         stages = const_expr(config.stages)
@@ -130,7 +132,8 @@ class ProjectionBackward:
         self.ring = TileRing(config, self.dtype, smem, (tma_x, tma_out, tma_layer, tma_dx), (mX, mOut, mLayer, mDx))
         self.tokens = TokenRows(config, smem, self.orientation, self.gathers)
         self.gradient = StreamGradient(config, smem, self.ring, self.tokens)
-        self.sums = PhiSums(config, self.ring, self.tokens)
+        if const_expr(partials is not None):
+            self.sums = PhiSums(config, smem, self.ring, self.tokens)
         if tidx == 0:
             for stage in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(full + stage, self.ring.arrivals + WARP_SIZE)
@@ -143,7 +146,8 @@ class ProjectionBackward:
 
         # Slice after slice of a chunk, then of the next: the CTAs together read whole rows (H200, 8192x4x4096, with
         # dout: 228 us, 250 where four CTAs at a time walk over tokens of their own)
-        first, items, step = bidx, cute.ceil_div(num_tokens, config.chunk) * config.slices, grid
+        self.item_tokens = chunks * config.chunk
+        first, items, step = bidx, cute.ceil_div(num_tokens, self.item_tokens) * config.slices, grid
         if warp_index < self.dx_warps:
             if const_expr(mDx is not None):
                 take_registers(self.registers[0], self.threads)
@@ -267,29 +271,34 @@ class ProjectionBackward:
         pairs = const_expr(config.groups // config.sum_groups)
         group, part = index % pairs * config.sum_groups, index // pairs
         slot, phase = Int32(0), Int32(0)
+        chunk_tiles = const_expr(config.chunk // config.tile_m)
         sums = self.sums.zeros(tiled_mma)
         for item in cutlass.range(first, items, step):
-            sums.fill(0.0)
-            for _ in cutlass.range(self.tiles_of(item, num_tokens)):
-                cute.arch.mbarrier_wait(full + slot, phase)
-                self.sums.add_products(tiled_mma, sums, freed, slot, group, part, lane)
-                slot += 1
-                if slot == config.stages:
-                    slot = Int32(0)
-                    phase ^= 1
-            chunk, slice_index = item // config.slices, self.slice_of(item)
-            for g in cutlass.range_constexpr(config.sum_groups):
-                self.sums.store(sums[None, None, None, g], partials, chunk, slice_index, group + g, part, lane)
+            tiles = self.tiles_of(item, num_tokens)
+            for first_tile in cutlass.range(0, tiles, chunk_tiles):
+                sums.fill(0.0)
+                for _ in cutlass.range(cutlass.min(chunk_tiles, tiles - first_tile)):
+                    cute.arch.mbarrier_wait(full + slot, phase)
+                    self.sums.add_products(tiled_mma, sums, freed, slot, group, part, lane)
+                    slot += 1
+                    if slot == config.stages:
+                        slot = Int32(0)
+                        phase ^= 1
+                row, slice_index = item // config.slices * config.parts + part, self.slice_of(item)
+                adds, keeps = first_tile > 0, first_tile + chunk_tiles < tiles
+                for g in cutlass.range_constexpr(config.sum_groups):
+                    total, thread = sums[None, None, None, g], index * WARP_SIZE + lane
+                    self.sums.finish(total, partials, row, slice_index, group + g, thread, g, adds, keeps, lane)
 
     @cute.jit
     def tiles_of(self, item: Int32, num_tokens: Int32):
-        """Tiles of an item: those of its chunk of tokens."""
-        left = cutlass.min(num_tokens - item // self.config.slices * self.config.chunk, self.config.chunk)
+        """Tiles of an item: those of its tokens."""
+        left = cutlass.min(num_tokens - item // self.config.slices * self.item_tokens, self.item_tokens)
         return cute.ceil_div(left, self.config.tile_m)
 
     def block_of(self, item, tile):
         """Index of an item's tile among all tiles of tokens."""
-        return item // self.config.slices * (self.config.chunk // self.config.tile_m) + tile
+        return item // self.config.slices * (self.item_tokens // self.config.tile_m) + tile
 
     def slice_of(self, item):
         """The channels of an item."""
@@ -308,11 +317,12 @@ def projection_backward(
     gathers: bool,
     config: ProjectionBackwardConfig,
 ) -> Program:
-    """dx (M, K) and partials (config.partials(M), N, K) from x (M, K), phi (N, K), dH (M, N) and dmean_square (M,).
+    """dx (M, K) and partials (items, N, K) from x (M, K), phi (N, K), dH (M, N) and dmean_square (M,).
 
-    ``orientation``: dout (M, K) and res (M, n n) are there, too; ``gathers``: dlayer (M, C) and pre (M, n) are.
+    ``orientation``: dout (M, K) and res (M, n n) are there, too; ``gathers``: dlayer (M, C) and pre (M, n) are. Items:
+    as ``config.schedule`` says.
     """
-    rows, chunks = cute.sym_int(), cute.sym_int()
+    rows, items = cute.sym_int(), cute.sym_int()
     n, channels, columns, k = config.n, config.channels, config.columns, config.k
     align = 16 * 8 // dtype.width if config.tma else 1
     combines = orientation is not None
@@ -333,7 +343,8 @@ def projection_backward(
         symbolic_streams(dtype, rows, channels, align) if gathers else None,
         compact(rows, n) if gathers else None,
         symbolic_streams(dtype, rows, k, align) if needs_dx else None,
-        compact(chunks, columns, k) if needs_dphi else None,
+        compact(items, columns, k) if needs_dphi else None,
+        Int32(1),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
