@@ -19,6 +19,7 @@ class TokenRows:
         self.gathers = gathers
         n, tile_m, stages = config.n, config.tile_m, config.stages
         self.pitch = n * n + 4 if n >= 4 else n * n
+        self.unit = 1 if config.columns % 2 else 2  # numbers of dH that a lane has side by side
         width = config.terms_columns
         layout = cute.make_layout((tile_m, width, stages), stride=(width + 8, 1, tile_m * (width + 8)))
         self.sH = smem.allocate_tensor(BFloat16, layout, byte_alignment=16)
@@ -41,10 +42,10 @@ class TokenRows:
         """A lane's share of the rows of a tile, zeros beyond the last token: of dH, dmean_square, res and pre."""
         n, tile_m = self.config.n, self.config.tile_m
         return (
-            fetch_rows(dh, self.config.columns, tile_m, first_row, num_tokens, lane),
-            fetch_rows(dmean_square, 1, tile_m, first_row, num_tokens, lane),
-            None if self.orientation is None else fetch_rows(res, n * n, tile_m, first_row, num_tokens, lane),
-            fetch_rows(pre, n, tile_m, first_row, num_tokens, lane) if self.gathers else None,
+            fetch_rows(dh, self.config.columns, tile_m, first_row, num_tokens, lane, self.unit),
+            fetch_rows(dmean_square, 1, tile_m, first_row, num_tokens, lane, 1),
+            None if self.orientation is None else fetch_rows(res, n * n, tile_m, first_row, num_tokens, lane, 1),
+            fetch_rows(pre, n, tile_m, first_row, num_tokens, lane, 1) if self.gathers else None,
         )
 
     @cute.jit
@@ -54,14 +55,17 @@ class TokenRows:
         n, tile_m = const_expr(config.n), const_expr(config.tile_m)
         dh, dmean_square, res, pre = rows
         sH, sScale = self.sH, self.sScale
-        for v in cutlass.range_constexpr(cute.size(dh)):
-            token, j = (v * WARP_SIZE + lane) // config.columns, (v * WARP_SIZE + lane) % config.columns
+        unit = const_expr(self.unit)
+        for v in cutlass.range_constexpr(cute.size(dh) // unit):
+            token, j = (v * WARP_SIZE + lane) * unit // config.columns, (v * WARP_SIZE + lane) * unit % config.columns
             if token < tile_m:
-                value = dh[v]
+                values = dh[None, v].load()
                 for a in cutlass.range_constexpr(config.order):
-                    term = value.to(BFloat16)
-                    value = value - term.to(Float32)
-                    sH[token, a * config.padded_columns + j, slot] = term
+                    term = cute.make_rmem_tensor((unit,), BFloat16)
+                    term.store(values.to(BFloat16))
+                    values = values - term.load().to(Float32)
+                    place = cute.assume(sH.layout((token, a * config.padded_columns + j, slot)), divby=unit)
+                    cute.autovec_copy(term, cute.make_tensor(sH.iterator + place, cute.make_layout(unit)))
         for v in cutlass.range_constexpr(cute.size(dmean_square)):
             if v * WARP_SIZE + lane < tile_m:
                 sScale[v * WARP_SIZE + lane, slot] = dmean_square[v] * (2.0 / config.k)
@@ -124,13 +128,17 @@ def fetch_rows(
     first_row: Int32,
     num_rows: Int32,
     lane: Int32,
+    unit: cutlass.Constexpr[int],
 ):
-    """A lane's share of ``rows`` contiguous rows of ``width`` fp32 values; zeros beyond the last row."""
-    values = cute.make_rmem_tensor((-(-rows * width // WARP_SIZE),), Float32)
+    """A lane's share of ``rows`` contiguous rows of ``width`` fp32 values, ``unit`` (a divisor of it) side by side;
+    zeros beyond the last row.
+    """
+    values = cute.make_rmem_tensor((unit, -(-rows * width // (unit * WARP_SIZE))), Float32)
     values.fill(0.0)
-    start = source.iterator + (Int64(first_row) * width + lane)
-    left = cutlass.min(num_rows - first_row, rows) * width - lane
-    for v in cutlass.range_constexpr(cute.size(values)):
-        if v * WARP_SIZE < left:
-            values[v] = start[v * WARP_SIZE]
+    start = source.iterator + (Int64(first_row) * width + unit * lane)
+    left = cutlass.min(num_rows - first_row, rows) * width - unit * lane
+    for v in cutlass.range_constexpr(cute.size(values) // unit):
+        if v * unit * WARP_SIZE < left:
+            for e in cutlass.range_constexpr(unit):
+                values[e, v] = start[v * unit * WARP_SIZE + e]
     return values
