@@ -59,10 +59,11 @@ def generator(request):
     return seeded_generator(request.node.nodeid, "cpu")
 
 
-def test_a_gpu_of_one_sm(generator, monkeypatch):
-    """One CTA has all the items."""
+@pytest.mark.parametrize("tokens", [5, 2000])
+def test_a_gpu_of_one_sm(tokens, generator, monkeypatch):
+    """One CTA has all the items; of 2000 tokens these are groups of chunks."""
     monkeypatch.setattr(launch, "sm_count", lambda index: 1)
-    assert_as_the_reference("hyper_connection", Case(4, 256, (5,)), generator)
+    assert_as_the_reference("hyper_connection", Case(4, 256, (tokens,)), generator)
 
 
 def assert_as_the_reference(op, case, generator):

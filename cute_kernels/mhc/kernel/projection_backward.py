@@ -327,9 +327,9 @@ def projection_backward(
     align = 16 * 8 // dtype.width if config.tma else 1
     combines = orientation is not None
 
-    def compact(*shape):
+    def compact(*shape, align=4):
         order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=4)
+        return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=align)
 
     return Program(
         ProjectionBackward(config, orientation, gathers),
@@ -343,7 +343,7 @@ def projection_backward(
         symbolic_streams(dtype, rows, channels, align) if gathers else None,
         compact(rows, n) if gathers else None,
         symbolic_streams(dtype, rows, k, align) if needs_dx else None,
-        compact(items, columns, k) if needs_dphi else None,
+        compact(items, columns, k, align=16) if needs_dphi else None,
         Int32(1),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -285,7 +285,9 @@ class PhiSums:
         else:
             column += group * (8 * config.n - 8) + slice_index * (config.n * config.slice_c)
             pitch = const_expr(8)
-        target = partials.iterator + (Int64(row) * (config.columns * config.k) + (j * config.k + column))
+        width = const_expr(2 - end_of_columns(config) % 2)  # numbers that one store writes
+        start = Int64(row) * (config.columns * config.k) + (j * config.k + column)
+        target = partials.iterator + cute.assume(start, divby=width)
         for octet in cutlass.range_constexpr(octets):
             totals = cute.make_rmem_tensor((2, config.n), Float32)
             for q in cutlass.range_constexpr(config.n):
@@ -303,10 +305,12 @@ class PhiSums:
                     kept.store(totals.load())
             if not keeps:
                 for q in cutlass.range_constexpr(config.n):
-                    for e in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(0, 2, width):
                         bound = column + e if const_expr(config.layout == "streams") else column + (q * pitch + e)
                         if octet * 8 + j < config.columns and bound < end_of_columns(config):
-                            target[octet * 8 * config.k + (q * pitch + e)] = totals[e, q]
+                            place = target + (octet * 8 * config.k + q * pitch + e)
+                            value = cute.make_tensor(totals.iterator + (2 * q + e), cute.make_layout(width))
+                            cute.autovec_copy(value, cute.make_tensor(place, cute.make_layout(width)))
 
 
 @cute.jit
