@@ -684,6 +684,9 @@ def _pre_forward(static, x, phi, norm_weight, alpha, beta, h, mean_square, pre, 
         layer_input.copy_((gates[:, :, None] * _split(x, n, config.layout)).sum(1))
 
 
+_rows_per_group: dict[int, int] = {}  # of the partial sums at this address
+
+
 def _projection_backward(
     static, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre, dx, partials, chunks, num_ctas
 ) -> None:
@@ -714,6 +717,7 @@ def _projection_backward(
         dx.copy_(total)
     if partials is not None:
         assert partials.shape == (config.partials(len(x), chunks), config.columns, k)
+        _rows_per_group[partials.data_ptr()] = config.group // chunks
         partials.zero_()
         for index, first in enumerate(range(0, len(x), item)):
             tokens = slice(first, first + item)
@@ -721,7 +725,7 @@ def _projection_backward(
 
 
 def _phi_gradient(static, partials, phi, norm_weight, dphi, dweight, sums, dbeta, dalpha, per_group) -> None:
-    assert per_group >= 1
+    assert per_group == _rows_per_group.pop(partials.data_ptr())
     for name, t in (("phi", phi), ("norm_weight", norm_weight), ("dphi", dphi), ("dweight", dweight)):
         _is_dtype(static[name], t)
     for name, t, part, accumulate in zip(

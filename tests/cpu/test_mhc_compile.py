@@ -77,8 +77,11 @@ CALLS = {
     "parts": [(op, Case(4, 4096, norm_weight=True, bias=True, dropout_p=0.1)) for op in PARTS],
     "composites": [("hyper_connection", Case(4, 4096, norm_weight=True, bias=True)), ("head", Case(4, 4096))],
     "many parts of K": [("projection", Case(4, 65536))],
-    "fp32": [("hyper_connection", Case(4, 1280, (5,), FP32, bias=True), "fp32")],
-    "fp16": [("hyper_connection", Case(4, 1280, (5,), FP16, BF16, "transformer_engine", bias=True, dropout_p=0.1))],
+    "fp32": [(op, Case(4, 1280, (5,), FP32, bias=True), "fp32") for op in ("projection", "hyper_connection")],
+    "fp16": [
+        ("hyper_connection", Case(4, 1280, (5,), FP16, BF16, "transformer_engine", bias=True, dropout_p=0.1)),
+        ("hyper_connection", Case(4, 1280, (5,), FP16, FP32)),
+    ],
     "off 16 bytes": [("hyper_connection", Case(4, 5129, (5,), BF16, FP32, "megatron", norm_weight=True, bias=True))],
     "one stream": [("hyper_connection", Case(1, 768, bias=True))],
     "two streams": [("hyper_connection", Case(2, 768, variant="transformer_engine", bias=True))],

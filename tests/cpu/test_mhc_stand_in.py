@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import mhc
 from cute_kernels.mhc import launch, reference
+from cute_kernels.mhc.config import ProjectionBackwardConfig
 from cute_kernels.mhc.op.common import rows
 from cute_kernels.mhc.prewarm import specializations
 from cute_kernels.mhc.variants import VARIANTS
@@ -63,7 +64,10 @@ def generator(request):
 def test_a_gpu_of_one_sm(tokens, generator, monkeypatch):
     """One CTA has all the items; of 2000 tokens these are groups of chunks."""
     monkeypatch.setattr(launch, "sm_count", lambda index: 1)
+    schedule, found = ProjectionBackwardConfig.schedule, []
+    monkeypatch.setattr(ProjectionBackwardConfig, "schedule", lambda *a: found.append(schedule(*a)) or found[-1])
     assert_as_the_reference("hyper_connection", Case(4, 256, (tokens,)), generator)
+    assert found == [(4 if tokens == 2000 else 1, 1)]
 
 
 def assert_as_the_reference(op, case, generator):

@@ -52,9 +52,9 @@ def projection(
     fixed order. Where 16 CTAs cannot hold phi, x is not bf16, or rows are off 16 bytes: S parts of K, a power of
     two, of up to 4096 columns, part s has the tiles s, s + S, ... of K. Either way a token's H, mean square and
     gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients
-    of phi and norm_weight are added over chunks of 512 tokens (of "fp32" products of eight streams 480), up to four
-    streams over groups of four chunks, then over all of these, in ascending order, on any number of SMs, without
-    atomics; into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
+    of phi and norm_weight are added over chunks of 512 tokens, groups of four chunks, then all groups, in ascending
+    order, without atomics (phi of more than 32 rows: no groups, and in "fp32" chunks of 480); into ``main_grad``
+    (fp32) where that exists, and ``.grad`` stays None.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
     """

@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels import mhc
 from cute_kernels.mhc import launch
+from cute_kernels.mhc.config import ProjectionBackwardConfig
 from tests.gemm_cases import same_bits
 from tests.mhc_cases import (
     BF16,
@@ -216,6 +217,30 @@ def test_any_number_of_sms(op, case, precision, generator, monkeypatch):
         monkeypatch.setattr(launch, "_plans", {})
         found = differentiate(mhc, op, case, tensors, upstream, **options)
         assert_same_bits(found, wanted, f"{count} SMs")
+
+
+@pytest.mark.parametrize("tokens", [600, 2600])
+@pytest.mark.parametrize(
+    "op, case, precision",
+    [(op, FULL, "tf32") for op in ("projection", "hyper_connection", "head")]
+    + [("hyper_connection", case, "fp32") for case in BATCHES[1:] if case.n < 8]
+    + [("projection", case, "fp32") for case in BATCHES[1:] if case.n < 8],
+    ids=str,
+)
+def test_groups_of_chunks(op, case, precision, tokens, generator, monkeypatch):
+    """Items of the projection's backward are chunks or groups of them, the last of fewer: the same bits."""
+    case = replace(case, tokens=(tokens,))
+    tensors, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
+    found = []
+    for whole in (False, True):
+
+        def schedule(self, num_tokens, num_sms, whole=whole):
+            chunks = self.group if whole else 1
+            return chunks, min(num_sms, -(-num_tokens // (chunks * self.chunk)) * self.slices)
+
+        monkeypatch.setattr(ProjectionBackwardConfig, "schedule", schedule)
+        found.append(differentiate(mhc, op, case, tensors, upstream, **precision_of(op, precision)))
+    assert_same_bits(*found, "groups")
 
 
 @pytest.mark.parametrize("op", ["projection", "hyper_connection"])

@@ -36,18 +36,23 @@ def run(config, dtype=BF16):
 @pytest.mark.parametrize("config", [PLAIN, replace(ONE_STREAM, dropout_p=0.0)], ids=["four", "one"])
 def test_gradients_are_the_references(config, dtype):
     """Apart by what bf16 activations round: some 1e-2 of a gradient's norm through eight sublayers, or, where a
-    gradient is left of terms of both signs, at most twice what a unit of the embedding's last place moves it by.
+    gradient is left of terms of both signs, at most twice what it moves by with the last bit that bf16 has of the
+    embedding, in the worst of four draws.
     """
     ours, tokens = run(config, dtype), make_tokens(config, device="cuda")
     model = make_model(replace(config, backend="reference"), "cuda", dtype)
     wanted = gradients(model, *tokens)
-    with torch.no_grad():
-        noise = torch.rand(model.embedding.weight.shape, generator=torch.Generator().manual_seed(3)) - 0.5
-        model.embedding.weight.mul_(1 + 2**-7 * noise.to("cuda", dtype))
-    moved = relative_errors(gradients(model, *tokens), wanted)
+    weight, generator, moves = model.embedding.weight, torch.Generator().manual_seed(3), []
+    exact = weight.detach().clone()
+    for _ in range(4):
+        noise = torch.rand(weight.shape, generator=generator).cuda() - 0.5
+        with torch.no_grad():
+            weight.copy_(exact.float() * (1 + 2**-7 * noise))
+        moves.append(relative_errors(gradients(model, *tokens), wanted))
     torch.testing.assert_close(ours["loss"], wanted["loss"], rtol=2e-3, atol=0)
     errors = relative_errors(ours, wanted)
-    assert max(errors.values()) < max(0.1, 2 * max(moved.values())), (errors, moved)
+    bounds = {name: max(0.1, *(2 * move[name] for move in moves)) for name in errors}
+    assert all(errors[name] < bounds[name] for name in errors), (errors, bounds)
 
 
 @pytest.mark.parametrize("config", [DROPOUT, ONE_STREAM], ids=["four", "one"])
