@@ -189,6 +189,7 @@ def test_meta_device_and_reset():
     for name, t in (*fresh.named_parameters(), *fresh.named_buffers()):
         own = model.get_parameter(name) if isinstance(t, torch.nn.Parameter) else model.get_buffer(name)
         assert torch.equal(own, t), name
+    assert 0.018 < fresh.embedding.weight.float().std() < 0.022
     assert model.loss(*make_tokens(make_config())).isfinite()
 
 
