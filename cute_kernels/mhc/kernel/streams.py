@@ -184,16 +184,17 @@ def warp_sums(values: list):
 class TokenSums:
     """Which tokens and vectors the warps of a CTA have that add over a token's channels, and how they add.
 
-    Up to four warps, a CTA, share a token, each with as many rounds of vectors: of a token of 64 KB each, few thousand
-    tokens leave SMs idle at the end (H200, backward of aggregate, order of channels, share of the same-bytes copy:
-    8192x4x4096 0.886 -> 0.962, 2048x4x5120 0.847 -> 0.940).
+    Up to ``most`` warps, a CTA, share a token, each with as many rounds of vectors, two at least: of a token of 64 KB
+    each, few thousand tokens leave SMs idle at the end (H200, backward of aggregate, order of channels, share of the
+    same-bytes copy, with up to four: 8192x4x4096 0.886 -> 0.962, 2048x4x5120 0.847 -> 0.940).
     """
 
-    def __init__(self, layout: StreamLayout, count: int):
+    def __init__(self, layout: StreamLayout, count: int, most: int):
         self.count = count  # numbers that are added
         self.round = WARP_SIZE * layout.unroll  # vectors that a warp takes at once
         rounds = -(-layout.vectors // self.round)
-        self.warps = next((w for w in (4, 2) if rounds % w == 0 and rounds >= 2 * w), 1)  # of a token
+        shares = (w for w in (8, 7, 5, 4, 2) if w <= most and rounds % w == 0 and rounds >= 2 * w)
+        self.warps = next(shares, 1)  # of a token
         self.tokens = 1 if self.warps > 1 else 4  # of a CTA
         self.threads = self.warps * self.tokens * WARP_SIZE
 

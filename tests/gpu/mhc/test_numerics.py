@@ -60,9 +60,12 @@ CASES = {
     Case(8, 13, (5,), FP32, BF16, "megatron", bias=True): ("aggregate", "expand_combine", "projection"),
     Case(8, 64, (600,), FP32, norm_weight=True): ("projection", "hyper_connection"),  # the most terms, in a ring of two
     Case(8, 4104, (3,), norm_weight=True): ("pre",),  # more parts of K than are asked for at once
-    # A CTA sums over a token, of four warps or of two
+    # A CTA sums over a token, of two, four, five, seven or eight warps
     Case(4, 2048, (5,), norm_weight=True, bias=True): ("aggregate", "expand_combine", "hyper_connection"),
     Case(4, 1024, (5,), layout="channels", bias=True): ("aggregate", "expand_combine"),
+    Case(4, 5120, (5,), bias=True): ("aggregate", "expand_combine"),
+    Case(4, 7168, (3,)): ("aggregate",),
+    Case(4, 4096, (3,), layout="channels"): ("aggregate",),
     Case(4, 1280, (1100,), norm_weight=True, bias=True): ("projection", "hyper_connection"),
     Case(2, 1280, (1, 513), FP16, FP32, "megatron", bias=True): ("projection",),
 }
