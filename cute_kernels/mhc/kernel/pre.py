@@ -130,7 +130,7 @@ class PreForward:
         smem = SmemAllocator()
         self.full, self.empty, self.heard, self.known = (smem.allocate_array(Int64, stages) for _ in range(4))
         self.summed, self.taken = (smem.allocate_array(Int64, 2) for _ in range(2))
-        self.phi_full, self.phi_taken = smem.allocate_array(Int64, config.steps), smem.allocate_array(Int64, 1)
+        self.phi_full, self.phi_taken = (smem.allocate_array(Int64, 1) for _ in range(2))
         ring = cute.make_layout(
             (BLOCK_TOKENS, BOX, config.boxes, stages),
             stride=(BOX, 1, BLOCK_TOKENS * BOX, BLOCK_TOKENS * BOX * config.boxes),
@@ -153,64 +153,50 @@ class PreForward:
         self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
         gates = cute.make_layout((self.gates, BLOCK_TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
-        loader, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
-        first, step = bidx // cluster, grid // cluster
-        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
-        early = cutlass.min(rounds, self.free_slots)
-        # x and phi are on their way while the CTA and its cluster meet
-        if warp_index == loader:
-            if lane == 0:
-                for stage in cutlass.range_constexpr(stages):
-                    cute.arch.mbarrier_init(self.full + stage, 1)
-                    cute.arch.mbarrier_init(self.empty + stage, loader * WARP_SIZE)
-                    cute.arch.mbarrier_init(self.heard + stage, 1)
-                    cute.arch.mbarrier_init(self.known + stage, 1)
-                for buffer in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
-                    cute.arch.mbarrier_init(self.taken + buffer, SUM_WARPS * WARP_SIZE)
-                cute.arch.mbarrier_init(self.phi_taken, PRODUCT_WARPS * WARP_SIZE)
-            self.show_barriers()
-            self.load(tma_x, mX, rank, first, step, Int32(0), early)
-        elif warp_index == loader + 1:
-            if lane == 0:
-                for s in cutlass.range_constexpr(config.steps):
-                    cute.arch.mbarrier_init(self.phi_full + s, 1)
-            self.show_barriers()
-            self.load_phi(tma_phi, mPhi, rank)
+        if tidx == 0:
+            readers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes)
+            for stage in cutlass.range_constexpr(stages):
+                cute.arch.mbarrier_init(self.full + stage, 1)
+                cute.arch.mbarrier_init(self.empty + stage, readers * WARP_SIZE)
+                cute.arch.mbarrier_init(self.heard + stage, 1)
+                cute.arch.mbarrier_init(self.known + stage, 1)
+            for buffer in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
+                cute.arch.mbarrier_init(self.taken + buffer, SUM_WARPS * WARP_SIZE)
+            cute.arch.mbarrier_init(self.phi_full, 1)
+            cute.arch.mbarrier_init(self.phi_taken, PRODUCT_WARPS * WARP_SIZE)
+        cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         synchronize_cluster(config)
 
+        first, step = bidx // cluster, grid // cluster
+        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
+        helper, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
         if warp_index < PRODUCT_WARPS:
             take_registers(registers[0], self.threads)
             self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
-        elif warp_index < loader:
+        elif warp_index < helper:
             if const_expr(self.mixes):
                 take_registers(registers[1], self.threads)
                 self.mix(layer_input, rank, first, step, rounds, tidx - PRODUCT_WARPS * WARP_SIZE)
         else:
             take_registers(registers[2], self.threads)
-            if warp_index == loader:
-                if early < rounds:
-                    cute.arch.mbarrier_wait(self.phi_taken, 0)
-                self.load(tma_x, mX, rank, first, step, early, rounds)
-            elif warp_index <= loader + SUM_WARPS:
-                self.add_up(rank, rounds, warp_index - (loader + 1), lane)
+            if warp_index == helper:
+                self.load_phi(tma_phi, mPhi, rank)
+                self.load(tma_x, mX, rank, first, step, rounds)
+            elif warp_index <= helper + SUM_WARPS:
+                self.add_up(rank, rounds, warp_index - (helper + 1), lane)
             else:
                 self.own(alpha, beta, h, mean_square, pre, rank, first, step, rounds, lane)
 
     @cute.jit
-    def show_barriers(self):
-        """What a thread of this warp has initialised, to TMA and the cluster; then wait for the kernel before."""
-        cute.arch.mbarrier_init_fence()
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.griddepcontrol_wait()
-
-    @cute.jit
-    def load(self, tma_x: cute.CopyAtom, mX, rank: Int32, first: Int32, step: Int32, begin: Int32, end: Int32):
-        """One warp: the blocks of rounds ``begin`` to ``end`` to the ring."""
+    def load(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, first: Int32, step: Int32, rounds: Int32):
+        """One warp: block after block to the ring."""
         config = self.config
-        slot, phase = begin % config.stages, begin // config.stages % 2
-        for index in cutlass.range(begin, end):
+        slot, phase = Int32(0), Int32(0)
+        for index in cutlass.range(rounds):
+            if index == self.free_slots:
+                cute.arch.mbarrier_wait(self.phi_taken, 0)
             cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
             full = self.full + slot
             if cute.arch.lane_idx() == 0:
@@ -223,14 +209,12 @@ class PreForward:
 
     @cute.jit
     def load_phi(self, tma_phi: cute.CopyAtom, mPhi: cute.Tensor, rank: Int32):
-        """One warp: a CTA's columns of phi, a step of all warps after the other; zeros beyond its edges."""
-        rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2] // self.config.steps)  # of a step
-        for s in cutlass.range_constexpr(self.config.steps):
-            full = self.phi_full + s
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 128 * rows * boxes)
-            for box in cutlass.range_constexpr(s * boxes, (s + 1) * boxes):
-                self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], full)
+        """The loading warp: a CTA's columns of phi; zeros beyond its edges."""
+        rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2])
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.phi_full, 128 * rows * boxes)
+        for box in cutlass.range_constexpr(boxes):
+            self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], self.phi_full)
 
     @cute.jit
     def copy_box(
@@ -346,9 +330,9 @@ class PreForward:
             rPhi.fill(0.0)
         words = cute.recast_tensor(rPhi, Int32)
         per_box = const_expr(self.phi_box // 16)
+        cute.arch.mbarrier_wait(self.phi_full, 0)
         for s in cutlass.range_constexpr(config.steps):
             step = s * PRODUCT_WARPS + mine
-            cute.arch.mbarrier_wait(self.phi_full + s, 0)
             weights = cute.make_rmem_tensor((2, 2), Float32)
             if const_expr(norm_weight is not None):
                 weights.fill(0.0)
