@@ -209,7 +209,7 @@ class ExpandCombineBackward:
         self.layout = layout
         self.orientation = orientation
         self.post_align = aligns[0]
-        # Five warps: order of streams, 8192x4x2560 146.1 -> 142.9 us, of channels (122 registers) 150.8 -> 158.4. Eight
+        # Five warps: order of streams, 8192x4x2560 146.5 -> 142.9 us, of channels (122 registers) 150.8 -> 158.4. Eight
         # or seven, whose two rounds the compiler unrolls: order of channels, 8192x4x4096 235.8 -> 314.5 (180 registers)
         most = 5 if layout.order == "streams" and layout.n < 8 else 4
         self.sums = TokenSums(layout, layout.n + layout.n**2, most)
