@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,6 +180,25 @@ def test_append_lines(tmp_path):
 def test_results_path():
     assert harness.results_path("NVIDIA H200").name == "h200.jsonl"
     assert harness.results_path("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3.jsonl"
+
+
+def test_a_profile_that_found_nothing_is_made_again(monkeypatch):
+    """The mean over the calls of one profile, the first that has kernels."""
+    kernel = SimpleNamespace(key="kernel", device_type=torch.autograd.DeviceType.CUDA, self_device_time_total=50.0)
+    profiles = [[], [kernel], [kernel, kernel]]
+
+    def profile(activities):
+        return contextlib.nullcontext(SimpleNamespace(key_averages=functools.partial(profiles.pop, 0)))
+
+    monkeypatch.setenv("TEARDOWN_CUPTI", "0")
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    device = harness.CudaDevice.__new__(harness.CudaDevice)
+    assert device.kernels(lambda: calls.append(1)) == {"kernel": 10.0}
+    assert len(calls) == 10
+    profiles[:] = [[]] * 9
+    assert device.kernels(lambda: None) == {}
 
 
 def test_seed_depends_on_the_name_only():

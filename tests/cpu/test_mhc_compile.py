@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from cute_kernels.mhc import prewarm
-from cute_kernels.mhc.config import pre_config, projection_backward_config, projection_config, splits_of
+from cute_kernels.mhc.config import (
+    pre_config,
+    product_layout,
+    projection_backward_config,
+    projection_config,
+    splits_of,
+    stream_layout,
+)
+from cute_kernels.mhc.kernel.aggregate import AggregateBackward
+from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
@@ -150,6 +159,23 @@ def test_items_and_ctas_of_a_backward():
             assert 7 * chunks * -(-items // ctas) <= 8 * rounds
     shapes = (8192, 4096), (4096, 7168), (2048, 5120), (65536, 768)
     assert [found[(*shape, 132)] for shape in shapes] == [(4, 128), (4, 112), (1, 107), (4, 132)]
+
+
+def test_warps_of_a_token():
+    """As many rounds of vectors for each, two at least, together all of the token; more of them as measured."""
+    found = {}
+    for n, channels, layout in itertools.product(STREAMS, (8, 64, 768, 1280, 2560, 4096, 5120, 7168), LAYOUTS):
+        streams = stream_layout(n, channels, layout, 2, channels)
+        backwards = AggregateBackward(streams, 4), ExpandCombineBackward(product_layout(streams), "io", (4, 4))
+        found[n, channels, layout] = tuple(backward.sums.warps for backward in backwards)
+        for sums, vectors in ((backward.sums, backward.layout.vectors) for backward in backwards):
+            rounds = -(-vectors // sums.round)
+            assert rounds % sums.warps == 0 and (sums.warps == 1 or rounds >= 2 * sums.warps)
+            assert sums.tokens == (4 if sums.warps == 1 else 1)
+    widths = 2560, 4096, 5120, 7168
+    assert [found[4, channels, "streams"] for channels in widths] == [(1, 5), (4, 4), (5, 5), (7, 4)]
+    assert [found[4, channels, "channels"] for channels in widths] == [(5, 2), (8, 4), (5, 4), (7, 4)]
+    assert max(max(warps) for (n, *_), warps in found.items() if n == 8) == 4
 
 
 def test_clusters_hold_phi():
