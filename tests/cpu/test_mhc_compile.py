@@ -25,6 +25,7 @@ from cute_kernels.mhc.config import (
 )
 from cute_kernels.mhc.kernel.aggregate import AggregateBackward
 from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
+from cute_kernels.mhc.kernel.pre import last_steps
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
@@ -198,6 +199,22 @@ def test_clusters_hold_phi():
     assert [config.num_clusters(10**6, 132) for config in configs] == [66, 30, 14, 7, 7]
     assert [config.num_clusters(33, 132) for config in configs] == [3] * 5
     assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
+
+
+@pytest.mark.parametrize("phi", ["bfloat16", "float32"])
+def test_no_block_of_x_comes_where_phi_is_not_yet_taken(phi):
+    """Slot after slot by what lies where: a box of phi is 128 bytes of each of its rows, a step two boxes of x wide."""
+    covered = set()
+    for n, channels, columns in itertools.product((1, 2, 4), (8, 768, 2560, 4096, 5120, 7168), (4, 24)):
+        config = pre_config(n, channels, "streams", columns, phi, "tf32")
+        slot_bytes, step_bytes = 16 * 128 * config.boxes, 8 * config.octets * 128 * (4 if phi == "float32" else 2)
+        start = config.stages * slot_bytes - config.steps * step_bytes
+        held = {}
+        for step, byte in itertools.product(range(config.steps), range(0, step_bytes, 128)):
+            held[(start + step * step_bytes + byte) // slot_bytes] = step
+        assert last_steps(config, start, step_bytes) == {i: held[i] for i in sorted(held)}
+        covered.add(len(held))
+    assert len(covered) > 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.reduce import float_bits
-from cute_kernels.common.rows import symbolic_vector, synchronize_cluster
+from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import BLOCK_TOKENS, PreConfig, StreamLayout
 from cute_kernels.mhc.kernel.coefficients import Coefficients, sigmoid
 from cute_kernels.mhc.kernel.projection_products import load_operand
@@ -48,6 +48,14 @@ AHEAD = 4  # steps whose x a warp has asked for
 MIX_WARPS = 4  # that make the layer input
 SUM_WARPS = 2
 SUM_STRIDE = 24  # fp32 numbers from one column's 16 sums to the next one's: eight columns then lie in all banks
+
+
+def last_steps(config: PreConfig, start: int, step_bytes: int) -> dict[int, int]:
+    """Slot of the ring -> the last step of phi of which it holds a part; phi begins at byte ``start`` of the ring."""
+    slot_bytes = BLOCK_TOKENS * 128 * config.boxes
+    first = start // slot_bytes
+    steps = {slot: -(-((slot + 1) * slot_bytes - start) // step_bytes) for slot in range(first, config.stages)}
+    return {slot: min(count, config.steps) - 1 for slot, count in steps.items()}
 
 
 class PreForward:
@@ -130,19 +138,19 @@ class PreForward:
         smem = SmemAllocator()
         self.full, self.empty, self.heard, self.known = (smem.allocate_array(Int64, stages) for _ in range(4))
         self.summed, self.taken = (smem.allocate_array(Int64, 2) for _ in range(2))
-        self.phi_full, self.phi_taken = (smem.allocate_array(Int64, 1) for _ in range(2))
+        self.phi_full, self.phi_taken = (smem.allocate_array(Int64, count) for count in (config.steps, stages))
         ring = cute.make_layout(
             (BLOCK_TOKENS, BOX, config.boxes, stages),
             stride=(BOX, 1, BLOCK_TOKENS * BOX, BLOCK_TOKENS * BOX * config.boxes),
         )
         memory = smem.allocate(2 * cute.cosize(ring), byte_alignment=1024)
         self.sX = cute.make_tensor(cute.recast_ptr(memory, cute.make_swizzle(3, 4, 3), BFloat16), ring)
-        # Until it is in registers phi fills the end of the ring
+        # Until it is in registers phi fills the end of the ring, a step of all warps after the other
         rows, boxes = const_expr(8 * config.octets), const_expr(config.boxes * BOX // self.phi_box)
         slices = cute.make_layout((rows, self.phi_box, boxes), stride=(self.phi_box, 1, rows * self.phi_box))
         start = const_expr(2 * cute.cosize(ring) - 128 * rows * boxes)
         self.sPhi = cute.make_tensor(cute.recast_ptr(memory + start, cute.make_swizzle(3, 4, 3), self.phi_type), slices)
-        self.free_slots = const_expr(start // (BLOCK_TOKENS * 128 * config.boxes))
+        self.last_steps = last_steps(config, start, 128 * rows * boxes // config.steps)
         columns = const_expr(config.columns + 1)
         sums = cute.make_layout(
             (BLOCK_TOKENS, columns, PRODUCT_WARPS, 2),
@@ -153,39 +161,42 @@ class PreForward:
         self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
         gates = cute.make_layout((self.gates, BLOCK_TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
+        loader, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
         if tidx == 0:
-            readers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes)
             for stage in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(self.full + stage, 1)
-                cute.arch.mbarrier_init(self.empty + stage, readers * WARP_SIZE)
+                cute.arch.mbarrier_init(self.empty + stage, loader * WARP_SIZE)
                 cute.arch.mbarrier_init(self.heard + stage, 1)
                 cute.arch.mbarrier_init(self.known + stage, 1)
+                cute.arch.mbarrier_init(self.phi_taken + stage, PRODUCT_WARPS * WARP_SIZE)
             for buffer in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
                 cute.arch.mbarrier_init(self.taken + buffer, SUM_WARPS * WARP_SIZE)
-            cute.arch.mbarrier_init(self.phi_full, 1)
-            cute.arch.mbarrier_init(self.phi_taken, PRODUCT_WARPS * WARP_SIZE)
+            for s in cutlass.range_constexpr(config.steps):
+                cute.arch.mbarrier_init(self.phi_full + s, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
-        synchronize_cluster(config)
+        cute.arch.barrier()
+        cute.arch.cluster_arrive_relaxed()
+        if warp_index == loader:
+            self.load_phi(tma_phi, mPhi, rank)  # on its way while the cluster meets
+        cute.arch.cluster_wait()
 
         first, step = bidx // cluster, grid // cluster
         rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
-        helper, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
         if warp_index < PRODUCT_WARPS:
             take_registers(registers[0], self.threads)
             self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
-        elif warp_index < helper:
+        elif warp_index < loader:
             if const_expr(self.mixes):
                 take_registers(registers[1], self.threads)
                 self.mix(layer_input, rank, first, step, rounds, tidx - PRODUCT_WARPS * WARP_SIZE)
         else:
             take_registers(registers[2], self.threads)
-            if warp_index == helper:
-                self.load_phi(tma_phi, mPhi, rank)
+            if warp_index == loader:
                 self.load(tma_x, mX, rank, first, step, rounds)
-            elif warp_index <= helper + SUM_WARPS:
-                self.add_up(rank, rounds, warp_index - (helper + 1), lane)
+            elif warp_index <= loader + SUM_WARPS:
+                self.add_up(rank, rounds, warp_index - (loader + 1), lane)
             else:
                 self.own(alpha, beta, h, mean_square, pre, rank, first, step, rounds, lane)
 
@@ -195,8 +206,8 @@ class PreForward:
         config = self.config
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
-            if index == self.free_slots:
-                cute.arch.mbarrier_wait(self.phi_taken, 0)
+            if index >= min(self.last_steps) and index < config.stages:
+                cute.arch.mbarrier_wait(self.phi_taken + index, 0)
             cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
             full = self.full + slot
             if cute.arch.lane_idx() == 0:
@@ -209,12 +220,14 @@ class PreForward:
 
     @cute.jit
     def load_phi(self, tma_phi: cute.CopyAtom, mPhi: cute.Tensor, rank: Int32):
-        """The loading warp: a CTA's columns of phi; zeros beyond its edges."""
-        rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2])
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.phi_full, 128 * rows * boxes)
-        for box in cutlass.range_constexpr(boxes):
-            self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], self.phi_full)
+        """The loading warp: a CTA's columns of phi, a step of all warps after the other; zeros beyond its edges."""
+        rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2] // self.config.steps)  # of a step
+        for s in cutlass.range_constexpr(self.config.steps):
+            full = self.phi_full + s
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 128 * rows * boxes)
+            for box in cutlass.range_constexpr(s * boxes, (s + 1) * boxes):
+                self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], full)
 
     @cute.jit
     def copy_box(
@@ -330,8 +343,8 @@ class PreForward:
             rPhi.fill(0.0)
         words = cute.recast_tensor(rPhi, Int32)
         per_box = const_expr(self.phi_box // 16)
-        cute.arch.mbarrier_wait(self.phi_full, 0)
         for s in cutlass.range_constexpr(config.steps):
+            cute.arch.mbarrier_wait(self.phi_full + s, 0)
             step = s * PRODUCT_WARPS + mine
             weights = cute.make_rmem_tensor((2, 2), Float32)
             if const_expr(norm_weight is not None):
@@ -363,7 +376,8 @@ class PreForward:
                         )
                         words[(0, row % 2, half), row // 2, s] = word[0]
                         values = values - to_fp32(term.load())
-        cute.arch.mbarrier_arrive(self.phi_taken)
+            for slot in [slot for slot, last in self.last_steps.items() if last == s]:
+                cute.arch.mbarrier_arrive(self.phi_taken + slot)
         return rPhi
 
     @cute.jit
