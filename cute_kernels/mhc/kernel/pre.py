@@ -463,12 +463,6 @@ class PreForward:
                     if column == columns:
                         total = total * (1.0 / config.k)
                     totals[part] = total
-                    if const_expr(h is not None):
-                        if first_row + t < self.num_tokens:
-                            if column < columns:
-                                h[first_row + t, column] = total
-                            else:
-                                mean_square[first_row + t] = total
             value = Float32(0.0)
             if const_expr(self.mixes):
                 own_h = self.from_lane(totals, token * (columns + 1) + gate)
@@ -486,6 +480,15 @@ class PreForward:
                     cute.arch.store_async_dsmem(
                         self.sGates.iterator + target, float_bits(message), self.known + slot, at // (gates * owned)
                     )
+            if const_expr(h is not None):  # now that nobody waits
+                for part in cutlass.range_constexpr(cute.size(totals)):
+                    at = part * WARP_SIZE + lane
+                    column, t = at % (columns + 1), at // (columns + 1)
+                    if at < sums and first_row + t < self.num_tokens:
+                        if column < columns:
+                            h[first_row + t, column] = totals[part]
+                        else:
+                            mean_square[first_row + t] = totals[part]
             slot, phase = self.advance(slot, phase)
 
     @cute.jit
