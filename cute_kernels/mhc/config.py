@@ -204,8 +204,8 @@ MAX_PRE_COLUMNS = 1792  # of a CTA: three blocks in flight fill its shared memor
 def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, precision: str) -> PreConfig | None:
     """The smallest cluster whose registers hold phi; None where 16 CTAs are not enough: too wide, or eight streams.
 
-    ``phi``: name of the dtype that holds phi times norm_weight. An SM streams less in a cluster of 16, since 20 of 132
-    stay empty: loads alone take 76.2 us at 8192x4x4096 (H200), in clusters of 8 72.8, without 70.6.
+    ``phi``: name of the dtype that holds phi times norm_weight. Clusters of 16 load more slowly: loads of x alone take
+    77.5 us at 8192x4x4096 (H200), by the same 112 CTAs without clusters 71.5.
     """
     phi_terms = min(TERMS[phi], 2 if precision == "tf32" else 3)
     unit = max(64, 128 // n)  # whole boxes of each stream, an even number of them
