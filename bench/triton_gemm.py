@@ -11,6 +11,7 @@ A row's sum is formed in the same order whatever M is, and at M = 1 a tile of 12
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 import triton
@@ -23,8 +24,8 @@ NUM_WARPS = 8
 NUM_STAGES = 3
 STEP = 8  # elements of a 16-byte access
 
-# Programs an SM and elements a step among which the fastest reader is chosen.
-FLOOR_CANDIDATES = tuple((programs, block) for programs in (2, 4, 8) for block in (2048, 4096, 8192, 16384))
+# Programs an SM, elements a step and priority in L2 among which the fastest reader is chosen.
+FLOOR_CANDIDATES = tuple(itertools.product((2, 4, 8), (2048, 4096, 8192, 16384), ("", "evict_first")))
 
 
 @triton.jit
@@ -121,12 +122,14 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _read(source_ptr, sums_ptr, numel, num_programs, block: tl.constexpr):
+def _read(source_ptr, sums_ptr, numel, num_programs, block: tl.constexpr, priority: tl.constexpr):
     lanes = tl.arange(0, block)
     sums = tl.zeros((block,), dtype=tl.float32)
     for index in tl.range(tl.program_id(0), tl.cdiv(numel, block), num_programs):
         first = tl.cast(index, tl.int64) * block
-        sums += tl.load(source_ptr + first + lanes, mask=first + lanes < numel, other=0.0).to(tl.float32)
+        mask = first + lanes < numel
+        read = tl.load(source_ptr + first + lanes, mask=mask, other=0.0, eviction_policy=priority)
+        sums += read.to(tl.float32)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(sums))
 
 
@@ -135,36 +138,36 @@ class ReadFloor:
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
-        self.grid, self.block = _fastest_reader(source)
-        self.sums = torch.empty(self.grid, dtype=torch.float32, device=source.device)
+        grid, *self.options = _fastest_reader(source)
+        self.sums = torch.empty(grid, dtype=torch.float32, device=source.device)
 
     def __call__(self) -> Tensor:
-        _launch_read(self.source, self.sums, self.block)
+        _launch_read(self.source, self.sums, *self.options)
         return self.sums
 
 
-_READERS: dict[tuple, tuple[int, int]] = {}  # (elements, dtype, device) -> grid, block
+_READERS: dict[tuple, tuple[int, int, str]] = {}  # (elements, dtype, device) -> grid, block, priority
 
 
-def _fastest_reader(source: Tensor) -> tuple[int, int]:
+def _fastest_reader(source: Tensor) -> tuple[int, int, str]:
     """Measured once for each size, with a cold L2. A reader whose sum is wrong is an error."""
     key = (source.numel(), source.dtype, source.device)
     if key not in _READERS:
         total, spread = float(source.double().sum()), float(source.double().abs().sum())
         found = {}
-        for programs, block in FLOOR_CANDIDATES:
+        for programs, *options in FLOOR_CANDIDATES:
             sums = torch.empty(programs * _num_sms(source.device.index), dtype=torch.float32, device=source.device)
-            launch = functools.partial(_launch_read, source, sums, block)
+            launch = functools.partial(_launch_read, source, sums, *options)
             launch()
             if not abs(float(sums.double().sum()) - total) <= 1e-5 * spread:
                 raise RuntimeError(f"the reading kernel's sum is wrong: {float(sums.double().sum())}, not {total}")
-            found[len(sums), block] = triton.testing.do_bench(launch, warmup=5, rep=20, return_mode="median")
+            found[(len(sums), *options)] = triton.testing.do_bench(launch, warmup=5, rep=20, return_mode="median")
         _READERS[key] = min(found, key=found.__getitem__)
     return _READERS[key]
 
 
-def _launch_read(source: Tensor, sums: Tensor, block: int) -> None:
-    _read[(len(sums),)](source, sums, source.numel(), len(sums), block=block, num_warps=8)
+def _launch_read(source: Tensor, sums: Tensor, block: int, priority: str) -> None:
+    _read[(len(sums),)](source, sums, source.numel(), len(sums), block=block, priority=priority, num_warps=8)
 
 
 @functools.lru_cache

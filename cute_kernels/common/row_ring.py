@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.common.row_layout import RowLayout
 from cute_kernels.common.rows import thread_chunks
 
@@ -18,11 +19,12 @@ BULK_ALIGNMENT = 16
 
 
 @cute.jit
-def bulk_load(dst: cute.Pointer, src: Int64, num_bytes: Int32, mbar: cute.Pointer):
+def bulk_load(dst: cute.Pointer, src: Int64, num_bytes: Int32, mbar: cute.Pointer, policy: Int64):
     """Start copying ``num_bytes`` (a multiple of 16) from global address ``src`` to shared memory ``dst``."""
     cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[Int32(dst.toint()), Int64(src), Int32(num_bytes), Int32(mbar.toint())],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        read_only_args=[Int32(dst.toint()), Int64(src), Int32(num_bytes), Int32(mbar.toint()), policy],
     )
 
 
@@ -78,6 +80,8 @@ class RowRing:
         num_columns = Int32(layout.columns_per_cta)
         if const_expr(layout.columns_per_cta * layout.cluster != layout.n):
             num_columns = cutlass.min(num_columns, layout.n - column)
+        last_rows = const_expr(LAST_BYTES // (layout.n * sources[0].element_type.width // 8))
+        policy = evict_first_if(sources[0].shape[0] - row <= last_rows)
         if const_expr(layout.aligned):
             if lane == 0:
                 row_bytes = num_columns * sum(source.element_type.width // 8 for source in sources)
@@ -90,11 +94,13 @@ class RowRing:
                 if const_expr(layout.packed):
                     if lane == 0:
                         dst = cute.make_tensor(tile.iterator, tile.layout)[None, 0, slot].iterator
-                        bulk_load(dst, row_address(source, row, column), num_rows * num_columns * itemsize, mbar)
+                        bulk_load(
+                            dst, row_address(source, row, column), num_rows * num_columns * itemsize, mbar, policy
+                        )
                 else:
                     if lane < num_rows:
                         dst = tile[None, lane, slot].iterator
-                        bulk_load(dst, row_address(source, row + lane, column), num_columns * itemsize, mbar)
+                        bulk_load(dst, row_address(source, row + lane, column), num_columns * itemsize, mbar, policy)
         else:
             total = Int32(0)
             for i in cutlass.range_constexpr(len(sources)):
@@ -107,7 +113,7 @@ class RowRing:
                 for i in cutlass.range_constexpr(len(sources)):
                     begin, size = whole_units(sources[i], row, column, num_columns)
                     if size > 0:
-                        bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar)
+                        bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar, policy)
 
     @cute.jit
     def refill(self, sources, tiles, mbars, slot: Int32, tile: Int32, num_tiles: Int32, column):

@@ -68,7 +68,7 @@ DECODE_128_PAIR = GemmConfig((64, 128, 64), (1, 2), 9, 1)
 TOKENS_N = (DECODE_8, DECODE_8_DEEP, DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64_PAIR, DECODE_128_PAIR)
 # Along M, with tiles as narrow as it takes for all SMs to have one
 DECODE_8_TOKENS_M = GemmConfig((64, 8, 128), (1, 1), 12, 8)
-DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 9, 8)
+DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 8, 8)
 TOKENS_M = (DECODE_8_TOKENS_M, DECODE_16, DECODE_32, DECODE_32_TOKENS_M)
 # 33 to 64 of them, SM90: widths that cut the weights into no more tiles than there are SMs
 DECODE_64_TOKENS = (

@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 from cutlass.utils import LayoutEnum
 
+from cute_kernels.common.cache_hints import evict_first_if
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.gemm.kernel_epilogue import activate, add_bias, load_sums, store_sums, tile_of, transpose
 
@@ -219,6 +220,8 @@ class GemmSm100:
                 a_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=2)
             if const_expr(cluster_m > 1):
                 b_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=1)
+            # An operand that the tiles read once, as few tokens read the weights
+            a_policy, b_policy = evict_first_if(tiles_n == 1), evict_first_if(tiles_m == 1)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
                 m, n = tile_of(index, tiles_m, tiles_n, self.group)
@@ -231,6 +234,7 @@ class GemmSm100:
                         tAsA[None, state.index],
                         tma_bar_ptr=full,
                         mcast_mask=a_mask,
+                        cache_policy=a_policy,
                     )
                     cute.copy(
                         tma_b,
@@ -238,6 +242,7 @@ class GemmSm100:
                         tBsB[None, state.index],
                         tma_bar_ptr=full,
                         mcast_mask=b_mask,
+                        cache_policy=b_policy,
                     )
                     state.advance()
             # Neighbours still signal this CTA's barriers: it stays until every slot has been given back

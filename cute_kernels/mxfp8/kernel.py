@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
 from cute_kernels.mxfp8.kernel_scales import (
     as_float,
@@ -151,6 +152,7 @@ class Quantize:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         has_row, has_col = const_expr(mRow is not None), const_expr(mCol is not None)
+        self.last_tiles = LAST_BYTES // (TILE * TILE * (has_row + has_col))
 
         smem = SmemAllocator()
         sCol = sRow = staged_row = staged_col = squares = None
@@ -288,7 +290,8 @@ class Quantize:
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * TILE * self.dtype.width // 8)
             cute.arch.sync_warp()
-            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=full + slot)
+            policy = evict_first_if(num_tiles - tile <= self.last_tiles)
+            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=full + slot, cache_policy=policy)
 
     @cute.jit
     def send(self, tma_out, source, matrix, row: Int32, column: Int32, e: Int32):

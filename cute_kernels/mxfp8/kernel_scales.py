@@ -4,11 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, const_expr
 
+from cute_kernels.common.cache_hints import EVICT_LAST
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, ScaleRule
 
 Dtype = type[cutlass.Numeric]
 MAGNITUDE = 0x7FFFFFFF
-EVICT_LAST = 0x14F0000000000000  # an L2 cache policy, as createpolicy makes it
 
 
 @cute.jit

@@ -24,6 +24,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.common.cache_hints import EVICT_NORMAL, LAST_BYTES, evict_first_if
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.reduce import float_bits
 from cute_kernels.common.rows import symbolic_vector
@@ -204,6 +205,7 @@ class PreForward:
     def load(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, first: Int32, step: Int32, rounds: Int32):
         """One warp: block after block to the ring."""
         config = self.config
+        policy, last_tokens = Int64(EVICT_NORMAL), const_expr(LAST_BYTES // (2 * config.k))
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
             if index >= min(self.last_steps) and index < config.stages:
@@ -212,10 +214,11 @@ class PreForward:
             full = self.full + slot
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
+            row = (first + index * step) * BLOCK_TOKENS
+            if const_expr(not self.mixes):  # the last tokens stay for aggregate, which takes them first
+                policy = evict_first_if(self.num_tokens - row > last_tokens)
             for box in cutlass.range_constexpr(config.boxes):
-                self.copy_box(
-                    tma_x, mX, (first + index * step) * BLOCK_TOKENS, rank, box, self.sX[None, None, box, slot], full
-                )
+                self.copy_box(tma_x, mX, row, rank, box, self.sX[None, None, box, slot], full, policy)
             slot, phase = self.advance(slot, phase)
 
     @cute.jit
@@ -227,7 +230,7 @@ class PreForward:
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 128 * rows * boxes)
             for box in cutlass.range_constexpr(s * boxes, (s + 1) * boxes):
-                self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], full)
+                self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], full, Int64(EVICT_NORMAL))
 
     @cute.jit
     def copy_box(
@@ -239,15 +242,17 @@ class PreForward:
         box: cutlass.Constexpr[int],
         target: cute.Tensor,
         mbar: cute.Pointer,
+        policy: Int64,
     ):
         """A CTA's ``box``-th box of 128 bytes a row, the first row ``row``; zeros beyond the matrix.
 
         By an offset: a tile beyond the only one of its mode would be that one.
         """
         rows, width = const_expr(target.shape[0]), const_expr(target.shape[1])
-        tile, stream = self.box_coordinate(rank, box * width // BOX)
-        corner = (row, tile * BOX + box * width % BOX, stream)
-        load_box(atom, cute.local_tile(cute.domain_offset(corner, matrix), (rows, width), (0, 0, 0)), target, mbar)
+        index, stream = self.box_coordinate(rank, box * width // BOX)
+        corner = (row, index * BOX + box * width % BOX, stream)
+        tile = cute.local_tile(cute.domain_offset(corner, matrix), (rows, width), (0, 0, 0))
+        load_box(atom, tile, target, mbar, policy)
 
     def box_coordinate(self, rank, box):
         """(box of columns, stream) of a CTA's box."""

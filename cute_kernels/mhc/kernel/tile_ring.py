@@ -8,9 +8,10 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.mhc.config import ProjectionBackwardConfig
 from cute_kernels.mhc.kernel.streams import WARP_SIZE
 
@@ -54,13 +55,15 @@ class TileRing:
             box_bytes = const_expr(config.tile_m * config.slice_c * self.dtype.width // 8)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, boxes * box_bytes)
+            last_tokens = const_expr(LAST_BYTES // (config.k * self.dtype.width // 8))
+            policy = evict_first_if(mX.shape[0] - block_m * config.tile_m <= last_tokens)
             for i in cutlass.range_constexpr(config.n):
                 at = (block_m, *self.box_coordinate(slice_index, i))
-                self.load(tma_x, mX, at, self.sX[None, None, i, slot], full + slot)
+                self.load(tma_x, mX, at, self.sX[None, None, i, slot], full + slot, policy)
                 if const_expr(mOut is not None):
-                    self.load(tma_out, mOut, at, self.sOut[None, None, i, slot], full + slot)
+                    self.load(tma_out, mOut, at, self.sOut[None, None, i, slot], full + slot, policy)
             if const_expr(mLayer is not None):
-                self.load(tma_layer, mLayer, (block_m, slice_index), self.sLayer[None, None, slot], full + slot)
+                self.load(tma_layer, mLayer, (block_m, slice_index), self.sLayer[None, None, slot], full + slot, policy)
         else:
             self.load_plain(mX, self.sX, block_m, slice_index, slot)
             if const_expr(mOut is not None):
@@ -69,9 +72,9 @@ class TileRing:
                 self.load_plain(mLayer, self.sLayer, block_m, slice_index, slot)
             cute.arch.mbarrier_arrive(full + slot)
 
-    def load(self, atom, matrix, at, target: cute.Tensor, mbar):
+    def load(self, atom, matrix, at, target: cute.Tensor, mbar, policy: Int64):
         """One box of a tile to shared memory."""
-        load_box(atom, cute.local_tile(matrix, (self.config.tile_m, self.config.slice_c), at), target, mbar)
+        load_box(atom, cute.local_tile(matrix, (self.config.tile_m, self.config.slice_c), at), target, mbar, policy)
 
     @cute.jit
     def write(self, block_m: Int32, slice_index: Int32, slot: Int32):
@@ -188,12 +191,12 @@ class TileRing:
 
 
 @cute.jit
-def load_box(atom: cute.CopyAtom, box: cute.Tensor, target: cute.Tensor, mbar: cute.Pointer):
+def load_box(atom: cute.CopyAtom, box: cute.Tensor, target: cute.Tensor, mbar: cute.Pointer, policy: Int64):
     """A box of a matrix to shared memory, by TMA."""
     tSs, tSg = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(box, 0, 2)
     )
-    cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar)
+    cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar, cache_policy=policy)
 
 
 def swizzle_bits(config: ProjectionBackwardConfig, dtype) -> int:
