@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if, load_vector
 from cute_kernels.mhc.config import StreamLayout
 
 WARP_SIZE = 32
@@ -68,7 +69,14 @@ def stream_fragment(dtype, s: StreamLayout):
 
 
 @cute.jit
-def load_streams(x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
+def last_reads_first(x: cute.Tensor, row, s: cutlass.Constexpr) -> Int64:
+    """The policy of a token's loads: the last tokens make room first in L2, where the results then stay."""
+    last_tokens = const_expr(LAST_BYTES // (s.n * s.channels * x.element_type.width // 8))
+    return evict_first_if(x.shape[0] - row <= last_tokens)
+
+
+@cute.jit
+def load_streams(x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr, policy: Optional[Int64] = None):
     """The streams of channels ``channel, ...``, in x's dtype; zeros unless ``inside``."""
     fragment = stream_fragment(x.element_type, s)
     if const_expr(inside is not True):
@@ -77,12 +85,12 @@ def load_streams(x: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
         if const_expr(s.order == "streams"):
             for i in cutlass.range_constexpr(s.n):
                 source = row_pointer(x, row, i * s.channels + channel, s.vec)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(s.vec)), fragment[None, i])
+                load_vector(source, fragment[None, i], policy)
         else:
             for part in cutlass.range_constexpr(s.vec * s.n // s.access):
                 source = row_pointer(x, row, channel * s.n + part * s.access, s.access)
                 target = cute.make_tensor(fragment.iterator + part * s.access, cute.make_layout(s.access))
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(s.access)), target)
+                load_vector(source, target, policy)
     return fragment
 
 
@@ -121,14 +129,14 @@ def weighted_sum(streams: cute.Tensor, weights: cute.Tensor, s: cutlass.Constexp
 
 
 @cute.jit
-def load_channels(h: cute.Tensor, row, channel, inside, s: cutlass.Constexpr):
+def load_channels(h: cute.Tensor, row, channel, inside, s: cutlass.Constexpr, policy: Optional[Int64] = None):
     """Channels ``channel, ...`` of one row of an (M, C) matrix, in its dtype; zeros unless ``inside``."""
     fragment = cute.make_rmem_tensor((s.vec,), h.element_type)
     if const_expr(inside is not True):
         fragment.fill(0)
     if inside:
         source = row_pointer(h, row, channel, s.vec)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(s.vec)), fragment)
+        load_vector(source, fragment, policy)
     return fragment
 
 
