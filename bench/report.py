@@ -2,8 +2,8 @@
 
     python -m bench.report
 
-Of each GPU and case the lines of the newest commit are shown, of each provider the latest. The same lines
-give the same bytes.
+Of each GPU and case the lines of the newest commit are shown, of each provider the latest; of a peer that was not
+measured then its time over ours at the last commit that measured both. The same lines give the same bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def newest(lines: Iterable[Line]) -> list[Line]:
-    """Of each case the lines of the commit that measured it last, of each provider the latest; in table order."""
+    """Of each case the lines of the commit that measured it last, of each provider the latest; in table order.
+
+    Ours has "before", if older commits measured other peers: peer -> (its time over ours then, the commit).
+    """
     lines = sorted(lines, key=lambda line: line["date"])
 
     def case(line: Line) -> tuple:
@@ -56,6 +59,15 @@ def newest(lines: Iterable[Line]) -> list[Line]:
 
     newest_commit = {case(line): line["commit"] for line in lines}
     latest = {(*case(line), line["provider"]): line for line in lines if line["commit"] == newest_commit[case(line)]}
+    us: dict[tuple, dict[str, float]] = {}  # (case, commit) -> provider -> time; the newest commit last
+    for line in lines:
+        key = case(line), line["commit"]
+        us[key] = us.pop(key, {}) | {line["provider"]: line["us"]}
+    for (at, commit), times in us.items():
+        ours = latest.get((*at, OURS))
+        if ours and OURS in times:
+            found = {name: (time / times[OURS], commit) for name, time in times.items() if (*at, name) not in latest}
+            latest[(*at, OURS)] = ours | {"before": ours.get("before", {}) | found}
     return sorted(latest.values(), key=_table_order)
 
 
@@ -67,7 +79,8 @@ def report(results: Path) -> str:
         "Device times in µs: cold L2, CUDA-graph replay, median. `copy` is an elementwise copy kernel that moves the",
         "bytes that the op must move at least, timed in the same run; `copy/ours` is the share of its speed that we",
         "reach. `error` is the worst relative rms of our outputs against fp64, `host` the time of one call on the",
-        "caller's thread, `peak` the device memory of one call in MiB, `kernels` the times of our kernels, L2 warm.\n",
+        "caller's thread, `peak` the device memory of one call in MiB, `kernels` the times of our kernels, L2 warm.",
+        "`before`: peers of an older commit's run alone, their time over ours in it.\n",
     ]
     for path in sorted(results.glob("*.jsonl")):
         lines = newest(read_lines(path))
@@ -108,6 +121,7 @@ def table(lines: Sequence[Line]) -> str:
         "host",
         "peak",
         "kernels",
+        *_before_head(lines),
     ]
     rows = [head, ["---"] * 3 + ["---:"] * (len(head) - 4) + ["---"]]
     for case in dict.fromkeys(_case(line) for line in lines):
@@ -129,6 +143,7 @@ def table(lines: Sequence[Line]) -> str:
                 f"{ours['host_us']:.1f}" if ours else "–",
                 f"{ours['peak_bytes'] / 2**20:.1f}" if ours else "–",
                 " + ".join(f"{us:.1f}" for us in ours["kernels"].values()) if ours else "–",
+                *(_before(ours) for _ in _before_head(lines)),
             ]
         )
     return _markdown(rows)
@@ -158,7 +173,7 @@ def gemm_table(lines: Sequence[Line]) -> str:
     peers = [provider for provider in _providers(lines) if provider not in (OURS, FLOOR)]
     floors = [FLOOR] if any(line["provider"] == FLOOR for line in lines) else []
     ratios = ["cublas/ours", "best peer/ours", *["ours/floor"] * len(floors)]
-    head = ["shape", "variant", "ours", "TFLOP/s", *peers, *floors, *ratios, "error", "host"]
+    head = ["shape", "variant", "ours", "TFLOP/s", *peers, *floors, *ratios, "error", "host", *_before_head(lines)]
     rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
     for case in dict.fromkeys(_case(line) for line in lines):
         by_provider = {line["provider"]: line for line in lines if _case(line) == case}
@@ -181,6 +196,7 @@ def gemm_table(lines: Sequence[Line]) -> str:
                 *found,
                 f"{max(ours['error'].values()):.1e}" if ours else "–",
                 f"{ours['host_us']:.1f}" if ours else "–",
+                *(_before(ours) for _ in _before_head(lines)),
             ]
         )
     return _markdown(rows)
@@ -414,6 +430,17 @@ def draw(lines: Sequence[Line], path: Path, title: str, section: Section = COPY_
         figure.savefig(path.with_suffix(".png"), dpi=90, metadata={"Software": None})
         plt.close(figure)
     return True
+
+
+def _before_head(lines: Iterable[Line]) -> list[str]:
+    """The title of the column of peers that older commits measured, if there are any."""
+    return ["before"] if any(line.get("before") for line in lines) else []
+
+
+def _before(ours: Line | None) -> str:
+    """Those peers of a case: time over ours, and the commit."""
+    found = ours.get("before", {}) if ours else {}
+    return ", ".join(f"{name} {found[name][0]:.2f} ({found[name][1]})" for name in _ordered(set(found))) or "–"
 
 
 def _providers(lines: Iterable[Line]) -> list[str]:

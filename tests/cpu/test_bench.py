@@ -389,6 +389,28 @@ def test_report_shows_the_newest_commit_and_the_latest_line():
     ]
 
 
+def test_report_keeps_what_older_commits_say_of_other_peers():
+    """As ratios to ours in the same run; of each the newest, and nothing of a commit that did not measure ours."""
+    lines = [
+        line(commit="oldest", date="2026-01-01T00:00:00Z", us=10.0),
+        line(commit="oldest", date="2026-01-01T00:00:00Z", us=30.0, provider="quack"),
+        line(commit="oldest", date="2026-01-01T00:00:00Z", us=40.0, provider="liger"),
+        line(commit="older", date="2026-01-02T00:00:00Z", us=20.0),
+        line(commit="older", date="2026-01-02T00:00:00Z", us=25.0, provider="quack"),
+        line(commit="older", date="2026-01-02T00:00:00Z", us=90.0, provider="torch"),
+        line(commit="peers", date="2026-01-03T00:00:00Z", us=1.0, provider="quack"),
+        line(commit="new", date="2026-01-04T00:00:00Z", us=55.0),
+        line(commit="new", date="2026-01-04T00:00:00Z", us=60.0, provider="torch"),
+    ]
+    for order in (lines, lines[::-1]):
+        ours, torch_line = report.newest(order)
+        assert (ours["us"], torch_line["us"]) == (55.0, 60.0) and "before" not in torch_line
+        assert ours["before"] == {"quack": (1.25, "older"), "liger": (4.0, "oldest")}
+    head, _, row = ([cell.strip() for cell in text.strip("|").split("|")] for text in report.table([ours]).splitlines())
+    assert (head[-1], row[-1]) == ("before", "quack 1.25 (older), liger 4.00 (oldest)")
+    assert report.gemm_table([ours]).splitlines()[0].endswith("| before |")
+
+
 def test_report_table():
     text = report.table([line(), line(provider="torch", us=100.0), line(provider="liger", us=75.0, shape="8192x1024")])
     head, _, first, second = ([cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines())
