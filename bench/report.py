@@ -3,7 +3,8 @@
     python -m bench.report
 
 Of each GPU and case the lines of the newest commit are shown, of each provider the latest; of a peer that was not
-measured then its time over ours at the last commit that measured both. The same lines give the same bytes.
+measured then, beside the speeds of an op, its time over ours in the last run of both. The same lines give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def read_lines(path: Path) -> list[Line]:
 def newest(lines: Iterable[Line]) -> list[Line]:
     """Of each case the lines of the commit that measured it last, of each provider the latest; in table order.
 
-    Ours has "before", if older commits measured other peers: peer -> (its time over ours then, the commit).
+    Ours has "before", if older runs measured other peers: peer -> (its time over ours in the last of them, its commit).
     """
     lines = sorted(lines, key=lambda line: line["date"])
 
@@ -59,11 +60,10 @@ def newest(lines: Iterable[Line]) -> list[Line]:
 
     newest_commit = {case(line): line["commit"] for line in lines}
     latest = {(*case(line), line["provider"]): line for line in lines if line["commit"] == newest_commit[case(line)]}
-    us: dict[tuple, dict[str, float]] = {}  # (case, commit) -> provider -> time; the newest commit last
+    us: dict[tuple, dict[str, float]] = {}  # case, commit and date of a run -> provider -> time
     for line in lines:
-        key = case(line), line["commit"]
-        us[key] = us.pop(key, {}) | {line["provider"]: line["us"]}
-    for (at, commit), times in us.items():
+        us.setdefault((case(line), line["commit"], line["date"]), {})[line["provider"]] = line["us"]
+    for (at, commit, _), times in us.items():
         ours = latest.get((*at, OURS))
         if ours and OURS in times:
             found = {name: (time / times[OURS], commit) for name, time in times.items() if (*at, name) not in latest}
@@ -80,7 +80,7 @@ def report(results: Path) -> str:
         "bytes that the op must move at least, timed in the same run; `copy/ours` is the share of its speed that we",
         "reach. `error` is the worst relative rms of our outputs against fp64, `host` the time of one call on the",
         "caller's thread, `peak` the device memory of one call in MiB, `kernels` the times of our kernels, L2 warm.",
-        "`before`: peers of an older commit's run alone, their time over ours in it.\n",
+        "`before`: peers that an older run alone measured, their time over ours in it.\n",
     ]
     for path in sorted(results.glob("*.jsonl")):
         lines = newest(read_lines(path))
@@ -123,7 +123,8 @@ def table(lines: Sequence[Line]) -> str:
         "kernels",
         *_before_head(lines),
     ]
-    rows = [head, ["---"] * 3 + ["---:"] * (len(head) - 4) + ["---"]]
+    words = 1 + len(_before_head(lines))
+    rows = [head, ["---"] * 3 + ["---:"] * (len(head) - 3 - words) + ["---"] * words]
     for case in dict.fromkeys(_case(line) for line in lines):
         by_provider = {line["provider"]: line for line in lines if _case(line) == case}
         ours = by_provider.get(OURS)
@@ -174,7 +175,8 @@ def gemm_table(lines: Sequence[Line]) -> str:
     floors = [FLOOR] if any(line["provider"] == FLOOR for line in lines) else []
     ratios = ["cublas/ours", "best peer/ours", *["ours/floor"] * len(floors)]
     head = ["shape", "variant", "ours", "TFLOP/s", *peers, *floors, *ratios, "error", "host", *_before_head(lines)]
-    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    words = len(_before_head(lines))
+    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2 - words) + ["---"] * words]
     for case in dict.fromkeys(_case(line) for line in lines):
         by_provider = {line["provider"]: line for line in lines if _case(line) == case}
         us = {provider: line["us"] for provider, line in by_provider.items()}

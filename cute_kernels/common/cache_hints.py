@@ -2,10 +2,10 @@
 
 A line that a kernel wrote goes to DRAM when another takes its place in L2. Loads of priority evict_first take each
 other's places instead; then a stream of reads does not wait for the writes of the kernels before it. H200, L2 full of
-zeros just written, us: 256x12288x4096 42.0 -> 38.9 with the weights that way; loads alone 76.6 -> 74.0, and 68.5 both
-ways where L2 held nothing written. Kernels that write as much as they read are slower if all their reads are (rms_norm
-backward, 8192x4096, 58.3 -> 62.0), and faster if the last of them are (58.3 -> 57.4; expand_combine 8192x4x2560 98.7 ->
-93.8): at their end L2 holds more of their results.
+zeros just written, us: 256x12288x4096 42.0 -> 38.7 with the weights that way; loads alone of 8192x4x4096 76.6 -> 74.0,
+and 68.5 both ways where L2 held nothing written. Kernels that write much are slower if all their reads are (layer_norm
+backward, 8192x4096, 58.3 -> 62.1), and faster if the last of them are (57.4; expand_combine 8192x4x2560 98.2 -> 93.2):
+at their end L2 holds more of their results.
 """
 
 from typing import Optional
@@ -14,10 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
-EVICT_NORMAL = 0x1000000000000000  # policies, as createpolicy makes them
-EVICT_FIRST = 0x12F0000000000000
+EVICT_NORMAL = 0x1000000000000000  # as if there were no policy
+EVICT_FIRST = 0x12F0000000000000  # these two as createpolicy makes them
 EVICT_LAST = 0x14F0000000000000
-LAST_BYTES = 16 << 20  # of a kernel's results, while which are written its reads make room first
+LAST_BYTES = 16 << 20  # at the end of an input, or of the results, for which a kernel changes its policy
 
 
 @cute.jit

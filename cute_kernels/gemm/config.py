@@ -114,7 +114,7 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
     """(kernel, whether it computes the transposed product) for aligned operands of m and n rows.
 
     ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
-    all before the weights had a priority in L2 (those of 4096x4096 were compared again, and are the fastest still):
+    all before the weights had a priority in L2 (and DECODE_32_TOKENS_M 8 stages, not 9):
     8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
     11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096 DECODE_16
     with the tokens along M 12.0, DECODE_32 12.4 (12.9); 256x1024x4096 DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 from cutlass.utils import LayoutEnum
 
-from cute_kernels.common.cache_hints import evict_first_if
+from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.gemm.kernel_epilogue import activate, add_bias, load_sums, store_sums, tile_of, transpose
 
@@ -220,8 +220,10 @@ class GemmSm100:
                 a_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=2)
             if const_expr(cluster_m > 1):
                 b_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=1)
-            # An operand that the tiles read once, as few tokens read the weights
-            a_policy, b_policy = evict_first_if(tiles_n == 1), evict_first_if(tiles_m == 1)
+            # Weights that are read once make room first; the tokens may be wanted again
+            a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(tiles_m == 1)
+            if const_expr(self.transposed):
+                a_policy, b_policy = evict_first_if(tiles_n == 1), Int64(EVICT_NORMAL)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
                 m, n = tile_of(index, tiles_m, tiles_n, self.group)

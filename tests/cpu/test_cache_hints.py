@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_NORMAL
+from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_NORMAL, LAST_BYTES
 
 ROOT = Path(__file__).parents[2]
 BULK_LOAD = re.compile(r"cp\.async\.bulk\.\S*shared::\w+\.global\S*")
-CHOICE = re.compile(rf"selp\.b64\s+\S+, {EVICT_FIRST}, {EVICT_NORMAL},")
+CHOICE = re.compile(rf"selp\.b64\s+\S+, {EVICT_FIRST}, {EVICT_NORMAL}, (%p\d+);")
 
 # The PTX of a kernel or two of each builder, named after it
 PROGRAM = """
@@ -36,20 +36,34 @@ for index, (builder, arguments) in enumerate(dict.fromkeys(jobs)):
     for path in pathlib.Path.cwd().glob("*.ptx"):
         path.rename(f"{{builder.__name__}}{{'_mixes' if mixes else ''}}.{{index}}.text")
 """
+# Builder -> when its loads make room first. A case's rows of x are of 5120 bf16, a norm's of 1024, a tile of 128 x 128
+LAST_TOKENS = ("<=", LAST_BYTES // (2 * 5120))
 CHOOSE = {
-    "gemm",
-    "norm_forward",
-    "norm_backward",
-    "mxfp8_quantize",
-    "pre_forward",
-    "projection_backward",
-    "expand_combine_forward",
-    "expand_combine_backward",
+    "gemm": ("==", 1),
+    "norm_forward": ("<=", LAST_BYTES // (2 * 1024)),
+    "norm_backward": ("<=", LAST_BYTES // (2 * 1024)),
+    "mxfp8_quantize": ("<=", LAST_BYTES // (128 * 128)),
+    "pre_forward": (">", LAST_TOKENS[1]),
+    "projection_backward": LAST_TOKENS,
+    "expand_combine_forward": LAST_TOKENS,
+    "expand_combine_backward": LAST_TOKENS,
 }
 
 
+def conditions(ptx: str) -> set[tuple[str, int]]:
+    """Of each choice between the two priorities: how an integer must compare to which constant for evict_first."""
+    found, lines = set(), ptx.splitlines()
+    for at, line in enumerate(lines):
+        if choice := CHOICE.search(line):
+            defined = next(before for before in reversed(lines[:at]) if re.search(rf"\t{choice[1]},", before))
+            how, constant = re.search(r"setp\.(\w+)\.\w+\s.*, (-?\d+);", defined).groups()
+            sign = {"lt": ("<=", -1), "le": ("<=", 0), "gt": (">", 0), "ge": (">", -1), "eq": ("==", 0)}[how]
+            found.add((sign[0], int(constant) + sign[1]))
+    return found
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_who_chooses_a_priority(arch, tmp_path):
+def test_who_chooses_a_priority_and_when(arch, tmp_path):
     environment = {
         **os.environ,
         "JIT_CACHE_DIR": str(tmp_path / "cache"),
@@ -67,9 +81,9 @@ def test_who_chooses_a_priority(arch, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = {path.name.split(".")[0]: path.read_text() for path in tmp_path.glob("*.text")}
-    assert set(found) > CHOOSE | {"pre_forward_mixes"}
+    assert set(found) > {*CHOOSE, "pre_forward_mixes"}
     for load in BULK_LOAD.findall("".join(found.values())):
         assert "L2::cache_hint" in load
     for name, text in found.items():
-        assert bool(CHOICE.search(text)) == (name in CHOOSE), name
-        assert not CHOICE.search(text) or "L2::cache_hint" in text
+        assert conditions(text) == ({CHOOSE[name]} if name in CHOOSE else set()), name
+        assert name not in CHOOSE or "L2::cache_hint" in text

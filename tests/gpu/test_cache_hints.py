@@ -1,4 +1,4 @@
-"""L2 policies are what the GPU itself makes of their names."""
+"""The policies evict_first and evict_last are what the GPU itself makes of their names."""
 
 import cutlass
 import cutlass.cute as cute

@@ -55,6 +55,7 @@ class TileRing:
             box_bytes = const_expr(config.tile_m * config.slice_c * self.dtype.width // 8)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, boxes * box_bytes)
+            # The last tokens; where items of several chunks are at work at the end, this is the last chunk alone
             last_tokens = const_expr(LAST_BYTES // (config.k * self.dtype.width // 8))
             policy = evict_first_if(mX.shape[0] - block_m * config.tile_m <= last_tokens)
             for i in cutlass.range_constexpr(config.n):
