@@ -390,7 +390,7 @@ def test_report_shows_the_newest_commit_and_the_latest_line():
 
 
 def test_report_keeps_what_older_commits_say_of_other_peers():
-    """As ratios to ours in the same run; of each the newest, and nothing of a commit that did not measure ours."""
+    """As ratios to ours in the same run; of each the newest, and nothing of a run that did not measure ours."""
     lines = [
         line(commit="oldest", date="2026-01-01T00:00:00Z", us=10.0),
         line(commit="oldest", date="2026-01-01T00:00:00Z", us=30.0, provider="quack"),
@@ -398,6 +398,7 @@ def test_report_keeps_what_older_commits_say_of_other_peers():
         line(commit="older", date="2026-01-02T00:00:00Z", us=20.0),
         line(commit="older", date="2026-01-02T00:00:00Z", us=25.0, provider="quack"),
         line(commit="older", date="2026-01-02T00:00:00Z", us=90.0, provider="torch"),
+        line(commit="older", date="2026-01-02T12:00:00Z", us=1000.0),
         line(commit="peers", date="2026-01-03T00:00:00Z", us=1.0, provider="quack"),
         line(commit="new", date="2026-01-04T00:00:00Z", us=55.0),
         line(commit="new", date="2026-01-04T00:00:00Z", us=60.0, provider="torch"),
