@@ -1,16 +1,12 @@
 """Which kernels ask L2 to make room first for what they read, by their PTX."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_NORMAL, LAST_BYTES
+from tests.ptx import compile_in
 
-ROOT = Path(__file__).parents[2]
 BULK_LOAD = re.compile(r"cp\.async\.bulk\.\S*shared::\w+\.global\S*")
 CHOICE = re.compile(rf"selp\.b64\s+\S+, {EVICT_FIRST}, {EVICT_NORMAL}, (%p\d+);")
 
@@ -64,22 +60,7 @@ def conditions(ptx: str) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_who_chooses_a_priority_and_when(arch, tmp_path):
-    environment = {
-        **os.environ,
-        "JIT_CACHE_DIR": str(tmp_path / "cache"),
-        "JIT_CACHE_MODE": "on",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(arch=arch)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    compile_in(tmp_path, PROGRAM.format(arch=arch))
     found = {path.name.split(".")[0]: path.read_text() for path in tmp_path.glob("*.text")}
     assert set(found) > {*CHOOSE, "pre_forward_mixes"}
     for load in BULK_LOAD.findall("".join(found.values())):

@@ -3,18 +3,14 @@
 Kernels go through the ordinary cache: its key holds the kernels' source, so what is found there was made from it.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from cute_kernels.norm import prewarm
 from tests.norm_cases import BF16, FP32, KINDS, Case, kernels_of
+from tests.ptx import compile_in, kernels_in
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ["sm_90a", "sm_100a"]
 REGISTERS = 64 * 1024
 CTA_SHARED_MEMORY = 227 * 1024
@@ -123,19 +119,8 @@ for case in (Case("layer", 1024, bias=BF16), Case("rms", 32768), Case("rms", 769
     for builder, arguments in kernels_of([case], {arch!r}):
         assert builder.obtain(*arguments).origin == "compiled"
 """
-    environment = {
-        **os.environ,
-        "JIT_CACHE_DIR": str(tmp_path / "cache"),
-        "JIT_CACHE_MODE": "on",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    kernels = [part for path in tmp_path.glob("*.ptx") for part in path.read_text().split(".entry ")[1:]]
+    compile_in(tmp_path, program)
+    kernels = kernels_in(tmp_path)
     main = [kernel for kernel in kernels if "mbarrier" in kernel]
     assert len(main) == 6 and len(kernels) == 9  # three forwards, three backwards, three sums of partial rows
     for kernel in main:

@@ -1,11 +1,7 @@
 """The products' kernels compile for both architectures without a GPU, and what came out: no spills, no atomics."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +23,8 @@ from tests.gemm_cases import (
     run,
     stand_in,
 )
+from tests.ptx import compile_in, kernels_in
 
-ROOT = Path(__file__).resolve().parents[2]
 SM100 = pytest.param("sm_100a", marks=pytest.mark.slow)
 
 
@@ -203,20 +199,8 @@ for index, (kernel, options) in enumerate(calls):
     (ptx,) = pathlib.Path.cwd().glob("*.ptx")
     ptx.rename(f"{{index}}.text")  # the next one's name may be the same
 """
-    environment = {
-        **os.environ,
-        "JIT_CACHE_DIR": str(tmp_path / "cache"),
-        "JIT_CACHE_MODE": "on",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    texts = [path.read_text() for path in tmp_path.glob("*.text")]
-    kernels_found = [part for text in texts for part in text.split(".entry ")[1:]]
+    compile_in(tmp_path, program)
+    kernels_found = kernels_in(tmp_path, "*.text")
     assert len(kernels_found) == 6
     by_tma = [kernel for kernel in kernels_found if INSTRUCTIONS[arch][0] in kernel]
     assert len(by_tma) == 5 and all(INSTRUCTIONS[arch][1] in kernel for kernel in by_tma)

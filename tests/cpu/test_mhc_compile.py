@@ -5,11 +5,7 @@ products on tensor cores from operands that come by TMA.
 """
 
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +25,8 @@ from cute_kernels.mhc.kernel.pre import last_steps
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
+from tests.ptx import compile_in, kernels_in
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILDERS = {
     "aggregate_forward",
     "aggregate_backward",
@@ -293,19 +289,8 @@ calls = [("hyper_connection", Case(4, 1280, bias=True)), ("contract", Case(4, 12
 for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *calls)}}.values():
     assert builder.obtain(*arguments).origin == "compiled"
 """
-    environment = {
-        **os.environ,
-        "JIT_CACHE_DIR": str(tmp_path / "cache"),
-        "JIT_CACHE_MODE": "on",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    kernels = [part for path in tmp_path.glob("*.ptx") for part in path.read_text().split(".entry ")[1:]]
+    compile_in(tmp_path, program)
+    kernels = kernels_in(tmp_path)
     assert len(kernels) >= len(BUILDERS)
     products = [kernel for kernel in kernels if "mma.sync" in kernel]
     assert len(products) == 2  # pre_forward, projection_backward

@@ -1,10 +1,7 @@
 """The quantizers compile for both architectures without a GPU, and what came out: no spills, the instructions meant."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,8 @@ from cute_kernels.mxfp8.config import GRIDS, quantize_config
 from cute_kernels.mxfp8.launch import tiles_of
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
+from tests.ptx import compile_in, kernels_in
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ["sm_90a", "sm_100a"]
 SM_SHARED_MEMORY = 228 * 1024
 SIGNED_BYTE = re.compile(r"\.s8\b|\bbfe\.s|\bszext\b")
@@ -115,17 +112,8 @@ from tests.mxfp8_cases import *
 for builder, arguments in kernels_of({cases}, {arch!r}):
     assert builder.obtain(*arguments).origin == "compiled"
 """
-    environment = {
-        **os.environ,
-        "JIT_CACHE_DIR": str(folder / "cache"),
-        "JIT_CACHE_MODE": "on",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [part for path in folder.glob("*.ptx") for part in path.read_text().split(".entry ")[1:]]
+    compile_in(folder, program)
+    return kernels_in(folder)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
