@@ -5,10 +5,10 @@ import re
 import pytest
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_NORMAL, LAST_BYTES
-from tests.ptx import compile_in
+from tests.ptx import compile_in, kernels_in
 
 BULK_LOAD = re.compile(r"cp\.async\.bulk\.\S*shared::\w+\.global\S*")
-CHOICE = re.compile(rf"selp\.b64\s+\S+, {EVICT_FIRST}, {EVICT_NORMAL}, (%p\d+);")
+CHOICE = re.compile(rf"selp\.b64\s+(?P<policy>\S+), {EVICT_FIRST}, {EVICT_NORMAL}, (?P<condition>%p\d+);")
 
 # The PTX of a kernel or two of each builder, named after it
 PROGRAM = """
@@ -51,7 +51,7 @@ def conditions(ptx: str) -> set[tuple[str, int]]:
     found, lines = set(), ptx.splitlines()
     for at, line in enumerate(lines):
         if choice := CHOICE.search(line):
-            defined = next(before for before in reversed(lines[:at]) if re.search(rf"\t{choice[1]},", before))
+            defined = next(before for before in reversed(lines[:at]) if re.search(rf"\t{choice['condition']},", before))
             how, constant = re.search(r"setp\.(\w+)\.\w+\s.*, (-?\d+);", defined).groups()
             sign = {"lt": ("<=", -1), "le": ("<=", 0), "gt": (">", 0), "ge": (">", -1), "eq": ("==", 0)}[how]
             found.add((sign[0], int(constant) + sign[1]))
@@ -68,3 +68,20 @@ def test_who_chooses_a_priority_and_when(arch, tmp_path):
     for name, text in found.items():
         assert conditions(text) == ({CHOOSE[name]} if name in CHOOSE else set()), name
         assert name not in CHOOSE or "L2::cache_hint" in text
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_of_a_product_the_weights_make_room(arch, transposed, tmp_path):
+    """A step asks for operand A, then for B; the weights are A where the product is computed transposed."""
+    program = f"""
+from cute_kernels.gemm.config import DECODE_32
+from cute_kernels.gemm.kernel import gemm
+from tests.cpu.test_gemm_compile import arguments
+assert gemm.obtain(*arguments({arch!r}, (DECODE_32, {transposed}))).origin == "compiled"
+"""
+    compile_in(tmp_path, program)
+    (kernel,) = kernels_in(tmp_path)
+    policies = [line.split()[-1].rstrip(";") for line in kernel.splitlines() if BULK_LOAD.search(line)]
+    chosen = CHOICE.search(kernel)["policy"]
+    assert (policies[0] == chosen, policies[-1] == chosen) == (transposed, not transposed)
