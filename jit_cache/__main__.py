@@ -120,31 +120,23 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _prewarm(arguments: argparse.Namespace) -> int:
-    from .prewarm import Report, Result, prewarm
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .prewarm import Result, prewarm
 
     jobs = _jobs(arguments)
     if not jobs:
         raise LookupError("no kernel matches")
 
-    def run(show: Callable[[str], None], advance: Callable[[int, int], None]) -> Report:
-        def progress(result: Result, done: int, total: int) -> None:
-            facts = f"{_facts(result.record)}  " if result.record else ""
-            show(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.error or result}")
-            advance(done, total)
+    def progress(result: Result, done: int, total: int) -> None:
+        facts = f"{_facts(result.record)}  " if result.record else ""
+        print(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.error or result}", flush=True)  # above the bar
+        bar.update(task, completed=done, total=total)
 
-        return prewarm(jobs, workers=arguments.workers, progress=progress, check=arguments.check)
-
-    if sys.stdout.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        with Progress(TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
-            task = bar.add_task("", total=len(jobs))
-            report = run(
-                lambda line: bar.console.print(line, markup=False, highlight=False, soft_wrap=True),
-                lambda done, total: bar.update(task, completed=done, total=total),
-            )
-    else:
-        report = run(lambda line: print(line, flush=True), lambda done, total: None)
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("", total=len(jobs))
+        report = prewarm(jobs, workers=arguments.workers, progress=progress, check=arguments.check)
     counts: dict[str, int] = {}
     for result in report.results:
         counts[result.status] = counts.get(result.status, 0) + 1

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .key import FORMAT, digest, machine, runs_on
-from .store import NAME, Damaged, Entry, Store
+from .key import FORMAT, differences, digest, stack, stack_serves
+from .store import NAME, Damaged, Entry, Store, describe
 
 _MANIFEST = "manifest.json"
 _RUNTIME = "libcute_dsl_runtime.so"
@@ -56,7 +56,7 @@ def export_bundle(path: Path, entries: Iterable[Entry], shared: bool = False) ->
         files |= {entry.name + suffix: data for suffix, data in suffixes.items()}
         # Without the time of compiling, archives of the same kernels are equal.
         record = {name: value for name, value in entry.record.items() if name != "created"}
-        record |= {"seconds": 0.0, "files": {suffix: _describe(data) for suffix, data in suffixes.items()}}
+        record |= {"seconds": 0.0, "files": {suffix: describe(data) for suffix, data in suffixes.items()}}
         kernels.append({"name": entry.name, "record": record})
     if not kernels:
         raise BundleError("there is no kernel to export")
@@ -120,16 +120,12 @@ def _unpack(archive_bytes: bytes) -> list[tuple[str, dict[str, Any], dict[str, b
         if not {".o"} <= record["files"].keys() <= {".o", ".so"}:
             raise BundleError(f"{name} has the files {sorted(record['files'])}")
         files = {suffix: members.pop(name + suffix) for suffix in record["files"]}
-        if record["files"] != {suffix: _describe(data) for suffix, data in files.items()}:
+        if record["files"] != {suffix: describe(data) for suffix, data in files.items()}:
             raise BundleError(f"{name}: not the bytes that the manifest says")
         kernels.append((name, record, files))
     if members:
         raise BundleError(f"{sorted(members)[0]} is not in the manifest")
     return kernels
-
-
-def _describe(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def load_shared(directory: str | Path, name: str) -> Any:
@@ -146,7 +142,7 @@ def load_shared(directory: str | Path, name: str) -> Any:
     Raises:
         FileNotFoundError: there is no such kernel, no shared library of it, or no runtime library.
         OSError: others may write to the directory, to the kernel or to a runtime library that lies there.
-        Damaged: the file is not what was stored, or was built for a newer processor.
+        Damaged: the file is not what was stored, or was built for a newer processor or with other wheels.
     """
     import tvm_ffi
 
@@ -155,8 +151,10 @@ def load_shared(directory: str | Path, name: str) -> Any:
     if entry is None or ".so" not in entry.record["files"]:
         raise FileNotFoundError(f"{directory} holds no shared library {name}")
     entry.read(".so")
-    if not runs_on(entry.record["key"]["stack"]["machine"], machine()):
-        raise Damaged(f"{name} was built for {entry.record['key']['stack']['machine']}, this is {machine()}")
+    built = entry.record["key"]["stack"]
+    here = {**stack(), "dsl": stack()["dsl"] or built["dsl"]}  # the compiler need not be here
+    if not stack_serves(built, here):
+        raise Damaged(f"{name} was built with another stack: {'; '.join(differences(here, built))}")
     own = store.root / _RUNTIME
     if own.exists():
         store.check_file(own)

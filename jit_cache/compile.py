@@ -18,6 +18,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -42,6 +43,9 @@ class KernelCompileError(RuntimeError):
 
 class ForkedProcessError(RuntimeError):
     """A compilation was asked for in a forked process whose parent made that unsafe."""
+
+
+_CHANGED = "the source cannot be read, or changed (content, name, links, mode) during or after its import"
 
 
 class Program:
@@ -78,7 +82,8 @@ def stats() -> Stats:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel found or compiled: where it came from, its record, its object's bytes, its function if it was loaded.
+    """A kernel found or compiled: where it came from, its record, its object's bytes, its function if it was loaded,
+    why it was not stored if it was not.
 
     Fields of the record: `key`; `options`; `seconds` (to compile; 0 in a bundle); `created` (not in a bundle);
     `files`: {".o": {"size", "sha256"}}; `kernels`: for each CUDA kernel `name`, `registers`, `stack_bytes` (local
@@ -90,6 +95,7 @@ class Kernel:
     record: dict[str, Any]
     data: bytes
     function: Any = None
+    problem: str | None = None
 
 
 class Compiled:
@@ -109,6 +115,9 @@ class Compiled:
             raise TypeError(f"{build.__qualname__}: every parameter of a compiled builder must be positional and named")
         for name in _captured(build):
             raise TypeError(f"{build.__qualname__}: `{name}`, of an enclosing function, is no key: make it an argument")
+        if not re.fullmatch(r"\w+", build.__name__):
+            raise ValueError(f"{build.__qualname__}: a compiled builder must have a name: use def")
+        self._line = inspect.unwrap(build).__code__.co_firstlineno
         _import_loader()
         environment()
         self._module = sys.modules[build.__module__]
@@ -157,9 +166,11 @@ class Compiled:
             raise TypeError(f"{self.__qualname__}: argument `arch` must be a str such as 'sm_90a', got {args[0]!r}")
         if not ARCH.fullmatch(arch):
             raise ValueError(f"{self.__qualname__}: argument `arch` must be like 'sm_90a', got {arch!r}")
-        record = {"kernel": self.kernel, "arguments": encoded, "arch": arch, "stack": stack()}
-        source = self._source(frozenset(classes_in(args)))
-        return Key({**record, "environment": environment(), "source": source})
+        classes = frozenset(classes_in(args))
+        if classes not in self._sources:
+            self._sources[classes] = self._source(classes)
+        record = {"kernel": self.kernel, "line": self._line, "arguments": encoded, "arch": arch, "stack": stack()}
+        return Key({**record, "environment": environment(), "source": self._sources[classes]})
 
     def find(self, *args: Any, **kwargs: Any) -> Kernel | None:
         """Returns the stored kernel of these arguments, or None. Compiles and loads nothing."""
@@ -185,7 +196,7 @@ class Compiled:
         """
         key = self.key(*args, **kwargs)
         if not key.storable:
-            return ["source: cannot be read, or changed during or after its import"]
+            return [_CHANGED]
         if self._find(key, load=False):
             return []
         found: list[list[str]] = []
@@ -233,7 +244,7 @@ class Compiled:
                 warn_once(f"not used: {error}")
                 continue
             except OSError as error:
-                warn_once(f"not used: {store.root}: {error.strerror}")
+                warn_once(_unusable(store, error))
                 continue
             for entry in entries:
                 try:
@@ -273,25 +284,28 @@ class Compiled:
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         record = {"key": key.record, "options": program.options, "seconds": round(seconds, 3), "created": created}
         record |= {"kernels": kernels, "files": {".o": {"size": len(data)}}}
-        if key.storable:
+        problem = None
+        # What the builder imported may have changed after the key was made.
+        if not key.storable or self._source(frozenset(classes_in(args))) != key.record["source"]:
+            problem = f"{self.kernel} is not stored: {_CHANGED}"
+        elif environment.__wrapped__() != key.record["environment"]:
+            problem = f"{self.kernel} is not stored: CUTE_DSL_* variables changed after the first builder was decorated"
+        else:
             store = _stores()[-1]
             try:
                 record = store.write(key.name, record, {".o": data}).record
             except OSError as error:
-                warn_once(f"cannot store in {store.root}, each process compiles its own: {error.strerror or error}")
-        return Kernel("compiled", record, data, _load_object(data) if load else None)
+                problem = _unusable(store, error)
+        if problem:
+            warn_once(problem)
+        return Kernel("compiled", record, data, _load_object(data) if load else None, problem)
 
     # ------------------------------------------------------------------------------------------------------------- keys
 
     def _source(self, classes: frozenset[type]) -> str | None:
         """The hash of the builder's module and of those that define its arguments' classes."""
-        if classes not in self._sources:
-            modules = {sys.modules[cls.__module__] for cls in classes if not cls.__module__.startswith("cutlass.")}
-            digest = source_digest([self._module, *modules], self._imported_at, PROCESS_START)
-            if digest is None:
-                warn_once(f"{self.kernel}: source unreadable, or changed during or after its import: not stored")
-            self._sources[classes] = digest
-        return self._sources[classes]
+        modules = {sys.modules[cls.__module__] for cls in classes if not cls.__module__.startswith("cutlass.")}
+        return source_digest([self._module, *modules], self._imported_at, PROCESS_START)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if not kwargs and len(args) == len(self._signature.parameters):
@@ -306,10 +320,10 @@ class Compiled:
     def _report_miss(self, key: Key, args: tuple[Any, ...]) -> None:
         mode = settings().mode
         if mode == "off":
-            raise MissingKernelError(
-                f"{self._call(args)} is not stored and JIT_CACHE_MODE=off forbids to compile it. Compile it before: "
-                f"python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
-            )
+            why = "is not stored" if key.storable else f"is looked for nowhere ({_CHANGED})"
+            command = f"python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
+            advice = f"Compile it before: {command}" if key.storable else "Start the process anew"
+            raise MissingKernelError(f"{self._call(args)} {why} and JIT_CACHE_MODE=off forbids to compile it. {advice}")
         if mode == "warn":
             log.warning("jit_cache: compiling %s", self._call(args))
         elif log.isEnabledFor(logging.INFO):
@@ -331,6 +345,7 @@ def compiled(build: Callable[..., Program]) -> Compiled:
     Raises:
         TypeError: the first parameter is not `arch`, or one is *args, **kwargs, positional-only or keyword-only; or the
             builder takes a value from an enclosing function, which would be in no key.
+        ValueError: the builder is a lambda, which has no name.
     """
     return Compiled(build)
 
@@ -349,6 +364,11 @@ def _captured(build: Callable[..., Program]) -> Iterator[str]:
         made_there = isinstance(value, (types.FunctionType, type)) and value.__qualname__.startswith(f"{place}.")
         if not isinstance(value, types.ModuleType) and not made_there:
             yield name
+
+
+def _unusable(store: Store, error: OSError) -> str:
+    """One message for reading and for writing, to warn once."""
+    return f"cannot use {store.root}: {error.strerror or error}"
 
 
 def format_arguments(args: tuple[Any, ...]) -> str:

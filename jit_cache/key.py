@@ -12,6 +12,8 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import importlib
+import inspect
 import json
 import os
 import platform
@@ -40,8 +42,8 @@ class Unsupported(TypeError):
 class Key:
     """The identity of one compiled kernel.
 
-    `record` holds kernel, arguments, arch, stack, environment, source. Without source (it cannot be read, or changed
-    during or after its import) the kernel is compiled for this process only.
+    `record` holds kernel, line, arguments, arch, stack, environment, source. Without source (it cannot be read, or
+    changed during or after its import) the kernel is compiled for this process only.
     """
 
     record: dict[str, Any]
@@ -92,6 +94,8 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if not kind.__dataclass_params__.frozen:
             raise Unsupported(f"a frozen dataclass, got {kind.__qualname__}, which is not frozen")
+        if _init_only(kind):
+            raise Unsupported(f"a dataclass whose fields say all, got {kind.__qualname__}, which has an InitVar")
         fields = {name: encode(getattr(value, name)) for name in _field_names(value)}
         return {"dataclass": f"{kind.__module__}.{kind.__qualname__}", "fields": fields}
     if _is_dtype(value):
@@ -132,6 +136,12 @@ def same(left: Any, right: Any) -> bool:
 
 def _field_names(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value)]
+
+
+def _init_only(kind: Any) -> bool:
+    """Whether a dataclass has an InitVar, which is in no field: values that differ by it are equal."""
+    pseudo = kind.__dataclass_fields__.keys() - {field.name for field in dataclasses.fields(kind)}  # ClassVars, too
+    return bool(pseudo) and not pseudo.isdisjoint(inspect.signature(kind).parameters)
 
 
 def is_flat(value: Any) -> bool:
@@ -220,11 +230,22 @@ def machine() -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Returns the `CUTE_DSL_*` variables that may change the code.
+    """Returns the `CUTE_DSL_*` variables that may change the code, but for what is the default.
 
-    Read once, when the first builder is decorated: the DSL reads them when its module, which imports cutlass, begins.
+    They are what the DSL holds, which reads them when it is imported. Those that it does not list (of a DSL that has no
+    such list, all) are what they are when the first builder is decorated.
     """
-    return compiler_variables(os.environ)
+    found = compiler_variables(os.environ)
+    if found or "cutlass" in sys.modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            held: Any = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl().envar
+            for entry in held._ENV_VAR_SPEC:
+                if isinstance(entry.source, str):  # else it follows from others
+                    name, value = f"CUTE_DSL_{entry.source}", getattr(held, entry.attribute)
+                    found.pop(name, None)
+                    if value != (entry.default(held) if callable(entry.default) else entry.default):
+                        found[name] = str(value)
+    return compiler_variables(found)
 
 
 def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -242,9 +263,14 @@ def runs_here(built: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     All must be equal, except that an object from CUDA 12 wheels runs under CUDA 13 wheels (measured; not the other way
     round) and one for an older x86-64 level runs on a newer processor.
     """
-    if digest({**built, "stack": None}) != digest({**wanted, "stack": None}):  # 1 == True, but not their digests
-        return False
-    old, new = built["stack"], wanted["stack"]
+    return (
+        digest({**built, "stack": None}) == digest({**wanted, "stack": None})  # 1 == True, but not their digests
+        and stack_serves(built["stack"], wanted["stack"])
+    )
+
+
+def stack_serves(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether what was built with the stack `old` runs with the stack `new`; see `runs_here`."""
     if {**old, "machine": None, "dsl": None} != {**new, "machine": None, "dsl": None}:
         return False
     (old_cuda, old_versions), (new_cuda, new_versions) = flavour(old["dsl"]), flavour(new["dsl"])

@@ -6,15 +6,13 @@ itself, by `specializations(arch) -> Iterable[tuple[builder, arguments]]`; the a
 
 from __future__ import annotations
 
-import functools
 import importlib
 import multiprocessing
-import multiprocessing.context
 import os
 import pkgutil
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -34,7 +32,8 @@ _WORKER_BYTES = 2**30  # 0.7 GB measured for a worker that has compiled a GEMM
 class Result:
     """What became of one job.
 
-    `status` is `compiled` (now), `disk` or `bundle` (was there), `failed` (see `error`) or `missing` (with check=True);
+    `status` is `compiled` (now, and stored), `disk` or `bundle` (was there), `failed` (see `error`; one that cannot be
+    stored, too) or `missing` (with check=True);
     `seconds` is what the job took; `record` is the kernel's record (see `Kernel`), None if failed or missing.
     """
 
@@ -131,13 +130,14 @@ def prewarm(
 def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result], None]) -> dict[str, Job]:
     """Runs jobs in worker processes; returns those left over when a worker died."""
     left = dict(jobs)
-    # The server that workers are forked from may be older than this process's environment. The compiler's variables are
-    # those that this process's compiler read, which are in the keys.
-    environ = {name: value for name, value in os.environ.items() if name not in compiler_variables(os.environ)}
-    with ProcessPoolExecutor(
-        workers, _context(), initializer=_set_environment, initargs=({**environ, **environment()},)
-    ) as pool:
-        futures = {pool.submit(_obtain, job): digest for digest, job in jobs.items()}
+    # Not fork: this process may have threads and CUDA. Not forkserver: its compiler may have read other variables.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        before = compiler_variables(os.environ)
+        _exchange(before, environment())  # for the processes that `submit` starts: what this one's compiler has read
+        try:
+            futures = {pool.submit(_obtain, job): digest for digest, job in jobs.items()}
+        finally:
+            _exchange(environment(), before)
         for future in as_completed(futures):
             digest = futures[future]
             try:
@@ -152,24 +152,11 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
     return left
 
 
-@functools.cache
-def _served_variables() -> dict[str, str]:
-    """The compiler's variables as they are when the server of workers starts, which imports the compiler."""
-    return compiler_variables(os.environ)
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    """Not fork: this process may have threads and CUDA. No server whose compiler has read other variables."""
-    if _served_variables() != environment():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cutlass.cute"])
-    return context
-
-
-def _set_environment(environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+def _exchange(old: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """Replaces variables of the environment."""
+    for name in old.keys() - new.keys():
+        os.environ.pop(name, None)
+    os.environ.update(new)
 
 
 def _obtain(job: Job) -> Result:
@@ -178,9 +165,13 @@ def _obtain(job: Job) -> Result:
     start = time.perf_counter()
     try:
         kernel = builder.obtain(*arguments)
-    except Exception as error:
-        return Result(builder.kernel, arguments, "failed", time.perf_counter() - start, error=str(error))
-    return Result(builder.kernel, arguments, kernel.origin, time.perf_counter() - start, kernel.record)
+        error = kernel.problem
+    except Exception as failure:
+        error = str(failure)
+    seconds = time.perf_counter() - start
+    if error is not None:
+        return Result(builder.kernel, arguments, "failed", seconds, error=error)
+    return Result(builder.kernel, arguments, kernel.origin, seconds, kernel.record)
 
 
 def discover(package: str, archs: Iterable[str], only: Sequence[str] = ()) -> list[Job]:

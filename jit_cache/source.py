@@ -137,24 +137,28 @@ def _scan(name: str, path: Path, changed_ns: int, size: int) -> tuple[str, bool,
 def _imports(text: str, package: list[str]) -> Iterator[tuple[str, str | None]]:
     """What the source of a module in `package` imports, as (module, name or None)."""
     statements = (_IMPORT.match(text, start) for start in _starts(text))
-    bound: set[str] = set()
+    bound: dict[str, str] = {}  # by a name of the text, which module that may be
     known: set[str] = set()
     for dots, source, names, modules in (found.groups("") for found in statements if found):
-        for module in _names(modules):
+        for module, alias in _names(modules):
             yield module, None
-            if _top(module) not in _NOT_FOLLOWED:
-                bound.add(module)
+            known.add(module)
+            bound[alias or _top(module)] = module if alias else _top(module)
         base = package[: len(package) + 1 - dots.count(".")] if dots else []
-        origin = ".".join([*base, *_names(source)])
+        origin = ".".join([*base, *(module for module, _ in _names(source))])
         known.add(origin)
-        for name in _names(names):
+        for name, alias in _names(names):
             yield origin, name
-    # `import a.b` binds a: what else the text takes of it, such as a.c, counts as if it were imported from a.
-    known |= bound
-    for owner in {module[: dot.start()] for module in bound for dot in re.finditer(r"\.", module)}:
-        for name in set(re.findall(rf"(?<![\w.]){re.escape(owner)}\.(\w+)", text)):
-            if not any(f"{module}.".startswith(f"{owner}.{name}.") for module in known):
-                yield owner, name
+            bound[alias or name] = f"{origin}.{name}"
+    # What else the text takes of a package, such as a.b.c after `import a` or `from . import a`, may be a module.
+    for name, module in bound.items():
+        if _top(module) not in _NOT_FOLLOWED and _is_package(module):
+            for chain in set(re.findall(rf"(?<![\w.]){re.escape(name)}((?:\.\w+)+)", text)):
+                owner = module
+                for part in chain[1:].split("."):
+                    if not any(f"{other}.".startswith(f"{owner}.{part}.") for other in known):
+                        yield owner, part
+                    owner = f"{owner}.{part}"
 
 
 def _starts(text: str) -> Iterator[int]:
@@ -171,10 +175,11 @@ def _starts(text: str) -> Iterator[int]:
         done, at = end + 1, text.find("import", end)
 
 
-def _names(items: str) -> list[str]:
-    """What is imported, without its alias, by a list such as `(a as b, c.d,)`."""
+def _names(items: str) -> list[tuple[str, str]]:
+    """What is imported, with its alias or "", by a list such as `(a as b, c.d,)`."""
     words = (item.split() for item in re.sub(r"#.*|[()\\]", " ", items).split(",")) if items else ()
-    return ["".join(word[: word.index("as")] if "as" in word else word) for word in words if word]
+    cut = ((word, word.index("as") if "as" in word else len(word)) for word in words if word)
+    return [("".join(word[:end]), "".join(word[end + 1 :])) for word, end in cut]
 
 
 def _resolve(module: str, name: str | None) -> Iterator[tuple[str, Path]]:
@@ -201,6 +206,10 @@ def _file(module: str) -> Path | None:
     return Path(origin) if origin and origin.endswith(".py") else None
 
 
+def _is_package(module: str) -> bool:
+    return getattr(_locate(module), "submodule_search_locations", None) is not None
+
+
 @functools.cache
 def _locate(name: str) -> importlib.machinery.ModuleSpec | None:
     """Where a module is. Imports nothing."""
@@ -209,9 +218,7 @@ def _locate(name: str) -> importlib.machinery.ModuleSpec | None:
         if not package:
             return importlib.util.find_spec(name)
         parent = _locate(package)
-        if parent is None or parent.submodule_search_locations is None:
-            return None
-        return importlib.machinery.PathFinder.find_spec(name, parent.submodule_search_locations)
+        return parent and importlib.machinery.PathFinder.find_spec(name, parent.submodule_search_locations or [])
     except (ImportError, ValueError):
         return None
 

@@ -101,6 +101,11 @@ def warn_once(message: str) -> None:
     log.warning("jit_cache: %s", message)
 
 
+def describe(data: bytes) -> dict[str, Any]:
+    """What a record says of a file."""
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 class Damaged(Exception):
     """A stored kernel that must not be used."""
 
@@ -127,8 +132,7 @@ class Entry:
             data = self.store.read_file(self.name + suffix)
         except OSError as error:
             raise Damaged(f"{self.store.path(self.name, suffix)}: {error.strerror}") from error
-        wanted = self.record["files"][suffix]
-        if len(data) != wanted["size"] or hashlib.sha256(data).hexdigest() != wanted["sha256"]:
+        if describe(data) != self.record["files"][suffix]:
             raise Damaged(f"{self.store.path(self.name, suffix)}: not the bytes that were stored")
         return data
 
@@ -163,7 +167,9 @@ class Store:
         return [] if entry is None else [entry]
 
     def entries(self, problems: list[str] | None = None) -> Iterator[Entry]:
-        """Yields all entries, by name. What is wrong with the others is appended to `problems`."""
+        """Yields all entries, by name. What is wrong with the others, or with a bundle, is appended to `problems`."""
+        if problems is not None and not self.writable and not self.base.is_dir():
+            problems.append(f"{self.root} is no bundle: it has no directory {self.base.name}")
         for path in sorted(self.base.glob("sm_*/*.json")):
             name = f"{path.parent.name}/{path.stem}"
             if not NAME.fullmatch(name):
@@ -180,8 +186,6 @@ class Store:
     @functools.cached_property
     def _by_kernel(self) -> dict[str, list[Entry]]:
         """The entries of a bundle, which does not change."""
-        if not self.base.is_dir():
-            raise Untrusted(errno.ENOENT, f"{self.root} is no bundle: it has no directory {self.base.name}")
         problems: list[str] = []
         index: dict[str, list[Entry]] = {}
         for entry in self.entries(problems):
@@ -203,7 +207,7 @@ class Store:
         try:
             record = json.loads(data)
             whole = record.pop("checksum") == digest(record)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             whole = False
         if not whole:
             raise Damaged(f"{self.path(name, '.json')}: not the record that was stored")
@@ -215,7 +219,7 @@ class Store:
         """Reads a file of ours. What others own or may write is refused: it becomes native code in this process."""
         path = self.path(name)
         self._check(path.parent)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             self._trust(path, os.fstat(descriptor), stat.S_ISREG)
             with open(descriptor, "rb", closefd=False) as file:
@@ -233,32 +237,29 @@ class Store:
         """
         directory = self.path(name).parent
         self._make(directory)
-        described = {s: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for s, d in files.items()}
-        record = {**record, "files": described}
-        for suffix, data in files.items():
-            self._replace(self.path(name, suffix), data)
+        record = {**record, "files": {suffix: describe(data) for suffix, data in files.items()}}
         text = json.dumps({**record, "checksum": digest(record)}, indent=1, sort_keys=True)
-        self._replace(self.path(name, ".json"), text.encode())
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:  # the names, too, must survive a crash (and be seen by other NFS clients)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return Entry(self, name, record)
-
-    def _replace(self, path: Path, data: bytes) -> None:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                os.fchmod(descriptor, self.file_mode)
-                file.write(data)
-                file.flush()
+        with contextlib.ExitStack() as leftovers:
+            written = []
+            for suffix, data in {**files, ".json": text.encode()}.items():
+                path = self.path(name, suffix)
+                descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=directory)
+                leftovers.callback(_unlink, Path(temporary))
+                with open(descriptor, "wb") as file:
+                    os.fchmod(descriptor, self.file_mode)
+                    file.write(data)
+                    file.flush()
+                    os.fsync(descriptor)
+                written.append((temporary, path))
+            for temporary, path in written:
+                os.replace(temporary, path)
+        with contextlib.suppress(OSError):  # the names, too, should survive a crash (and be seen by other NFS clients)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
                 os.fsync(descriptor)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+            finally:
+                os.close(descriptor)
+        return Entry(self, name, record)
 
     def touch(self, name: str) -> None:
         """Notes the use of an entry for `gc`, once an hour at most."""
@@ -301,27 +302,27 @@ class Store:
     # ---------------------------------------------------------------------------------------------------------- locking
 
     @contextlib.contextmanager
-    def lock(self, name: str, timeout: float = 600.0) -> Iterator[None]:
-        """Holds the inter-process lock of an entry.
+    def lock(self, name: str, timeout: float = 600.0) -> Iterator[bool]:
+        """Holds the inter-process lock of an entry; gives False if another one still holds it after `timeout`.
 
         Goes on without it where locking does not work (read-only, full, no flock) and after `timeout` seconds: two
         processes may then compile the same kernel, which is harmless.
         """
-        descriptor = -1
+        path, descriptor, free = self.path(name, ".lock"), -1, True
         try:
-            self._make(self.path(name).parent)
-            descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            _held.add(descriptor)
-            end = time.monotonic() + timeout
-            while not (_try_lock(descriptor) and _is_file(descriptor, self.path(name, ".lock"))):
-                if time.monotonic() > end:
-                    warn_once(f"gave up waiting for {self.path(name, '.lock')} after {timeout:.0f} s")
-                    break
-                time.sleep(0.02)
-        except OSError as error:
-            log.debug("no lock for %s: %s", name, error)
-        try:
-            yield
+            try:
+                self._make(path.parent)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                _held.add(descriptor)
+                end = time.monotonic() + timeout
+                while free and not (_try_lock(descriptor) and _is_file(descriptor, path)):
+                    time.sleep(min(0.02, timeout))
+                    free = time.monotonic() < end
+            except OSError as error:
+                log.debug("no lock for %s: %s", name, error)
+            if timeout and not free:
+                warn_once(f"gave up waiting for {path} after {timeout:.0f} s")
+            yield free
         finally:
             if descriptor in _held:  # else a fork closed it
                 _held.discard(descriptor)
@@ -331,20 +332,8 @@ class Store:
 
     def remove(self, name: str) -> int:
         """Removes an entry; returns the bytes freed. While another process holds its lock, it stays."""
-        freed = 0
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # where locking does not work, goes on without, as `lock` does
-                descriptor = os.open(self.path(name, ".lock"), os.O_RDWR | os.O_CLOEXEC)
-                stack.callback(os.close, descriptor)
-                if not _try_lock(descriptor):
-                    return 0
-            for suffix in _SUFFIXES:
-                path = self.path(name, suffix)
-                with contextlib.suppress(FileNotFoundError):
-                    size = path.lstat().st_size
-                    path.unlink()
-                    freed += size
-        return freed
+        with self.lock(name, timeout=0.0) as free:
+            return sum(_unlink(self.path(name, suffix)) for suffix in _SUFFIXES) if free else 0
 
     def gc(self, max_bytes: float, max_age: float) -> list[tuple[str, int]]:
         """Removes temporary files older than an hour, incomplete entries, entries not used for `max_age` seconds, then
@@ -366,9 +355,8 @@ class Store:
                     # An entry was last used when its record was touched; a young object may be about to get its record.
                     if path.suffix == ".json" or not old:
                         used[name] = max(used.get(name, 0.0), status.st_mtime)
-                elif old:
-                    path.unlink()
-                    removed.append((path.name, status.st_size))
+                elif old and (freed := _unlink(path)):
+                    removed.append((path.name, freed))
         total = sum(sizes.values())
         for name in sorted(sizes, key=lambda name: used.get(name, 0.0)):
             if (now - used.get(name, 0.0) > max_age or total > max_bytes) and (freed := self.remove(name)):
@@ -383,7 +371,7 @@ class Store:
         files = self._files()
         for path, _ in files:
             if path.suffix == ".tmp":
-                path.unlink(missing_ok=True)
+                _unlink(path)
         for name in {name for path, name in files if path.suffix != ".tmp"}:
             self.remove(name)
         for directory in (*self.base.glob("sm_*"), self.base):
@@ -401,6 +389,15 @@ class Store:
             if NAME.fullmatch(name) and (written or path.suffix in _SUFFIXES):
                 files.append((path, name))
         return files
+
+
+def _unlink(path: Path) -> int:
+    """Removes a file; returns its size, 0 if it is gone already or a directory."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        size = path.lstat().st_size
+        path.unlink()
+        return size
+    return 0
 
 
 _held: set[int] = set()

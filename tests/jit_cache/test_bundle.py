@@ -11,7 +11,7 @@ import tarfile
 
 import pytest
 
-from jit_cache import BundleError, Damaged, MissingKernelError
+from jit_cache import BundleError, Damaged, MissingKernelError, load_shared
 from jit_cache.bundle import export_bundle, import_bundle
 from jit_cache.compile import Compiled, reset, stats
 from jit_cache.key import Key, stack
@@ -321,6 +321,29 @@ def test_a_shared_library_needs_no_compiler(bundle, run):
     assert "Damaged" in err
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"tvm_ffi": "9.9"}, "tvm_ffi: wanted .*, stored 9.9"),
+        ({"dsl": {"nvidia-cutlass-dsl": "9.9"}}, "dsl.nvidia-cutlass-dsl: wanted .*, stored 9.9"),
+        ({"machine": "x86_64-v9"}, "machine: wanted .*, stored x86_64-v9"),
+    ],
+)
+def test_a_shared_library_of_another_stack_is_refused(bundle, change, message):
+    (entry,) = Store(bundle, writable=False).entries()
+    record = {**entry.record, "key": {**entry.record["key"], "stack": {**stack(), **change}}}
+    other = Key(record["key"]).name
+    Store(bundle).write(other, record, {".o": entry.read(), ".so": entry.read(".so")})
+    with pytest.raises(Damaged, match=message):
+        load_shared(bundle, other)
+
+
+def test_a_shared_library_is_loaded_where_no_compiler_is_installed(bundle, run):
+    (path,) = bundle.rglob("*.so")
+    installed = "from jit_cache import bundle, key\nbundle.stack = lambda: {**key.stack(), 'dsl': {}}\n"
+    assert run(installed + SERVE, BUNDLE=str(bundle), NAME=f"sm_90a/{path.stem}")[0].startswith("Expects 3 parameters")
+
+
 FAKE_TENSOR = """
 import numpy
 class Fake:  # a tensor that claims to be on a GPU
@@ -380,6 +403,8 @@ def test_commands(command, tmp_path, cache):
     path.write_bytes(b"x")
     status, out, _ = command("verify")
     assert status == 1 and str(path) in out
+    status, out, _ = command("verify", JIT_CACHE_BUNDLE=str(tmp_path / "nowhere"))
+    assert status == 1 and f"{tmp_path / 'nowhere'} is no bundle" in out and out.endswith("2 problems")
     status, out, _ = command("gc", "--max-gb", "0")
     assert status == 0 and "1 removed" in out and not list(cache.rglob("*.o"))
     for bad in ("much", "-1", "nan"):

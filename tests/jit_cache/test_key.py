@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import cutlass
 import pytest
+from cutlass.cutlass_dsl import CuTeDSL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +151,38 @@ class Text(str):
     pass
 
 
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    name: str
+    bits: ClassVar[int] = 16
+    wide: dataclasses.InitVar[bool] = False
+
+    def __post_init__(self, wide):
+        object.__setattr__(self, "threads", 128 if wide else 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quoted:
+    name: str
+    wide: "dataclasses.InitVar[bool]" = False
+
+
+@pytest.mark.parametrize("value", [Derived("a", wide=True), Quoted("a"), (1, Derived("a"))])
+def test_a_dataclass_whose_fields_do_not_say_all_is_refused(value):
+    """Values that differ by an InitVar have equal fields."""
+    with pytest.raises(TypeError, match=r"^build: argument `a` must be .*, got (Derived|Quoted), which has an InitVar"):
+        build.key("sm_90a", value)
+
+
+def test_a_constant_of_a_dataclass_is_no_field():
+    @dataclasses.dataclass(frozen=True)
+    class Constant:
+        bits: ClassVar[int] = 16
+        n: int = 1
+
+    assert build.key("sm_90a", Constant()).record["arguments"]["a"]["fields"] == {"n": 1}
+
+
 @pytest.mark.parametrize(
     "value", [[1], {"a": 1}, {1}, b"x", 1j, object(), int, len, Mutable(), Text("x"), range(3), (1, [2]), Pair(1, [2])]
 )
@@ -182,6 +216,32 @@ def test_wrong_calls():
 def test_builders_whose_arguments_are_no_key_are_refused(function):
     with pytest.raises(TypeError, match="compiled builder"):
         compiled(function)
+
+
+def test_a_builder_has_a_name_for_its_files():
+    with pytest.raises(ValueError, match="must have a name: use def"):
+        compiled(lambda arch: None)
+
+
+def test_builders_of_one_name_in_one_file_are_told_apart():
+    twins = []
+    for n in range(2):
+        if n:
+
+            @compiled
+            def twin(arch):
+                return 32
+
+        else:
+
+            @compiled
+            def twin(arch):
+                return 64
+
+        twins.append(twin)
+    first, second = (twin.key("sm_90a") for twin in twins)
+    assert twins[0].kernel == twins[1].kernel and first.digest != second.digest
+    assert [line.partition(":")[0] for line in differences(first.record, second.record)] == ["line"]
 
 
 def maker(value):
@@ -244,14 +304,45 @@ def test_a_builder_keeps_its_name_and_docstring():
     assert kernels.add.__name__ == "add" and kernels.add.kernel == "tests.jit_cache.kernels.add"
 
 
-@pytest.mark.parametrize(
-    "name, counts", [("LINEINFO", True), ("COMPILER_OPT", True), ("NOT_KNOWN_YET", True), ("LOG_LEVEL", False)]
-)
+@pytest.mark.parametrize("name, counts", [("NOT_KNOWN_YET", True), ("LOG_LEVEL", False), ("LINEINFO", False)])
 def test_compiler_variables(monkeypatch, name, counts):
+    """LINEINFO: the DSL has read it before."""
     before = build.key("sm_90a").digest
     monkeypatch.setenv(f"CUTE_DSL_{name}", "1")
     reset()
     assert (build.key("sm_90a").digest != before) == counts
+
+
+@pytest.mark.parametrize(
+    "variables, environment",
+    [
+        ({}, {}),
+        ({"LINEINFO": "1", "TOLERATE_M2M": "off"}, {"LINEINFO": "True", "TOLERATE_M2M": "False"}),
+        ({"LINEINFO": "true", "DEBUG": "1"}, {"DEBUG": "True"}),  # which sets the default of LINEINFO
+        ({"LINEINFO": "0", "COMPILER_OPT": "remarks"}, {"COMPILER_OPT": "remarks"}),
+        ({"NEW": "1", "KEEP": "ptx", "KEEP_IR": "0", "ARCH": "sm_90a"}, {"NEW": "1", "KEEP_IR": "0"}),
+    ],
+)
+@pytest.mark.parametrize("first", ["cutlass.cute", "jit_cache.key"])
+def test_the_compilers_variables_are_those_that_it_holds(run, variables, environment, first):
+    """Whatever the environment says later; and the same if the builder's module does not import the compiler."""
+    code = f"""
+import os, {first}
+if {first == "cutlass.cute"}:
+    os.environ.update(CUTE_DSL_LINEINFO="1", CUTE_DSL_DEBUG="1", CUTE_DSL_COMPILER_OPT="1")
+from jit_cache.key import environment
+print(environment() == eval(os.environ["EXPECTED"]), environment())
+"""
+    expected = {f"CUTE_DSL_{name}": value for name, value in environment.items()}
+    env = {f"CUTE_DSL_{name}": value for name, value in variables.items()}
+    out, _ = run(code, EXPECTED=repr(expected), **env)
+    assert out.startswith("True "), out
+
+
+def test_a_compiler_that_does_not_say_what_it_holds(monkeypatch):
+    monkeypatch.setattr(CuTeDSL, "_get_dsl", lambda: None)
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert build.key("sm_90a").record["environment"] == {"CUTE_DSL_LINEINFO": "1"}
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Prewarming: what a package names is compiled in parallel; failures are reported, not fatal."""
 
+import subprocess
 import sys
 
 import cutlass
@@ -9,6 +10,7 @@ import jit_cache.__main__
 from jit_cache import prewarm
 from jit_cache.prewarm import available_memory, default_workers, discover
 from tests.jit_cache import kernels
+from tests.jit_cache.conftest import environment
 
 MODULE = "tests.jit_cache.kernels"
 ARCHS = ["sm_90a", "sm_100a"]
@@ -91,6 +93,39 @@ print([result.record["key"]["environment"] for report in (served, late) for resu
 """
     out, err = run(code)
     assert out == f"{['compiled'] * 4}\n{[{}] * 4}", err
+
+
+SCRIPT = """
+import os, sys
+sys.modules["torch"] = None
+from tests.jit_cache import kernels
+os.environ["CUTE_DSL_LINEINFO"] = "1"  # also where workers import this, before the compiler if they inherit it
+if __name__ == "__main__":
+    from multiprocessing import forkserver
+    from jit_cache import prewarm
+    forkserver.ensure_running()  # another library's, which has the environment of now
+    jobs = kernels.specializations("sm_90a")
+    report = prewarm(jobs, workers=2)
+    print([result.status for result in report.results], [builder.find(*args) is not None for builder, args in jobs])
+    print(os.environ["CUTE_DSL_LINEINFO"])
+"""
+
+
+def test_workers_compile_under_the_variables_of_the_keys(tmp_path):
+    """They import the script, and with it the compiler, before anything else."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=True)
+    assert done.stdout == f"{['compiled'] * 2} {[True] * 2}\n1\n", done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_cannot_be_stored_has_failed(cache, workers):
+    cache.mkdir()
+    cache.chmod(0o777)
+    report = prewarm(discover(MODULE, ["sm_90a"]), workers=workers)
+    assert [result.status for result in report.failed] == ["failed"] * 2
+    assert all(f"writable by others: chmod go-w {cache}" in result.error for result in report.failed)
 
 
 def test_check_compiles_nothing(cache):
@@ -185,7 +220,7 @@ def test_default_workers():
 # --------------------------------------------------------------------------------------------------------- command line
 
 
-def test_prewarm_command(command, package, monkeypatch):
+def test_prewarm_command(command, package, monkeypatch, tmp_path):
     status, out, _ = command("prewarm", MODULE, "--arch", "sm_90a", "--check")
     assert status == 1 and "2 kernels: 2 missing" in out
     status, out, err = command("prewarm", MODULE, "--arch", "sm_90a", "--workers", 2)
@@ -199,6 +234,11 @@ def test_prewarm_command(command, package, monkeypatch):
     assert status == 1 and "1 failed" in out and "the builder is broken" in out
     status, out, _ = command("prewarm", "warm", "--arch", "sm_90a", "--only", "kernels.add")
     assert status == 0 and "2 kernels: 2 disk" in out
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("JIT_CACHE_DIR", str(tmp_path / "open"))
+    status, out, _ = command("prewarm", MODULE, "--arch", "sm_90a", "--workers", 1)
+    assert status == 1 and "2 failed" in out and "chmod go-w" in out
 
 
 def test_prewarm_command_beside_a_gpu_without_kernels(command, package, monkeypatch):
@@ -228,7 +268,7 @@ def test_explain_command(command):
     status, out, _ = command("explain", MODULE, "--arch", "sm_90a")
     assert status == 0 and "nothing is stored of this builder" in out and out.endswith("2 not stored")
     kernels.add.obtain("sm_90a")
-    status, out, _ = command("explain", MODULE, "--arch", "sm_90a", CUTE_DSL_LINEINFO="1")
-    assert "environment.CUTE_DSL_LINEINFO: wanted 1, stored nothing" in out and out.endswith("2 not stored")
+    status, out, _ = command("explain", MODULE, "--arch", "sm_90a", CUTE_DSL_NEW="1")
+    assert "environment.CUTE_DSL_NEW: wanted 1, stored nothing" in out and out.endswith("2 not stored")
     status, out, _ = command("explain", MODULE, "--arch", "sm_90a")
     assert "arguments.dtype.dtype: wanted BFloat16, stored Float32" in out and out.endswith("1 not stored")

@@ -125,6 +125,30 @@ def test_a_package_counts_if_more_is_taken_of_it_than_the_module_imported(tree, 
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "from . import lazy\nlazy.tiles.THREADS\n",
+        "from . import other, lazy as l\nl.tiles\n",
+        "from .. import mhc\nmhc.lazy.tiles.THREADS\n",
+        "import fam\nfam.mhc.lazy.tiles.THREADS\n",
+        "import fam.mhc.lazy\nfam.mhc.lazy.tiles.THREADS\n",
+        "import fam.mhc.lazy as l\nl.tiles.THREADS\n",
+    ],
+)
+def test_what_is_taken_of_a_package_that_imports_lazily_counts(tree, tmp_path, text):
+    (tmp_path / "fam/mhc/user.py").write_text(text)
+    (tmp_path / "fam/mhc/lazy").mkdir()
+    for name in ("__init__", "tiles", "more"):
+        (tmp_path / f"fam/mhc/lazy/{name}.py").write_text("")
+    user = module("fam.mhc.user", tmp_path)
+    digests = [source_digest([user], later(), later())]
+    for name in ("tiles", "more"):
+        tree(f"fam/mhc/lazy/{name}.py")
+        digests.append(source_digest([user], later(), later()))
+    assert digests[0] != digests[1] == digests[2]
+
+
+@pytest.mark.parametrize(
     "name, counts",
     [
         ("script.py", 1),

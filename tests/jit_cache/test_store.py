@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from jit_cache import store as store_module
 from jit_cache.key import Key, stack
 from jit_cache.store import Damaged, Settings, Store, Untrusted
 
@@ -80,7 +81,9 @@ def test_a_store_for_all_can_be_read_by_all_whatever_the_umask(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".o", ".json"])
-@pytest.mark.parametrize("damage", ["empty", "half", "garbage", "flipped bit", "directory", "link", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "half", "garbage", "nested", "flipped bit", "directory", "fifo", "link", "missing"]
+)
 def test_damage_is_noticed(store, suffix, damage, tmp_path):
     put(store, key())
     path = store.path(key().name, suffix)
@@ -88,20 +91,27 @@ def test_damage_is_noticed(store, suffix, damage, tmp_path):
     path.unlink()
     if damage == "directory":
         path.mkdir()
+    elif damage == "fifo":
+        os.mkfifo(path, 0o600)
+        signal.alarm(20)  # it must not be waited for
     elif damage == "link":
         (tmp_path / "elsewhere").write_bytes(data)
         path.symlink_to(tmp_path / "elsewhere")
     elif damage != "missing":
         middle = len(data) // 2
-        changed = {"empty": b"", "half": data[:middle], "garbage": b"\x80" * 100}
+        changed = {"empty": b"", "half": data[:middle], "garbage": b"\x80" * 100, "nested": b"[" * 200_000}
         path.write_bytes(changed.get(damage, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]))
     if suffix == ".json" and damage == "missing":
         assert store.find(key()) == []  # no record, no kernel
         return
     with pytest.raises((Damaged, OSError)):
         store.find(key())[0].read()
-    put_path = path if path.is_file() and not path.is_symlink() else None
-    if put_path:
+    signal.alarm(0)
+    if damage == "directory":
+        store.gc(0, 0)
+        store.clear()
+        assert files(store) == [path.name], "neither stops at what cannot be removed"
+    else:
         put(store, key())
         assert store.find(key())[0].read() == DATA
 
@@ -236,6 +246,39 @@ def test_a_full_disk_leaves_nothing_behind(small_disk):
     assert not any(name.endswith(".tmp") for name in files(store))
 
 
+@pytest.mark.parametrize("full", [1, 2])
+def test_a_disk_that_is_full_before_the_last_file_changes_nothing(store, monkeypatch, full):
+    put(store, key(1))
+    before, real, calls = files(store), os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for n in (1, 2):
+        calls.clear()
+        with pytest.raises(OSError, match="No space left"):
+            put(store, key(n), b"new")
+        assert files(store) == before and store.find(key(1))[0].read() == DATA
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_directory_that_cannot_be_synchronised_has_what_was_stored(store, monkeypatch, code):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put(store, key())
+    assert store.find(key())[0].read() == DATA
+
+
 @pytest.mark.parametrize("when", ["first replace", "second replace", "fsync"])
 def test_a_writer_that_is_killed_leaves_no_entry(store, when, run):
     code = f"""
@@ -255,11 +298,12 @@ put(Store(settings().root), key())
 """
     run(code, status=-signal.SIGKILL)
     assert store.find(key()) == []
-    assert sum(name.endswith(".tmp") for name in files(store)) == 1
+    left = [name for name in files(store) if name.endswith(".tmp")]
+    assert left
     put(store, key())
     assert store.find(key())[0].read() == DATA
     store.gc(10**9, 10**9)
-    assert sum(name.endswith(".tmp") for name in files(store)) == 1, "a young one may be in use"
+    assert left == [name for name in files(store) if name.endswith(".tmp")], "a young one may be in use"
     age(store, 7200)
     store.gc(10**9, 10**9)
     assert not any(name.endswith(".tmp") for name in files(store))
@@ -359,10 +403,29 @@ def test_a_lock_excludes_other_processes_until_its_holder_dies(store, start):
         assert time.monotonic() - begin < 30
 
 
-def test_an_entry_is_removed_under_its_lock(store, monkeypatch):
+def test_an_interrupted_wait_for_a_lock_leaves_no_descriptor(store):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with store.lock("sm_90a/x"):
+            held = set(store_module._held)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt), store.lock("sm_90a/x", timeout=20):
+                pass
+            assert store_module._held == held
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("locked_before", [True, False])
+def test_an_entry_is_removed_under_its_lock(store, monkeypatch, locked_before):
     put(store, key())
-    with store.lock(key().name):
-        pass
+    if locked_before:
+        with store.lock(key().name):
+            pass
     real, taken = Path.unlink, []
 
     def unlink(path, **options):
@@ -401,6 +464,28 @@ def test_who_waited_for_a_lock_that_was_removed_takes_the_new_one(store):
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
+
+
+def test_who_removes_an_entry_holds_the_lock_that_others_see(store):
+    """Between its opening the lock file and locking it, another removes both, and a third compiles."""
+    put(store, key())
+    path = store.path(key().name, ".lock")
+    path.touch(0o600)
+    third, real, opened = store.lock(key().name), os.open, []
+
+    def late(name, *options, **more):
+        descriptor = real(name, *options, **more)
+        if name == path and not opened:
+            opened.append(descriptor)
+            store.remove(key().name)
+            third.__enter__()
+            put(store, key())
+        return descriptor
+
+    with mock.patch.object(os, "open", late):
+        assert store.remove(key().name) == 0
+    assert store.find(key())[0].read() == DATA and path.exists()
+    third.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO, errno.ENOSYS, errno.EPERM, errno.EINVAL])
