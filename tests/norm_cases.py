@@ -202,8 +202,8 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, Exact]:
     if case.save == "output":
         # What is saved is rounded once more, and carries the forward's own error
         y_error = 0.5 * torch.finfo(case.out or case.dtype).eps * y.abs() + 4 * torch.finfo(FP32).eps * y_terms
-        # |w| counts as eps at least: of smaller ones x_hat is lost
-        x_error = y_error / w.abs().clamp_min(EPS) + x_hat.abs() * (w.abs() < EPS)
+        # |w| counts as eps at least: of smaller ones x_hat is lost, and is 0 where w is
+        x_error = y_error / w.abs().clamp_min(EPS) * (w != 0) + x_hat.abs() * (w.abs() < EPS)
         dx_margin = rstd * (x_error * c1.abs() + x_terms * (dy.abs() * y_error).mean(-1, keepdim=True))
         dw_margin = (dy.abs() * x_error).sum(0)
     if dh is not None:
@@ -407,7 +407,9 @@ def _backward(
     assert len(mean) == (static["kind"] == "layer" and static["saved"] == "input")
     if static["saved"] == "output":
         centred = saved.float() - (0.0 if bias is None else bias.float())
-        x_hat = centred / torch.where(w < 0, -1.0, 1.0) / w.abs().clamp_min(eps) if weight is not None else centred
+        x_hat = centred
+        if weight is not None:
+            x_hat = centred / torch.where(w < 0, -1.0, 1.0) / w.abs().clamp_min(eps) * (w != 0)
         c1 = (dy.float() * centred).mean(-1, keepdim=True)
     else:
         assert bias is None

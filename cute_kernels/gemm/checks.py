@@ -6,19 +6,23 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from cute_kernels._check import FLOATS, expect, expect_dtype, expect_like, expect_tensor
 
 INPUTS = (torch.bfloat16, torch.float16)
+FP64 = (torch.float64,)
 ACTIVATIONS = (None, "relu", "silu", "gelu")
 MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile
 
 
-def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None) -> None:
-    """Raise TypeError or ValueError, naming argument, expected and got."""
+def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None, fp64: bool = False) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: the reference's, of fp64 operands."""
+    inputs, floats = (FP64, FLOATS + FP64) if fp64 else (INPUTS, FLOATS)
     for name, t in (("a", a), ("b", b)):
         expect_tensor("mm", name, t)
-        expect_dtype("mm", name, t.dtype, INPUTS)
+        expect_dtype("mm", name, t.dtype, inputs)
         expect(t.dim() == 2, "mm", name, "be a matrix", f"shape {tuple(t.shape)}")
         expect(
             all(size <= MAX_SIZE for size in t.shape),
@@ -32,12 +36,12 @@ def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | 
         expect(False, "mm", "b", f"have {a.shape[1]} rows", f"shape {tuple(b.shape)}")
     expect(b.device == a.device, "mm", "b", f"be on {a.device}", b.device)
     if out_dtype is not None:
-        expect_dtype("mm", "out_dtype", out_dtype)
+        expect_dtype("mm", "out_dtype", out_dtype, floats)
     if out is not None:
         expect_tensor("mm", "out", out)
         dtype = out_dtype or a.dtype
         if out_dtype is None:
-            expect_dtype("mm", "out", out.dtype)
+            expect_dtype("mm", "out", out.dtype, floats)
         else:
             expect(out.dtype == dtype, "mm", "out", f"have dtype {dtype}", out.dtype, TypeError)
         expect_like("mm", "out", out, (a.shape[0], b.shape[1]), a.device)
@@ -45,8 +49,13 @@ def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | 
         expect(contiguous, "mm", "out", "have a contiguous last dimension", f"strides {out.stride()}")
         separate = out.shape[0] <= 1 or out.stride(0) >= out.shape[1]
         expect(separate, "mm", "out", "have rows that do not overlap", f"strides {out.stride()}")
+        if not is_compiling():  # a trace cannot ask: there the call of the operator fails
+            expect(not out.is_neg(), "mm", "out", "hold its values in memory", "a view that is negated lazily")
         no_grad = not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or out.requires_grad))
         expect(no_grad, "mm", "out", "be None where a gradient is wanted", "a tensor")
+        if forward_ad._current_level >= 0:
+            no_tangent = all(forward_ad.unpack_dual(t).tangent is None for t in (a, b, out))
+            expect(no_tangent, "mm", "out", "be None where a tangent is wanted", "a tensor")
 
 
 def check_separate(out: Tensor, *operands: Tensor) -> None:
@@ -90,11 +99,13 @@ def check_linear(
     out_dtype: torch.dtype | None,
     activation: str | None,
     num_valid_tokens: Tensor | None,
+    fp64: bool = False,
 ) -> None:
-    """Raise TypeError or ValueError, naming argument, expected and got."""
+    """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: as in ``check_mm``."""
+    inputs, floats = (FP64, FLOATS + FP64) if fp64 else (INPUTS, FLOATS)
     for name, t in (("x", x), ("weight", weight)):
         expect_tensor("linear", name, t)
-        expect_dtype("linear", name, t.dtype, INPUTS)
+        expect_dtype("linear", name, t.dtype, inputs)
         expect(
             all(size <= MAX_SIZE for size in t.shape),
             "linear",
@@ -113,11 +124,11 @@ def check_linear(
     expect(weight.device == x.device, "linear", "weight", f"be on {x.device}", weight.device)
     if bias is not None:
         expect_tensor("linear", "bias", bias)
-        expect_dtype("linear", "bias", bias.dtype, FLOATS)
+        expect_dtype("linear", "bias", bias.dtype, floats)
         expect_like("linear", "bias", bias, (weight.shape[0],), x.device)
         expect(bias.is_contiguous(), "linear", "bias", "be contiguous", f"stride {bias.stride()}")
     if out_dtype is not None:
-        expect_dtype("linear", "out_dtype", out_dtype)
+        expect_dtype("linear", "out_dtype", out_dtype, floats)
     expect(activation in ACTIVATIONS, "linear", "activation", f"be one of {ACTIVATIONS}", repr(activation))
     if num_valid_tokens is not None:
         expect_tensor("linear", "num_valid_tokens", num_valid_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels._op import mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
-from cute_kernels.gemm.checks import check_linear, check_mm
+from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
 from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.gemm.reference import activate
 
@@ -144,11 +144,20 @@ def run_gemm(
         function(a, b, d, z, bias, valid_k, num_ctas)
 
 
+def run_traced(a: Tensor, b: Tensor, d: Tensor, *rest: object) -> None:
+    """``run_gemm`` as graphs call it, whose compiler may have given d the memory of an operand.
+
+    Inductor does where ``mm``'s out holds the operand's values and nothing else needs them.
+    """
+    check_separate(d, a, b)
+    run_gemm(a, b, d, *rest)
+
+
 gemm_op = mutating_op(
     "gemm",
     "Tensor a, Tensor b, Tensor(a!) d, Tensor(b!)? z=None, Tensor? bias=None, Tensor? valid_k=None, "
     "str? activation=None, bool accumulate=False",
-    run_gemm,
+    run_traced,
 )
 
 

@@ -39,7 +39,8 @@ def mm(
         a: (M, K) bf16 or fp16, of any strides; rows or columns that start on 16 bytes take the fast kernels.
         b: (K, N) of a's dtype, of any strides.
         out_dtype: bf16, fp16 or fp32; a's (or out's) if None.
-        out: (M, N) to write to, last dimension contiguous, in memory of its own; only where no gradient is wanted.
+        out: (M, N) to write to, last dimension contiguous, in memory of its own; only where neither a gradient nor a
+            tangent is wanted. torch.compile may drop a copy that was made for it, which is then an error.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
@@ -52,8 +53,8 @@ def mm(
     Numerics (contract ``serial_k16``): exact products, one fp32 accumulator over the whole K, ascending, in the tensor
     core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of a,
     has the same bits whatever M, the row's place, and the other rows; kernels differ by shape, bits do not (on SM100
-    compiled, not shown). The gradient of b sums over the rows of a in their order: reproducible, and unchanged by rows
-    of zeros at the end.
+    compiled, not shown). The incoming gradient is rounded to a's dtype. The gradient of b sums over the rows of a in
+    their order: reproducible, and unchanged by rows of zeros at the end.
     """
     if not isinstance(a, Tensor) or backend is not None or not a.is_cuda:
         expect(backend in (None, "reference"), "mm", "backend", "be None or 'reference'", repr(backend))
@@ -68,7 +69,8 @@ def mm(
             return apply_eager(_MmFunction, *arguments) if eager else _MmFunction.apply(*arguments)
         if out is None:
             return _mm_forward(a, b, eager, out_dtype)
-        if out_dtype is not None or out.requires_grad:  # what a plan's key does not hold
+        # What a plan's key does not hold
+        if out_dtype is not None or out.requires_grad or forward_ad._current_level >= 0 or (eager and out.is_neg()):
             check_mm(a, b, out_dtype, out)
         if eager:
             check_separate(out, a, b)

@@ -22,8 +22,7 @@ from cute_kernels.gemm.checks import check_linear, check_mm
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """``a @ b``; see ``cute_kernels.mm``."""
-    if not _is_fp64(a):
-        check_mm(a, b, out_dtype, out)
+    check_mm(a, b, out_dtype, out, _is_fp64(a))
     if out is None:
         return _Linear.apply(a, b.t(), None, out_dtype or a.dtype, None, None)
     with torch.no_grad():
@@ -40,8 +39,7 @@ def linear(
     num_valid_tokens: Tensor | None = None,
 ) -> Tensor:
     """``act(x @ weight.T + bias)``; see ``cute_kernels.linear``."""
-    if not _is_fp64(x):
-        check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
+    check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens, _is_fp64(x))
     return _Linear.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
 
 

@@ -63,6 +63,11 @@ def normalize(
     Raises: as ``check_norm``; UnsupportedDeviceError; what the entry raises.
     """
     shape, contiguous = x.shape, x.is_contiguous()
+    x2, residual2 = x, residual
+    if len(shape) != 2:
+        op = f"{kind}_norm"
+        x2 = as_rows(op, "x", x)
+        residual2 = None if residual is None else as_rows(op, "residual", residual)
     num_statistics = 0 if not keeps_statistics else 2 if kind == "layer" and save == "input" else 1
     plan = None
     if eager:
@@ -75,12 +80,12 @@ def normalize(
             keeps_h,
             keeps_statistics,
             x.dtype,
-            shape[-1] if contiguous else _strides_key(x),
+            shape[-1] if contiguous else _strides_key(x2),
             x.data_ptr() & 15,
             x.get_device(),
             None if weight is None else (weight.dtype, weight.data_ptr() & 15),
             None if bias is None else (bias.dtype, bias.data_ptr() & 15),
-            None if residual is None else _rows_key(residual),
+            None if residual2 is None else _rows_key(residual2),
         )
         plan = _plans.get(key)
     floats = type(eps) is float and type(weight_offset) is float  # 1 and True are equal to 1.0, and so a key's part is
@@ -88,7 +93,7 @@ def normalize(
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         if eager:
             facts = (kind, weight_offset, out_dtype or x.dtype, keeps_h, num_statistics)
-            plan = _plans[key] = _plan_forward(*facts, x, residual, weight, bias)
+            plan = _plans[key] = _plan_forward(*facts, x2, residual2, weight, bias)
 
     rows = shape[0] if len(shape) == 2 else x.numel() // shape[-1]
     if outputs is not None:
@@ -102,11 +107,9 @@ def normalize(
         statistics = None
         if keeps_statistics:  # sizes as a tuple would take 1 us more
             statistics = x.new_empty(num_statistics, rows, dtype=torch.float32)
-    x2, y2, residual2, h2 = x, y, residual, h
+    y2, h2 = y, h
     if len(shape) != 2:
-        op = f"{kind}_norm"
-        x2, y2 = as_rows(op, "x", x), as_rows(op, "y", y)
-        residual2 = None if residual is None else as_rows(op, "residual", residual)
+        y2 = as_rows(op, "y", y)
         h2 = None if h is None else as_rows(op, "h", h)
     if plan is not None and rows:
         function, rows_per_cluster, max_clusters, persistent_clusters = plan
@@ -217,10 +220,8 @@ def _rows_key(t: Tensor) -> tuple:
 
 
 def _strides_key(t: Tensor) -> tuple:
-    """Of what is not contiguous: of a matrix its columns, strides and whether it is more than a row, else its shape."""
-    if t.dim() == 2:
-        return t.shape[-1], t.stride(), t.shape[0] > 1
-    return t.shape, t.stride()
+    """Of a matrix that is not contiguous: its columns, strides and whether it is more than a row."""
+    return t.shape[-1], t.stride(), t.shape[0] > 1
 
 
 def _vector_key(t: Tensor) -> tuple:
@@ -231,9 +232,7 @@ def _plan_forward(kind, weight_offset, y_dtype, keeps_h, num_statistics, x, resi
     from cute_kernels.norm.kernel import norm_forward
 
     index, n = x.get_device(), x.shape[-1]
-    streams = [as_rows(f"{kind}_norm", "x", x)]
-    if residual is not None:
-        streams.append(as_rows(f"{kind}_norm", "residual", residual))
+    streams = [x] if residual is None else [x, residual]
     arch = arch_of(index)
     geometry = _geometry(n, streams, [y_dtype])
     column_bytes = sum(t.element_size() for t in (weight, bias) if t is not None)
@@ -276,7 +275,18 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
 def _plan(function, kind: str, config: NormConfig, device_index: int) -> Plan:
     num_sms = sm_count(device_index)
     persistent = config.persistent_clusters(kind, num_sms)
+    if config.layout.n == 1:
+        function = _resolved(function)
     return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), persistent)
+
+
+def _resolved(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` of tensors as torch reads them: one column may be a conjugate's imaginary part, negated lazily."""
+
+    def run(*arguments: object) -> None:
+        function(*(value.resolve_neg() if isinstance(value, Tensor) else value for value in arguments))
+
+    return run
 
 
 def _dtypes(*tensors: Tensor | None) -> list:

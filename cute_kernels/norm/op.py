@@ -41,7 +41,8 @@ def rms_norm(
         eps: added to the mean square, > 0.
         weight_offset: added to the weight in fp32 (1.0 for zero-centred weights).
         save: what the backward keeps. "input": h. "output": y, which a following linear layer keeps anyway; x_hat is
-            recovered as (y - bias) / W with |W| clamped to eps from below, so a column with W == 0 gets dw = 0.
+            recovered as (y - bias) / W with |W| clamped to eps from below, and is 0 where W == 0: such a column gets
+            dw = 0. Since y - bias cancels, the errors of dw and dx grow like |bias| / |W|.
         out_dtype: dtype of y; x's if None.
         return_residual: return (y, h) instead of y.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -58,7 +59,8 @@ def rms_norm(
     narrower accesses, hence another order of summation). dw and db are summed in fp32 in an order fixed by C, the
     dtypes, the number of rows and of SMs: each team of a CTA adds its rows in ascending order, then the teams, then
     32 interleaved sequences of CTAs; bitwise reproducible run to run. If ``weight.main_grad`` (fp32) exists, dw is
-    added to it and ``weight.grad`` stays None. An incoming gradient without contiguous rows is copied.
+    added to it and ``weight.grad`` stays None. In eager mode ``torch.autograd.grad`` of other tensors alone leaves it
+    as it is; a compiled backward adds to it nonetheless. An incoming gradient without contiguous rows is copied.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
     """
@@ -94,8 +96,8 @@ def layer_norm(
     """Layer norm of each row: ``(h - mean(h)) * rsqrt(var(h) + eps) * (weight + weight_offset) + bias``.
 
     The variance is the population variance, centred in two steps. Arguments, results, errors and numeric contract as in
-    ``rms_norm``. With ``save="output"`` the error of dw grows like |bias| / |weight|, since y - bias cancels (relative
-    error 7e-3 for weights near 1 and biases of standard deviation 4).
+    ``rms_norm``. With ``save="output"`` the errors of dw and dx grow like |bias| / |weight|, since y - bias cancels
+    (relative error of dw 7e-3 for weights near 1 and biases of standard deviation 4).
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, equation 4.
     """

@@ -4,8 +4,9 @@ h = x (+ residual, rounded to the residual's dtype);  W = weight + weight_offset
 rms:    y = h * rsqrt(mean(h^2) + eps) * W + bias
 layer:  y = (h - mean(h)) * rsqrt(var(h) + eps) * W + bias      (population variance)
 
-All in ``compute_dtype``, rounded once at the end. ``save`` chooses what the kernels keep for the backward and changes
-nothing here. A parameter's gradient is added to its ``main_grad`` where it has one, and its ``grad`` stays None.
+All in ``compute_dtype``, rounded once at the end. ``save`` chooses what the kernels keep for the backward; here it
+changes one result, as there: with "output" dw = 0 where W = 0. A parameter's gradient is added to its ``main_grad``
+where it has one, and its ``grad`` stays None.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def rms_norm(
     check_norm("rms_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
     h, stored = _residual_stream(x, residual, compute_dtype)
     x_hat = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    y = _affine("rms_norm", x_hat, weight, bias, weight_offset, out_dtype or x.dtype)
+    y = _affine("rms_norm", x_hat, weight, bias, weight_offset, save, out_dtype or x.dtype)
     return (y, stored) if return_residual else y
 
 
@@ -58,7 +59,7 @@ def layer_norm(
     h, stored = _residual_stream(x, residual, compute_dtype)
     centred = h - h.mean(-1, keepdim=True)
     x_hat = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    y = _affine("layer_norm", x_hat, weight, bias, weight_offset, out_dtype or x.dtype)
+    y = _affine("layer_norm", x_hat, weight, bias, weight_offset, save, out_dtype or x.dtype)
     return (y, stored) if return_residual else y
 
 
@@ -70,9 +71,20 @@ def _residual_stream(x: Tensor, residual: Tensor | None, compute_dtype: torch.dt
     return stored.to(compute_dtype), stored
 
 
-def _affine(op: str, x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, dtype: torch.dtype):
+def _affine(
+    op: str,
+    x_hat: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    offset: float,
+    save: str,
+    dtype: torch.dtype,
+) -> Tensor:
     if weight is not None:
-        x_hat = x_hat * (widened(op, "weight", weight, x_hat.dtype) + offset)
+        w = widened(op, "weight", weight, x_hat.dtype) + offset
+        if save == "output":
+            w = torch.where(w == 0, w.detach(), w)
+        x_hat = x_hat * w
     if bias is not None:
         x_hat = x_hat + widened(op, "bias", bias, x_hat.dtype)
     return x_hat.to(dtype)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cute_kernels import UnsupportedDeviceError, linear, mm, nn, provenance
 from cute_kernels.gemm import launch, op, reference
@@ -194,8 +195,23 @@ def test_fp64():
             mm(a, b)
         with pytest.raises(TypeError, match=r"^linear: x must have dtype bfloat16, float16, got torch\.float64$"):
             linear(a, b.t())
-    else:
-        assert mm(a, b).dtype is torch.float64
+        return
+    assert mm(a, b).dtype is torch.float64
+    wanted = "mm: out_dtype must have dtype bfloat16, float16, float32, float64, got torch.int32"
+    for error, call, message in (
+        (TypeError, lambda: mm(a, b.long()), "mm: b must have dtype float64, got torch.int64"),
+        (TypeError, lambda: mm(a, b, out_dtype=torch.int32), wanted),
+        (ValueError, lambda: mm(a, b, out=zeros(7, M, N)), "mm: out must have shape (4, 32), got (7, 4, 32)"),
+        (TypeError, lambda: linear(a, b.t().bfloat16()), "linear: weight must have dtype float64, got torch.bfloat16"),
+        (
+            ValueError,
+            lambda: linear(a, b.t(), activation="tanh"),
+            "linear: activation must be one of (None, 'relu', 'silu', 'gelu'), got 'tanh'",
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value) == message
 
 
 def test_arguments_are_keywords():
@@ -286,6 +302,26 @@ def refusal(raises: bool):
             yield caught
     else:
         yield None
+
+
+def test_out_that_does_not_hold_its_values():
+    """Also where there is a plan for the same strides."""
+    memory = zeros(M, 1, dtype=torch.complex64)
+    mm(zeros(M, K), zeros(K, 1), out=memory.imag)
+    with pytest.raises(ValueError) as caught:
+        mm(zeros(M, K), zeros(K, 1), out=memory.conj().imag)
+    assert str(caught.value) == "mm: out must hold its values in memory, got a view that is negated lazily"
+
+
+@pytest.mark.parametrize("name", ["a", "b", "out"])
+def test_a_tangent_is_not_lost_in_out(name):
+    arguments = good(mm) | {"out": zeros(M, N)}
+    with forward_ad.dual_level():
+        mm(**arguments)
+        arguments[name] = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+        with pytest.raises(ValueError) as caught:
+            mm(**arguments)
+    assert str(caught.value) == "mm: out must be None where a tangent is wanted, got a tensor"
 
 
 def test_autograd_knows_that_out_was_written():

@@ -236,6 +236,9 @@ def test_out(generator):
     out = memory[:, :5]
     assert mm(a, b, out=out, out_dtype=FP32) is out
     assert torch.equal(out, mm(a, b, out_dtype=FP32)) and (memory[:, 5:] == -7.0).all()
+    memory.fill_(-7.0)
+    torch.compile(cute_kernels.mm, fullgraph=True, backend="aot_eager")(a, b, out=out)
+    assert torch.equal(out, mm(a, b, out_dtype=FP32)) and (memory[:, 5:] == -7.0).all()
 
 
 def test_shapes_of_meta_tensors():

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from cute_kernels import linear, mm
 from cute_kernels.gemm import op
 from cute_kernels.gemm.config import candidates
+from cute_kernels.gemm.launch import gemm_op
 from tests.gemm_cases import (
     FP16,
     FP32,
@@ -47,6 +48,8 @@ from tests.gpu.gemm.test_torch import (  # noqa: F401
     test_another_number_of_tokens_compiles_nothing,
     test_autocast_changes_nothing,
     test_compile,
+    test_compile_into_an_operand,
+    test_compile_into_out,
     test_compile_without_gradients,
     test_fake_tensors,
     test_opcheck,
@@ -70,14 +73,23 @@ def compile_backend():
     return "aot_eager"
 
 
+def traced(name, condition):
+    """A function as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
+    source = inspect.getsource(getattr(op, name))
+    assert source.count(condition) == 1
+    namespace = dict(vars(op))
+    exec(source.replace(condition, "False"), namespace)
+    return namespace[name]
+
+
 @pytest.fixture
 def traced_linear():
-    """``linear`` as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
-    source = inspect.getsource(op.linear)
-    assert source.count("not x.is_cuda") == 1
-    namespace = dict(vars(op))
-    exec(source.replace("not x.is_cuda", "False"), namespace)
-    return namespace["linear"]
+    return traced("linear", "not x.is_cuda")
+
+
+@pytest.fixture
+def traced_mm():
+    return traced("mm", "not a.is_cuda")
 
 
 @pytest.fixture
@@ -116,6 +128,14 @@ def test_a_compiled_backward_adds_to_every_main_grad(traced_linear, generator):
     ):
         torch.autograd.grad(function(inputs.x, inputs.weight), inputs.x, inputs.dy)
         assert inputs.weight.main_grad.any() == is_added_to and inputs.weight.grad is None
+
+
+def test_the_operator_refuses_memory_of_an_operand():
+    """A compiler may have given it to out, which ``mm`` has checked before: inductor does."""
+    square, other = torch.zeros(2, 64, 64, dtype=torch.bfloat16).unbind()
+    for a, b, name in ((square, other, "a"), (other, square, "b")):
+        with pytest.raises(ValueError, match=rf"^mm: out must not share memory with {name}, got address 0x"):
+            gemm_op(a, b.t(), square)
 
 
 def test_a_tangent_is_refused_and_not_lost():

@@ -108,6 +108,15 @@ def test_another_number_of_rows_is_the_same_kernel(jobs):
     assert len(set(jobs)) == strided and len(launch._plans) == plans
 
 
+def test_another_number_of_rows_of_a_strided_batch(jobs):
+    """Of rows of one stride the leading dimensions are no part of the plan."""
+    for rows in (3, 4, 1000):
+        x, residual = torch.zeros(2, 2, rows, 80, dtype=BF16)[..., :64].unbind()
+        kernel_path("rms", x, residual=residual)
+        kernel_path("rms", x[0], residual=residual[0])
+    assert len(launch._plans) == 1
+
+
 @pytest.mark.parametrize("residual", [None, BF16, FP32], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_prewarm_has_the_kernels_of_a_model(kind, residual, jobs):

@@ -159,6 +159,26 @@ def test_options_that_change_no_value(kind, generator):
     torch.testing.assert_close(one_row, y[1, 2])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_dw_of_a_weight_of_zero(kind, offset, generator):
+    """It is 0 for save="output", as y has nothing of x_hat there; nothing else changes."""
+    x, dy = torch.randn(2, 9, 64, generator=generator).unbind()
+    weight, bias = torch.randn(2, 64, generator=generator).unbind()
+    weight[:8] = -offset
+
+    def results(save):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = OPS[kind](leaves[0], leaves[1], bias=leaves[2], weight_offset=offset, save=save)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    wanted, found = results("input"), results("output")
+    assert wanted[2][:8].all()
+    wanted[2][:8] = 0.0
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one, two)
+
+
 def test_defaults():
     """eps is 1e-6 for rms_norm and 1e-5 for layer_norm."""
     x = torch.tensor([[1e-3, -1e-3, 2e-3, -2e-3]])

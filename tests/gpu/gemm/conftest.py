@@ -40,3 +40,8 @@ def each_layout():
 @pytest.fixture
 def traced_linear():
     return linear
+
+
+@pytest.fixture
+def traced_mm():
+    return mm

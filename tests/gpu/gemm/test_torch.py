@@ -66,6 +66,36 @@ def test_compile_without_gradients(traced_linear, generator, compile_backend):
         assert_same_bits(compiled(inputs.x, inputs.weight, inputs.bias), wanted)
 
 
+def test_compile_into_out(traced_mm, generator, compile_backend):
+    torch._dynamo.reset()
+    a, b = randn(65, 64, generator=generator).to(BF16), randn(64, 96, generator=generator).to(BF16)
+    memory = torch.full((65, 104), -7.0, device=a.device)
+    compiled = torch.compile(traced_mm, fullgraph=True, backend=compile_backend)
+    with torch.no_grad():
+        compiled(a, b, out=memory[:, :96])
+    assert_same_bits(memory[:, :96], mm(a, b, out_dtype=FP32))
+    assert (memory[:, 96:] == -7.0).all()
+
+
+def test_compile_into_an_operand(traced_mm, generator, device, compile_backend):
+    """A compiler may give out the memory of an operand that has no other use: an error, not a wrong product."""
+    torch._dynamo.reset()
+    size = 4096 if device == "cuda" else 64  # tiles are written while others still read
+    a, b = (randn(size, size, generator=generator).to(BF16) for _ in range(2))
+
+    def function(a, b):
+        a = a * 2
+        return traced_mm(a, b, out=a)
+
+    with torch.no_grad():
+        try:
+            found = torch.compile(function, fullgraph=True, backend=compile_backend)(a, b)
+        except ValueError as error:
+            assert str(error).startswith("mm: out must not share memory with a, got address 0x")
+        else:
+            assert_same_bits(found, mm(a * 2, b))
+
+
 class Recorder(TorchDispatchMode):
     """Calls of the registered operators, with copies of what they got."""
 

@@ -67,7 +67,9 @@ def test_a_row_does_not_know_its_address(case, norm, generator):
         assert torch.equal(y, whole["y"][begin : begin + 3]) and torch.equal(x.grad, whole["dx"][begin : begin + 3])
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], *(Case("layer", n, weight=FP32, bias=FP32) for n in (769, 4096))], ids=str
+)
 def test_y_does_not_depend_on_training(case, norm, generator):
     """With and without autograd: the statistics are stored or not."""
     inputs = make_inputs(case, generator, 100 * case.n)

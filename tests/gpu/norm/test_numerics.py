@@ -191,15 +191,18 @@ def test_small_offset_weights(norm, generator):
     "case", [Case(kind, n, weight=FP32, bias=FP32, save="output") for kind in KINDS for n in (769, 4096)], ids=str
 )
 def test_weights_that_cannot_be_divided_by(case, norm, generator):
-    """save="output" divides by the weight: where it is 0, dw is 0; nothing is NaN or infinite; the rest is right."""
+    """save="output" divides by the weight: where it is 0, dw is 0, and x_hat is missing from dx; the rest is right.
+
+    The bias has more digits than y: y less the bias is not 0 there, and would be divided by eps.
+    """
     inputs = make_inputs(case, generator, 99 * case.n)
     with torch.no_grad():
-        inputs.bias.zero_()
         inputs.weight[0:8] = 0.0
         inputs.weight[8:16] = -0.0
         inputs.weight[16:24] = 1e-7
         inputs.weight[24:32] = -1e-7
         inputs.weight[32:64] *= -1.0
+        inputs.bias[16:32] = 0.0
     found, exact = call_and_differentiate(norm, case, inputs), oracle(case, inputs)
     assert all(result.isfinite().all() for result in found.values())
     check(found, exact)
@@ -277,6 +280,21 @@ def test_a_transposed_column(norm, generator, device):
     assert x.stride() == (1, 77)
     y = norm("rms", x, None, torch.ones(1, device=device), eps=1e-6)
     assert torch.allclose(y, x / (x.square() + 1e-6).sqrt() + 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 77])
+def test_a_sign_that_is_not_in_memory(rows, norm, generator, device):
+    """Of one column, too: torch negates a conjugate's imaginary part where it reads it."""
+    pairs = torch.randn(3, rows, 1, dtype=torch.complex64, generator=generator, device=device)
+    parts = [pair.imag for pair in pairs.conj()]
+    assert all(part.is_neg() and part.stride() == (2, 2) for part in parts)
+    results = []
+    for x, residual, dy in (parts, [part.resolve_neg() for part in parts]):
+        x, weight = x.detach().requires_grad_(), torch.ones(1, device=device, requires_grad=True)
+        y, h = norm("rms", x, weight, residual=residual, return_residual=True)
+        results.append([y, h, *torch.autograd.grad([y, h], [x, weight], [dy, dy])])
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("case", [Case("layer", 4096, bias=BF16)], ids=str)

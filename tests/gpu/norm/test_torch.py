@@ -37,7 +37,7 @@ def test_compile(case, norm, generator, compile_backend):
 
 
 def test_compile_in_a_model(norm, generator, device, compile_backend):
-    """Between other operators, in three dimensions, an x that requires no grad, main_grad left alone."""
+    """Between other operators, in three dimensions, an x that requires no grad."""
     torch._dynamo.reset()
     weight = torch.ones(1024, device=device, requires_grad=True)
     projection = (torch.randn(1024, 1024, generator=generator, device=device) / 32).to(BF16).requires_grad_()
@@ -55,6 +55,19 @@ def test_compile_in_a_model(norm, generator, device, compile_backend):
     )
     for one, two in zip(compiled, eager, strict=True):
         assert torch.allclose(one, two, rtol=2e-2, atol=2e-2 * two.abs().max().item())
+
+
+def test_a_compiled_backward_adds_to_every_main_grad(norm, generator, compile_backend):
+    """Which gradients it is asked for is not known in a graph: eager mode leaves those of others alone."""
+    torch._dynamo.reset()
+    inputs = make_inputs(TRACED[1], generator, 65 * 1024)
+    parameters = inputs.weight, inputs.bias
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+    for function, is_added_to in ((norm, False), (torch.compile(norm, fullgraph=True, backend=compile_backend), True)):
+        torch.autograd.grad(function("layer", inputs.x, *parameters), inputs.x, inputs.dy)
+        for parameter in parameters:
+            assert parameter.main_grad.any() == is_added_to and parameter.grad is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
