@@ -325,6 +325,8 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
         pre,
         projection,
         projection_backward,
+        projection_backward_sm90,
+        projection_sm90,
         sinkhorn,
     )
 
@@ -360,10 +362,22 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
         (pre, "pre_forward", pre.PreForward, _pre_forward),
         (projection, "projection_forward", projection.ProjectionForward, _projection_forward),
         (
+            projection_sm90,
+            "projection_forward_sm90",
+            projection_sm90.ProjectionForwardSm90,
+            _projection_forward_sm90,
+        ),
+        (
             projection_backward,
             "projection_backward",
             projection_backward.ProjectionBackward,
             _projection_backward,
+        ),
+        (
+            projection_backward_sm90,
+            "projection_backward_sm90",
+            projection_backward_sm90.ProjectionBackwardSm90,
+            _projection_backward_sm90,
         ),
         (phi_gradient, "phi_gradient", phi_gradient.PhiGradient, _phi_gradient),
     )
@@ -648,8 +662,23 @@ def _projection_forward(static, x, phi, norm_weight, partials, num_ctas) -> None
     assert not config.tma or phi.data_ptr() % 16 == 0
     assert partials.shape == (config.splits, config.columns + 1, len(x)) and partials.is_contiguous()
     assert 1 <= num_ctas <= min(-(-len(x) // 128) * config.splits, 132 * config.ctas_per_sm)
-    weight, wide = _weight(phi, norm_weight), x.float()
-    part_of_column = torch.arange(config.k) // config.tile_k % config.splits
+    _add_parts(partials, x, _weight(phi, norm_weight), config.tile_k)
+
+
+def _projection_forward_sm90(static, x, phi, norm_weight, partials, num_clusters) -> None:
+    config = static["config"]
+    _is_matrix(x, True, config.k, 8, BF16)
+    for name, t in (("phi", phi), ("norm_weight", norm_weight)):
+        _is_dtype(static[name], t)
+    assert phi.data_ptr() % 16 == 0
+    assert partials.shape == (config.splits, config.columns + 1, len(x)) and partials.is_contiguous()
+    assert 1 <= num_clusters <= min(-(-len(x) // (2 * config.tokens)) * config.splits, 66)
+    _add_parts(partials, x, _weight(phi, norm_weight), 64)
+
+
+def _add_parts(partials: Tensor, x: Tensor, weight: Tensor, tile_k: int) -> None:
+    wide, splits = x.float(), len(partials)
+    part_of_column = torch.arange(x.shape[1]) // tile_k % splits
     for split, part in enumerate(partials):
         columns = part_of_column == split
         part[:-1].copy_((wide[:, columns] @ weight[:, columns].t()).t())
@@ -722,6 +751,26 @@ def _projection_backward(
         for index, first in enumerate(range(0, len(x), item)):
             tokens = slice(first, first + item)
             partials[index * config.parts].copy_(dh[tokens].t() @ wide[tokens])
+
+
+def _projection_backward_sm90(static, x, phi, norm_weight, dh, dmean_square, dx, partials, num_clusters) -> None:
+    config = static["config"]
+    for name, t in (("phi", phi), ("norm_weight", norm_weight)):
+        _is_dtype(static[name], t)
+    _is_matrix(x, True, config.k, 8, BF16)
+    _is_matrix(dx, static["needs_dx"], config.k, 8, BF16)
+    for t, shape in ((phi, (config.columns, config.k)), (dh, (len(x), config.columns))):
+        assert t.is_contiguous() and t.shape == shape and t.data_ptr() % 16 == 0
+    assert 1 <= num_clusters <= min(config.chunks(len(x)) * config.pairs, 66)
+    wide = x.float()
+    if dx is not None:
+        dx.copy_(dh @ _weight(phi, norm_weight) + (2.0 / config.k) * wide * dmean_square[:, None])
+    assert (partials is not None) == static["needs_dphi"]
+    if partials is not None:
+        assert partials.shape == (config.chunks(len(x)), config.columns, config.k)
+        _rows_per_group[partials.data_ptr()] = 1
+        for part, tokens in zip(partials, torch.arange(len(x)).split(config.chunk), strict=True):
+            part.copy_(dh[tokens].t() @ wide[tokens])
 
 
 def _phi_gradient(static, partials, phi, norm_weight, dphi, dweight, sums, dbeta, dalpha, per_group) -> None:

@@ -80,7 +80,13 @@ class ProjectionConfig:
         """Of K; every ``splits``-th is one part's."""
         return -(-self.k // self.tile_k)
 
+    def grid(self, num_tokens: int, num_sms: int) -> int:
+        """CTAs: one for each block of tokens and part of K, as many as fit."""
+        return min(-(-num_tokens // PROJECTION_TOKENS) * self.splits, num_sms * self.ctas_per_sm)
 
+
+PROJECTION_TOKENS = 128  # of a CTA whose warps multiply
+MAX_WARP_COLUMNS = 32  # whose sums for 64 tokens a warp's registers hold
 SLICE = 4096
 BIAS_CHUNK = 64  # tokens whose gradients of the bias are added first
 TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of 8 bits that an element needs to be exact
@@ -104,7 +110,7 @@ def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tm
     three CTAs of two of 64 0.80.
     """
     order = 2 if precision == "tf32" else 3
-    light = columns <= 32 and x == "bfloat16"  # few enough sums that a warp's registers hold those of 64 tokens
+    light = columns <= MAX_WARP_COLUMNS and x == "bfloat16"
     return ProjectionConfig(
         columns=columns,
         k=k,
@@ -118,6 +124,58 @@ def projection_config(columns: int, k: int, x: str, phi: str, precision: str, tm
         order=order,
         tma=tma,
     )
+
+
+TILE_K = 64  # columns of x that come at once where warpgroups multiply
+
+
+@dataclass(frozen=True)
+class WarpgroupProjectionConfig:
+    """How warpgroups compute the products of bf16 tokens with many rows of phi (kernel/projection_sm90.py).
+
+    ``columns``: N; ``k``: n C; ``splits``: as in ProjectionConfig; ``tokens`` of a CTA; ``stages`` tiles in flight;
+    ``phi_terms``: bf16 numbers whose sum stands for an element of phi.
+    """
+
+    columns: int
+    k: int
+    splits: int
+    tokens: int
+    stages: int
+    phi_terms: int
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns in whole octets."""
+        return -(-self.columns // 8) * 8
+
+    @property
+    def term_rows(self) -> int:
+        """Rows that the terms of phi fill."""
+        return self.padded_columns * self.phi_terms
+
+    @property
+    def instruction_rows(self) -> int:
+        """Of these, that one instruction multiplies: all, where a thread of 512 has registers for as many sums."""
+        return self.term_rows if self.term_rows <= 160 else self.padded_columns
+
+    @property
+    def tiles(self) -> int:
+        """Of K; every ``splits``-th is one part's."""
+        return -(-self.k // TILE_K)
+
+    def grid(self, num_tokens: int, num_sms: int) -> int:
+        """Pairs of CTAs: one for each two blocks of tokens and part of K, as many as fit."""
+        return min(-(-num_tokens // (2 * self.tokens)) * self.splits, num_sms // 2)
+
+
+def warpgroup_projection_config(columns: int, k: int, phi: str, precision: str) -> WarpgroupProjectionConfig:
+    """``phi``, ``precision``: as in ``projection_config``. A thread has up to 160 sums."""
+    phi_terms = min(TERMS[phi], 2 if precision == "tf32" else 3)
+    config = WarpgroupProjectionConfig(columns, k, splits_of(k), 0, 0, phi_terms)
+    tokens = 256 if config.term_rows <= 160 else 128
+    tile = 2 * TILE_K * (tokens + config.term_rows)
+    return replace(config, tokens=tokens, stages=min(MAX_STAGES, (SHARED_MEMORY - 2048) // tile))
 
 
 BLOCK_TOKENS = 16  # that a cluster has at once
@@ -333,6 +391,48 @@ class ProjectionBackwardConfig:
         return -(-num_tokens // (chunks * self.chunk)) * self.parts
 
 
+TILE_TOKENS = 64  # that come at once where warpgroups compute the backward
+
+
+@dataclass(frozen=True)
+class WarpgroupBackwardConfig:
+    """How warpgroups compute dx and the sums of dphi (kernel/projection_backward_sm90.py).
+
+    ``columns``: N; ``k``: n C. A CTA owns ``slice_k`` columns of x, with phi in ``phi_terms`` terms, and adds ``chunk``
+    tokens; ``stages`` tiles of dH, ``x_stages`` of x are in flight. A pair of CTAs shares dH.
+    """
+
+    columns: int
+    k: int
+    slice_k: int
+    chunk: int
+    phi_terms: int
+    stages: int
+    x_stages: int
+
+    @property
+    def pairs(self) -> int:
+        """Of CTAs, that share a token."""
+        return -(-self.k // (2 * self.slice_k))
+
+    def chunks(self, num_tokens: int) -> int:
+        """Partial sums of a column."""
+        return -(-num_tokens // self.chunk)
+
+    def grid(self, num_tokens: int, num_sms: int) -> int:
+        """Pairs of CTAs: as few as need no more rounds."""
+        items = self.chunks(num_tokens) * self.pairs
+        return -(-items // -(-items // (num_sms // 2)))
+
+
+def warpgroup_backward_config(columns: int, k: int, phi: str) -> WarpgroupBackwardConfig:
+    """``phi``: name of the dtype that holds phi times norm_weight. Products as in precision "tf32"."""
+    phi_terms, slice_k, stages = min(TERMS[phi], 2), 256, 2
+    fixed = 2 * phi_terms * columns * slice_k + stages * 4 * TILE_TOKENS * columns + 2048
+    x_stages = min(MAX_STAGES, (SHARED_MEMORY - fixed) // (2 * TILE_TOKENS * slice_k))
+    return WarpgroupBackwardConfig(columns, k, slice_k, 1024, phi_terms, stages, x_stages)
+
+
 CHUNK = 512  # tokens
 GROUP = 4  # chunks
 
@@ -360,7 +460,7 @@ def projection_backward_config(
     16 160. Tiles of 32 in flight, 5, 8: projection 4096x4x7168 136, 128; 8192x4x2560 112, 109; 8192x4x4096 146, 153.
     """
     order = 2 if precision == "tf32" else 3
-    wide = columns > 32
+    wide = columns > MAX_WARP_COLUMNS
     slice_c = (16 if order == 2 else 8) if wide else (32 if x == "float32" or order == 3 else 64)
     parts = order if wide else 1
     config = ProjectionBackwardConfig(

@@ -27,18 +27,23 @@ from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
     BIAS_CHUNK,
+    MAX_WARP_COLUMNS,
     PreConfig,
     ProjectionBackwardConfig,
+    ProjectionConfig,
     StreamLayout,
+    WarpgroupBackwardConfig,
+    WarpgroupProjectionConfig,
     pre_config,
     product_layout,
     projection_backward_config,
     projection_config,
     stream_layout,
+    warpgroup_backward_config,
+    warpgroup_projection_config,
 )
 from cute_kernels.mhc.variants import Variant
 
-PROJECTION_TOKENS = 128  # of a CTA
 COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
 # Of a Variant, what the coefficients' kernels know, in the order of its fields
 VARIANT = (
@@ -209,9 +214,9 @@ def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _plan_projection(x, phi, norm_weight, precision)
-    function, splits, max_ctas = plan
-    partials = x.new_empty((splits, phi.shape[0] + 1, x.shape[0]), dtype=torch.float32)
-    function(x, phi, norm_weight, partials, min(-(-x.shape[0] // PROJECTION_TOKENS) * splits, max_ctas))
+    function, config, num_sms = plan
+    partials = x.new_empty((config.splits, phi.shape[0] + 1, x.shape[0]), dtype=torch.float32)
+    function(x, phi, norm_weight, partials, config.grid(x.shape[0], num_sms))
     return partials
 
 
@@ -310,19 +315,26 @@ def projection_backward(
         _rows_key(x, dout, dlayer, dx),
         _dtypes(phi, norm_weight, dphi, dnorm_weight, dbeta, dalpha),
         phi.shape[0],
+        dH.data_ptr() % 16,
     )
     plan = _plans.get(key)
     if plan is None:
-        arguments = (x, phi, norm_weight, dout, dlayer, dx, (dphi, dnorm_weight, dbeta, dalpha), accumulate)
+        arguments = (x, phi, norm_weight, dH, dout, dlayer, dx, (dphi, dnorm_weight, dbeta, dalpha), accumulate)
         plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision)
-    function, sum_items, config, num_sms = plan
-    tokens, partials = x.shape[0], None
-    chunks, num_ctas = config.schedule(tokens, num_sms)
+    function, config, sum_items, num_sms = plan
+    tokens, partials, per_group = x.shape[0], None, 1
+    if isinstance(config, WarpgroupBackwardConfig):
+        if sum_items is not None:
+            partials = x.new_empty((config.chunks(tokens), *phi.shape), dtype=torch.float32)
+        function(x, phi, norm_weight, dH, dmean_square, dx, partials, config.grid(tokens, num_sms))
+    else:
+        chunks, num_ctas = config.schedule(tokens, num_sms)
+        if sum_items is not None:
+            partials = x.new_empty((config.partials(tokens, chunks), *phi.shape), dtype=torch.float32)
+            per_group = config.group // chunks
+        function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, chunks, num_ctas)
     if sum_items is not None:
-        partials = x.new_empty((config.partials(tokens, chunks), *phi.shape), dtype=torch.float32)
-    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, chunks, num_ctas)
-    if sum_items is not None:
-        sum_items(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha, config.group // chunks)
+        sum_items(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha, per_group)
 
 
 def _product_name(phi: Tensor, norm_weight: Tensor | None) -> str:
@@ -330,36 +342,63 @@ def _product_name(phi: Tensor, norm_weight: Tensor | None) -> str:
     return _name(phi) if norm_weight is None else "float32"
 
 
-def _plan_projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> tuple[Launch, int, int]:
-    from cute_kernels.mhc.kernel.projection import projection_forward
-
+def _plan_projection(
+    x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str
+) -> tuple[Launch, ProjectionConfig | WarpgroupProjectionConfig, int]:
     index, (columns, k) = x.get_device(), phi.shape
     tma = columns > 1 and x.stride(0) >= k and _aligned(k, x, phi)  # no boxes of a matrix of one row
-    config = projection_config(columns, k, _name(x), _product_name(phi, norm_weight), precision, tma)
-    function = projection_forward(arch_of(index), *_cutlass(x, phi, norm_weight), config)
-    return function, config.splits, sm_count(index) * config.ctas_per_sm
+    product, num_sms = _product_name(phi, norm_weight), sm_count(index)
+    if tma and _by_warpgroups(x, columns, arch_of(index)):
+        from cute_kernels.mhc.kernel.projection_sm90 import projection_forward_sm90
+
+        config = warpgroup_projection_config(columns, k, product, precision)
+        return projection_forward_sm90(arch_of(index), *_cutlass(phi, norm_weight), config), config, num_sms
+    from cute_kernels.mhc.kernel.projection import projection_forward
+
+    config = projection_config(columns, k, _name(x), product, precision, tma)
+    return projection_forward(arch_of(index), *_cutlass(x, phi, norm_weight), config), config, num_sms
 
 
 def _plan_projection_backward(
-    x, phi, norm_weight, dout, dlayer, dx, gradients, accumulate, n, layout, orientation, precision
-) -> tuple[Launch, Launch | None, ProjectionBackwardConfig, int]:
+    x, phi, norm_weight, dH, dout, dlayer, dx, gradients, accumulate, n, layout, orientation, precision
+) -> tuple[Launch, ProjectionBackwardConfig | WarpgroupBackwardConfig, Launch | None, int]:
+    """(kernel of dx and partial sums, its configuration, kernel that adds these, number of SMs)."""
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
-    from cute_kernels.mhc.kernel.projection_backward import projection_backward
 
     index, (columns, k), (dphi, dnorm_weight, _, dalpha) = x.get_device(), phi.shape, gradients
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
     tma = x.stride(0) >= k and _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
-    names = _name(x), _product_name(phi, norm_weight)
-    beside = dout is not None, dlayer is not None
-    config = projection_backward_config(n, channels, layout, columns, *names, precision, tma, *beside)
-    dtypes = _cutlass(x, phi, norm_weight)
-    function = projection_backward(arch, *dtypes, dx is not None, sums, orientation, dlayer is not None, config)
+    product, dtypes = _product_name(phi, norm_weight), _cutlass(phi, norm_weight)
     sum_items = None
     if sums:
-        dtypes = _cutlass(phi, norm_weight, *gradients)
         alphas = 0 if dalpha is None else dalpha.shape[0]
-        sum_items = phi_gradient(arch, *dtypes, accumulate, columns, k, alphas)
-    return function, sum_items, config, sm_count(index)
+        sum_items = phi_gradient(arch, *dtypes, *_cutlass(*gradients), accumulate, columns, k, alphas)
+    if (
+        _by_warpgroups(x, columns, arch)
+        and tma
+        and dout is None
+        and dlayer is None
+        and precision == "tf32"
+        and _aligned(columns, dH)
+        and _aligned(k, phi)
+    ):
+        from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90
+
+        alone = warpgroup_backward_config(columns, k, product)
+        function = projection_backward_sm90(arch, *dtypes, dx is not None, sums, alone)
+        return function, alone, sum_items, sm_count(index)
+    from cute_kernels.mhc.kernel.projection_backward import projection_backward
+
+    described = columns, _name(x), product, precision, tma, dout is not None, dlayer is not None
+    config = projection_backward_config(n, channels, layout, *described)
+    facts = dx is not None, sums, orientation, dlayer is not None
+    function = projection_backward(arch, *_cutlass(x), *dtypes, *facts, config)
+    return function, config, sum_items, sm_count(index)
+
+
+def _by_warpgroups(x: Tensor, columns: int, arch: str) -> bool:
+    """Whether there are kernels with warpgroup MMA for phi of so many rows."""
+    return x.dtype is torch.bfloat16 and columns > MAX_WARP_COLUMNS and arch == "sm_90a"
 
 
 # The coefficients

@@ -40,9 +40,12 @@ BUILDERS = {
     "coefficients_backward",
     "pre_forward",
     "projection_forward",
+    "projection_forward_sm90",
     "projection_backward",
+    "projection_backward_sm90",
     "phi_gradient",
 }
+BY_WARPGROUPS = {"projection_forward_sm90", "projection_backward_sm90"}
 SPILLING_STREAMS = 8
 SPILLED = 1024  # bytes a thread, at most, of the backwards of eight streams
 
@@ -53,7 +56,7 @@ def streams_of(builder, arguments) -> int:
     if name in ("sinkhorn_forward", "sinkhorn_backward", "coefficients_forward", "coefficients_backward"):
         return arguments[1]
     last = arguments[-1]
-    if name == "projection_forward":
+    if name == "projection_forward" or name in BY_WARPGROUPS:
         return {3: 1, 8: 2, 24: 4, 80: 8}.get(last.columns, 0)
     return getattr(last, "n", 0)
 
@@ -63,7 +66,8 @@ def compile_and_check(jobs, arch: str) -> None:
         record = builder.obtain(*arguments).record
         assert record["key"]["arch"] == arch
         kernels = record["kernels"]
-        if streams_of(builder, arguments) == SPILLING_STREAMS and "backward" in builder.__name__:
+        spills = "backward" in builder.__name__ and builder.__name__ not in BY_WARPGROUPS
+        if spills and streams_of(builder, arguments) == SPILLING_STREAMS:
             assert all(kernel["stack_bytes"] <= SPILLED for kernel in kernels), (builder.__name__, kernels)
             record = {"kernels": [{**kernel, "stack_bytes": 0} for kernel in kernels]}
         try:
@@ -91,6 +95,7 @@ CALLS = {
     "off 16 bytes": [("hyper_connection", Case(4, 5129, (5,), BF16, FP32, "megatron", norm_weight=True, bias=True))],
     "one stream": [("hyper_connection", Case(1, 768, bias=True))],
     "two streams": [("hyper_connection", Case(2, 768, variant="transformer_engine", bias=True))],
+    "eight streams": [("projection", Case(8, 512, norm_weight=True)), ("projection", Case(8, 4104, parameters=BF16))],
 }
 
 
@@ -291,7 +296,7 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
 """
     compile_in(tmp_path, program)
     kernels = kernels_in(tmp_path)
-    assert len(kernels) >= len(BUILDERS)
+    assert len(kernels) >= len(BUILDERS - BY_WARPGROUPS)
     products = [kernel for kernel in kernels if "mma.sync" in kernel]
     assert len(products) == 2  # pre_forward, projection_backward
     for kernel in products:
@@ -301,6 +306,26 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
     for kernel in kernels:
         assert not re.search(r"\b(atom|red)\.", kernel)
         assert "cp.reduce" not in kernel and ".local" not in kernel
+
+
+def test_instructions_of_warpgroups(tmp_path):
+    """Of eight streams: both operands from shared memory, phi and dH for two CTAs at once."""
+    program = """
+from tests.cpu.test_mhc_compile import jobs_of
+from tests.mhc_cases import Case
+jobs = {job[0].__name__: job for job in jobs_of("sm_90a", ("projection", Case(8, 512)))}
+for name in ("projection_forward_sm90", "projection_backward_sm90"):
+    builder, arguments = jobs[name]
+    assert builder.obtain(*arguments).origin == "compiled"
+"""
+    compile_in(tmp_path, program)
+    kernels = kernels_in(tmp_path)
+    assert len(kernels) == 2
+    shapes = [set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)\.f32\.bf16\.bf16", k)) for k in kernels]
+    assert sorted(shapes, key=len) == [{"m64n160k16"}, {"m64n128k16", "m64n80k16"}]
+    for kernel in kernels:
+        assert "multicast::cluster" in kernel and "cp.async.bulk.tensor.2d.shared::cluster.global" in kernel
+        assert "mma.sync" not in kernel and ".local" not in kernel and not re.search(r"\b(atom|red)\.", kernel)
 
 
 def test_these_tests_need_no_gpu():

@@ -1,6 +1,7 @@
 """Products of every token with phi, and its sum of squares, from one reading of x: H = x (phi norm_weight)^T.
 
-For what clusters cannot hold (pre.py): eight streams, fp32 and fp16, rows off 16 bytes, the widest tokens.
+For what clusters cannot hold (pre.py): fp32 and fp16, rows off 16 bytes, the widest tokens; of eight streams what is
+not for warpgroups (projection_sm90.py).
 
 x and phi come to shared memory by TMA; each warp multiplies its tokens by all rows of phi with warp-level MMA, and
 squares what it has in its registers anyway. Where the registers allow it two warps share 64 tokens, one takes the even
@@ -27,16 +28,16 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.rows import symbolic_vector
+from cute_kernels.mhc.config import PROJECTION_TOKENS as TOKENS
 from cute_kernels.mhc.config import ProjectionConfig
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
 WARPS = 4  # that multiply; one more feeds the ring
-TOKENS = 128  # of a CTA
 
 
 class ProjectionForward:

@@ -53,8 +53,8 @@ def projection(
     two, of up to 4096 columns, part s has the tiles s, s + S, ... of K. Either way a token's H, mean square and
     gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients
     of phi and norm_weight are added over chunks of 512 tokens, groups of four chunks, then all groups, in ascending
-    order, without atomics (phi of more than 32 rows: no groups, and in "fp32" chunks of 480); into ``main_grad``
-    (fp32) where that exists, and ``.grad`` stays None.
+    order, without atomics (phi of more than 32 rows: no groups, in "fp32" chunks of 480, and on SM90, of bf16 rows on
+    16 bytes, in "tf32" chunks of 1024); into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
     """

@@ -1,0 +1,464 @@
+"""What projection_backward.py computes of the projection alone where phi has many rows, for bf16 x on SM90.
+
+    dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
+    partials[chunk, j, k] = sum over the chunk's tokens of dH[m, j] x[m, k]
+
+Both by warpgroup MMA from one reading of x. A CTA walks over tiles of 64 tokens of the same columns, of which phi'
+stays in shared memory as bf16 terms; the CTAs of a pair have neighbouring columns, and share dH
+(warpgroup_products.py). Two warpgroups compute dx, half of the columns each, with phi as the second operand; one adds
+up with x, transposed, as the first. dx goes where x was as soon as that one has read it, and from there to memory.
+
+    gmem dH --TMA--> ring in smem --> terms in their place --wgmma with phi--> registers --> + x --> x's slot
+    gmem x --TMA--> another ring --wgmma with dH--> sums of a chunk --> partials in gmem       --TMA--> gmem dx
+
+All pairs walk slice after slice of a chunk, then of the next, and so read whole rows together; an element's sum has its
+chunk's tokens in ascending order, 16 at a time.
+
+Profile: ncu --clock-control none -k regex:ProjectionBackward python -m bench.bench_mhc --filter projection.bwd.4096x8
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
+from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.rows import symbolic_vector
+from cute_kernels.mhc.config import TILE_TOKENS, WarpgroupBackwardConfig
+from cute_kernels.mhc.kernel.projection import terms_of
+from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
+from cute_kernels.mhc.kernel.tile_ring import load_box
+from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, swizzled
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+BOX = 64  # columns of x that a copy brings, 128 bytes of each token
+OCTET = 8  # columns of dH that a copy brings, 32 bytes of each token; of their terms 16 fill as much
+DX_GROUPS = 2  # warpgroups that compute dx
+SUM_WARP, LOADER, MOVER, SPLITTER = 8, 12, 13, 14  # the first warp of those that add up, load dH, move x, split dH
+SPLITTERS = 2 * WARP_SIZE
+REGISTERS = (120, 200, 72)  # of a thread that computes dx, that adds up, that helps
+
+
+class ProjectionBackwardSm90(WarpgroupProducts):
+    """See the module. ``config.stages`` tiles of dH are in flight, ``config.x_stages`` of x."""
+
+    def __init__(self, config: WarpgroupBackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        phi: cute.Tensor,
+        norm_weight: Optional[cute.Tensor],
+        dh: cute.Tensor,
+        dmean_square: cute.Tensor,
+        dx: Optional[cute.Tensor],
+        partials: Optional[cute.Tensor],
+        num_clusters: Int32,
+        stream,
+    ):
+        config = self.config
+        k_major, transposed = OperandMajorMode.K, OperandMajorMode.MN
+        dx_mma = self.tiled_mma((k_major, transposed), config.slice_k // DX_GROUPS, (1, DX_GROUPS, 1))
+        sum_mma = self.tiled_mma((transposed, transposed), config.columns, (1, 1, 1))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        shape, strip = (TILE_TOKENS, BOX), (TILE_TOKENS, OCTET)
+        tma_x, mX = cpasync.make_tiled_tma_atom(load, x, swizzled(shape, 3), shape)
+        tma_dx, mDx = None, None
+        if const_expr(dx is not None):
+            tma_dx, mDx = cpasync.make_tiled_tma_atom(store, dx, swizzled(shape, 3), shape)
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        tma_dh, mDh = cpasync.make_tiled_tma_atom(multicast, dh, swizzled(strip, 1), strip)
+        self.kernel(
+            dx_mma, sum_mma, tma_x, mX, tma_dx, mDx, tma_dh, mDh, phi, norm_weight, dmean_square, partials
+        ).launch(
+            grid=[num_clusters * CLUSTER, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[CLUSTER, 1, 1],
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dx_mma: cute.TiledMma,
+        sum_mma: cute.TiledMma,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        tma_dx: Optional[cute.CopyAtom],
+        mDx: Optional[cute.Tensor],
+        tma_dh: cute.CopyAtom,
+        mDh: cute.Tensor,
+        phi: cute.Tensor,
+        norm_weight: Optional[cute.Tensor],
+        dmean_square: cute.Tensor,
+        partials: Optional[cute.Tensor],
+    ):
+        config = self.config
+        self.writes_dx, self.adds_up = const_expr(mDx is not None), const_expr(partials is not None)
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp_index = cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        self.rank = bidx % CLUSTER
+        self.num_tokens = mX.shape[0]
+        self.first, self.step = bidx // CLUSTER, grid // CLUSTER
+        self.items = cute.ceil_div(self.num_tokens, config.chunk) * config.pairs
+
+        smem = SmemAllocator()
+        self.allocate(smem)
+        warps = const_expr(4 * (DX_GROUPS * self.writes_dx + self.adds_up))
+        if tidx == 0:
+            for stage in cutlass.range_constexpr(config.x_stages):
+                cute.arch.mbarrier_init(self.x_full + stage, 1)
+                cute.arch.mbarrier_init(self.read + stage, WARPGROUP)
+                cute.arch.mbarrier_init(self.done + stage, DX_GROUPS * WARPGROUP)
+        self.meet(smem, tidx, SPLITTERS, CLUSTER * warps)
+
+        if warp_index < SUM_WARP:
+            take_registers(REGISTERS[0], THREADS)  # also of who has nothing to do: others wait for what is given up
+            if const_expr(self.writes_dx):
+                self.compute_dx(dx_mma, phi, norm_weight, dmean_square, tidx)
+        elif warp_index < LOADER:
+            take_registers(REGISTERS[1], THREADS)
+            if const_expr(self.adds_up):
+                self.add_up(sum_mma, partials, tidx - SUM_WARP * WARP_SIZE)
+        else:
+            take_registers(REGISTERS[2], THREADS)
+            if warp_index == LOADER:
+                self.load_dh(tma_dh, mDh)
+            elif warp_index == MOVER:
+                self.move_tiles(tma_x, mX, tma_dx, mDx)
+            else:
+                self.split_dh(tidx - SPLITTER * WARP_SIZE)
+        self.part()
+
+    def allocate(self, smem):
+        """Barriers of x's ring; both rings, as the copies and as the tensor cores see them; phi' in terms."""
+        config, kinds = self.config, warpgroup.SmemLayoutAtomKind
+        columns, stages, x_stages = config.columns, config.stages, config.x_stages
+
+        def atom(kind):
+            return warpgroup.make_smem_layout_atom(kind, BFloat16)
+
+        def view(memory, layout, offset: int = 0):
+            pointer = cute.recast_ptr(memory + offset, layout.inner, BFloat16)
+            return cute.make_tensor(pointer, layout.outer)
+
+        self.x_full, self.read, self.done = (smem.allocate_array(Int64, x_stages) for _ in range(3))
+        layout = cute.tile_to_shape(atom(kinds.MN_SW128), (config.slice_k, TILE_TOKENS, x_stages), order=(1, 0, 2))
+        memory = smem.allocate(2 * cute.cosize(layout.outer), byte_alignment=1024)
+        self.sX, boxes, size = view(memory, layout), config.slice_k // BOX, TILE_TOKENS * BOX
+        layout = cute.make_layout((TILE_TOKENS, BOX, boxes, x_stages), stride=(BOX, 1, size, size * boxes))
+        self.sBoxes = cute.make_tensor(self.sX.iterator, layout)
+        # dH comes as octets of fp32 columns; octets 2 s and 2 s + 1 become columns 16 s to 16 s + 15 of a term each
+        octets, size = columns // OCTET, TILE_TOKENS * OCTET
+        memory = smem.allocate(4 * size * octets * stages, byte_alignment=1024)
+        layout = cute.make_layout(
+            (TILE_TOKENS, OCTET, (2, octets // 2), stages), stride=(OCTET, 1, (size * octets // 2, size), size * octets)
+        )
+        self.sOctets = cute.make_tensor(cute.recast_ptr(memory, cute.make_swizzle(1, 4, 3), Float32), layout)
+        self.sTerms = view(
+            memory, cute.tile_to_shape(atom(kinds.K_SW32), (TILE_TOKENS, 2 * columns, stages), order=(0, 1, 2))
+        )
+        self.sTerm = []  # each term by itself, transposed
+        for t in range(2):
+            one = cute.tile_to_shape(atom(kinds.MN_SW32), (columns, TILE_TOKENS), order=(1, 0))
+            outer = cute.make_layout((*one.outer.shape, stages), stride=(*one.outer.stride, 2 * columns * TILE_TOKENS))
+            pointer = cute.recast_ptr(memory + t * 2 * columns * TILE_TOKENS, one.inner, BFloat16)
+            self.sTerm.append(cute.make_tensor(pointer, outer))
+        layout = cute.tile_to_shape(atom(kinds.MN_SW128), (config.slice_k, config.phi_terms * columns), order=(1, 0))
+        self.sPhi = smem.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+    def slice_of(self, item):
+        """The columns of x of this CTA's item."""
+        return item % self.config.pairs * CLUSTER + self.rank
+
+    def block_of(self, item, tile):
+        """Index of an item's tile among all tiles of tokens."""
+        return item // self.config.pairs * (self.config.chunk // TILE_TOKENS) + tile
+
+    @cute.jit
+    def tiles_of(self, item: Int32):
+        """Tiles of an item: those of its chunk's tokens."""
+        chunk = const_expr(self.config.chunk)
+        left = cutlass.min(self.num_tokens - item // self.config.pairs * chunk, chunk)
+        return cute.ceil_div(left, TILE_TOKENS)
+
+    @cute.jit
+    def load_dh(self, tma_dh: cute.CopyAtom, mDh: cute.Tensor):
+        """One warp: tiles of dH, each CTA every second octet for both."""
+        config = self.config
+        slot, phase = Int32(0), Int32(0)
+        for item in cutlass.range(self.first, self.items, self.step):
+            for tile in cutlass.range(self.tiles_of(item)):
+                block, full = self.block_of(item, tile), self.full + slot
+                cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_TOKENS * config.columns)
+                for octet in cutlass.range_constexpr(config.columns // OCTET):
+                    source = cute.local_tile(mDh, (TILE_TOKENS, OCTET), (block, octet))
+                    target = self.sOctets[None, None, (octet % 2, octet // 2), slot]
+                    self.load_shared(tma_dh, source, target, full, self.rank == octet % CLUSTER)
+                slot, phase = self.advance(slot, phase, config.stages)
+
+    @cute.jit
+    def split_dh(self, thread: Int32):
+        """Two warps: dH of every tile as two terms in its place, 16 columns of a token by a thread each."""
+        config, sOctets, sTerms = self.config, self.sOctets, self.sTerms
+        half = const_expr(config.columns * TILE_TOKENS)  # where the second of two octets is, and the second term
+        slot, phase = Int32(0), Int32(0)
+        for item in cutlass.range(self.first, self.items, self.step):
+            for _ in cutlass.range(self.tiles_of(item)):
+                cute.arch.mbarrier_wait(self.full + slot, phase)
+                for strip in cutlass.range_constexpr(config.columns // 16):
+                    row = slot * (2 * TILE_TOKENS) * config.columns + (strip * TILE_TOKENS + thread) * 16  # of a term
+                    values = cute.make_rmem_tensor((OCTET, 2), Float32)
+                    for octet in cutlass.range_constexpr(2):
+                        source = sOctets.iterator + cute.assume((row + octet * half) // 2, divby=OCTET)
+                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(OCTET)), values[None, octet])
+                    terms = terms_of(values.load(), (OCTET, 2), 2)
+                    for t in cutlass.range_constexpr(2):
+                        target = sTerms.iterator + cute.assume(row + t * half, divby=16)
+                        cute.autovec_copy(terms[t], cute.make_tensor(target, cute.make_layout((OCTET, 2))))
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.mbarrier_arrive(self.split + slot)
+                slot, phase = self.advance(slot, phase, config.stages)
+
+    @cute.jit
+    def move_tiles(self, tma_x: cute.CopyAtom, mX: cute.Tensor, tma_dx, mDx):
+        """One warp: ask for tiles of x, and write those of dx that are done, in their place."""
+        config = self.config
+        stages, boxes = const_expr(config.x_stages), const_expr(config.slice_k // BOX)
+        last_tokens = const_expr(LAST_BYTES // (2 * config.k))
+        total = Int32(0)
+        for item in cutlass.range(self.first, self.items, self.step):
+            total += self.tiles_of(item)
+        freed = self.done if const_expr(self.writes_dx) else self.read
+        item, tile, slot = self.first, Int32(0), Int32(0)
+        done_item, done_tile, done_slot, phase = self.first, Int32(0), Int32(0), Int32(0)
+        for count in cutlass.range(total + stages - 1):
+            if count >= stages - 1:
+                cute.arch.mbarrier_wait(freed + done_slot, phase)
+                if const_expr(self.writes_dx):
+                    block, slice_index = self.block_of(done_item, done_tile), self.slice_of(done_item)
+                    for box in cutlass.range_constexpr(boxes):
+                        gDx = cute.local_tile(mDx, (TILE_TOKENS, BOX), (block, slice_index * boxes + box))
+                        store_box(tma_dx, self.sBoxes[None, None, box, done_slot], gDx)
+                    cute.arch.cp_async_bulk_commit_group()
+                done_tile += 1
+                if done_tile == self.tiles_of(done_item):
+                    done_tile = Int32(0)
+                    done_item += self.step
+                done_slot, phase = self.advance(done_slot, phase, stages)
+            if count < total:
+                if const_expr(self.writes_dx):
+                    if count >= stages:
+                        cute.arch.cp_async_bulk_wait_group(1, read=True)
+                block, slice_index, full = self.block_of(item, tile), self.slice_of(item), self.x_full + slot
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_TOKENS * config.slice_k)
+                policy = evict_first_if(self.num_tokens - block * TILE_TOKENS <= last_tokens)
+                for box in cutlass.range_constexpr(boxes):
+                    gX = cute.local_tile(mX, (TILE_TOKENS, BOX), (block, slice_index * boxes + box))
+                    load_box(tma_x, gX, self.sBoxes[None, None, box, slot], full, policy)
+                tile += 1
+                if tile == self.tiles_of(item):
+                    tile = Int32(0)
+                    item += self.step
+                slot = (slot + 1) % stages
+        cute.arch.griddepcontrol_launch_dependents()  # of what has no work here any more
+        if const_expr(self.writes_dx):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add_up(self, tiled_mma: cute.TiledMma, partials: cute.Tensor, thread: Int32):
+        """A warpgroup: the sums of both terms of dH times x, of every item."""
+        config = self.config
+        thr_mma = tiled_mma.get_slice(0)
+        tCrX = tiled_mma.make_fragment_A(thr_mma.partition_A(self.sX))
+        tCrH = [tiled_mma.make_fragment_B(thr_mma.partition_B(term)) for term in self.sTerm]
+        sums, places = self.sums_of(tiled_mma, thread, (config.slice_k, config.columns))
+        slot, phase, x_slot, x_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        for item in cutlass.range(self.first, self.items, self.step):
+            sums.fill(0.0)
+            warpgroup.fence()
+            for _ in cutlass.range(cutlass.max(self.tiles_of(item), 1)):
+                cute.arch.mbarrier_wait(self.split + slot, phase)
+                cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)
+                for k16 in cutlass.range_constexpr(TILE_TOKENS // 16):
+                    for t in cutlass.range_constexpr(2):
+                        rA, rB = tCrX[None, None, k16, x_slot], tCrH[t][None, None, k16, slot]
+                        cute.gemm(tiled_mma, sums, rA, rB, sums)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self.free(slot)
+                cute.arch.mbarrier_arrive(self.read + x_slot)
+                slot, phase = self.advance(slot, phase, config.stages)
+                x_slot, x_phase = self.advance(x_slot, x_phase, config.x_stages)
+            first_k = self.slice_of(item) * config.slice_k
+            target = partials.iterator + (Int64(item // config.pairs) * (config.columns * config.k) + first_k)
+            for m in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                for v in cutlass.range_constexpr(cute.size(sums, mode=[0])):
+                    column, j = places[v, m, 0]
+                    if first_k + column < config.k:
+                        target[j * config.k + column] = sums[v, m, 0]
+
+    @cute.jit
+    def compute_dx(self, tiled_mma: cute.TiledMma, phi, norm_weight, dmean_square, tidx: Int32):
+        """Two warpgroups: dx of every tile, half of the columns each."""
+        config = self.config
+        thr_mma = tiled_mma.get_slice(cute.arch.make_warp_uniform(tidx // WARPGROUP) * WARPGROUP)
+        tCrH = tiled_mma.make_fragment_A(thr_mma.partition_A(self.sTerms))
+        tCrPhi = tiled_mma.make_fragment_B(thr_mma.partition_B(self.sPhi))
+        sums, places = self.sums_of(tiled_mma, tidx, (TILE_TOKENS, config.slice_k))
+        slice_index, slot, phase, x_slot, x_phase = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
+        for item in cutlass.range(self.first, self.items, self.step):
+            if self.slice_of(item) != slice_index:
+                slice_index = self.slice_of(item)
+                dx_barrier()
+                self.load_phi(phi, norm_weight, slice_index, tidx)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                dx_barrier()
+            for tile in cutlass.range(self.tiles_of(item)):
+                first_row = self.block_of(item, tile) * TILE_TOKENS + places[(0, 0, 0), 0, 0][0]
+                scales = cute.make_rmem_tensor((2,), Float32)
+                for half in cutlass.range_constexpr(2):
+                    row = cutlass.min(first_row + 8 * half, self.num_tokens - 1)
+                    scales[half] = dmean_square[row] * (2.0 / config.k)
+                cute.arch.mbarrier_wait(self.split + slot, phase)
+                self.project(tiled_mma, tCrH, tCrPhi, sums, slot)
+                self.free(slot)
+                slot, phase = self.advance(slot, phase, config.stages)
+                cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)
+                if const_expr(self.adds_up):
+                    cute.arch.mbarrier_wait(self.read + x_slot, x_phase)
+                self.finish(sums, scales, x_slot, tidx)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.mbarrier_arrive(self.done + x_slot)
+                x_slot, x_phase = self.advance(x_slot, x_phase, config.x_stages)
+
+    @cute.jit
+    def load_phi(self, phi, norm_weight, slice_index: Int32, tidx: Int32):
+        """The slice of phi' in terms: row t N + j is term t of row j. All of a thread's loads are in flight."""
+        config, sPhi = self.config, self.sPhi
+        octets, threads = const_expr(config.slice_k // 8), const_expr(DX_GROUPS * WARPGROUP)
+        count = const_expr(-(-config.columns * octets // threads))
+        values = cute.make_rmem_tensor((8, count), Float32)
+        values.fill(0.0)
+        for v in cutlass.range_constexpr(count):
+            j, column = (tidx + v * threads) // octets, slice_index * config.slice_k + (tidx + v * threads) % octets * 8
+            if j < config.columns and column < config.k:
+                source = phi.iterator + cute.assume(j * config.k + column, divby=8)
+                loaded = cute.make_rmem_tensor((8,), phi.element_type)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), loaded)
+                numbers = loaded.load().to(Float32)
+                if const_expr(norm_weight is not None):
+                    weights = cute.make_rmem_tensor((8,), Float32)
+                    for e in cutlass.range_constexpr(8):
+                        weights[e] = norm_weight[column + e].to(Float32)
+                    numbers = numbers * weights.load()
+                values[None, v].store(numbers)
+        for v in cutlass.range_constexpr(count):
+            j, column = (tidx + v * threads) // octets, (tidx + v * threads) % octets * 8
+            if j < config.columns:
+                terms = terms_of(values[None, v].load(), (8,), config.phi_terms)
+                for t in cutlass.range_constexpr(config.phi_terms):
+                    place = column // BOX * (BOX * config.phi_terms * config.columns)
+                    place = place + (t * config.columns + j) * BOX + column % BOX
+                    target = sPhi.iterator + cute.assume(place, divby=8)
+                    cute.autovec_copy(terms[t], cute.make_tensor(target, cute.make_layout(8)))
+
+    @cute.jit
+    def project(self, tiled_mma: cute.TiledMma, tCrH, tCrPhi, sums: cute.Tensor, slot: Int32):
+        """dH phi' of a tile: both terms of dH with the first of phi, the first of dH with the second."""
+        steps = const_expr(self.config.columns // 16)
+        sums.fill(0.0)
+        warpgroup.fence()
+        for a, b in ((0, 0), (1, 0), (0, 1)):
+            if const_expr(b < self.config.phi_terms):
+                for step in cutlass.range_constexpr(steps):
+                    rA, rB = tCrH[None, None, a * steps + step, slot], tCrPhi[None, None, b * steps + step]
+                    cute.gemm(tiled_mma, sums, rA, rB, sums)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def finish(self, sums: cute.Tensor, scales: cute.Tensor, slot: Int32, tidx: Int32):
+        """Add what comes by way of the mean square, and put dx in the place of x.
+
+        A row has 128 bytes of a box, of which the swizzle exchanges units of 16; eight rows on it does the same again.
+        So an element's address is one of eight, found once, and constants.
+        """
+        warpgroup_index, row = tidx // WARPGROUP, tidx % WARPGROUP // WARP_SIZE * 16 + tidx % WARP_SIZE // 4
+        boxes, size = const_expr(self.config.slice_k // BOX // DX_GROUPS), const_expr(TILE_TOKENS * BOX)
+        start = (slot * DX_GROUPS + warpgroup_index) * (boxes * size) + row * BOX + tidx % 4 * 2
+        units = [start + (unit ^ row % 8) * 8 for unit in range(8)]
+        plain = cute.make_ptr(BFloat16, self.sBoxes.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+        for box in cutlass.range_constexpr(boxes):
+            for unit in cutlass.range_constexpr(8):
+                for half in cutlass.range_constexpr(2):
+                    place = units[unit] + (box * size + half * 8 * BOX)
+                    pair = cute.make_tensor(plain + cute.assume(place, divby=2), cute.make_layout(2))
+                    words = cute.make_rmem_tensor((2,), BFloat16)
+                    cute.autovec_copy(pair, words)
+                    values = to_fp32(words.load())
+                    for e in cutlass.range_constexpr(2):
+                        total = sums[(e, half, box * 8 + unit), 0, 0] + scales[half] * values[e]
+                        words[e] = total.to(BFloat16)
+                    cute.autovec_copy(words, pair)
+
+
+@cute.jit
+def dx_barrier():
+    """The warpgroups that compute dx meet."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=DX_GROUPS * WARPGROUP)
+
+
+@cute.jit
+def store_box(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor):
+    """A box from shared memory, by TMA."""
+    tSs, tSg = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
+    )
+    cute.copy(atom, tSs, tSg)
+
+
+@compiled
+def projection_backward_sm90(
+    arch: str,
+    phi: Dtype,
+    norm_weight: Optional[Dtype],
+    needs_dx: bool,
+    needs_dphi: bool,
+    config: WarpgroupBackwardConfig,
+) -> Program:
+    """dx (M, K) and partials (chunks, N, K) from bf16 x (M, K), phi (N, K), dH (M, N) and dmean_square (M,)."""
+    rows, chunks = cute.sym_int(), cute.sym_int()
+    columns, k = config.columns, config.k
+
+    def compact(dtype, *shape):
+        order = tuple(reversed(range(len(shape))))
+        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
+
+    return Program(
+        ProjectionBackwardSm90(config),
+        symbolic_streams(BFloat16, rows, k, 8),
+        compact(phi, columns, k),
+        symbolic_vector(norm_weight, k),
+        compact(Float32, rows, columns),
+        symbolic_vector(Float32, rows),
+        symbolic_streams(BFloat16, rows, k, 8) if needs_dx else None,
+        compact(Float32, chunks, columns, k) if needs_dphi else None,
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
