@@ -11,13 +11,14 @@ from cute_kernels.mhc.config import pre_config, product_layout, projection_backw
 from cute_kernels.mhc.variants import VARIANTS
 
 N = 4
-CHANNELS = (1280, 2560, 4096, 5120, 7168)
+CHANNELS = (768, 1280, 2560, 4096, 5120, 7168)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: pre, expand_combine and hyper_connection, with fp32 parameters.
 
-    With those that a block of recompute adds to them.
+    With those that a block of recompute adds to them. Those of a model's ends, expand and head, are not here: they
+    would take a tenth of the time of all tables, and are compiled at their first call.
     """
     expect_arch(arch)
     from cutlass import BFloat16 as bf16

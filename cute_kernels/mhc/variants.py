@@ -10,6 +10,7 @@ SINKHORNS = ("log", "softmax_eps", "exp_clamp")
 RES_ORIENTATIONS = ("io", "oi")
 LAYOUTS = ("streams", "channels")
 MAX_ITERATIONS = 100
+UNDERFLOW = 2.0**-150  # this, and what is less, is 0 in fp32
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,13 @@ class Variant:
     """One system's hyper-connection.
 
     Args:
-        rms_eps: > 0; added to the mean square of a token ("inside": sqrt(mean_square + eps)) or to its root
-            ("outside": sqrt(mean_square) + eps).
+        rms_eps: > 0, also in fp32; added to the mean square of a token ("inside": sqrt(mean_square + eps)) or to its
+            root ("outside": sqrt(mean_square) + eps).
         rms_eps_placement: "inside" or "outside".
         pre_eps: >= 0; pre = sigmoid + pre_eps.
         post_mult: > 0; post = post_mult * sigmoid.
         sinkhorn: the algorithm, "log", "softmax_eps" or "exp_clamp"; see ``cute_kernels.mhc.sinkhorn``.
-        sinkhorn_eps: between 0 and 1; "log" has none, and may say 0.
+        sinkhorn_eps: between 0 and 1, also in fp32; "log" has none, and may say 0.
         iterations: of the Sinkhorn algorithm, 1 to 100.
         res_orientation: how the residual matrix is applied: "io": out_o = sum_i res[i, o] x_i; "oi": res[o, i].
         layout: of the residual: "streams": (..., n, C); "channels": (..., C, n).
@@ -46,6 +47,7 @@ class Variant:
         for name in ("rms_eps", "post_mult"):
             value = getattr(self, name)
             _expect(_is_finite(value) and value > 0.0, "Variant", name, "be a positive float", value)
+        _expect(self.rms_eps > UNDERFLOW, "Variant", "rms_eps", "be positive in fp32", self.rms_eps)
         good = _is_finite(self.pre_eps) and self.pre_eps >= 0.0
         _expect(good, "Variant", "pre_eps", "be a non-negative float", self.pre_eps)
         for name, allowed in (
@@ -59,6 +61,7 @@ class Variant:
         eps = self.sinkhorn_eps
         good = _is_finite(eps) and (0.0 < eps < 1.0 or (self.sinkhorn == "log" and eps == 0.0))
         _expect(good, "Variant", "sinkhorn_eps", "be a float between 0 and 1", eps)
+        _expect(self.sinkhorn == "log" or eps > UNDERFLOW, "Variant", "sinkhorn_eps", "be positive in fp32", eps)
         good = type(self.iterations) is int and 1 <= self.iterations <= MAX_ITERATIONS
         _expect(good, "Variant", "iterations", f"be an int from 1 to {MAX_ITERATIONS}", self.iterations)
 

@@ -206,7 +206,9 @@ def fp8_dtype(dtype: torch.dtype):
 
 
 def _run_quantize(x, dtype, along_k, along_n, square, mode, scale_layout):
-    return tuple(quantize("mxfp8_quantize", "x", x, x.dim(), along_k, along_n, square, mode, scale_layout, dtype))
+    op = "quantize_" + "3d_" * (x.dim() == 3) + ("dual" if along_k and along_n else "rowwise" if along_k else "colwise")
+    name = "w" if x.dim() == 3 else "x"  # as the public function that was traced has it
+    return tuple(quantize(op, name, x, x.dim(), along_k, along_n, square, mode, scale_layout, dtype))
 
 
 def _fake_quantize(x, dtype, along_k, along_n, square, mode, scale_layout):
@@ -232,9 +234,23 @@ def traced_quantize(x, along_k, along_n, square, mode, scale_layout, dtype) -> t
     return quantize_ops[outputs](x, dtype, along_k, along_n, square, mode, scale_layout)
 
 
-def _fake_dequantize(q, scale, dtype):
+def _fake_dequantize(q, scale, dtype, transposed):
+    q = _in_order(q, transposed)
     check_dequantize(q, scale, dtype)
     return torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device)
+
+
+def _run_dequantize(q, scale, dtype, transposed):
+    return dequantize(_in_order(q, transposed), scale, dtype)
+
+
+def _reference_dequantize(q, scale, dtype, transposed):
+    return reference.dequantize(_in_order(q, transposed), scale, dtype=dtype)
+
+
+def _in_order(q: Tensor, transposed: bool) -> Tensor:
+    """q column-major if ``transposed``: what DTensor redistributes comes row-major, whatever it was as a whole."""
+    return q.mT.contiguous().mT if transposed else q
 
 
 # By the number of tensors returned: DTensor takes no rule for a list of any length. dtype, an integer, stands before
@@ -251,8 +267,8 @@ quantize_ops = {
 }
 dequantize_op = functional_op(
     "mxfp8_dequantize",
-    "Tensor q, Tensor scale, ScalarType dtype",
+    "Tensor q, Tensor scale, ScalarType dtype, bool transposed",
     "Tensor",
-    {"CUDA": dequantize, "CPU": lambda q, scale, dtype: reference.dequantize(q, scale, dtype=dtype)},
+    {"CUDA": _run_dequantize, "CPU": _reference_dequantize},
     _fake_dequantize,
 )

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.mxfp8 import launch, reference
-from cute_kernels.mxfp8.checks import check_dequantize, check_quantize
+from cute_kernels.mxfp8.checks import check_dequantize, check_quantize, is_transposed
 
 E4M3 = torch.float8_e4m3fn
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -191,7 +191,7 @@ def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16,
             raise
     check_dequantize(q, scale, dtype)
     _register_sharding(q)
-    return launch.dequantize_op(q, scale, dtype)
+    return launch.dequantize_op(q, scale, dtype, is_transposed(q))
 
 
 def to_blocked(scale: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 
     # Rank, blocks along k, along n, squares
     matrices = [(2, True, False, False), (2, False, True, False), (2, True, True, False)]
-    experts = [(3, False, True, False), (3, True, True, False), (3, True, True, True)]
+    experts = [(3, along_k, True, square) for along_k in (False, True) for square in (False, True)]
     for rank, along_k, along_n, square in matrices + experts:
         flags = (rank, False, along_k, along_n, square)
         for scale_layout in ("plain", "blocked"):
@@ -28,6 +28,11 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             kinds = (kind_k if along_k else None, kind_n if along_n else None)
             for config in dict.fromkeys(quantize_config(arch, 2, *kinds, tiles) for tiles in GRIDS):
                 yield mxfp8_quantize, (arch, bf16, e4m3, *flags, "rceil", scale_layout, config)
-    for rank, transposed, plain in ((2, False, "columns"), (3, False, "columns"), (3, True, "rows")):
-        for kind in (plain, "blocked"):
+    for rank, transposed, kinds in (
+        (2, False, ("columns", "blocked")),
+        (2, True, ("columns", "blocked")),
+        (3, False, ("columns", "square", "blocked")),
+        (3, True, ("rows", "square", "blocked")),
+    ):
+        for kind in kinds:
             yield mxfp8_dequantize, (arch, e4m3, bf16, rank, transposed, kind)

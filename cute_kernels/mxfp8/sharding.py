@@ -1,7 +1,8 @@
-"""How DTensor splits the quantizers: experts are independent, and so are a matrix's rows (columns) of blocks.
+"""How DTensor splits the quantizers: experts are independent, and so are a matrix's rows and columns of blocks.
 
 The scales of a shard are a shard of the scales, except in the blocked layout of a matrix, whose atoms of 128 rows a
-shard may cut: such calls, and those whose shards would not be whole blocks, get their input gathered.
+shard may cut: such calls, those whose shards would not be whole blocks, and those of experts split along N or K get
+their input gathered.
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ def register() -> None:
         every = [([Replicate()] * outputs, [Replicate()] * inputs), *shards]
         return [(found, [*given, *[None] * values]) for found, given in every]
 
-    def whole_blocks(x, dim: int) -> bool:
-        return x.shape[dim] % (BLOCK * x.mesh.size()) == 0
+    def whole_blocks(x) -> list[int]:
+        """The dimensions of a matrix whose shards are whole blocks."""
+        return [dim for dim in (0, 1) if x.shape[dim] % (BLOCK * x.mesh.size()) == 0]
+
+    def of_matrix(dim: int, transposed: bool) -> list:
+        """Placements of the elements and of their plain scales, whose dimensions are those of the memory's rows."""
+        return [Shard(dim), Shard(1 - dim if transposed else dim)]
 
     def quantize_rule(outputs: int):
         def rule(x, dtype, along_k, along_n, square, mode, scale_layout):
             shards = []
             if x.ndim == 3:
                 shards.append(([Shard(0)] * outputs, [Shard(0)]))
-            elif scale_layout == "plain" and outputs == 2:
-                dim = 0 if along_k else 1
-                if whole_blocks(x, dim):
-                    shards.append(([Shard(dim), Shard(0)], [Shard(dim)]))
+            elif scale_layout == "plain" and not square:
+                for dim in whole_blocks(x):
+                    found = (of_matrix(dim, False) if along_k else []) + (of_matrix(dim, True) if along_n else [])
+                    shards.append((found, [Shard(dim)]))
             return rules((outputs, 1), 6, shards)
 
         return rule
 
-    def dequantize_rule(q, scale, dtype):
+    def dequantize_rule(q, scale, dtype, transposed):
         shards = []
         if q.ndim == 3:
             shards.append(([Shard(0)], [Shard(0), Shard(0)]))
         elif scale.ndim == 2:
-            stride = q.tensor_meta.stride
-            dim = 1 if stride[-1] != 1 and stride[-2] == 1 else 0
-            if whole_blocks(q, dim):
-                shards.append(([Shard(dim)], [Shard(dim), Shard(0)]))
-        return rules((1, 2), 1, shards)
+            shards += [([Shard(dim)], of_matrix(dim, transposed)) for dim in whole_blocks(q)]
+        return rules((1, 2), 2, shards)
 
     for outputs, operator in quantize_ops.items():
         register_sharding(operator)(quantize_rule(outputs))

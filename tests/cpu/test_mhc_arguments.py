@@ -1,17 +1,32 @@
-"""Bad input to the hyper-connections: the error's type, and a message with op, argument, expected and got."""
+"""Bad input to the hyper-connections: the error's type, and a message with op, argument, expected and got.
 
+Twice: by the references, and as CUDA tensors meet it, with plain torch in place of the kernels.
+"""
+
+import dataclasses
 import re
 
 import pytest
 import torch
 
+from cute_kernels import mhc
 from cute_kernels._op import is_plain
 from cute_kernels.mhc import reference
+from cute_kernels.mhc.variants import VARIANTS
 from tests.entry import Wrapped
-from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS
+from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS, stand_in
 
 TOKENS, N, C = 3, 4, 16
 K, COLUMNS = N * C, 24
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def library(request):
+    if request.param == "reference":
+        yield reference
+    else:
+        with stand_in():
+            yield mhc
 
 
 def zeros(*shape, dtype=FP32, device="cpu"):
@@ -21,6 +36,12 @@ def zeros(*shape, dtype=FP32, device="cpu"):
 def gapped(*shape, dtype=FP32):
     """Every second element of a last dimension twice as long."""
     return zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+
+
+def without_strides(*shape, dtype=FP32):
+    """Asked for its strides, a tensor of this layout raises RuntimeError."""
+    t = zeros(*shape, dtype=dtype)
+    return t.to_sparse_csr() if len(shape) > 1 else t.to_sparse()
 
 
 def good(op: str) -> dict:
@@ -50,10 +71,12 @@ def good(op: str) -> dict:
 
 
 FLOATS = "bfloat16, float16, float32"
+CSR = "must have layout torch.strided, got torch.sparse_csr"
 RESIDUAL = "(..., n, C) with n one of (1, 2, 4, 8) and C >= 8"
 WITH_X = ("projection", "aggregate", "expand_combine", "contract", "head", "pre", "hyper_connection")
 X_ERRORS = [
     (TypeError, {"x": 1.0}, "x must be a torch.Tensor, got float"),
+    (TypeError, {"x": without_strides(TOKENS, N, C, dtype=BF16)}, f"x {CSR}"),
     (TypeError, {"x": zeros(TOKENS, N, C, dtype=FP64)}, f"x must have dtype {FLOATS}, got torch.float64"),
     (TypeError, {"x": zeros(TOKENS, N, C, dtype=torch.int64)}, f"x must have dtype {FLOATS}, got torch.int64"),
     (ValueError, {"x": zeros(C)}, f"x must have shape {RESIDUAL}, got (16,)"),
@@ -87,7 +110,7 @@ X_ERRORS = [
 
 
 def parameter_errors(name: str, *shape: int) -> list[tuple]:
-    text = str(shape)
+    text, layout = str(shape), "sparse_csr" if len(shape) > 1 else "sparse_coo"
     wrong = (shape[0] + 1, *shape[1:])
     strides = gapped(*shape).stride()
     if len(shape) == 1 and shape[0] == 1:
@@ -96,6 +119,7 @@ def parameter_errors(name: str, *shape: int) -> list[tuple]:
         contiguity = [(ValueError, {name: gapped(*shape)}, f"{name} must be contiguous, got strides {strides}")]
     return [
         (TypeError, {name: [0.0]}, f"{name} must be a torch.Tensor, got list"),
+        (TypeError, {name: without_strides(*shape)}, f"{name} must have layout torch.strided, got torch.{layout}"),
         (TypeError, {name: zeros(*shape, dtype=FP16)}, f"{name} must have dtype float32, bfloat16, got torch.float16"),
         (TypeError, {name: zeros(*shape, dtype=FP64)}, f"{name} must have dtype float32, bfloat16, got torch.float64"),
         (ValueError, {name: zeros(*wrong)}, f"{name} must have shape {text}, got {wrong}"),
@@ -109,6 +133,7 @@ def coefficient_errors(name: str, *shape: int, contiguity: str) -> list[tuple]:
     wrong = (*shape[:-1], shape[-1] + 1)
     return [
         (TypeError, {name: 0.0}, f"{name} must be a torch.Tensor, got float"),
+        (TypeError, {name: without_strides(*shape)}, f"{name} {CSR}"),
         (TypeError, {name: zeros(*shape, dtype=BF16)}, f"{name} must have dtype float32, got torch.bfloat16"),
         (TypeError, {name: zeros(*shape, dtype=FP64)}, f"{name} must have dtype float32, got torch.float64"),
         (ValueError, {name: zeros(*wrong)}, f"{name} must have shape {shape}, got {wrong}"),
@@ -175,6 +200,7 @@ ERRORS = {
     ],
     "coefficients": [
         (TypeError, {"H": None}, "H must be a torch.Tensor, got NoneType"),
+        (TypeError, {"H": without_strides(TOKENS, COLUMNS)}, f"H {CSR}"),
         (TypeError, {"H": zeros(TOKENS, COLUMNS, dtype=BF16)}, "H must have dtype float32, got torch.bfloat16"),
         (ValueError, {"H": zeros(TOKENS, 32)}, "H must have shape (..., 24), got (3, 32)"),
         (ValueError, {"H": zeros(())}, "H must have shape (..., 24), got ()"),
@@ -194,6 +220,7 @@ ERRORS = {
     ],
     "sinkhorn": [
         (TypeError, {"logits": [[1.0]]}, "logits must be a torch.Tensor, got list"),
+        (TypeError, {"logits": without_strides(3, 4, 4)}, f"logits {CSR}"),
         (TypeError, {"logits": zeros(3, 4, 4, dtype=BF16)}, "logits must have dtype float32, got torch.bfloat16"),
         (ValueError, {"logits": zeros(3, 4, 2)}, f"{SQUARE}, got (3, 4, 2)"),
         (ValueError, {"logits": zeros(3, 3, 3)}, f"{SQUARE}, got (3, 3, 3)"),
@@ -210,6 +237,8 @@ ERRORS = {
         (ValueError, {"eps": float("nan")}, f"{BETWEEN}, got nan"),
         (ValueError, {"eps": 0.0, "variant": "softmax_eps"}, f"{BETWEEN}, got 0.0"),
         (ValueError, {"eps": 0.0, "variant": "exp_clamp"}, f"{BETWEEN}, got 0.0"),
+        (ValueError, {"eps": 2.0**-150, "variant": "exp_clamp"}, f"eps must be positive in fp32, got {2.0**-150}"),
+        (ValueError, {"eps": 1e-60, "variant": "softmax_eps"}, "eps must be positive in fp32, got 1e-60"),
     ],
     "aggregate": coefficient_errors("pre", TOKENS, N, contiguity=ROWS),
     "expand_combine": [
@@ -224,6 +253,7 @@ ERRORS = {
     ],
     "expand": [
         (TypeError, {"h": 1.0}, "h must be a torch.Tensor, got float"),
+        (TypeError, {"h": without_strides(3, C)}, f"h {CSR}"),
         (TypeError, {"h": zeros(3, C, dtype=FP64)}, f"h must have dtype {FLOATS}, got torch.float64"),
         (ValueError, {"h": zeros(())}, "h must have shape (..., C) with C >= 8, got ()"),
         (ValueError, {"h": zeros(3, 7)}, "h must have shape (..., C) with C >= 8, got (3, 7)"),
@@ -266,28 +296,31 @@ def shortened(text: str) -> str:
 @pytest.mark.parametrize(
     "op, error, change, message", CASES, ids=[f"{op}-{shortened(message)}" for op, _, _, message in CASES]
 )
-def test_bad_argument(op, error, change, message):
-    with pytest.raises(error) as caught:
-        getattr(reference, op)(**good(op) | change)
-    assert str(caught.value) == f"{op}: {message}"
+def test_bad_argument(library, op, error, change, message):
+    function = getattr(library, op)
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            function(**good(op) | change)
+        assert str(caught.value) == f"{op}: {message}"
+        function(**good(op))  # after which the bad call is still one
 
 
 @pytest.mark.parametrize(
     "change", [{"res_orientation": "zz"}, {"bias": zeros(C - 1)}, {"bias": 1.0}, {"dropout_p": 1.0}], ids=str
 )
-def test_a_sublayer_is_not_called_in_vain(change):
+def test_a_sublayer_is_not_called_in_vain(library, change):
     calls = []
     with pytest.raises((TypeError, ValueError)):
-        reference.hyper_connection(**good("hyper_connection") | {"sublayer": calls.append} | change)
+        library.hyper_connection(**good("hyper_connection") | {"sublayer": calls.append} | change)
     assert not calls
 
 
 @pytest.mark.parametrize("op, name", [("head", "fn"), ("pre", "phi"), ("hyper_connection", "alpha"), ("pre", "beta")])
-def test_a_bad_main_grad_is_of_the_op_that_was_called(op, name):
+def test_a_bad_main_grad_is_of_the_op_that_was_called(library, op, name):
     arguments = good(op)
     arguments[name] = arguments[name].clone().requires_grad_()
     arguments[name].main_grad = zeros(1)
-    out = getattr(reference, op)(**arguments)
+    out = getattr(library, op)(**arguments)
     out = out if isinstance(out, torch.Tensor) else sum(t.float().sum() for t in out)
     with pytest.raises(ValueError, match=rf"^{op}: {name}\.main_grad must be contiguous float32 of shape"):
         out.sum().backward()
@@ -315,46 +348,46 @@ def test_bad_arguments_of_the_mask(error, change, message):
 
 
 @pytest.mark.parametrize("op", ERRORS)
-def test_good_arguments(op):
+def test_good_arguments(library, op):
     """What every other test here changes is accepted as it is."""
-    getattr(reference, op)(**good(op))
+    getattr(library, op)(**good(op))
 
 
 @pytest.mark.parametrize("op", ERRORS)
-def test_options_are_keywords(op):
+def test_options_are_keywords(library, op):
     arguments = list(good(op).values())[: -1 if op == "coefficients" else None]
     required = {"projection": 2, "expand_combine": 4, "head": 4, "pre": 4, "hyper_connection": 5}
     positional = arguments[: required.get(op, len(arguments))]
     with pytest.raises(TypeError, match="positional argument"):
-        getattr(reference, op)(*positional, "streams")
+        getattr(library, op)(*positional, "streams")
 
 
-def test_strided_inputs_that_are_accepted():
+def test_strided_inputs_that_are_accepted(library):
     """Tokens of one stride, each one piece of memory: slices of a packed tensor need no copy."""
     packed = zeros(TOKENS, 2 * K, dtype=BF16)
     coefficients = zeros(TOKENS, 32)
     x = packed[:, :K].unflatten(1, (N, C))
     pre, post, res = coefficients[:, :4], coefficients[:, 4:8], coefficients[:, 8:24].unflatten(1, (N, N))
     f = packed[:, K : K + C]
-    reference.aggregate(x, pre)
-    reference.expand_combine(f, post, x, res)
-    reference.sinkhorn(res)
-    reference.coefficients(coefficients[:, :24], zeros(TOKENS), zeros(3), zeros(24), 4, variant="liger")
-    reference.expand(f, 4)
+    library.aggregate(x, pre)
+    library.expand_combine(f, post, x, res)
+    library.sinkhorn(res)
+    library.coefficients(coefficients[:, :24], zeros(TOKENS), zeros(3), zeros(24), 4, variant="liger")
+    library.expand(f, 4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("parameters", [BF16, FP32])
-def test_dtypes_that_are_accepted(parameters, dtype, n):
+def test_dtypes_that_are_accepted(library, parameters, dtype, n):
     def ones(*shape):
         return torch.ones(*shape, dtype=parameters)
 
     x, columns = torch.ones(2, n, 8, dtype=dtype), n * n + 2 * n
     options = {"norm_weight": ones(8 * n), "bias": ones(8), "dropout_p": 0.5, "seed": torch.tensor(3)}
-    out = reference.hyper_connection(x, torch.tanh, ones(columns, 8 * n), ones(3), ones(columns), **options)
+    out = library.hyper_connection(x, torch.tanh, ones(columns, 8 * n), ones(3), ones(columns), **options)
     assert out.dtype is dtype and out.shape == x.shape
-    assert reference.head(x, ones(n, 8 * n), ones(n), ones(1)).dtype is dtype
+    assert library.head(x, ones(n, 8 * n), ones(n), ones(1)).dtype is dtype
 
 
 def test_fp64_is_taken_with_fp64_alone():
@@ -369,8 +402,19 @@ def test_fp64_is_taken_with_fp64_alone():
         getattr(reference, op)(**good(op), compute_dtype=FP64)
 
 
-def test_log_has_no_eps():
-    reference.sinkhorn(zeros(2, 4, 4), variant="log", eps=0.0)
+def test_log_has_no_eps(library):
+    library.sinkhorn(zeros(2, 4, 4), variant="log", eps=0.0)
+
+
+@pytest.mark.parametrize("field", ["rms_eps", "sinkhorn_eps"])
+def test_an_eps_that_is_0_in_fp32(field):
+    preset = VARIANTS["megatron"]
+    for value in (1e-60, 2.0**-150):
+        with pytest.raises(ValueError) as caught:
+            dataclasses.replace(preset, **{field: value})
+        assert str(caught.value) == f"Variant: {field} must be positive in fp32, got {value}"
+    dataclasses.replace(preset, **{field: 1.5 * 2.0**-150})
+    dataclasses.replace(preset, sinkhorn="log", sinkhorn_eps=1e-60)
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])

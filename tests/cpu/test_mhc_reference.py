@@ -410,13 +410,26 @@ def test_tokens_of_zeros(name, generator):
     torch.testing.assert_close(found["post"][1], post)
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_mean_square_of_nan_is_seen(name, generator):
+    """In that token's coefficients and gradients, and in no other's."""
+    case = Case(4, 16, (3,), variant=name)
+    inputs = make_inputs(case, generator)
+    with torch.no_grad():
+        inputs["mean_square"][1] = torch.nan
+    found = differentiate(reference, "coefficients", case, inputs, make_upstream("coefficients", case, generator))
+    for result in ("pre", "post", "logits", "dH", "dmean_square"):
+        assert found[result][1].isnan().all() and found[result][::2].isfinite().all(), result
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v4", "transformer_engine", "megatron"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_of_tokens(layout, generator):
+def test_any_strides_of_tokens(layout, variant, generator):
     """Leading dimensions that do not collapse: the reference takes them, and returns contiguous results."""
-    case = Case(4, 16, (3, 5), layout=layout, norm_weight=True, bias=True)
+    case = Case(4, 16, (3, 5), layout=layout, variant=variant, norm_weight=True, bias=True)
     inputs = make_inputs(case, generator)
     moved = dict(inputs)
-    for name in ("x", "f", "h"):
+    for name in ("x", "f", "h", "logits", "H", "pre", "post", "res"):
         moved[name] = inputs[name].detach().transpose(0, 1).contiguous().transpose(0, 1)
         assert not moved[name].is_contiguous()
     for op, (_, outputs) in OPERATIONS.items():
@@ -667,6 +680,32 @@ def test_dropout_of_expand_combine(layout, generator):
     torch.testing.assert_close(df, masked)
     torch.testing.assert_close(dx, dx_all)
     assert not torch.allclose(df, df_masked)
+
+
+def test_the_scale_of_dropout_is_of_the_compute_dtype(generator):
+    """In fp64 to the last bit."""
+    case = Case(4, 16, (2, 3), bias=True)
+    t = in_fp64(make_inputs(case, generator)) | {"x": torch.zeros(case.residual_shape, dtype=FP64)}
+    (added,) = call(reference, "expand_combine", case, t, compute_dtype=FP64)
+    dropped = dataclasses.replace(case, dropout_p=0.3)
+    (out,) = call(reference, "expand_combine", dropped, t, compute_dtype=FP64)
+    mask = reference.dropout_mask(SEED, 6, 64, 0.3, CPU).view(out.shape)
+    assert torch.equal(out, torch.where(mask, added * (1.0 / 0.7), 0.0))
+
+
+def test_the_default_dtype_changes_nothing(generator):
+    case = Case(4, 16, (5,), FP32, norm_weight=True, bias=True, dropout_p=0.3)
+    inputs = make_inputs(case, generator)
+    for op in OPERATIONS:
+        upstream = make_upstream(op, case, generator)
+        wanted = differentiate(reference, op, case, inputs, upstream)
+        torch.set_default_dtype(BF16)
+        try:
+            found = differentiate(reference, op, case, inputs, upstream)
+        finally:
+            torch.set_default_dtype(FP32)
+        for name, result in wanted.items():
+            assert found[name].dtype is result.dtype and torch.equal(found[name], result), (op, name)
 
 
 def test_seeds(generator):

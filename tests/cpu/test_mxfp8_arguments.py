@@ -11,6 +11,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import dequantize, from_blocked, quantize_3d_colwise, quantize_3d_dual, quantize_rowwise, to_blocked
+from cute_kernels.mxfp8 import launch
 from tests.mxfp8_cases import BF16, FP32, SCALE, VARIANTS, Case, stand_in
 
 MODES = "('rceil', 'floor', 'ceil', 'even')"
@@ -101,6 +102,19 @@ def test_alignment(path):
     quantize_rowwise(memory.as_strided((64, 96), (104, 1), 8))
     experts = zeros(64 * 64).as_strided((2, 32, 32), (1, 64, 1))
     assert "multiples of 8 elements, got strides (1, 64, 1)" in message_of(ValueError, quantize_3d_colwise, experts)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_alignment_in_a_graph(variant, path):
+    """What a compiled call of CUDA tensors runs names function and argument as an eager call does."""
+    if path == "reference":
+        return
+    case = Case(variant, (2, 32, 64) if variant.startswith("3d") else (64, 64))
+    off = zeros(4096 + 1)[1:].view(case.shape)
+    wanted = message_of(ValueError, getattr(cute_kernels, case.name), off, **case.options)
+    assert wanted.startswith(f"{case.name}: {'w' if len(case.shape) == 3 else 'x'} must start on 16 bytes and ")
+    flags = "col" not in variant, variant != "rowwise", "square" in variant
+    assert message_of(ValueError, launch._run_quantize, off, torch.float8_e4m3fn, *flags, "rceil", "plain") == wanted
 
 
 def test_a_dimension_too_large():

@@ -87,7 +87,7 @@ def test_opcheck(operator, layout):
     count -= count == 4 and square and layout == "plain"
     assert isinstance(found, tuple) and len(found) == count
     opcheck(launch.quantize_ops[count], (x, E4M3, *flags))
-    opcheck(launch.dequantize_op, (found[0], found[1], BF16))
+    opcheck(launch.dequantize_op, (found[0], found[1], BF16, not along_k))
 
 
 def test_the_schemas_let_dtensor_tell_calls_apart():

@@ -289,12 +289,13 @@ class CoefficientsBackward:
                 dinverse = dinverse + scaled * rH[j]
                 rH[j] = scaled * inverse
             cute.autovec_copy(rH, dh[row, None])
+            # Factor by factor: with a tiny eps powers of 1 / rms overflow where the product does not
+            slope = -0.5 * inverse * (inverse * dinverse)
             if const_expr(self.math.variant.rms_eps_placement == "inside"):
-                dmean_square[row] = -0.5 * (inverse * inverse * inverse) * dinverse
+                dmean_square[row] = slope * inverse
             else:
                 # A token of zeros has no gradient, as of a norm at 0
-                slope = -0.5 * (inverse * inverse) / cute.math.sqrt(square)
-                dmean_square[row] = slope * dinverse if square > 0.0 else Float32(0.0)
+                dmean_square[row] = Float32(0.0) if square <= 0.0 else slope / cute.math.sqrt(square)
         if const_expr(partials is not None):
             sums = const_expr([*range(columns), *range(columns, columns + (1 if self.math.head else 3))])
             for first in cutlass.range_constexpr(0, len(sums), WARP_SIZE):

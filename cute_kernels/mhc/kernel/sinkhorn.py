@@ -81,7 +81,7 @@ class Sinkhorn:
         for i in cutlass.range_constexpr(n):
             largest = logits[i * n]
             for j in cutlass.range_constexpr(1, n):
-                largest = cute.arch.fmax(largest, logits[i * n + j])
+                largest = cute.arch.fmax(largest, logits[i * n + j], nan=True)
             total = Float32(0.0)
             for j in cutlass.range_constexpr(n):
                 p[i * n + j] = exp2((logits[i * n + j] - largest) * LOG2_E)
@@ -102,7 +102,7 @@ class Sinkhorn:
             if const_expr(self.variant == "softmax_eps"):
                 total = total + self.eps
             else:
-                total = cute.arch.fmax(total, Float32(self.eps))
+                total = cute.arch.fmax(total, Float32(self.eps), nan=True)
             inverse = cute.arch.rcp_approx(total)
             for b in cutlass.range_constexpr(n):
                 p[a * outer + b * inner] = p[a * outer + b * inner] * inverse

@@ -49,7 +49,7 @@ def coefficients(
         backend: as in ``aggregate``.
 
     Returns:
-        pre (..., n), post (..., n), res_logits (..., n, n), fp32.
+        pre (..., n), post (..., n), res_logits (..., n, n), fp32, contiguous.
 
     Raises: as ``aggregate``.
 

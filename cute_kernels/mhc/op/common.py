@@ -46,7 +46,7 @@ def checked(check: Callable[..., None], *arguments: Any, op: str | None = None) 
         )
         if key in _passed:
             return
-    except TypeError:  # an argument that cannot be part of a key: the check names it
+    except (RuntimeError, TypeError):  # a tensor without strides, an argument that cannot be part of a key
         key = None
     check(*arguments, **options)
     if key is not None:
@@ -69,7 +69,7 @@ def apply(function: type[torch.autograd.Function], first: Tensor, *rest: Any) ->
 
 
 def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
-    """``t`` as a matrix of ``width`` numbers a token, without a copy.
+    """``t`` as a matrix of ``width`` numbers a token, without a copy, but of what torch negates when it reads it.
 
     Raises:
         ValueError: its tokens do not collapse to rows of one stride, or are more than 32 bits count.
@@ -82,9 +82,7 @@ def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
         raise
     if matrix.shape[0] > MAX_TOKENS:
         expect(False, op, name, f"have at most {MAX_TOKENS} tokens", matrix.shape[0])
-    if width == 1 and matrix.stride(1) != 1:  # a dimension of one element may have any stride
-        matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
-    return matrix
+    return matrix if width > 1 else _numbers(matrix)
 
 
 def gradient_rows(t: Tensor | None, width: int) -> Tensor | None:
@@ -101,7 +99,16 @@ def gradient_rows(t: Tensor | None, width: int) -> Tensor | None:
                 if matrix.stride(1) == 1 and matrix.stride(0) >= width:
                     return matrix
         t = t.contiguous()
-    return t.view(-1, width)
+    matrix = t.view(-1, width)
+    return matrix if width > 1 else _numbers(matrix)
+
+
+def _numbers(matrix: Tensor) -> Tensor:
+    """A number a token: its dimension of one element may have any stride, and has not 1 where torch negates it."""
+    if matrix.stride(1) == 1:
+        return matrix
+    matrix = matrix.resolve_neg()
+    return matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
 
 
 def empty_like(t: Tensor, wanted: bool = True) -> Tensor | None:

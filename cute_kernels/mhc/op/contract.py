@@ -25,7 +25,7 @@ def contract(x: Tensor, *, layout: str = "streams", backend: str | None = None) 
     Raises: as ``aggregate``.
 
     Numerics: fp32, streams in ascending order, rounded once. The gradient of every stream is a n-th of the output's,
-    exactly.
+    rounded once.
 
     Source: Zhu et al., Hyper-Connections, arXiv 2409.19606, where it is the sum.
     """

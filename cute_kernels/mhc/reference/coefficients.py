@@ -32,7 +32,7 @@ def coefficients(
         n: number of streams, 1, 2, 4 or 8.
 
     Returns:
-        pre (..., n), post (..., n), res_logits (..., n, n) in ``compute_dtype``.
+        pre (..., n), post (..., n), res_logits (..., n, n) in ``compute_dtype``, contiguous.
 
     Raises:
         TypeError, ValueError: naming argument, expected and got.
@@ -46,7 +46,7 @@ def coefficients(
     normalised = H.to(compute_dtype) / rms(mean_square.to(compute_dtype), variant)[..., None]
     widths = (n, n, n * n)
     groups = zip(alpha, normalised.split(widths, -1), beta.split(widths), strict=True)
-    pre, post, res = (scale * part + shift for scale, part, shift in groups)
+    pre, post, res = ((scale * part + shift).contiguous() for scale, part, shift in groups)
     return (
         torch.sigmoid(pre) + variant.pre_eps,
         variant.post_mult * torch.sigmoid(post),
@@ -58,6 +58,6 @@ def rms(mean_square: Tensor, variant: Variant) -> Tensor:
     """The root mean square of a token with the variant's eps."""
     if variant.rms_eps_placement == "inside":
         return torch.sqrt(mean_square + variant.rms_eps)
-    positive = mean_square > 0
+    positive = ~(mean_square <= 0)  # NaN, too
     root = torch.sqrt(torch.where(positive, mean_square, 1.0))
     return torch.where(positive, root, 0.0) + variant.rms_eps

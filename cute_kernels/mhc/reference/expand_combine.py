@@ -55,7 +55,8 @@ def expand_combine(
         tokens, k = math.prod(x.shape[:-2]), x.shape[-2] * x.shape[-1]
         seed = draw_seed(x.device) if seed is None else seed
         mask = dropout_mask(seed, tokens, k, dropout_p, x.device).view(x.shape)
-        added = added * (mask * (1.0 / (1.0 - dropout_p)))  # as torch's dropout: NaN of infinities that are dropped
+        # As torch's dropout: NaN of infinities that are dropped
+        added = added * (mask.to(compute_dtype) * (1.0 / (1.0 - dropout_p)))
     matrix = res.to(compute_dtype)
     if res_orientation == "io":
         matrix = matrix.transpose(-1, -2)

@@ -30,17 +30,18 @@ def sinkhorn(
         logits: (..., n, n) fp32, n = 1, 2, 4 or 8.
         iterations: 1 to 100.
         variant: "log", "softmax_eps" or "exp_clamp".
-        eps: between 0 and 1; "log" has none.
+        eps: between 0 and 1, also in fp32; "log" has none.
 
     Returns:
-        A tensor of the logits' shape in ``compute_dtype``.
+        A contiguous tensor of the logits' shape in ``compute_dtype``.
 
     Raises:
         TypeError, ValueError: naming argument, expected and got.
     """
     check_sinkhorn(logits, iterations, variant, eps, compute_dtype=compute_dtype)
     x = logits.to(compute_dtype)
-    return _log(x, iterations) if variant == "log" else _Divisions.apply(x, iterations, variant, eps)
+    res = _log(x, iterations) if variant == "log" else _Divisions.apply(x, iterations, variant, eps)
+    return res.contiguous()
 
 
 def _log(x: Tensor, iterations: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels import mhc
 from cute_kernels.mhc import reference
+from cute_kernels.mhc.variants import VARIANTS
 from tests.mhc_cases import (
     BF16,
     FP16,
@@ -225,6 +226,45 @@ def test_saturated_logits(n, variant, size, generator):
         assert found.isfinite().all()
         bound = 8 * (peer.double() - exact).abs().max() + 8 * 2.0**-23 * exact.abs().max()
         assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("variant", SINKHORNS)
+@pytest.mark.parametrize("n", STREAMS)
+def test_a_logit_that_is_not_finite(n, variant, value, generator):
+    """NaN where the reference has it, forward and backward; the other matrices are what they are without it."""
+    logits = torch.randn(40, n, n, generator=generator, device=generator.device)
+    upstream = torch.randn(logits.shape, generator=generator, device=logits.device)
+    logits[7, n - 1, 0] = value
+    results = []
+    for library in (mhc, reference):
+        leaf = logits.clone().requires_grad_()
+        res = library.sinkhorn(leaf, variant=variant)
+        results.append((res.detach(), *torch.autograd.grad(res, leaf, upstream)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [replace(FULL, variant=name) for name in PRESETS], ids=str)
+@pytest.mark.parametrize("op", ["coefficients"])
+def test_a_mean_square_of_nan(op, case, generator):
+    tensors, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
+    with torch.no_grad():
+        tensors["mean_square"][7] = torch.nan
+    found, wanted = (differentiate(library, op, case, tensors, upstream) for library in (mhc, reference))
+    assert wanted["dmean_square"].isnan().sum() == 1
+    for name, result in wanted.items():
+        torch.testing.assert_close(found[name], result, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("placement, eps", [("inside", 1e-28), ("outside", 1e-14)])
+def test_tiny_eps(placement, eps, generator):
+    """And tokens as small: powers of 1 / rms overflow, the gradient of the mean square does not."""
+    case = replace(FULL, variant=replace(VARIANTS["deepseek_v4"], rms_eps=eps, rms_eps_placement=placement))
+    tensors = make_inputs(case, generator)
+    for name, scale in (("H", 1e-14), ("mean_square", 1e-28)):
+        tensors[name] = (tensors[name].detach() * scale).requires_grad_()
+    assert_accurate("coefficients", case, tensors, make_upstream("coefficients", case, generator))
 
 
 @pytest.mark.parametrize("case", [replace(FULL, variant=name) for name in PRESETS], ids=str)

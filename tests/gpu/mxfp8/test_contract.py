@@ -50,6 +50,17 @@ def test_errors_come_each_time_and_spoil_nothing(case, generator):
 
 
 @pytest.mark.parametrize("case", every_variant(SHAPE), ids=str)
+def test_errors_in_a_graph(case):
+    """Of what tracing does not see, the address: function and argument as in an eager call."""
+    torch._dynamo.reset()
+    memory = torch.zeros(torch.Size(case.shape).numel() + 1, dtype=BF16, device="cuda")
+    compiled = torch.compile(lambda x: call(case, x), fullgraph=True, backend="aot_eager")
+    name = "w" if len(case.shape) == 3 else "x"
+    with pytest.raises(ValueError, match=f"^{case.name}: {name} must start on 16 bytes"):
+        compiled(memory[1:].view(case.shape))
+
+
+@pytest.mark.parametrize("case", every_variant(SHAPE), ids=str)
 def test_reference_backend_on_cuda(case, generator):
     x = make_input(case, generator)
     found = list(getattr(cute_kernels, case.name)(x, **case.options, backend="reference"))
