@@ -166,7 +166,7 @@ class WarpgroupProjectionConfig:
 
     def grid(self, num_tokens: int, num_sms: int) -> int:
         """Pairs of CTAs: one for each two blocks of tokens and part of K, as many as fit."""
-        return min(-(-num_tokens // (2 * self.tokens)) * self.splits, num_sms // 2)
+        return min(-(-num_tokens // (2 * self.tokens)) * self.splits, max(1, num_sms // 2))
 
 
 def warpgroup_projection_config(columns: int, k: int, phi: str, precision: str) -> WarpgroupProjectionConfig:
@@ -422,7 +422,7 @@ class WarpgroupBackwardConfig:
     def grid(self, num_tokens: int, num_sms: int) -> int:
         """Pairs of CTAs: as few as need no more rounds."""
         items = self.chunks(num_tokens) * self.pairs
-        return -(-items // -(-items // (num_sms // 2)))
+        return -(-items // -(-items // max(1, num_sms // 2)))
 
 
 def warpgroup_backward_config(columns: int, k: int, phi: str) -> WarpgroupBackwardConfig:

@@ -200,6 +200,7 @@ def test_training_is_inference(op, generator):
         ("projection", DEEP, "fp32"),
         ("hyper_connection", DEEP, "tf32"),
         ("hyper_connection", BATCHES[2], "fp32"),
+        ("projection", Case(8, 136, norm_weight=True), "tf32"),  # by pairs of warpgroups, several slices
         ("head", FULL, "tf32"),
         ("pre", FULL, "tf32"),
     ],
