@@ -236,7 +236,10 @@ class ProjectionBackwardSm90(WarpgroupProducts):
 
     @cute.jit
     def move_tiles(self, tma_x: cute.CopyAtom, mX: cute.Tensor, tma_dx, mDx):
-        """One warp: ask for tiles of x, and write those of dx that are done, in their place."""
+        """One warp: ask for tiles of x, and write those of dx that are done, in their place.
+
+        A slot is asked for as soon as its store has read it, before the next tile that is done is waited for.
+        """
         config = self.config
         stages, boxes = const_expr(config.x_stages), const_expr(config.slice_k // BOX)
         last_tokens = const_expr(LAST_BYTES // (2 * config.k))
@@ -247,6 +250,22 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         item, tile, slot = self.first, Int32(0), Int32(0)
         done_item, done_tile, done_slot, phase = self.first, Int32(0), Int32(0), Int32(0)
         for count in cutlass.range(total + stages - 1):
+            if count < total:
+                if const_expr(self.writes_dx):
+                    if count >= stages:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                block, slice_index, full = self.block_of(item, tile), self.slice_of(item), self.x_full + slot
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_TOKENS * config.slice_k)
+                policy = evict_first_if(self.num_tokens - block * TILE_TOKENS <= last_tokens)
+                for box in cutlass.range_constexpr(boxes):
+                    gX = cute.local_tile(mX, (TILE_TOKENS, BOX), (block, slice_index * boxes + box))
+                    load_box(tma_x, gX, self.sBoxes[None, None, box, slot], full, policy)
+                tile += 1
+                if tile == self.tiles_of(item):
+                    tile = Int32(0)
+                    item += self.step
+                slot = (slot + 1) % stages
             if count >= stages - 1:
                 cute.arch.mbarrier_wait(freed + done_slot, phase)
                 if const_expr(self.writes_dx):
@@ -260,22 +279,6 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     done_tile = Int32(0)
                     done_item += self.step
                 done_slot, phase = self.advance(done_slot, phase, stages)
-            if count < total:
-                if const_expr(self.writes_dx):
-                    if count >= stages:
-                        cute.arch.cp_async_bulk_wait_group(1, read=True)
-                block, slice_index, full = self.block_of(item, tile), self.slice_of(item), self.x_full + slot
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_TOKENS * config.slice_k)
-                policy = evict_first_if(self.num_tokens - block * TILE_TOKENS <= last_tokens)
-                for box in cutlass.range_constexpr(boxes):
-                    gX = cute.local_tile(mX, (TILE_TOKENS, BOX), (block, slice_index * boxes + box))
-                    load_box(tma_x, gX, self.sBoxes[None, None, box, slot], full, policy)
-                tile += 1
-                if tile == self.tiles_of(item):
-                    tile = Int32(0)
-                    item += self.step
-                slot = (slot + 1) % stages
         cute.arch.griddepcontrol_launch_dependents()  # of what has no work here any more
         if const_expr(self.writes_dx):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
