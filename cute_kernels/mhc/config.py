@@ -156,7 +156,10 @@ class WarpgroupProjectionConfig:
 
     @property
     def instruction_rows(self) -> int:
-        """Of these, that one instruction multiplies: all, where a thread of 512 has registers for as many sums."""
+        """Of these, that one instruction multiplies: all, where its sums fit the 128 registers of a thread of 512.
+
+        240 would need 146, says ptxas, whatever `setmaxnreg` adds later.
+        """
         return self.term_rows if self.term_rows <= 160 else self.padded_columns
 
     @property

@@ -312,10 +312,9 @@ def projection_backward(
         precision,
         accumulate,
         x.get_device(),
-        _rows_key(x, dout, dlayer, dx),
-        _dtypes(phi, norm_weight, dphi, dnorm_weight, dbeta, dalpha),
+        _rows_key(x, phi, dH, dout, dlayer, dx),
+        _dtypes(norm_weight, dphi, dnorm_weight, dbeta, dalpha),
         phi.shape[0],
-        dH.data_ptr() % 16,
     )
     plan = _plans.get(key)
     if plan is None:
@@ -367,7 +366,7 @@ def _plan_projection_backward(
 
     index, (columns, k), (dphi, dnorm_weight, _, dalpha) = x.get_device(), phi.shape, gradients
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
-    tma = x.stride(0) >= k and _aligned(channels, *(t for t in (x, dout, dlayer, dx) if t is not None))
+    rows = [t for t in (x, dout, dlayer, dx) if t is not None]
     product, dtypes = _product_name(phi, norm_weight), _cutlass(phi, norm_weight)
     sum_items = None
     if sums:
@@ -375,20 +374,22 @@ def _plan_projection_backward(
         sum_items = phi_gradient(arch, *dtypes, *_cutlass(*gradients), accumulate, columns, k, alphas)
     if (
         _by_warpgroups(x, columns, arch)
-        and tma
         and dout is None
         and dlayer is None
         and precision == "tf32"
+        and columns % 16 == 0
         and _aligned(columns, dH)
-        and _aligned(k, phi)
+        and x.stride(0) >= k
+        and _aligned(k, phi, *rows)
     ):
         from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90
 
-        alone = warpgroup_backward_config(columns, k, product)
-        function = projection_backward_sm90(arch, *dtypes, dx is not None, sums, alone)
-        return function, alone, sum_items, sm_count(index)
+        config = warpgroup_backward_config(columns, k, product)
+        function = projection_backward_sm90(arch, *dtypes, dx is not None, sums, config)
+        return function, config, sum_items, sm_count(index)
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
 
+    tma = x.stride(0) >= k and _aligned(channels, *rows)
     described = columns, _name(x), product, precision, tma, dout is not None, dlayer is not None
     config = projection_backward_config(n, channels, layout, *described)
     facts = dx is not None, sums, orientation, dlayer is not None

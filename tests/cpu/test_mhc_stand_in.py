@@ -203,6 +203,21 @@ def test_pre_is_its_parts(variant, dtype, generator):
         assert torch.equal(whole, out)
 
 
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("channels", [64, 12])
+def test_eight_streams_by_where_phi_lies(channels, offsets, kernels, generator):
+    """By warpgroups where phi starts on 16 bytes, whatever was called before; of the width K alone counts."""
+    t = make_inputs(Case(8, channels, (5,), BF16), generator)
+    memory = torch.zeros(1 + t["phi"].numel())
+    for offset in offsets:
+        phi = memory[offset : offset + t["phi"].numel()].view_as(t["phi"]).copy_(t["phi"].detach())
+        kernels.clear()
+        H, mean_square = mhc.projection(t["x"], phi.detach().requires_grad_())
+        (H.sum() + mean_square.sum()).backward()
+        found = {name for name in names_of(kernels) if name.endswith("_sm90")}
+        assert found == (set() if offset else {"projection_forward_sm90", "projection_backward_sm90"})
+
+
 def test_launches(kernels, generator):
     """Two for pre, one for a head, three where clusters cannot hold phi or x is not bf16; one dx for a
     hyper-connection, and no product where only the coefficients' parameters learn."""

@@ -295,6 +295,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         for item in cutlass.range(self.first, self.items, self.step):
             sums.fill(0.0)
             warpgroup.fence()
+            # There is one at least; did the compiler not know, ptxas would have every product waited for
             for _ in cutlass.range(cutlass.max(self.tiles_of(item), 1)):
                 cute.arch.mbarrier_wait(self.split + slot, phase)
                 cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)

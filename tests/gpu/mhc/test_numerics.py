@@ -112,6 +112,8 @@ TF32 = [
     Case(2, 64, (130,), FP16, variant="transformer_engine"),
     Case(4, 64, (130,), FP32, norm_weight=True),
     Case(8, 64, (13,), BF16, variant="tilekernels", norm_weight=True),
+    Case(8, 136, (2100,), norm_weight=True),  # several slices, chunks and turns of a ring, the last tile not whole
+    Case(8, 136, (1100,), parameters=BF16, gap=8),
     Case(1, 5129, (130,), FP32),
 ]
 TF32_ERROR = 2.0**-15
