@@ -218,6 +218,32 @@ def test_eight_streams_by_where_phi_lies(channels, offsets, kernels, generator):
         assert found == (set() if offset else {"projection_forward_sm90", "projection_backward_sm90"})
 
 
+def test_what_is_not_for_warpgroups(kernels, generator):
+    """The backward beside what else reaches x, in "fp32", of a dH off 16 bytes; one token that stands for all."""
+
+    def found(run) -> set[str]:
+        kernels.clear()
+        launch._plans.clear()
+        run()
+        return {name.removeprefix("projection_") for name in names_of(kernels) if name.startswith("projection")}
+
+    def project(x, dH, **options):
+        H, _ = mhc.projection(x, t["phi"], **options)
+        torch.autograd.grad(H, t["phi"], dH)
+
+    case = Case(8, 64, (5,), BF16)
+    t = make_inputs(case, generator)
+    dH, shifted = torch.randn(5, 80), torch.randn(401)[1:].view(5, 80)
+    for op in ("pre", "hyper_connection"):
+        assert found(lambda op=op: call(mhc, op, case, t)[0].sum().backward()) == {"forward_sm90", "backward"}
+    arguments = t["x"], torch.zeros_like, *(t[name] for name in ("phi", "alpha", "beta"))  # no gradient of layer_input
+    assert found(lambda: mhc.hyper_connection(*arguments).sum().backward()) == {"forward_sm90", "backward"}
+    assert found(lambda: project(t["x"], dH)) == {"forward_sm90", "backward_sm90"}
+    assert found(lambda: project(t["x"], dH, precision="fp32")) == {"forward_sm90", "backward"}
+    assert found(lambda: project(t["x"], shifted)) == {"forward_sm90", "backward"}
+    assert found(lambda: project(t["x"][:1].expand(5, 8, 64), dH)) == {"forward", "backward"}
+
+
 def test_launches(kernels, generator):
     """Two for pre, one for a head, three where clusters cannot hold phi or x is not bf16; one dx for a
     hyper-connection, and no product where only the coefficients' parameters learn."""
