@@ -38,7 +38,7 @@ from cute_kernels.mhc.kernel.streams import (
     take_registers,
     weighted_sum,
 )
-from cute_kernels.mhc.kernel.tile_ring import by_stream, load_box
+from cute_kernels.mhc.kernel.tile_ring import advance, by_stream, load_box
 from cute_kernels.mhc.variants import Variant
 from jit_cache import Program, compiled
 
@@ -219,7 +219,7 @@ class PreForward:
                 policy = evict_first_if(self.num_tokens - row > last_tokens)
             for box in cutlass.range_constexpr(config.boxes):
                 self.copy_box(tma_x, mX, row, rank, box, self.sX[None, None, box, slot], full, policy)
-            slot, phase = self.advance(slot, phase)
+            slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def load_phi(self, tma_phi: cute.CopyAtom, mPhi: cute.Tensor, rank: Int32):
@@ -263,15 +263,6 @@ class PreForward:
         return rank * config.boxes + box, 0
 
     @cute.jit
-    def advance(self, slot: Int32, phase: Int32):
-        """The next slot of the ring and its phase."""
-        slot += 1
-        if slot == self.config.stages:
-            slot = Int32(0)
-            phase ^= 1
-        return slot, phase
-
-    @cute.jit
     def multiply(
         self,
         tiled_mma: cute.TiledMma,
@@ -302,7 +293,7 @@ class PreForward:
                     for e in cutlass.range_constexpr(4):
                         squares[t] = squares[t] + values[t * 4 + e] * values[t * 4 + e]
             cute.arch.mbarrier_arrive(self.empty + slot)
-            slot, phase = self.advance(slot, phase)
+            slot, phase = advance(slot, phase, config.stages)
             buffer, use = index % 2, index // 2 % 2
             cute.arch.mbarrier_wait(self.taken + buffer, use ^ 1)
             self.put(sums, squares, self.sSums[None, None, mine, buffer], lane)
@@ -432,7 +423,7 @@ class PreForward:
                             self.sMessages.iterator + target, float_bits(total[t]), self.heard + slot, token // owned
                         )
             cute.arch.mbarrier_arrive(self.taken + buffer)
-            slot, phase = self.advance(slot, phase)
+            slot, phase = advance(slot, phase, config.stages)
         # Nothing may arrive after a CTA's end
         for stage in cutlass.range(cutlass.min(rounds, config.stages)):
             slot = (rounds + config.stages - 1 - stage) % config.stages
@@ -494,7 +485,7 @@ class PreForward:
                             h[first_row + t, column] = totals[part]
                         else:
                             mean_square[first_row + t] = totals[part]
-            slot, phase = self.advance(slot, phase)
+            slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def from_lane(self, values: cute.Tensor, index: Int32):
@@ -526,7 +517,7 @@ class PreForward:
                         values = cute.make_tensor(streams.iterator + part * s.vec * config.n, view)
                         store_channels(weighted_sum(values, weights, s), layer_input, row, channel, True, s)
             cute.arch.mbarrier_arrive(self.empty + slot)
-            slot, phase = self.advance(slot, phase)
+            slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def channels(self, slot: Int32, token: Int32, p: cutlass.Constexpr[int], thread: Int32):

@@ -31,7 +31,7 @@ from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import TILE_TOKENS, WarpgroupBackwardConfig
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
-from cute_kernels.mhc.kernel.tile_ring import load_box
+from cute_kernels.mhc.kernel.tile_ring import advance, load_box, store_box
 from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, swizzled
 from jit_cache import Program, compiled
 
@@ -150,9 +150,8 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         def atom(kind):
             return warpgroup.make_smem_layout_atom(kind, BFloat16)
 
-        def view(memory, layout, offset: int = 0):
-            pointer = cute.recast_ptr(memory + offset, layout.inner, BFloat16)
-            return cute.make_tensor(pointer, layout.outer)
+        def view(memory, layout):
+            return cute.make_tensor(cute.recast_ptr(memory, layout.inner, BFloat16), layout.outer)
 
         self.x_full, self.read, self.done = (smem.allocate_array(Int64, x_stages) for _ in range(3))
         layout = cute.tile_to_shape(atom(kinds.MN_SW128), (config.slice_k, TILE_TOKENS, x_stages), order=(1, 0, 2))
@@ -209,7 +208,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     source = cute.local_tile(mDh, (TILE_TOKENS, OCTET), (block, octet))
                     target = self.sOctets[None, None, (octet % 2, octet // 2), slot]
                     self.load_shared(tma_dh, source, target, full, self.rank == octet % CLUSTER)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def split_dh(self, thread: Int32):
@@ -232,7 +231,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                         cute.autovec_copy(terms[t], cute.make_tensor(target, cute.make_layout((OCTET, 2))))
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(self.split + slot)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def move_tiles(self, tma_x: cute.CopyAtom, mX: cute.Tensor, tma_dx, mDx):
@@ -278,7 +277,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 if done_tile == self.tiles_of(done_item):
                     done_tile = Int32(0)
                     done_item += self.step
-                done_slot, phase = self.advance(done_slot, phase, stages)
+                done_slot, phase = advance(done_slot, phase, stages)
         cute.arch.griddepcontrol_launch_dependents()  # of what has no work here any more
         if const_expr(self.writes_dx):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -307,8 +306,8 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 warpgroup.wait_group(0)
                 self.free(slot)
                 cute.arch.mbarrier_arrive(self.read + x_slot)
-                slot, phase = self.advance(slot, phase, config.stages)
-                x_slot, x_phase = self.advance(x_slot, x_phase, config.x_stages)
+                slot, phase = advance(slot, phase, config.stages)
+                x_slot, x_phase = advance(x_slot, x_phase, config.x_stages)
             first_k = self.slice_of(item) * config.slice_k
             target = partials.iterator + (Int64(item // config.pairs) * (config.columns * config.k) + first_k)
             for m in cutlass.range_constexpr(cute.size(sums, mode=[1])):
@@ -342,14 +341,14 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 cute.arch.mbarrier_wait(self.split + slot, phase)
                 self.project(tiled_mma, tCrH, tCrPhi, sums, slot)
                 self.free(slot)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
                 cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)
                 if const_expr(self.adds_up):
                     cute.arch.mbarrier_wait(self.read + x_slot, x_phase)
                 self.finish(sums, scales, x_slot, tidx)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(self.done + x_slot)
-                x_slot, x_phase = self.advance(x_slot, x_phase, config.x_stages)
+                x_slot, x_phase = advance(x_slot, x_phase, config.x_stages)
 
     @cute.jit
     def load_phi(self, phi, norm_weight, slice_index: Int32, tidx: Int32):
@@ -426,15 +425,6 @@ class ProjectionBackwardSm90(WarpgroupProducts):
 def dx_barrier():
     """The warpgroups that compute dx meet."""
     cute.arch.barrier(barrier_id=1, number_of_threads=DX_GROUPS * WARPGROUP)
-
-
-@cute.jit
-def store_box(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor):
-    """A box from shared memory, by TMA."""
-    tSs, tSg = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
-    )
-    cute.copy(atom, tSs, tSg)
 
 
 @compiled

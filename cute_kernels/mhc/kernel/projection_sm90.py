@@ -25,7 +25,7 @@ from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import TILE_K, WarpgroupProjectionConfig
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
-from cute_kernels.mhc.kernel.tile_ring import load_box
+from cute_kernels.mhc.kernel.tile_ring import advance, load_box
 from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, swizzled
 from jit_cache import Program, compiled
 
@@ -157,7 +157,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
                     self.load_shared(tma_phi, gPhi, self.sPhi[None, None, box, slot], full, self.rank == box % CLUSTER)
                 gX = cute.local_tile(mX, (config.tokens, TILE_K), (block, k))
                 load_box(tma_x, gX, self.sX[None, None, slot], full, policy)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def split_phi(self, norm_weight: Optional[cute.Tensor], thread: Int32):
@@ -202,7 +202,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
                             cute.autovec_copy(terms[t], cute.make_tensor(target, cute.make_layout(8)))
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(self.split + slot)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
     def square(self, partials: cute.Tensor, thread: Int32):
@@ -232,7 +232,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
                             values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
                         sums[turn] = sums[turn] + values[0]
                 cute.arch.mbarrier_arrive(self.empty + slot)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
             for turn in cutlass.range_constexpr(cute.size(sums)):
                 token = turn * threads + thread
                 row = self.block_of(item) * config.tokens + token
@@ -260,7 +260,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 self.free(slot)
-                slot, phase = self.advance(slot, phase, config.stages)
+                slot, phase = advance(slot, phase, config.stages)
             self.store(sums, places, partials, item)
 
     @cute.jit

@@ -86,11 +86,7 @@ class TileRing:
             for i in cutlass.range_constexpr(config.n):
                 at = (block_m, *self.box_coordinate(slice_index, i))
                 gBox = cute.local_tile(mDx, (config.tile_m, config.slice_c), at)
-                source = self.sX[None, None, i, slot]
-                tSs, tSg = cpasync.tma_partition(
-                    atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(gBox, 0, 2)
-                )
-                cute.copy(atom, tSs, tSg)
+                store_box(atom, self.sX[None, None, i, slot], gBox)
             cute.arch.cp_async_bulk_commit_group()
         else:
             self.write_plain(mDx, block_m, slice_index, slot)
@@ -198,6 +194,25 @@ def load_box(atom: cute.CopyAtom, box: cute.Tensor, target: cute.Tensor, mbar: c
         atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(box, 0, 2)
     )
     cute.copy(atom, tSg, tSs, tma_bar_ptr=mbar, cache_policy=policy)
+
+
+@cute.jit
+def store_box(atom: cute.CopyAtom, source: cute.Tensor, box: cute.Tensor):
+    """A box of a matrix from shared memory, by TMA."""
+    tSs, tSg = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(box, 0, 2)
+    )
+    cute.copy(atom, tSs, tSg)
+
+
+@cute.jit
+def advance(slot: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
+    """The next slot of a ring and its phase."""
+    slot += 1
+    if slot == stages:
+        slot = Int32(0)
+        phase ^= 1
+    return slot, phase
 
 
 def swizzle_bits(config: ProjectionBackwardConfig, dtype) -> int:

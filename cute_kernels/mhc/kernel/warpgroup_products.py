@@ -51,15 +51,6 @@ class WarpgroupProducts:
         cute.arch.cluster_wait()
 
     @cute.jit
-    def advance(self, slot: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
-        """The next slot of a ring and its phase."""
-        slot += 1
-        if slot == stages:
-            slot = Int32(0)
-            phase ^= 1
-        return slot, phase
-
-    @cute.jit
     def load_shared(self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, full, mine: Boolean):
         """A box of the rows to both CTAs, by that one whose it is."""
         if mine:
