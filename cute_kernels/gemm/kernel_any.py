@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.gemm.kernel_epilogue import add_bias, load_sums, store_sums, tile_of
+from cute_kernels.gemm.kernel_epilogue import add_bias, load_sums, store_sums, tile_divisors, tile_of
 
 TILE = (64, 64, 32)
 GROUP = 8
@@ -43,7 +43,8 @@ class GemmAny:
     ):
         op = warp.MmaF16BF16Op(a.element_type, Float32, (16, 8, 16))
         tiled_mma = cute.make_tiled_mma(op, cute.make_layout((4, 2, 1)))
-        self.kernel(tiled_mma, a, b, d, z, bias, valid_k).launch(
+        divisors = tile_divisors(*(cute.ceil_div(d.shape[i], TILE[i]) for i in range(2)), GROUP)
+        self.kernel(tiled_mma, a, b, d, z, bias, valid_k, divisors).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -57,6 +58,7 @@ class GemmAny:
         z: Optional[cute.Tensor],
         bias: Optional[cute.Tensor],
         valid_k: Optional[cute.Tensor],
+        divisors: tuple,
     ):
         tile_m, tile_n, tile_k = TILE
         tidx, _, _ = cute.arch.thread_idx()
@@ -77,7 +79,7 @@ class GemmAny:
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)
         tiles_m, tiles_n = cute.ceil_div(d.shape[0], tile_m), cute.ceil_div(d.shape[1], tile_n)
         for index in cutlass.range(bidx, tiles_m * tiles_n, grid):
-            m, n = tile_of(index, tiles_m, tiles_n, GROUP)
+            m, n = tile_of(index, tiles_m, divisors, GROUP)
             if const_expr(self.accumulate):
                 load_sums(sums, tCcD, d, m * tile_m, n * tile_n)
             else:

@@ -23,7 +23,15 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.kernel_epilogue import activate, add_bias, load_sums, store_sums, tile_of, transpose
+from cute_kernels.gemm.kernel_epilogue import (
+    activate,
+    add_bias,
+    load_sums,
+    store_sums,
+    tile_divisors,
+    tile_of,
+    transpose,
+)
 
 WARP_SIZE = 32
 EPILOGUE_WARPS = 4  # warps 0 to 3: a warp reaches the 32 lanes of tensor memory of its index modulo 4, and no others
@@ -101,15 +109,17 @@ class GemmSm100:
             tma_d, mD = cpasync.make_tiled_tma_atom(store, d, one, self.part())
             if const_expr(z is not None):
                 tma_z, mZ = cpasync.make_tiled_tma_atom(store, z, one, self.part())
+        tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
         self.kernel(
-            tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k
+            tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
+            tile_divisors(tiles_m, tiles_n, self.group),
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[self.cluster[0] * self.cluster[1], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )
+        )  # fmt: skip
 
     def load_op(self, multicast: int):
         """Instruction that loads an operand's tile, or this CTA's share of one that ``multicast`` CTAs need."""
@@ -138,6 +148,7 @@ class GemmSm100:
         z: Optional[cute.Tensor],
         bias: Optional[cute.Tensor],
         valid_k: Optional[cute.Tensor],
+        divisors: tuple,
     ):
         tile_m, tile_n, tile_k = self.tile
         cluster_m, cluster_n = self.cluster
@@ -226,7 +237,7 @@ class GemmSm100:
                 a_policy, b_policy = evict_first_if(tiles_n == 1), Int64(EVICT_NORMAL)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                m, n = tile_of(index, tiles_m, tiles_n, self.group)
+                m, n = tile_of(index, tiles_m, divisors, self.group)
                 for k in cutlass.range(k_tiles, unroll=1):
                     ring.producer_acquire(state)
                     full = ring.producer_get_barrier(state)
@@ -287,13 +298,14 @@ class GemmSm100:
             sums_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
             if const_expr(self.accumulate):
                 for i in cutlass.range(ACCUMULATORS, unroll=1):
-                    self.start(tDtD, d, first_tile + i * step, tiles_m, tiles_n, rank_m, rank_n, Int32(i), tidx)
+                    tile = first_tile + i * step
+                    self.start(tDtD, d, tile, tiles_m, tiles_n, divisors, rank_m, rank_n, Int32(i), tidx)
                     self.release(accumulators, sums_state)
                     sums_state.advance()
                 sums_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
             num_stored = Int32(0)
             for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                m, n = tile_of(index, tiles_m, tiles_n, self.group)
+                m, n = tile_of(index, tiles_m, divisors, self.group)
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
                 accumulators.consumer_wait(sums_state)
@@ -318,7 +330,7 @@ class GemmSm100:
                         store_sums(sums, tTRcD, d, z, m * tile_m, first_n, self.activation)
                 if const_expr(self.accumulate):
                     later = index + ACCUMULATORS * step
-                    self.start(tDtD, d, later, tiles_m, tiles_n, rank_m, rank_n, sums_state.index, tidx)
+                    self.start(tDtD, d, later, tiles_m, tiles_n, divisors, rank_m, rank_n, sums_state.index, tidx)
                 self.release(accumulators, sums_state)
                 sums_state.advance()
             if const_expr(self.tma_store):
@@ -358,10 +370,12 @@ class GemmSm100:
             accumulators.consumer_release(state)
 
     @cute.jit
-    def start(self, tDtD, d, index: Int32, tiles_m, tiles_n, rank_m: Int32, rank_n: Int32, accumulator, tidx: Int32):
+    def start(
+        self, tDtD, d, index: Int32, tiles_m, tiles_n, divisors, rank_m: Int32, rank_n: Int32, accumulator, tidx: Int32
+    ):
         """Let the sums of the ``index``-th tile, if there is one, start from d: no later addition would round so."""
         if index < tiles_m * tiles_n:
-            m, n = tile_of(index, tiles_m, tiles_n, self.group)
+            m, n = tile_of(index, tiles_m, divisors, self.group)
             m = m * self.cluster[0] + rank_m
             n = n * self.cluster[1] + rank_n
             store_copy = self.tensor_memory_copy(tDtD, False)

@@ -29,7 +29,15 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.gemm.config import SHARED_MEMORY, STORE_STAGES, GemmConfig
-from cute_kernels.gemm.kernel_epilogue import activate, add_bias, load_sums, store_sums, tile_of, transpose
+from cute_kernels.gemm.kernel_epilogue import (
+    activate,
+    add_bias,
+    load_sums,
+    store_sums,
+    tile_divisors,
+    tile_of,
+    transpose,
+)
 
 WARPGROUP = 128
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65536 in all: two consumers hold 128 accumulators a thread
@@ -103,15 +111,17 @@ class GemmSm90:
             tma_d, mD = cpasync.make_tiled_tma_atom(store, d, one, self.store_tile())
             if const_expr(z is not None):
                 tma_z, mZ = cpasync.make_tiled_tma_atom(store, z, one, self.store_tile())
+        tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
         self.kernel(
-            tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k
+            tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
+            tile_divisors(tiles_m, tiles_n, self.group),
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.consumers + 1) * WARPGROUP, 1, 1],
             cluster=[self.cluster[0] * self.cluster[1], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )
+        )  # fmt: skip
 
     def operand_layout(self, layout: LayoutEnum, shape: tuple[int, int]):
         """Swizzled shared memory of an operand's ring: (rows, k, stages), as wgmma reads it."""
@@ -162,6 +172,7 @@ class GemmSm90:
         z: Optional[cute.Tensor],
         bias: Optional[cute.Tensor],
         valid_k: Optional[cute.Tensor],
+        divisors: tuple,
     ):
         tile_m, tile_n, tile_k = self.tile
         cluster_m, cluster_n = self.cluster
@@ -235,7 +246,7 @@ class GemmSm90:
                     a_policy, b_policy = evict_first_if(tiles_n == 1), Int64(EVICT_NORMAL)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
                 for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                    m, n = tile_of(index, tiles_m, tiles_n, self.group)
+                    m, n = tile_of(index, tiles_m, divisors, self.group)
                     for k in cutlass.range(k_tiles):
                         ring.producer_acquire(state)
                         full = ring.producer_get_barrier(state)
@@ -271,7 +282,7 @@ class GemmSm90:
             num_stored = Int32(0)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                m, n = tile_of(index, tiles_m, tiles_n, self.group)
+                m, n = tile_of(index, tiles_m, divisors, self.group)
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
                 if const_expr(self.accumulate):

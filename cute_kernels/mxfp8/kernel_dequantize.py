@@ -31,23 +31,31 @@ class Dequantize:
         if const_expr(self.transposed):
             rows, columns = columns, rows
         s = cute.recast_ptr(scale.iterator, dtype=Uint8)
-        self.kernel(q.iterator, s, y.iterator, rows, columns).launch(
+        tiles = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(size, TILE)) for size in (rows, columns)]
+        self.kernel(q.iterator, s, y.iterator, rows, columns, *tiles).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, q: cute.Pointer, s: cute.Pointer, y: cute.Pointer, rows: Int32, columns: Int32):
+    def kernel(
+        self,
+        q: cute.Pointer,
+        s: cute.Pointer,
+        y: cute.Pointer,
+        rows: Int32,
+        columns: Int32,
+        tiles_r: cute.FastDivmodDivisorV2,
+        tiles_c: cute.FastDivmodDivisorV2,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         vec = const_expr(128 // y.dtype.width)
         rows_at_once = const_expr(THREADS * vec // TILE)
         count = const_expr(TILE // rows_at_once)
-        tiles_r, tiles_c = cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
-        e = bidx // (tiles_r * tiles_c)
-        rest = bidx - e * (tiles_r * tiles_c)
-        tr = rest // tiles_c
+        rest, tc = divmod(bidx, tiles_c)
+        e, tr = divmod(rest, tiles_r)
         first = tr * TILE + tidx // (TILE // vec)
-        column = (rest - tr * tiles_c) * TILE + tidx % (TILE // vec) * vec
+        column = tc * TILE + tidx % (TILE // vec) * vec
         if column < columns:
             rQ = cute.make_rmem_tensor((vec, count), q.dtype)
             rS = cute.make_rmem_tensor((count,), Uint8)

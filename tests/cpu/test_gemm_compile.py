@@ -181,6 +181,34 @@ def early_reads(ptx: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("group", [1, 8])
+def test_the_walk_over_tiles(group):
+    """As compiled for this processor: groups of rows of tiles, each column by column; the last may be shorter."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+
+    from cute_kernels.gemm.kernel_epilogue import tile_divisors, tile_of
+
+    @cute.jit
+    def walk(places: cute.Tensor, tiles_m: cutlass.Int32, tiles_n: cutlass.Int32):
+        divisors = tile_divisors(tiles_m, tiles_n, group)
+        for index in cutlass.range(tiles_m * tiles_n):
+            m, n = tile_of(index, tiles_m, divisors, group)
+            places[index, 0] = m
+            places[index, 1] = n
+
+    def entry(places):
+        return from_dlpack(places).mark_layout_dynamic()
+
+    function = cute.compile(walk, entry(torch.empty(4, 2, dtype=torch.int32)), cutlass.Int32(1), cutlass.Int32(1))
+    for tiles_m, tiles_n in itertools.product((*range(1, 18), 131), (1, 2, 7, 37, 128)):
+        places = torch.full((tiles_m * tiles_n, 2), -1, dtype=torch.int32)
+        function(entry(places), cutlass.Int32(tiles_m), cutlass.Int32(tiles_n))
+        groups = [range(first, min(first + group, tiles_m)) for first in range(0, tiles_m, group)]
+        assert places.tolist() == [[m, n] for rows in groups for n in range(tiles_n) for m in rows]
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 def test_instructions(arch, tmp_path):
     program = f"""
@@ -211,3 +239,6 @@ for index, (kernel, options) in enumerate(calls):
         assert not re.search(r"\b(atom|red)\.", kernel) and ".local" not in kernel
         assert not re.search(r"mma\S*\.(tf32|f16\.f16\.f16|e4m3|e5m2)", kernel)
         assert "cp.reduce" not in kernel
+        assert not re.search(
+            r"\b(div|rem)\.", kernel
+        )  # a tile's place takes none: before its loads it would be waited for
