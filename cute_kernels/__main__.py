@@ -70,13 +70,14 @@ def bench_module(family: str) -> ModuleType:
 
 def _print_env() -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for section, values in _env.report().items():
         table.add_row(f"[bold]{section}[/]")
         for name, value in values.items():
-            table.add_row(f"  {name}", value)
+            table.add_row(f"  {escape(name)}", escape(value))
     console = Console()
     (console if console.is_terminal else Console(width=200)).print(table)
     return 0

@@ -54,8 +54,13 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
     has_gpu = _has_supported_gpu()
     subjects = _subjects(has_gpu)
     known = list(dict.fromkeys(subject.op for subject in subjects))
+    problem = None
     if unknown := sorted(set(only or ()) - set(known)):
-        console.print(f"no such op here: {', '.join(unknown)}; there are: {', '.join(known)}", style="red")
+        problem = f"no such op here: {', '.join(unknown)}; there are: {', '.join(known)}"
+    elif json_file is not None and not json_file.parent.is_dir():
+        problem = f"--json must be a file in a directory that is there, got {json_file}"
+    if problem is not None:
+        console.print(problem, style="red", markup=False)
         return 1
     subjects = [subject for subject in subjects if only is None or subject.op in only]
     if has_gpu:
@@ -108,12 +113,22 @@ def _check(subject: Subject, make: Make, has_gpu: bool) -> tuple[Report | None, 
     differing = [result.transform for result in report.results if result.status == "differs"]
     failed = ", ".join(dict.fromkeys(result.transform for result in report.results if result.status != "ok"))
     if subject.invariant:
+        if missing := missing_gradients(function, sample, report):
+            return report, f"NOT CHECKED, there is none: {missing}", False
         passed = "invariant" if has_gpu else "deterministic"
         return report, passed if report.ok else f"NOT INVARIANT: {failed}", report.ok
     # A function that is not deterministic, or that fails, is no proof that the checker sees what it should
     if "T1" in differing and "B0" not in failed:
         return report, f"not invariant (expected: positive control): {failed}", True
     return report, "NOT CAUGHT: the positive control passed as invariant", False
+
+
+def missing_gradients(function: Callable, sample: Sequence[Tensor], report: Report) -> str:
+    """Names of the gradients that a report should have compared, and has not: the op did not differentiate."""
+    names = [f"input[{i}]" for i, tensor in enumerate(sample) if tensor.is_floating_point()]
+    if isinstance(function, torch.nn.Module):
+        names += [f"parameter {name}" for name, _ in function.named_parameters()]
+    return ", ".join(f"grad of {name}" for name in names if f"grad of {name}" not in report.tensors)
 
 
 def _subjects(has_gpu: bool) -> list[Subject]:

@@ -202,8 +202,11 @@ def _check_batches(console: Console, device: str = "cuda") -> bool:
         for shape, std in (((rows, size), 1.0), ((size, size), size**-0.5))
     )
     try:
-        found = cute_kernels.check_invariance(lambda x: cute_kernels.linear(x, weight), x, sizes=(1, 16, 100)).results
+        report = cute_kernels.check_invariance(lambda x: cute_kernels.linear(x, weight), x, sizes=(1, 16, 100))
+        found = report.results
         failed = [f"{r.transform}, {r.case}: {r.difference or r.message}" for r in found if r.status != "ok"]
+        if "grad of input[0]" not in report.tensors:
+            failed.append("there is no gradient of x")
     except Exception as error:
         found, failed = (), [f"{type(error).__name__}: {error}"]
     table = Table(title="Batch invariance: y and dx, bits", box=None, pad_edge=False)

@@ -78,7 +78,10 @@ def report() -> dict[str, dict[str, str]]:
 def _cache() -> dict[str, str]:
     from jit_cache.store import settings
 
-    found = settings()
+    try:
+        found = settings()
+    except ValueError as error:
+        return {"settings": str(error)}
     return {
         "directory": str(found.root) + ("" if found.root.is_dir() else " (not there yet)"),
         "bundles": ", ".join(map(str, found.bundles)) or "none",

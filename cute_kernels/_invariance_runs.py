@@ -41,10 +41,12 @@ class Runner:
     def survey(self, rows: Rows) -> None:
         """Finds which tensors have the batch as dimension 0: their length follows the number of rows."""
         runs = [(len(rows), self.run(rows).rows)]
-        try:
-            runs.append((len(rows) - 1, self.run(rows[:-1]).rows))
-        except Exception as error:  # the cases will tell
-            self.note(f"fails on {len(rows) - 1} rows: {summary(error)}")
+        for fewer in dict.fromkeys((len(rows) - 1, max(1, len(rows) - 2), len(rows) // 2)):
+            try:
+                runs.append((fewer, self.run(rows[:fewer]).rows))
+                break
+            except Exception as error:  # the cases will tell
+                self.note(f"fails on {fewer} rows: {summary(error)}")
         for name, tensor in runs[0][1].items():
             if all(has_rows(run.get(name), count) for count, run in runs):
                 self.compared.append(name)
@@ -59,7 +61,8 @@ class Runner:
 
     def run(self, rows: Rows, filler: str = "zeros") -> Run:
         generator = torch.Generator().manual_seed(self.seed)
-        inputs = [_take(tensor, rows, filler, generator) for tensor in self.sample]
+        chosen = _chosen(rows, len(self.sample[0]), generator)
+        inputs = [_take(tensor, rows, chosen, filler, generator) for tensor in self.sample]
         self.entered, self.left = {}, {}
         leaves = {f"input[{i}]": x for i, x in enumerate(inputs) if self.gradients and x.is_floating_point()}
         for leaf in leaves.values():
@@ -70,10 +73,10 @@ class Runner:
         with torch.set_grad_enabled(self.gradients):
             outputs = dict(self.tensors("output", self.function(*inputs)))
         found = {**self.left, **{name: _kept(tensor) for name, tensor in outputs.items()}}
-        gradients, sums = self.differentiate(outputs, leaves, rows, filler, generator)
+        gradients, sums = self.differentiate(outputs, leaves, rows, chosen, filler, generator)
         return Run({**found, **gradients}, sums)
 
-    def differentiate(self, outputs, leaves, rows: Rows, filler: str, generator) -> tuple[dict, dict]:
+    def differentiate(self, outputs, leaves, rows: Rows, chosen, filler: str, generator) -> tuple[dict, dict]:
         """Gradients of inputs, the function's and the submodules', and of parameters."""
         outputs = {name: x for name, x in outputs.items() if x.requires_grad and has_rows(x, len(rows))}
         if self.incoming is None:  # the first run, of the sample itself
@@ -84,7 +87,7 @@ class Runner:
         sources = [*wanted.values(), *self.parameters.values()]
         if not outputs or not sources:
             return {}, {}
-        incoming = [_take(self.incoming[name], rows, filler, generator) for name in outputs]
+        incoming = [_take(self.incoming[name], rows, chosen, filler, generator) for name in outputs]
         found = torch.autograd.grad(list(outputs.values()), sources, incoming, allow_unused=True)
         gradients = {f"grad of {name}": grad for name, grad in zip(wanted, found, strict=False)}
         sums = {}
@@ -153,11 +156,17 @@ class Runner:
             self.left[_unused(where, self.left)] = _kept(tensor)
 
 
-def _take(tensor: Tensor, rows: Rows, filler: str, generator: torch.Generator) -> Tensor:
-    """A contiguous copy of these rows, with made-up rows for FILLER."""
-    made_up = [position for position, row in enumerate(rows) if row == FILLER]
+def _chosen(rows: Rows, count: int, generator: torch.Generator) -> Tensor:
+    """The rows, with one of the sample's ``count`` for FILLER: of all tensors the same, which may belong together."""
     chosen = torch.tensor(rows, device="cpu")  # as the generator, whatever the default device is
-    chosen[made_up] = torch.randint(len(tensor), (len(made_up),), generator=generator, device="cpu")
+    made_up = chosen == FILLER
+    chosen[made_up] = torch.randint(count, (int(made_up.sum()),), generator=generator, device="cpu")
+    return chosen
+
+
+def _take(tensor: Tensor, rows: Rows, chosen: Tensor, filler: str, generator: torch.Generator) -> Tensor:
+    """A contiguous copy of the chosen rows, with made-up numbers for FILLER."""
+    made_up = [position for position, row in enumerate(rows) if row == FILLER]
     taken = tensor[chosen.to(tensor.device)].contiguous()
     if made_up and tensor.is_floating_point():
         content = _made_up(filler, (len(made_up), *tensor.shape[1:]), generator)
@@ -172,8 +181,8 @@ def _made_up(filler: str, shape: Sequence[int], generator: torch.Generator) -> T
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """A copy: what follows may work in place, and the next run may write into the same memory."""
-    return tensor.detach().clone()
+    """A dense copy: what follows may work in place, and the next run may write into the same memory."""
+    return tensor.detach().to_dense().clone()
 
 
 def has_rows(tensor: Tensor | None, rows: int) -> bool:

@@ -173,7 +173,7 @@ def check_invariance(
             runner.note(NOT_DETERMINISTIC)
             transforms = ()
         for transform in transforms:
-            if transform != "B1" or base.sums:
+            if transform != "B1" or runner.parameters:
                 for case in _cases(transform, len(rows), sizes, seed):
                     results.append(_check_case(runner, base, transform, *case))
     tensors = (*runner.compared, *base.sums)
@@ -205,6 +205,7 @@ def _check_arguments(function, sample, transforms, sizes, seed) -> tuple[Tensor,
     for size in (1,) if sizes is None else sizes or (0,):
         expect(type(size) is int and 0 < size < rows, op, "sizes", f"be integers from 1 to {rows - 1}", sizes)
     expect(type(seed) is int, op, "seed", "be an integer", type(seed).__name__, TypeError)
+    expect(-(2**63) <= seed < 2**63, op, "seed", "fit into 64 bits", seed)
     return tuple(inputs)
 
 
@@ -268,7 +269,7 @@ def _compare_rows(runner: Runner, base: Run, run: Run, rows: Rows) -> Difference
         got, want = run.rows.get(name), base.rows[name]
         if not has_rows(got, len(rows)):
             shape = "missing" if got is None else f"of shape {tuple(got.shape)}"
-            if "module " not in name:
+            if not name.startswith(("module ", "grad of module ")):
                 raise ValueError(f"{name} is {shape} for {len(rows)} rows")
             runner.note(f"{name} is not compared in all cases: it is {shape} for {len(rows)} rows")
             continue
@@ -277,10 +278,15 @@ def _compare_rows(runner: Runner, base: Run, run: Run, rows: Rows) -> Difference
         if difference := _first_difference(name, want, got):
             position = kept[difference.index[0]]
             return dataclasses.replace(difference, index=(rows[position], *difference.index[1:]), position=position)
+    for name in run.rows.keys() - base.rows.keys():
+        if name.startswith(("output", "grad of input")) and has_rows(run.rows[name], len(rows)):
+            raise ValueError(f"{name} is there for these {len(rows)} rows, but not for the sample")
     return None
 
 
 def _compare_sums(base: Run, run: Run) -> Difference | None:
+    if base.sums.keys() != run.sums.keys():
+        raise ValueError(f"{', '.join(sorted(base.sums.keys() ^ run.sums.keys()))}: not there for all numbers of rows")
     for name, want in base.sums.items():
         if difference := _first_difference(name, want, run.sums[name]):
             return difference

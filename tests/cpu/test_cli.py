@@ -19,6 +19,7 @@ from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.mhc import reference as mhc_reference
 from cute_kernels.mxfp8 import reference as mxfp8_reference
 from jit_cache.prewarm import Report, Result
+from jit_cache.store import settings
 from tests.cpu.test_bench import StandIn
 
 prewarm_module = importlib.import_module("jit_cache.prewarm")  # the package's attribute of that name is the function
@@ -43,6 +44,19 @@ def test_env_names_what_a_bug_report_needs(capsys, monkeypatch):
         "JIT_CACHE_MODE",
     ):
         assert expected in text
+
+
+def test_env_of_what_is_not_right(capsys, monkeypatch):
+    """Is shown as it is: it may be what the bug report is about."""
+    monkeypatch.setenv("JIT_CACHE_MODE", "sometimes")
+    monkeypatch.setenv("TORCH_PLACE", "/a/[old]/b[/a]")
+    settings.cache_clear()
+    try:
+        assert cli.main(["env"]) == 0
+    finally:
+        settings.cache_clear()
+    text = capsys.readouterr().out
+    assert "JIT_CACHE_MODE must be" in text and "/a/[old]/b[/a]" in text
 
 
 def test_dsl_version_names_the_flavour(monkeypatch):
@@ -176,6 +190,7 @@ def test_demo_with_gpu(monkeypatch, capsys):
         (lambda x, weight: x * weight[0], "invariant"),
         (lambda x, weight: x * weight[0] * (1 + (len(x) < 50)), "T1, 1 of 256 rows: output at [0, 0]: "),
         (lambda x, weight: x[[]], "ValueError: "),
+        (lambda x, weight: (x * weight[0]).detach(), "there is no gradient of x"),
     ],
 )
 def test_demo_tries_other_batches(monkeypatch, capsys, linear, expected):

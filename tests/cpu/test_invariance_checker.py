@@ -297,6 +297,63 @@ def test_wrong_number_of_rows():
     assert "output is of shape (64, 8) for 1 rows" in str(report)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: (x, None if len(x) > 4 else x * 2), lambda x: {"y": x} if len(x) > 4 else {"y": x, "z": x * 2}],
+)
+def test_an_output_of_some_batches_alone(function):
+    report = check_invariance(function, batch(33))
+    assert not report and "is there for these 1 rows, but not for the sample" in str(report)
+
+
+def test_gradients_of_some_batches_alone():
+    class Second(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, other):
+            ctx.rows, ctx.is_weight = len(x), len(other) != len(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            there = ctx.rows <= 4 or (ctx.is_weight and ctx.rows > 33)
+            return dy * 2, (dy.sum(0) if ctx.is_weight else dy) if there else None
+
+    report = check_invariance(Second.apply, (batch(33), batch(33)))
+    assert failing(report) >= {"T1", "T5"} and "grad of input[1] is there for these 1 rows" in str(report)
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return Second.apply(x, self.w)
+
+    report = check_invariance(Module(), batch(33))
+    assert failing(report) == {"B1"} and "grad of parameter w: not there for all numbers of rows" in str(report)
+
+
+def test_made_up_rows_are_rows_of_the_sample_in_all_its_tensors():
+    low = torch.arange(33)
+
+    def between(low, high):
+        assert (low < high).all()
+        return torch.stack([low, high], 1)
+
+    assert check_invariance(between, (low, low + 5))
+
+
+def test_sparse_gradients():
+    ids = torch.arange(33) % 7
+    assert not failing(check_invariance(nn.Embedding(50, 8, sparse=True), ids)) - {"B1"}
+
+
+def test_an_output_whose_name_has_module_in_it():
+    """Is held to its number of rows as any other."""
+    report = check_invariance(lambda x: {"module y": x if len(x) > 4 else x[:0]}, batch(33))
+    assert failing(report) >= {"T1"} and "output['module y'] is of shape (0, 8) for 1 rows" in str(report)
+
+
 def test_an_exception_in_a_case():
     def function(x):
         if len(x) == 7:
@@ -315,6 +372,14 @@ def test_needs_an_even_number_of_rows():
 
 
 # Modules
+
+
+def test_a_table_is_no_batch_though_one_row_less_fails():
+    """Whose length is by chance the sample's: another number of rows tells."""
+    report = check_invariance(
+        lambda x: (x.view(-1, 2, 8).square().view(-1, 8), torch.ones(ROWS)), batch(), sizes=(2, 4)
+    )
+    assert "output[1] of shape (130,) is not compared: dimension 0 is not the batch" in report.notes
 
 
 def test_names_the_first_module():
@@ -506,6 +571,7 @@ def test_bad_function_or_sample(arguments, error, message):
         ({"sizes": (True,)}, ValueError, "sizes must be integers"),
         ({"seed": None}, TypeError, "seed must be an integer, got NoneType"),
         ({"seed": True}, TypeError, "seed must be an integer, got bool"),
+        ({"seed": 2**70}, ValueError, "seed must fit into 64 bits, got 1180591620717411303424"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -577,6 +643,26 @@ def test_command_with_gpu(as_with_gpu, capsys):
     text = capsys.readouterr().out
     assert "NOT INVARIANT: T1" in text and "Faulty: NOT INVARIANT (33 rows)" in text and "FAILED" in text
     assert "ValueError: check_invariance: module_or_fn must return" in text
+
+
+def test_command_misses_gradients(as_with_gpu, capsys):
+    """An op that does not differentiate is not one whose gradients are right."""
+
+    class Detached(RowSums):
+        def forward(self, x):
+            return row_sums(x * self.weight.detach())[:, None] + x
+
+    as_with_gpu(function=(lambda x: squares(x).detach(), True), module=(Detached(), True))
+    assert cli.main(["check"]) == 1
+    text = capsys.readouterr().out
+    assert "NOT CHECKED, there is none: grad of input[0]" in text
+    assert "NOT CHECKED, there is none: grad of parameter weight" in text
+
+
+def test_command_refuses_a_file_without_directory(without_gpu, capsys, tmp_path):
+    assert cli.main(["check", "--only", "[/red]"]) == 1
+    assert cli.main(["check", "--json", str(tmp_path / "none" / "x.json")]) == 1
+    assert "--json must be a file in a directory that is there, got" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize("control", [squares, nn.Dropout()], ids=["invariant", "not deterministic"])
