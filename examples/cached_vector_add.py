@@ -2,8 +2,8 @@
 
     python examples/cached_vector_add.py
 
-Runs on the GPU if there is one, else compiles for sm_90a. The key of the kernel is the arguments of its builder, this
-file, the compiler's version and the architecture; edit the kernel and it is compiled again.
+Runs on a Hopper or newer GPU if there is one, else compiles for sm_90a. The key of the kernel is the arguments of its
+builder, this file, the compiler's version and the architecture; edit the kernel and it is compiled again.
 """
 
 import time

@@ -140,8 +140,10 @@ def load_shared(directory: str | Path, name: str) -> Any:
         the same positional `tvm_ffi.Function` that the builder returns.
 
     Raises:
-        FileNotFoundError: there is no such kernel, no shared library of it, or no runtime library.
-        OSError: others may write to the directory, to the kernel or to a runtime library that lies there.
+        FileNotFoundError: there is no such kernel, or no shared library of it.
+        OSError: there is no runtime library; others may write to the directory, to the kernel or to a runtime library
+            that lies there.
+        ImportError: apache-tvm-ffi is not installed.
         Damaged: the file is not what was stored, or was built for a newer processor or with other wheels.
     """
     import tvm_ffi

@@ -322,7 +322,9 @@ class Compiled:
         if mode == "off":
             why = "is not stored" if key.storable else f"is looked for nowhere ({_CHANGED})"
             command = f"python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
-            advice = f"Compile it before: {command}" if key.storable else "Start the process anew"
+            advice = "Start the process anew"
+            if key.storable:
+                advice = f"Compile it before: {command} (if it is among what that compiles), or this call in mode `on`"
             raise MissingKernelError(f"{self._call(args)} {why} and JIT_CACHE_MODE=off forbids to compile it. {advice}")
         if mode == "warn":
             log.warning("jit_cache: compiling %s", self._call(args))

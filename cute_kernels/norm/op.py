@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows, needs_gradient
+from cute_kernels._autograd import (
+    apply_eager,
+    as_rows,
+    first_derivative_only,
+    gradient_buffer,
+    gradient_rows,
+    needs_gradient,
+)
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.norm import reference
@@ -38,11 +44,11 @@ def rms_norm(
         weight, bias: (C,) bf16, fp16 or fp32 each; None: 1 and 0.
         residual: (..., C) in x's dtype or fp32. h = x + residual is rounded to the residual's dtype; the rounded value
             is what is normalised, returned and differentiated. Without it h = x.
-        eps: added to the mean square, > 0.
-        weight_offset: added to the weight in fp32 (1.0 for zero-centred weights).
+        eps: added to the mean square, a float > 0.
+        weight_offset: added to the weight in fp32, a float (1.0 for zero-centred weights).
         save: what the backward keeps. "input": h. "output": y, which a following linear layer keeps anyway; x_hat is
             recovered as (y - bias) / W with |W| clamped to eps from below, and is 0 where W == 0: such a column gets
-            dw = 0. Since y - bias cancels, the errors of dw and dx grow like |bias| / |W|.
+            dw = 0. Since y - bias cancels, the errors of dw and dx grow like |bias| / |W|. Not with a residual.
         out_dtype: dtype of y; x's if None.
         return_residual: return (y, h) instead of y.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -169,7 +175,7 @@ class _NormFunction(torch.autograd.Function):
         return y if residual is None else (y, h)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy, dh_out=None):
         saved, weight, bias, statistics = ctx.saved_tensors
         kind, save, eps, weight_offset, x_dtype, residual_dtype, w_main_grad, b_main_grad = ctx.call
