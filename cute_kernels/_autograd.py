@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
@@ -26,6 +25,26 @@ def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
     if _are_functorch_transforms_active():
         return function.apply(*args)
     return _inner_apply(function)(*args)
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward through which no second derivative goes: refused where autograd would keep a graph of it.
+
+    torch's own ``once_differentiable`` raises where an incoming gradient requires one itself. After a ``sum`` none
+    does, and what the backward finds would count as a constant.
+
+    Raises:
+        RuntimeError: in the backward; create_graph=True.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not is_compiling():
+            name = backward.__qualname__.removesuffix(".backward").strip("_")
+            raise RuntimeError(f"{backward.__module__}: {name} has no second derivative, got create_graph=True")
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 @functools.cache
@@ -113,7 +132,7 @@ class _IntoMainGrad(torch.autograd.Function):
         return parameter.to(dtype, copy=True)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, gradient):
         op, name, main_grad = ctx.call
         buffer, _ = gradient_buffer(op, name, *ctx.saved_tensors, main_grad)

@@ -7,10 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from cute_kernels._autograd import apply_eager, as_rows, gradient_buffer, gradient_rows, needs_gradient
+from cute_kernels._autograd import (
+    apply_eager,
+    as_rows,
+    first_derivative_only,
+    gradient_buffer,
+    gradient_rows,
+    needs_gradient,
+)
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
@@ -171,7 +177,7 @@ class _MmFunction(torch.autograd.Function):
         return _mm_forward(a, b, *options)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dout):
         a, b = ctx.saved_tensors
         dout = dout.to(a.dtype)
@@ -201,7 +207,7 @@ class _LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy):
         x, weight, bias, saved, num_valid_tokens = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

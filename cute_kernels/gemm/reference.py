@@ -14,9 +14,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer, needs_gradient, without_autocast
+from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient, without_autocast
 from cute_kernels.gemm.checks import check_linear, check_mm
 
 
@@ -56,7 +55,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy):
         x, weight, bias, z, num_valid_tokens = ctx.saved_tensors
         wide = _wide(x)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import first_derivative_only
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_aggregate, sizes
 from cute_kernels.mhc.op.common import (
@@ -68,7 +68,7 @@ class _Aggregate(torch.autograd.Function):
         return _forward(x, pre, layout)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dout):
         x, pre = ctx.saved_tensors
         n, channels = sizes(x, ctx.layout)

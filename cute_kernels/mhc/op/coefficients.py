@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer, needs_gradient
+from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_coefficients
 from cute_kernels.mhc.launch import variant_fields
@@ -96,7 +95,7 @@ class _Coefficients(torch.autograd.Function):
         return _forward(H, mean_square, alpha, beta, n, variant)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dpre, dpost, dlogits):
         H, mean_square, alpha, beta = ctx.saved_tensors
         n, variant = ctx.call

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer, needs_gradient
+from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import sizes
 from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
@@ -60,7 +59,7 @@ class Composite(torch.autograd.Function):
         return (layer_input, post, res, x.view_as(x)) if mixes else (layer_input, post, res)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dlayer, dpost=None, dres=None, dout=None):
         x, phi, alpha, beta, norm_weight, H, mean_square, pre, res = ctx.saved_tensors
         op, variant, layout, precision, orientation = ctx.options

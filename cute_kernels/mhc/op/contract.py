@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import first_derivative_only
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_contract, sizes
 from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
@@ -51,7 +51,7 @@ class _Contract(torch.autograd.Function):
         return _forward(x, layout)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dout):
         (n, channels), layout = ctx.call
         dx = dout.new_empty((*dout.shape[:-1], *((n, channels) if layout == "streams" else (channels, n))))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import first_derivative_only
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand
 from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
@@ -53,7 +53,7 @@ class _Expand(torch.autograd.Function):
         return _forward(h, n, layout)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dx):
         n, layout = ctx.call
         channels = dx.shape[-1] if layout == "streams" else dx.shape[-2]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer, needs_gradient
+from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand_combine, sizes
 from cute_kernels.mhc.op.common import (
@@ -131,7 +130,7 @@ class ExpandCombine(torch.autograd.Function):
         return _forward(f, post, x, res, bias, seed, options)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dout):
         f, post, x, res, bias, seed = ctx.saved_tensors
         (op, dropout_p, layout, orientation), hands_on = ctx.call

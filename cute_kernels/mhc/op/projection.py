@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cute_kernels._autograd import gradient_buffer, needs_gradient
+from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_projection, sizes
 from cute_kernels.mhc.op.common import (
@@ -86,7 +85,7 @@ class _Projection(torch.autograd.Function):
         return _forward(x, phi, norm_weight, layout, precision)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dH, dmean_square):
         x, phi, norm_weight = ctx.saved_tensors
         layout, precision = ctx.call

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import first_derivative_only
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_sinkhorn
 from cute_kernels.mhc.op.common import (
@@ -78,7 +78,7 @@ class _Sinkhorn(torch.autograd.Function):
         return _forward(logits, iterations, variant, eps)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dres):
         (logits,) = ctx.saved_tensors
         dlogits, size = empty_like(logits), logits.shape[-1] ** 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import first_derivative_only
 from cute_kernels.mhc.checks import check_sinkhorn
 
 
@@ -79,7 +79,7 @@ class _Divisions(torch.autograd.Function):
         return p
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dp):
         start, *saved = ctx.saved_tensors
         kept, free = saved[: len(ctx.steps)], saved[len(ctx.steps) :]
