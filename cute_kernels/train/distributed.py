@@ -35,6 +35,10 @@ class World:
             dist.all_reduce(value)
         return value / self.size
 
+    def all(self, holds: bool) -> bool:
+        """Whether it holds on all ranks, on every rank."""
+        return self.mean(torch.tensor(float(holds), device=self.device)).item() == 1
+
 
 @contextlib.contextmanager
 def world(device: str) -> Iterator[World]:

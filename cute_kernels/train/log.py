@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ class Log:
     """The file of one JSON object a step; each is there as soon as its step is done."""
 
     def __init__(self, path: Path, steps: int) -> None:
-        """Keeps the lines of the first ``steps`` steps: a run goes on from its checkpoint, which may be older."""
+        """Keeps the lines of the first ``steps`` steps: a run goes on from its checkpoint, which may be older.
+
+        A run that starts anew keeps the log of one that left no checkpoint under another name.
+        """
+        if steps == 0 and path.is_file():
+            path.rename(_free(path))
         self.lines = [line for line in read(path) if line["step"] <= steps]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -69,5 +76,15 @@ def plot(lines: list[Line], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _free(path: Path) -> Path:
+    """log.jsonl -> log-1.jsonl, or the first number that no file has."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
 def _text(line: Line) -> str:
-    return json.dumps(line) + "\n"
+    """JSON has no number that is not finite: null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
+    }
+    return json.dumps(finite) + "\n"

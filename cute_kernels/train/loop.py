@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import math
 import os
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cute_kernels._check import expect
+from cute_kernels._target import UnsupportedDeviceError, arch_of
 from cute_kernels.train import checkpoint
 from cute_kernels.train.data import Text, read_text
 from cute_kernels.train.distributed import World, world
@@ -34,33 +36,35 @@ def train(options: Options) -> None:
     """Runs the options' steps, alone or as one of torchrun's ranks; rank 0 prints and writes.
 
     Raises:
-        ValueError: an option does not fit the text, the ranks, or the run that is to be resumed.
-        OSError: the text cannot be read, or the folder not be written.
+        ValueError: an option does not fit the text, the GPU, the ranks, the run that is to be resumed, or one that
+            goes on in the folder.
+        OSError: the text cannot be read, or the folder not be read or written.
     """
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     expect(device == "cpu" or torch.cuda.is_available(), "train", "--device", "be cpu where torch sees no GPU", device)
     text = read_text(options.data, options.sequence)
     started_from = _checkpoint(options)
     facts = {"text": text.digest} | {name: getattr(options, name) for name in SAME}
+    done = 0
     if started_from is not None:
         _expect_same_run(started_from, facts)
+        done = checkpoint.step_of(started_from)
+        more = f"be more than the {done} steps of {started_from}"
+        expect(done < options.steps, "train", "--steps", more, options.steps)
     with world(device) as ranks:
         fits = f"be a multiple of the {ranks.size} ranks"
         expect(options.batch % ranks.size == 0, "train", "--batch", fits, options.batch)
+        _expect_kernels(ranks.device)
         learner = Learner(options, ranks)
-        done = 0
-        if started_from is not None:
-            checkpoint.load(started_from, learner.model, learner.optimizer)
-            done = checkpoint.step_of(started_from)
-        expect(
-            done < options.steps, "train", "--steps", f"be more than the {done} steps of {started_from}", options.steps
-        )
-        console = Console(quiet=ranks.rank != 0)
-        if not console.is_terminal:
-            console = Console(quiet=ranks.rank != 0, width=200)
-        console.print(_introduction(options, ranks, learner, text, started_from), highlight=False, markup=False)
-        with _deterministic(device):
-            _run(options, ranks, text, learner, done, facts, console)
+        with _alone(options.checkpoint, started_from, ranks):
+            if started_from is not None:
+                checkpoint.load(started_from, learner.model, learner.optimizer)
+            console = Console(quiet=ranks.rank != 0)
+            if not console.is_terminal:
+                console = Console(quiet=ranks.rank != 0, width=200)
+            console.print(_introduction(options, ranks, learner, text, started_from), highlight=False, markup=False)
+            with _deterministic(device):
+                _run(options, ranks, text, learner, done, facts, console)
 
 
 def learning_rate(options: Options, step: int) -> float:
@@ -117,6 +121,29 @@ def _run(
 
 
 @contextlib.contextmanager
+def _alone(folder: Path, newest: Path | None, ranks: World) -> Iterator[None]:
+    """Rank 0 holds the folder's lock meanwhile, where locks work; every rank raises if another run does.
+
+    newest: the checkpoint that the run starts from; there may be another since that was looked up
+    """
+    with contextlib.ExitStack() as held:
+        free = True
+        if ranks.rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                # The file stays: a run that had opened one that is gone would not see the lock of the next one.
+                lock = held.enter_context((folder / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
+            except OSError:  # as on some network file systems; a folder that cannot be written is the log's to tell
+                pass
+            free = free and checkpoint.latest(folder) == newest
+        expect(ranks.all(free), "train", "--checkpoint", "be a folder that no other run writes", folder)
+        yield
+
+
+@contextlib.contextmanager
 def _deterministic(device: str) -> Iterator[None]:
     """Torch's own operators deterministic meanwhile: on GPUs attention's backward is not by itself."""
     if device != "cuda":
@@ -133,6 +160,16 @@ def _deterministic(device: str) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filled
+
+
+def _expect_kernels(device: torch.device) -> None:
+    if device.type == "cuda":
+        index = torch.cuda.current_device()  # of this rank
+        try:
+            arch_of(index)
+        except UnsupportedDeviceError:
+            capability = "{}.{}".format(*torch.cuda.get_device_capability(index))
+            expect(False, "train", "--device", "be cpu on a GPU without kernels", f"compute capability {capability}")
 
 
 def _checkpoint(options: Options) -> Path | None:
@@ -172,7 +209,7 @@ def _introduction(options: Options, ranks: World, learner: Learner, text: Text, 
 
 def _summary(lines: list[Line], folder: Path) -> str:
     last = lines[-1]
-    drawn = "loss.png" if (folder / "loss.png").is_file() else "no loss.png (pip install 'cute-kernels[train]')"
+    drawn = "loss.png" if (folder / "loss.png").is_file() else "no loss.png (pip install -e '.[train]')"
     return (
         f"step {last['step']}: {last['held_out_loss']:.3f} nats a byte on held-out text; "
         f"in {folder}: checkpoints, log.jsonl, {drawn}"

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from cute_kernels._check import expect
 
@@ -23,6 +23,7 @@ class Options:
     """A run. Of the first group a run that is resumed must have the same; the second may change with what is to come.
 
     Raises:
+        TypeError: an option is not of its type.
         ValueError: an option is out of range, or two do not go together; the message names them.
     """
 
@@ -56,6 +57,11 @@ class Options:
     resume: bool = _option(False, "go on from the newest checkpoint in the folder")
 
     def __post_init__(self) -> None:
+        kinds = get_type_hints(Options)
+        for option in dataclasses.fields(Options):
+            value = getattr(self, option.name)
+            of_type = f"be of type {option.type}"
+            _expect(_is_of(value, kinds[option.name]), option.name, of_type, repr(value), TypeError)
         for name in ("layers", "hidden", "heads", "sequence", "batch", "steps", "checkpoint_every", "evaluate_every"):
             _expect(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
         for name in ("seed", "warmup"):
@@ -91,5 +97,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _expect(condition: bool, name: str, expected: str, got: object) -> None:
-    expect(condition, "train", flag(name), expected, got)
+def _is_of(value: object, kind: Any) -> bool:
+    """An int does for a float; True and False, ints to Python, are bools alone."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (float, int) if kind is float else kind)
+
+
+def _expect(condition: bool, name: str, expected: str, got: object, error: type = ValueError) -> None:
+    expect(condition, "train", flag(name), expected, got, error)

@@ -1,13 +1,18 @@
 """python -m cute_kernels train on the CPU, one process: it learns, it is killed, it goes on with the same losses."""
 
+import errno
 import json
+import math
+import resource
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from cute_kernels import __main__ as cli
+from cute_kernels import _target
 from cute_kernels.train import checkpoint, data, distributed, log, loop
 from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner, config_of
@@ -119,13 +124,55 @@ def test_goes_on_with_the_same_run_alone(tmp_path, capsys, changed, message):
     assert_says(capsys, message)
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (checkpoint.FACTS, b"", "run.json must be what a run wrote, got Expecting value"),
+        (checkpoint.FACTS, b"[1]", r"run.json must be what a run wrote, got \[1\]"),
+        (checkpoint.FACTS, None, "step-00000001 could not be read: FileNotFoundError.*run.json"),
+        ("__0_0.distcp", b"", "step-00000001 could not be read: EOFError"),
+        ("__0_0.distcp", b"PK", "step-00000001 could not be read: "),
+        ("__0_0.distcp", None, "step-00000001 could not be read: FileNotFoundError.*distcp"),
+        (".metadata", b"", "step-00000001 could not be read: EOFError"),
+        (".metadata", None, "step-00000001 could not be read: FileNotFoundError.*metadata"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path, capsys, caplog, name, content, message):
+    """In one line."""
     run(tmp_path, steps=1)
-    (checkpoint.latest(tmp_path) / checkpoint.FACTS).write_text("")
+    path = checkpoint.latest(tmp_path) / name
+    path.write_bytes(content) if content is not None else path.unlink()
     capsys.readouterr()
     command = train_cases.arguments(tmp_path, **{**TINY, "steps": 2, "resume": True})
     assert cli.main(["train", *command]) == 1
-    assert_says(capsys, "must be what a run wrote, got Expecting value")
+    assert_says(capsys, rf"^train: .*{message}[^\n]*\n$")
+    assert not [record for record in caplog.records if record.name == "root"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path, capsys):
+    """On a full disk, here with files of at most 20 kB: the resumed run goes on from the checkpoint before."""
+    run(tmp_path, steps=1)
+    command = train_cases.arguments(tmp_path, **{**TINY, "steps": 2, "resume": True})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert cli.main(["train", *command]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_says(capsys, r"^train: .*/step-00000002 could not be written: OSError: .* File too large\n$")
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1
+    assert cli.main(["train", *command]) == 0
+
+
+def test_ctrl_c_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """Torch wraps it in the error of a rank."""
+
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.dcp.DefaultSavePlanner, "create_local_plan", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, steps=1)
 
 
 def test_a_run_leaves_determinism_as_it_was(monkeypatch):
@@ -143,6 +190,55 @@ def test_a_folder_is_not_written_over(tmp_path, capsys):
     run(tmp_path, steps=1)
     assert cli.main(["train", *train_cases.arguments(tmp_path, **TINY)]) == 1
     assert_says(capsys, "--checkpoint must be a folder without checkpoints, or --resume be given .*step-00000001")
+
+
+def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch, capsys):
+    """A second one is refused while the first makes its first step; the first goes on, and then leaves the folder."""
+    options = {**TINY, "evaluate_every": 1}
+    whole = run(tmp_path / "whole", steps=2, **options)
+
+    def second(*arguments):
+        monkeypatch.undo()
+        assert cli.main(["train", *train_cases.arguments(tmp_path / "run", steps=2, **options)]) == 1
+        return loop.test_loss(*arguments)
+
+    monkeypatch.setattr(loop, "test_loss", second)
+    assert run(tmp_path / "run", steps=2, **options) == whole
+    assert_says(capsys, f"train: --checkpoint must be a folder that no other run writes, got {tmp_path / 'run'}")
+    run(tmp_path / "run", steps=3, resume=True, **options)
+
+
+def test_a_run_that_ended_while_this_one_started(tmp_path):
+    ranks = World(0, 1, torch.device("cpu"), sharded=False)
+    (tmp_path / "step-00000001").mkdir()
+    with loop._alone(tmp_path, tmp_path / "step-00000001", ranks):
+        pass
+    with pytest.raises(ValueError, match="folder that no other run writes"), loop._alone(tmp_path, None, ranks):
+        pass
+
+
+def test_runs_where_locks_do_not_work(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(loop.fcntl, "flock", flock)
+    run(tmp_path, steps=1)
+
+
+def test_the_log_of_a_run_without_checkpoints_is_kept(tmp_path):
+    (tmp_path / "log-1.jsonl").write_text("one\n")
+    (tmp_path / "log.jsonl").write_text("two\n")
+    assert len(run(tmp_path, steps=2)) == 2
+    assert [path.read_text() for path in sorted(tmp_path.glob("log-*.jsonl"))] == ["one\n", "two\n"]
+
+
+def test_a_gpu_without_kernels(tmp_path, monkeypatch, capsys):
+    _target.arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    assert cli.main(["train", *train_cases.arguments(tmp_path, steps=1)]) == 1
+    assert_says(capsys, "train: --device must be cpu on a GPU without kernels, got compute capability 8.0")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +264,29 @@ def test_bad_options_are_named(tmp_path, capsys, changed, message):
     assert cli.main(["train", *train_cases.arguments(tmp_path, **{**TINY, "steps": 1, **changed})]) == 1
     assert_says(capsys, message)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"steps": 1.5}, "--steps must be of type int, got 1.5"),
+        ({"batch": True}, "--batch must be of type int, got True"),
+        ({"hidden": "64"}, "--hidden must be of type int, got '64'"),
+        ({"lr": "1"}, "--lr must be of type float, got '1'"),
+        ({"dropout": False}, "--dropout must be of type float, got False"),
+        ({"resume": 1}, "--resume must be of type bool, got 1"),
+        ({"device": None}, "--device must be of type str, got None"),
+        ({"data": "text"}, r"--data must be of type Path \| None, got 'text'"),
+        ({"checkpoint": None}, "--checkpoint must be of type Path, got None"),
+    ],
+)
+def test_options_of_another_type_are_named(option, message):
+    with pytest.raises(TypeError, match=f"^train: {message}$"):
+        Options(**option)
+
+
+def test_options_of_their_types():
+    assert Options(lr=1, dropout=0, data=Path("text"), resume=True).lr == 1
 
 
 def assert_says(capsys, message):
@@ -220,6 +339,21 @@ def test_the_log_goes_on_behind_its_checkpoint(tmp_path):
     assert [line["step"] for line in log.read(path)] == [1, 2, 3, 4] and log.read(path)[-1]["loss"] == 1.0
 
 
+def test_a_loss_that_is_not_finite(tmp_path, capsys):
+    """Printed as nan; null in the file, which stays JSON, and which a resumed run reads and draws."""
+    options = {**TINY, "lr": 1e30, "warmup": 0}
+
+    def lines():
+        text = (tmp_path / "log.jsonl").read_text()
+        return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+    run(tmp_path, steps=3, **options)
+    assert "step 3: nan nats a byte" in capsys.readouterr().out
+    assert math.isfinite(lines()[0]["loss"]) and lines()[2]["loss"] is lines()[2]["held_out_loss"] is None
+    run(tmp_path, steps=4, resume=True, **options)
+    assert [line["loss"] is None for line in lines()] == [False, *3 * [True]]
+
+
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -242,7 +376,7 @@ def test_a_log_that_is_none(tmp_path):
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run(tmp_path, steps=1)
-    assert "no loss.png (pip install 'cute-kernels[train]')" in capsys.readouterr().out
+    assert "no loss.png (pip install -e '.[train]')" in capsys.readouterr().out
 
 
 def test_matrices_alone_decay():

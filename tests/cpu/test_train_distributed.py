@@ -1,5 +1,7 @@
 """The train command under torchrun, two ranks on the CPU: FSDP2, gloo, checkpoints for another number of ranks."""
 
+import fcntl
+
 import pytest
 
 from tests import train_cases
@@ -35,3 +37,15 @@ def test_resumes_on_another_number_of_ranks(runs, tmp_path, wrote, ranks, change
 def test_a_killed_rank_ends_the_job_and_the_resumed_job_goes_on(runs, tmp_path):
     """Bit by bit as the run that was not killed: two runs of two ranks are equal, too."""
     train_cases.check_killed_rank(runs[0] / "two", tmp_path, **OPTIONS)
+
+
+def test_a_folder_that_another_run_writes(tmp_path):
+    """Rank 0 alone sees it, and no rank makes a step."""
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = train_cases.start_ranks(tmp_path, 2, **OPTIONS)
+        with train_cases.stopped_on_error(process):
+            text, _ = process.communicate(timeout=train_cases.PATIENCE)
+    assert process.returncode == 1, text
+    assert f"train: --checkpoint must be a folder that no other run writes, got {tmp_path}" in text
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
