@@ -19,7 +19,8 @@ What differs from the other families:
   tile is looked at; on all of an output of up to 64 rows. The rest must be finite: it held NaN before.
 - All write into an output that exists (linear allocates its own). Inputs are random normal bf16, scaled so that the
   outputs are O(1).
-- read_floor is no product: it reads the weights of a decode case and does nothing else. The fastest of 12 grids.
+- read_floor is no product: it reads the weights of a decode case and does nothing else, in the fastest of the ways
+  that triton_gemm.FLOOR_CANDIDATES has.
 - quack's tuner tries its 44 configurations for each shape, with its shorter timer (triton's do_bench, cold L2, 30 ms
   each; its own takes 0.2 to 2 s each). quack_default is the same without tuning, not run unless named.
 - Fused gelu: ours is exact, cuBLASLt's and quack's are the tanh approximation (the only one they have).
@@ -29,14 +30,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -293,18 +291,6 @@ PACKAGES = {  # what a provider imports, where it is not torch
 }
 
 
-def installed(providers: Iterable[str]) -> list[str]:
-    """Those of the providers that can be imported; says which cannot."""
-    found = []
-    for provider in providers:
-        missing = [package for package in PACKAGES.get(provider, ()) if importlib.util.find_spec(package) is None]
-        if missing:
-            print(f"{provider}: {' and '.join(missing)} not installed, skipped")
-        else:
-            found.append(provider)
-    return found
-
-
 def compile_own_kernels(cases: Iterable[Gemm], device: harness.Device) -> None:
     """Compiles our kernels of these cases.
 
@@ -324,67 +310,33 @@ def measure_gemm(
     inputs = make_inputs(gemm, device.name)
     sample = Sample(gemm, device.name)
     output = {"fwd": "y", "dA": "dx", "dB": "dw"}[gemm.direction]
-    makers: dict[str, Callable[[], harness.Call]] = {}
-    failures: dict[str, str] = {}
-    for provider in providers:
-        try:
-            call = PROVIDERS[provider](gemm, inputs)
-        except Exception as error:  # a peer that cannot even be imported
-            failures[provider] = harness.describe(error)
-            continue
-        if call is not None:
-            makers[provider] = functools.partial(_same, call)
-    floor = makers.pop(FLOOR, None)
-    try:
-        found = harness.measure(
-            gemm.case,
-            makers,
-            {output: sample.truth(inputs)},
-            device,
-            repetitions=repetitions,
-            breakdown=breakdown,
-            yardstick=YARDSTICK,
-            sample=sample,
-            start=None if inputs.start is None else {output: inputs.start},
-            floors={} if floor is None else {FLOOR: floor},
-        )
-    except RuntimeError as error:  # cuBLAS itself failed, or memory ran out: the other cases are still worth measuring
-        return harness.Measurement(gemm.case, float("nan"), {}, failures | {YARDSTICK: harness.describe(error)})
-    return harness.Measurement(gemm.case, found.copy_us, found.results, failures | found.failures)
+    makers = {provider: functools.partial(PROVIDERS[provider], gemm, inputs) for provider in providers}
+    floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
+    return harness.measure(
+        gemm.case,
+        makers,
+        {output: sample.truth(inputs)},
+        device,
+        repetitions=repetitions,
+        breakdown=breakdown,
+        yardstick=YARDSTICK,
+        sample=sample,
+        start=None if inputs.start is None else {output: inputs.start},
+        floors=floors,
+    )
 
 
-def run(
-    cases: Sequence[Gemm],
-    providers: Sequence[str],
-    *,
-    pattern: str = "",
-    repetitions: int = harness.REPETITIONS,
-    breakdown: bool = True,
-    time_limit: float | None = None,
-    commit: str | None = None,
-    outputs: Sequence[Path] = (),
-) -> list[harness.Measurement]:
-    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
-
-    time_limit: seconds after which no further case is begun
-    """
-    started = time.monotonic()
-    providers = installed(dict.fromkeys([*providers, YARDSTICK]))
-    selected = [gemm for gemm in cases if re.search(pattern, gemm.case.name)]
-    console = harness.wide_console()
-    with harness.bench_stream():
-        device = harness.CudaDevice(warm_up_seconds=WARM_UP_SECONDS, shuffled=True)
-        if "cute_kernels" in providers:
-            compile_own_kernels(selected, device)
-            console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
-
-        def measured(gemm: Gemm) -> list[harness.Measurement]:
-            return [measure_gemm(gemm, providers, device, repetitions=repetitions, breakdown=breakdown)]
-
-        named = [(gemm.case.name, functools.partial(measured, gemm)) for gemm in selected]
-        return harness.measure_cases(
-            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
-        )
+def run(cases: Sequence[Gemm], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    return harness.run(
+        [(gemm, [gemm.case]) for gemm in cases],
+        lambda gemm, directions, *rest, **options: [measure_gemm(gemm, *rest, **options)],
+        [*providers, YARDSTICK],
+        lambda: harness.CudaDevice(warm_up_seconds=WARM_UP_SECONDS, shuffled=True),
+        packages=PACKAGES,
+        compile_own_kernels=compile_own_kernels,
+        **settings,
+    )
 
 
 def print_table(measurements: Sequence[harness.Measurement], console: Console | None = None) -> None:
@@ -407,14 +359,17 @@ def print_table(measurements: Sequence[harness.Measurement], console: Console | 
             m.case.direction,
             m.case.shape,
             m.case.variant,
-            _number(ours and ours.us, ".1f", "FAILED" if "cute_kernels" in m.failures else "-"),
-            _number(ours and 1e-6 * m.case.flops / ours.us, ".0f"),
-            *(_number(us.get(provider), ".1f", "failed" if provider in m.failures else "-") for provider in others),
-            _number(us[YARDSTICK] / ours.us if ours and YARDSTICK in us else None, ".3f"),
-            _number(min(peers) / ours.us if ours and peers else None, ".3f"),
-            _number(ours.us / us[FLOOR] if ours and FLOOR in us else None, ".3f"),
-            _number(max(ours.error.values()) if ours else None, ".1e"),
-            _number(ours and ours.host_us, ".1f"),
+            harness.number(ours and ours.us, ".1f", "FAILED" if "cute_kernels" in m.failures else "-"),
+            harness.number(ours and 1e-6 * m.case.flops / ours.us, ".0f"),
+            *(
+                harness.number(us.get(provider), ".1f", "failed" if provider in m.failures else "-")
+                for provider in others
+            ),
+            harness.number(us[YARDSTICK] / ours.us if ours and YARDSTICK in us else None, ".3f"),
+            harness.number(min(peers) / ours.us if ours and peers else None, ".3f"),
+            harness.number(ours.us / us[FLOOR] if ours and FLOOR in us else None, ".3f"),
+            harness.number(max(ours.error.values()) if ours else None, ".1e"),
+            harness.number(ours and ours.host_us, ".1f"),
         )
     console.print(table)
 
@@ -479,7 +434,7 @@ def print_summary(measurements: Sequence[harness.Measurement], console: Console 
         (m.case.direction, m.case.variant, m.case.shape, {name: found.us for name, found in m.results.items()})
         for m in measurements
     ):
-        numbers = (str(s.cases), f"{s.mean:.3f}", f"{s.least:.3f}", s.least_shape, _number(s.floor, ".3f"))
+        numbers = (str(s.cases), f"{s.mean:.3f}", f"{s.least:.3f}", s.least_shape, harness.number(s.floor, ".3f"))
         table.add_row(s.direction, s.variant, *numbers, s.floor_shape, s.verdict)
     console.print(table)
 
@@ -496,16 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements = run(gemms(options.quick), options.providers, **options.settings)
     print_table(measurements)
     print_summary(measurements)
-    failed = any({"cute_kernels", YARDSTICK} & m.failures.keys() for m in measurements)
-    return int(not measurements or failed)
-
-
-def _same(call: harness.Call) -> harness.Call:
-    return call
-
-
-def _number(value: float | None, form: str, absent: str = "-") -> str:
-    return absent if value is None else format(value, form)
+    return harness.exit_status(measurements)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ inside of a torch.autograd.Function that saves what a backward needs.
 from __future__ import annotations
 
 import functools
-import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,35 +116,15 @@ def measure_host(
     return harness.measure(host.case, makers, {"y": exact}, device, **options)
 
 
-def run(
-    cases: Sequence[HostCase],
-    providers: Sequence[str],
-    *,
-    pattern: str = "",
-    repetitions: int = harness.REPETITIONS,
-    breakdown: bool = True,
-    time_limit: float | None = None,
-    commit: str | None = None,
-    outputs: Sequence[Path] = (),
-) -> list[harness.Measurement]:
-    """Measures the cases whose name matches ``pattern``; appends the lines of each to ``outputs``.
-
-    time_limit: seconds after which no further case is begun
-    """
-    started = time.monotonic()
-    providers = list(dict.fromkeys([*providers, TORCH]))  # torch's error is the yardstick
-    selected = [host for host in cases if re.search(pattern, host.case.name)]
-    console = harness.wide_console()
-    with harness.bench_stream():
-        device = harness.CudaDevice(host_batches=50, calls_per_batch=50)
-
-        def measured(host: HostCase) -> list[harness.Measurement]:
-            return [measure_host(host, providers, device, repetitions=repetitions, breakdown=breakdown)]
-
-        named = [(host.case.name, functools.partial(measured, host)) for host in selected]
-        return harness.measure_cases(
-            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
-        )
+def run(cases: Sequence[HostCase], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    return harness.run(
+        [(host, [host.case]) for host in cases],
+        lambda host, directions, *rest, **options: [measure_host(host, *rest, **options)],
+        [*providers, TORCH],  # torch's error is the yardstick
+        lambda: harness.CudaDevice(host_batches=50, calls_per_batch=50),
+        **settings,
+    )
 
 
 def _call(provider: Callable, host: HostCase, inputs: Sequence[Tensor]) -> harness.Call:
@@ -182,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options
     measurements = run(host_cases(), options.providers, **options.settings)
     print_table(measurements)
-    return int(not measurements or any(OURS in measurement.failures for measurement in measurements))
+    return harness.exit_status(measurements)
 
 
 if __name__ == "__main__":

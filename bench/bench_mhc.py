@@ -28,14 +28,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
-import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,8 +137,8 @@ def share_goal(op: str, direction: str, n: int) -> float | None:
 def minimal_bytes(connection: Connection, direction: str) -> int:
     """The least that must pass through device memory: each input read once, each output written once.
 
-    A layer reads x once before the sublayer and once after it; its backward reads dout and x twice (the gradients of
-    the coefficients come first), f and dlayer_input, once more that one for dx, and writes dx and df.
+    A layer reads x once before the sublayer and once after it; its backward reads dout, x and f for the gradients of
+    post and res, then x and dlayer_input for that of pre, then dout, x and dlayer_input for dx; it writes df and dx.
     """
     n, tokens = connection.n, connection.tokens
     if connection.op == "coefficients_sinkhorn":
@@ -471,22 +468,7 @@ PROVIDERS: dict[str, Callable[[Connection, Inputs], Calls | None]] = {
     "torch_compile": _torch_compile,
     "transformer_engine": _transformer_engine,
 }
-PACKAGES = {"transformer_engine": "transformer_engine.pytorch.triton.mhc"}  # what a provider imports, if not torch
-
-
-def installed(providers: Iterable[str]) -> list[str]:
-    """Those of the providers that can be imported; says which cannot."""
-    found = []
-    for provider in providers:
-        try:
-            there = provider not in PACKAGES or importlib.util.find_spec(PACKAGES[provider]) is not None
-        except ImportError:  # a package around the module is missing, or too old
-            there = False
-        if there:
-            found.append(provider)
-        else:
-            print(f"{provider}: not installed, skipped")
-    return found
+PACKAGES = {"transformer_engine": ("transformer_engine.pytorch.triton.mhc",)}  # what a provider imports, if not torch
 
 
 def compile_own_kernels(cases: Iterable[Connection], device: harness.Device) -> None:
@@ -523,38 +505,17 @@ def measure_connection(
     )
 
 
-def run(
-    cases: Sequence[Connection],
-    providers: Sequence[str],
-    *,
-    pattern: str = "",
-    repetitions: int = harness.REPETITIONS,
-    breakdown: bool = True,
-    time_limit: float | None = None,
-    commit: str | None = None,
-    outputs: Sequence[Path] = (),
-) -> list[harness.Measurement]:
-    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
-
-    time_limit: seconds after which no further case is begun
-    """
-    started = time.monotonic()
-    providers = installed(dict.fromkeys([*providers, "torch"]))  # torch's error is the yardstick
-    selected = [(c, [d for d in c.directions if re.search(pattern, c.case(d).name)]) for c in cases]
-    selected = [(connection, directions) for connection, directions in selected if directions]
-    console = harness.wide_console()
-    with harness.bench_stream(), tf32_products():
-        device = harness.CudaDevice()
-        if "cute_kernels" in providers:
-            compile_own_kernels((connection for connection, _ in selected), device)
-            console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
-        options = {"repetitions": repetitions, "breakdown": breakdown}
-        named = [
-            (c.case(found[0]).name, functools.partial(measure_connection, c, found, providers, device, **options))
-            for c, found in selected
-        ]
-        return harness.measure_cases(
-            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
+def run(cases: Sequence[Connection], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    with tf32_products():
+        return harness.run(
+            [(connection, [connection.case(direction) for direction in connection.directions]) for connection in cases],
+            measure_connection,
+            [*providers, "torch"],  # torch's error is the yardstick
+            harness.CudaDevice,
+            packages=PACKAGES,
+            compile_own_kernels=compile_own_kernels,
+            **settings,
         )
 
 
@@ -585,7 +546,7 @@ class Summary:
 
 
 def summarize(found: Iterable[tuple[str, str, str, str, float, float, int]]) -> list[Summary]:
-    """found: (op, direction, variant, shape, our us, the copy's us, number of our kernels) of each case."""
+    """found: (op, direction, variant, shape, our us, the copy's us, our launches) of each case."""
     groups: dict[tuple[str, str, int, str], dict[str, tuple[float, float, int]]] = {}
     for op, direction, variant, shape, *numbers in found:
         groups.setdefault((op, direction, int(shape.split("x")[1]), variant), {})[shape] = tuple(numbers)
@@ -600,9 +561,9 @@ def summarize(found: Iterable[tuple[str, str, str, str, float, float, int]]) -> 
         shape, most_us = GOALS_US.get((op, direction), ("", 0.0))
         if shape in cases:
             goals.append((f"{shape} <= {most_us:.0f} us", cases[shape][0] <= most_us))
-        kernels = max(count for _, _, count in cases.values())  # 0: not looked at
-        if op in GOAL_KERNELS and kernels:
-            goals.append((f"kernels <= {GOAL_KERNELS[op]}", kernels <= GOAL_KERNELS[op]))
+        launches = max(count for _, _, count in cases.values())  # 0: not looked at
+        if op in GOAL_KERNELS and launches:
+            goals.append((f"kernels <= {GOAL_KERNELS[op]}", launches <= GOAL_KERNELS[op]))
         verdict = ", ".join(f"{text} {'ok' if met else '--'}" for text, met in goals) or "-"
         mean = statistics.geometric_mean(share.values())
         summaries.append(Summary(op, direction, n, variant, len(cases), mean, least, least_shape, verdict))
@@ -615,7 +576,7 @@ def print_summary(measurements: Sequence[harness.Measurement], console: Console 
     for column in ("op", "dir", "n", "variant", "cases", "geometric mean", "least", "at", "goals"):
         table.add_column(column, no_wrap=True)
     for s in summarize(
-        (m.case.op, m.case.direction, m.case.variant, m.case.shape, ours.us, m.copy_us, len(ours.kernels))
+        (m.case.op, m.case.direction, m.case.variant, m.case.shape, ours.us, m.copy_us, ours.launches)
         for m in measurements
         if (ours := m.results.get("cute_kernels"))
     ):
@@ -636,7 +597,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements = run(connections(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
     print_summary(measurements)
-    return int(not measurements or any("cute_kernels" in measurement.failures for measurement in measurements))
+    return harness.exit_status(measurements)
 
 
 def _autograd_calls(function: Callable[..., Sequence[Tensor]], inputs: Inputs) -> Calls:

@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
-import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +50,6 @@ GOAL, GOAL_SMALL, GOAL_DUAL = 0.90, 0.80, 1 / 1.10
 LARGE = 8192 * 5120  # elements from which GOAL holds
 GOAL_FLAT = 0.05  # between the shares at 1 and at 32 experts
 SAMPLE = 1 << 16  # bytes of an expert's output that are compared
-WARM_UP_SECONDS = 0.05
 YARDSTICK = "cute_kernels"
 
 
@@ -254,87 +250,45 @@ PROVIDERS: dict[str, Callable[[Quantize, Sequence[Tensor]], harness.Call | None]
     "torch_compile": _torch_compile,
     "torchao": _torchao,
 }
-PACKAGES = {"torchao": "torchao"}  # what a provider imports, where it is not torch
-
-
-def installed(providers: Iterable[str]) -> list[str]:
-    """Those of the providers that can be imported; says which cannot."""
-    found = []
-    for provider in providers:
-        if provider in PACKAGES and importlib.util.find_spec(PACKAGES[provider]) is None:
-            print(f"{provider}: not installed, skipped")
-        else:
-            found.append(provider)
-    return found
+PACKAGES = {"torchao": ("torchao",)}  # what a provider imports, where it is not torch
 
 
 def measure_quantize(
     quantize: Quantize, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
 ) -> harness.Measurement:
     """Times the providers; one with a byte that is not the reference's has failed."""
-    makers: dict[str, Callable[[], harness.Call]] = {}
-    failures: dict[str, str] = {}
-    try:
-        inputs = operands(quantize, make_input(quantize, device.name))
-        sample = Sample(math.prod(quantize.shape[:-2]), device.name)
-        truth = sample.truth(quantize, inputs)
-        for provider in providers:
-            try:
-                call = PROVIDERS[provider](quantize, inputs)
-            except Exception as error:  # a peer that cannot even be imported
-                failures[provider] = harness.describe(error)
-                continue
-            if call is not None:
-                makers[provider] = functools.partial(_same, call)
-        found = harness.measure(
-            quantize.case,
-            makers,
-            truth,
-            device,
-            repetitions=repetitions,
-            breakdown=breakdown,
-            yardstick=YARDSTICK,
-            sample=sample,
-        )
-    except RuntimeError as error:  # ours failed, or memory ran out: the other cases are still worth measuring
-        return harness.Measurement(quantize.case, math.nan, {}, {YARDSTICK: harness.describe(error)} | failures)
-    failures |= found.failures
-    for provider, result in found.results.items():
-        if wrong := [f"{name} {error:.1e}" for name, error in result.error.items() if error != 0]:
-            failures[provider] = "other bytes than the reference's: " + ", ".join(wrong)
-    results = {provider: result for provider, result in found.results.items() if provider not in failures}
-    return dataclasses.replace(found, results=results, failures=failures)
+    inputs = operands(quantize, make_input(quantize, device.name))
+    sample = Sample(math.prod(quantize.shape[:-2]), device.name)
+    found = harness.measure(
+        quantize.case,
+        {provider: functools.partial(PROVIDERS[provider], quantize, inputs) for provider in providers},
+        sample.truth(quantize, inputs),
+        device,
+        repetitions=repetitions,
+        breakdown=breakdown,
+        yardstick=YARDSTICK,
+        sample=sample,
+    )
+    wrong = {
+        provider: "other bytes than the reference's: "
+        + ", ".join(f"{name} {error:.1e}" for name, error in result.error.items() if error != 0)
+        for provider, result in found.results.items()
+        if any(result.error.values())
+    }
+    results = {provider: result for provider, result in found.results.items() if provider not in wrong}
+    return dataclasses.replace(found, results=results, failures=found.failures | wrong)
 
 
-def run(
-    cases: Sequence[Quantize],
-    providers: Sequence[str],
-    *,
-    pattern: str = "",
-    repetitions: int = harness.REPETITIONS,
-    breakdown: bool = True,
-    time_limit: float | None = None,
-    commit: str | None = None,
-    outputs: Sequence[Path] = (),
-) -> list[harness.Measurement]:
-    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
-
-    time_limit: seconds after which no further case is begun
-    """
-    started = time.monotonic()
-    providers = installed(dict.fromkeys([YARDSTICK, *providers]))
-    selected = [quantize for quantize in cases if re.search(pattern, quantize.case.name)]
-    console = harness.wide_console()
-    with harness.bench_stream():
-        device = harness.CudaDevice(warm_up_seconds=WARM_UP_SECONDS)
-
-        def measured(quantize: Quantize) -> list[harness.Measurement]:
-            return [measure_quantize(quantize, providers, device, repetitions=repetitions, breakdown=breakdown)]
-
-        named = [(quantize.case.name, functools.partial(measured, quantize)) for quantize in selected]
-        return harness.measure_cases(
-            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
-        )
+def run(cases: Sequence[Quantize], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    return harness.run(
+        [(quantize, [quantize.case]) for quantize in cases],
+        lambda quantize, directions, *rest, **options: [measure_quantize(quantize, *rest, **options)],
+        [YARDSTICK, *providers],
+        harness.CudaDevice,
+        packages=PACKAGES,
+        **settings,
+    )
 
 
 def flatness(measurements: Iterable[harness.Measurement]) -> dict[str, tuple[float, float]]:
@@ -368,11 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements = run(quantizes(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
     print_flatness(measurements)
-    return int(not measurements or any("cute_kernels" in measurement.failures for measurement in measurements))
-
-
-def _same(call: harness.Call) -> harness.Call:
-    return call
+    return harness.exit_status(measurements)
 
 
 if __name__ == "__main__":

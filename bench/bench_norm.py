@@ -15,13 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
-import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -301,18 +298,7 @@ PROVIDERS: dict[str, Callable[[Norm, Inputs], Calls | None]] = {
     "quack": _quack,
     "liger": _liger,
 }
-PACKAGES = {"quack": "quack", "liger": "liger_kernel"}  # what a provider imports, where it is not torch
-
-
-def installed(providers: Iterable[str]) -> list[str]:
-    """Those of the providers that can be imported; says which cannot."""
-    found = []
-    for provider in providers:
-        if provider in PACKAGES and importlib.util.find_spec(PACKAGES[provider]) is None:
-            print(f"{provider}: not installed, skipped")
-        else:
-            found.append(provider)
-    return found
+PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider imports, where it is not torch
 
 
 def compile_own_kernels(cases: Iterable[Norm], device: harness.Device) -> None:
@@ -351,39 +337,17 @@ def measure_norm(
     )
 
 
-def run(
-    cases: Sequence[Norm],
-    providers: Sequence[str],
-    *,
-    pattern: str = "",
-    repetitions: int = harness.REPETITIONS,
-    breakdown: bool = True,
-    time_limit: float | None = None,
-    commit: str | None = None,
-    outputs: Sequence[Path] = (),
-) -> list[harness.Measurement]:
-    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
-
-    time_limit: seconds after which no further case is begun
-    """
-    started = time.monotonic()
-    providers = installed(dict.fromkeys([*providers, "torch"]))  # torch's error is the yardstick
-    selected = [(norm, [d for d in norm.directions if re.search(pattern, norm.case(d).name)]) for norm in cases]
-    selected = [(norm, directions) for norm, directions in selected if directions]
-    console = harness.wide_console()
-    with harness.bench_stream():
-        device = harness.CudaDevice()
-        if "cute_kernels" in providers:
-            compile_own_kernels((norm for norm, _ in selected), device)
-            console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
-        options = {"repetitions": repetitions, "breakdown": breakdown}
-        named = [
-            (norm.case(found[0]).name, functools.partial(measure_norm, norm, found, providers, device, **options))
-            for norm, found in selected
-        ]
-        return harness.measure_cases(
-            named, console, started=started, time_limit=time_limit, commit=commit, outputs=outputs
-        )
+def run(cases: Sequence[Norm], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    return harness.run(
+        [(norm, [norm.case(direction) for direction in norm.directions]) for norm in cases],
+        measure_norm,
+        [*providers, "torch"],  # torch's error is the yardstick
+        harness.CudaDevice,
+        packages=PACKAGES,
+        compile_own_kernels=compile_own_kernels,
+        **settings,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -397,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options
     measurements = run(norms(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
-    return int(not measurements or any("cute_kernels" in measurement.failures for measurement in measurements))
+    return harness.exit_status(measurements)
 
 
 def _autograd_calls(function: Callable[..., Tensor | Sequence[Tensor]], inputs: Inputs) -> Calls:

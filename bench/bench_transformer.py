@@ -215,6 +215,7 @@ def measure_steps(
     for step, graph, samples, (peak, host, error) in zip(selected, captured, times, found, strict=True):
         results, failures = {}, {}
         if error <= WORST_LOSS:  # not of NaN
+            kernels, launches = harness.profiled(graph.call, device, "cute_kernels", failures) if breakdown else ({}, 0)
             results["cute_kernels"] = harness.Result(
                 us=statistics.median(samples),
                 us_min=min(samples),
@@ -222,7 +223,8 @@ def measure_steps(
                 host_us=host,
                 peak_bytes=peak,
                 error={"loss": error},
-                kernels=device.kernels(graph.call) if breakdown else {},
+                kernels=kernels,
+                launches=launches,
             )
         else:
             failures["cute_kernels"] = f"wrong result: loss {error:.1e} > {WORST_LOSS:.1e}"
@@ -367,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for measurement in measurements:
         if not _is_step(measurement):
             print_curves(measurement)
-    return int(not measurements or any(measurement.failures for measurement in measurements))
+    return harness.exit_status(measurements)
 
 
 def _is_step(measurement: harness.Measurement) -> bool:

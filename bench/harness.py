@@ -15,7 +15,9 @@ import datetime
 import functools
 import gc
 import hashlib
+import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +77,8 @@ class Case:
 class Result:
     """What was found for one provider.
 
-    Times in microseconds; error: output's name -> relative rms against fp64; kernels: name -> us, L2 warm.
+    Times in microseconds; error: output's name -> relative rms against fp64; kernels: name -> us, L2 warm; launches:
+    of kernels in one call, 0 where nobody looked.
     """
 
     us: float
@@ -85,6 +88,7 @@ class Result:
     peak_bytes: int
     error: dict[str, float]
     kernels: dict[str, float]
+    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,13 +124,13 @@ class Device(Protocol):
     def time_us(self, calls: Sequence[Captured], repetitions: int) -> list[list[float]]: ...
     def host_us(self, calls: Sequence[Call]) -> list[float]: ...
     def peak_bytes(self, call: Call) -> int: ...
-    def kernels(self, call: Call) -> dict[str, float]: ...
+    def kernels(self, call: Call) -> tuple[dict[str, float], int]: ...
     def synchronize(self) -> None: ...
 
 
 def measure(
     case: Case,
-    makers: Mapping[str, Callable[[], Call]],
+    makers: Mapping[str, Callable[[], Call | None]],
     truth: Mapping[str, Tensor],
     device: Device,
     *,
@@ -135,13 +139,14 @@ def measure(
     yardstick: str = "torch",
     sample: Callable[[Tensor], Tensor] | None = None,
     start: Mapping[str, Tensor] | None = None,
-    floors: Mapping[str, Callable[[], Call]] | None = None,
+    floors: Mapping[str, Callable[[], Call | None]] | None = None,
     least: Mapping[str, float] | None = None,
 ) -> Measurement:
     """Times and checks the providers of one case.
 
     makers: provider -> a function that makes its call: no arguments, tensors in the order of `truth` returned;
-        must hold the yardstick, a provider of torch's own op, whose error is what the others' are compared with
+        None: it has no such op. One is the yardstick, a provider of torch's own op, whose error is what the others'
+        are compared with: without it there are no results
     truth: output's name -> fp64 reference
     breakdown: whether to profile the kernels of each call
     sample: what of an output is compared with `truth`; None: all of it
@@ -157,26 +162,35 @@ def measure(
     for provider, make in {**makers, **floors}.items():
         try:
             call = make()
+            if call is None:
+                continue
             device.warm_up(call)
             peak_bytes[provider] = device.peak_bytes(call)
             captured[provider] = device.capture(call)
         except Exception as error:  # any provider may fail in its own way; the others are still worth measuring
             failures[provider] = describe(error)
 
+    unchecked = dict.fromkeys(captured, f"no {yardstick} to compare it with")
     if yardstick not in captured:
-        reason = failures.get(yardstick, "not among the providers")
-        raise RuntimeError(f"there is nothing to compare the errors with: {yardstick}: {reason}")
+        return Measurement(case, math.nan, {}, unchecked | failures)
     host_us = dict(zip(captured, device.host_us([graph.call for graph in captured.values()]), strict=True))
     order = [*captured.values(), device.copy(case.bytes)]
     *times, copy_times = device.time_us(order, repetitions)
-    errors = {
-        provider: {} if provider in floors else replayed_error(graph, truth, device, sample, start)
-        for provider, graph in captured.items()
-    }
+    copy_us = statistics.median(copy_times)
+    errors: dict[str, dict[str, float]] = {}
+    for provider, graph in captured.items():
+        try:
+            errors[provider] = {} if provider in floors else replayed_error(graph, truth, device, sample, start)
+        except Exception as error:  # of an output of integers, say
+            failures[provider] = describe(error)
+    if yardstick not in errors:
+        return Measurement(case, copy_us, {}, unchecked | failures)
     limit = error_limits(errors[yardstick], captured[yardstick], truth, least)
 
     results: dict[str, Result] = {}
     for provider, samples in zip(captured, times, strict=True):
+        if provider not in errors:
+            continue
         wrong = [
             f"{name} {errors[provider][name]:.1e} > {limit[name]:.1e}"
             for name in errors[provider]
@@ -185,6 +199,7 @@ def measure(
         if wrong:
             failures[provider] = "wrong result: " + ", ".join(wrong)
             continue
+        kernels, launches = profiled(captured[provider].call, device, provider, failures) if breakdown else ({}, 0)
         results[provider] = Result(
             us=statistics.median(samples),
             us_min=min(samples),
@@ -192,9 +207,19 @@ def measure(
             host_us=host_us[provider],
             peak_bytes=peak_bytes[provider],
             error=errors[provider],
-            kernels=device.kernels(captured[provider].call) if breakdown else {},
+            kernels=kernels,
+            launches=launches,
         )
-    return Measurement(case, statistics.median(copy_times), results, failures)
+    return Measurement(case, copy_us, results, failures)
+
+
+def profiled(call: Call, device: Device, provider: str, failures: dict[str, str]) -> tuple[dict[str, float], int]:
+    """The kernels of a call and how many it launches; none if the profiler fails, which goes to `failures`."""
+    try:
+        return device.kernels(call)
+    except Exception as error:  # the times are still worth keeping
+        failures[provider] = f"its kernels: {describe(error)}"
+        return {}, 0
 
 
 def measure_directions(
@@ -211,61 +236,107 @@ def measure_directions(
 
     providers: name -> a function that makes its forward, and a factory of its backward; None: it has no such op
     """
-    makers: dict[str, dict[str, Callable[[], Call]]] = {direction: {} for direction in cases}
-    failures: dict[str, str] = {}
-    for provider, make in providers.items():
-        try:
-            calls = make()
-        except Exception as error:  # a peer that cannot even be imported
-            failures[provider] = describe(error)
-            continue
-        if calls is not None:
-            forward, make_backward = calls
-            for direction in cases:
-                makers[direction][provider] = functools.partial(_same, forward) if direction == "fwd" else make_backward
+    set_up = {provider: functools.cache(make) for provider, make in providers.items()}
     measurements = []
     for direction, case in cases.items():
+        makers = {provider: functools.partial(_call_of, calls, direction) for provider, calls in set_up.items()}
         rounding = None if least is None else least[direction]
         options = {"repetitions": repetitions, "breakdown": breakdown, "least": rounding}
-        found = measure(case, makers[direction], truth[direction], device, **options)
-        measurements.append(replace(found, failures=failures | found.failures))
+        measurements.append(measure(case, makers, truth[direction], device, **options))
     return measurements
 
 
-def _same(call: Call) -> Call:
-    return call
+def _call_of(set_up: Callable[[], tuple[Call, Callable[[], Call]] | None], direction: str) -> Call | None:
+    calls = set_up()
+    if calls is None:
+        return None
+    forward, make_backward = calls
+    return forward if direction == "fwd" else make_backward()
 
 
-def measure_cases(
-    cases: Sequence[tuple[str, Callable[[], Sequence[Measurement]]]],
-    console: Console,
+def run(
+    cases: Iterable[tuple[Any, Sequence[Case]]],
+    measure_case: Callable[..., Sequence[Measurement]],
+    providers: Iterable[str],
+    make_device: Callable[[], Device],
     *,
-    started: float,
-    time_limit: float | None,
-    commit: str | None,
-    outputs: Sequence[Path],
+    packages: Mapping[str, Sequence[str]] | None = None,
+    compile_own_kernels: Callable[[Sequence[Any], Device], None] | None = None,
+    pattern: str = "",
+    repetitions: int = REPETITIONS,
+    breakdown: bool = True,
+    time_limit: float | None = None,
+    commit: str | None = None,
+    outputs: Sequence[Path] = (),
 ) -> list[Measurement]:
-    """Measures cases one after the other; appends the lines of each to `outputs` as soon as it is done.
+    """Measures the cases whose name matches `pattern`; appends the lines of each to `outputs` as soon as it is done.
 
-    cases: the name of each and what measures it
-    started: when the run began (time.monotonic()); time_limit: seconds since then after which no further case is begun
+    cases: what is measured, and the case of each of its directions
+    measure_case: takes what is measured, its directions that match, the providers, the device; repetitions, breakdown
+    packages: as of `installed`
+    compile_own_kernels: called before a peer is imported, with all that is measured
+    time_limit: seconds after which no further case is begun
+    A case that raises has failed for every provider and does not stop the others.
     """
-    about = environment(commit)
+    started = time.monotonic()
+    providers = installed(dict.fromkeys(providers), packages or {})
+    selected = [(what, [case for case in its if re.search(pattern, case.name)]) for what, its in cases]
+    selected = [(what, found) for what, found in selected if found]
+    console = wide_console()
     measurements: list[Measurement] = []
-    for done, (name, measure_case) in enumerate(cases):
-        if time_limit is not None and time.monotonic() - started > time_limit:
-            console.print(f"time limit: {len(cases) - done} of {len(cases)} cases left, from {name} on")
-            break
-        found = measure_case()
-        measurements += found
-        for measurement in found:
-            print_progress(measurement, console)
-            for path in outputs:
-                append_lines(path, lines(measurement, about))
-        gc.collect()  # captured graphs hold outputs of up to 5.6 GB a provider
-        torch.cuda.empty_cache()
+    with bench_stream():
+        device = make_device()
+        if compile_own_kernels is not None and "cute_kernels" in providers:
+            compile_own_kernels([what for what, _ in selected], device)
+            console.print(f"our kernels ready after {time.monotonic() - started:.1f} s", highlight=False)
+        about = environment(commit)
+        for done, (what, its) in enumerate(selected):
+            if time_limit is not None and time.monotonic() - started > time_limit:
+                left = f"{len(selected) - done} of {len(selected)} cases left"
+                console.print(f"time limit: {left}, from {its[0].name} on")
+                break
+            directions = [case.direction for case in its]
+            try:
+                found = measure_case(what, directions, providers, device, repetitions=repetitions, breakdown=breakdown)
+            except Exception as error:  # memory ran out, say: the other cases are still worth measuring
+                failures = dict.fromkeys(providers, describe(error))
+                found = [Measurement(case, math.nan, {}, failures) for case in its]
+            measurements += found
+            for measurement in found:
+                print_progress(measurement, console)
+                for path in outputs:
+                    append_lines(path, lines(measurement, about))
+            gc.collect()  # captured graphs hold outputs of up to 5.6 GB a provider
+            torch.cuda.empty_cache()
     console.print(f"{len(measurements)} measurements in {time.monotonic() - started:.0f} s", highlight=False)
     return measurements
+
+
+def installed(providers: Iterable[str], packages: Mapping[str, Sequence[str]]) -> list[str]:
+    """Those of the providers that can be imported; says which cannot.
+
+    packages: what a provider imports, where it is not torch
+    """
+    found = []
+    for provider in providers:
+        missing = [package for package in packages.get(provider, ()) if not _is_installed(package)]
+        if missing:
+            print(f"{provider}: {' and '.join(missing)} not installed, skipped")
+        else:
+            found.append(provider)
+    return found
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a package around the module is missing, or too old
+        return False
+
+
+def exit_status(measurements: Sequence[Measurement]) -> int:
+    """1 if nothing was measured, a case has no results or ours failed."""
+    return int(not measurements or any("cute_kernels" in m.failures or not m.results for m in measurements))
 
 
 def replayed_error(
@@ -420,11 +491,15 @@ class CudaDevice:
         del outputs
         return peak
 
-    def kernels(self, call: Call, calls: int = 5) -> dict[str, float]:
-        """Device time of each kernel of one call, in microseconds, L2 warm, mean over a few calls, longest first."""
+    def kernels(self, call: Call, calls: int = 5) -> tuple[dict[str, float], int]:
+        """Device time of each kernel of one call, in microseconds, longest first; how many kernels the call launches.
+
+        L2 warm, means over a few calls. There are fewer names: they are cut, and a kernel may be launched twice.
+        """
         # Else the profiler stays, and from now on each call takes more of the host's time (rms_norm 14.9 us, not 11.9)
         os.environ["TEARDOWN_CUPTI"] = "1"
         times: dict[str, float] = {}
+        launches = 0
         for _ in range(PROFILES):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 for _ in range(calls):
@@ -434,9 +509,11 @@ class CudaDevice:
                 if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0:
                     name = event.key[:100]
                     times[name] = times.get(name, 0.0) + event.self_device_time_total / calls
+                    launches += event.count
             if times:
                 break
-        return {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1])}
+        kernels = {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1])}
+        return kernels, round(launches / calls)
 
 
 def bench_stream() -> torch.cuda.StreamContext:
@@ -516,6 +593,7 @@ def lines(measurement: Measurement, environment: Mapping[str, str]) -> list[dict
             "copy_us": round(measurement.copy_us, 2),
             "host_us": round(result.host_us, 2),
             "kernels": result.kernels,
+            "launches": result.launches,
             "error": {name: float(f"{error:.3e}") for name, error in result.error.items()},
             "peak_bytes": result.peak_bytes,
         }
@@ -557,16 +635,16 @@ def print_table(measurements: Sequence[Measurement], *, title: str = "", console
             m.case.direction,
             m.case.shape,
             variant,
-            _number(ours and ours.us, ".1f", "FAILED" if "cute_kernels" in m.failures else "-"),
-            _number(m.copy_us, ".1f"),
-            _number(share, ".3f"),
+            number(ours and ours.us, ".1f", "FAILED" if "cute_kernels" in m.failures else "-"),
+            number(m.copy_us, ".1f"),
+            number(share, ".3f"),
             "-"
             if m.case.goal is None
             else f"{m.case.goal:.2f}" + ("" if share is None else " ok" if share >= m.case.goal else " --"),
-            *(_number(peer_us.get(peer), ".1f", "failed" if peer in m.failures else "-") for peer in peers),
-            _number(min(peer_us.values()) / ours.us if ours and peer_us else None, ".2f"),
-            _number(max(ours.error.values()) if ours else None, ".1e"),
-            _number(ours and ours.host_us, ".1f"),
+            *(number(peer_us.get(peer), ".1f", "failed" if peer in m.failures else "-") for peer in peers),
+            number(min(peer_us.values()) / ours.us if ours and peer_us else None, ".2f"),
+            number(max(ours.error.values()) if ours else None, ".1e"),
+            number(ours and ours.host_us, ".1f"),
         )
     console.print(table)
 
@@ -591,7 +669,8 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def _number(value: float | None, form: str, absent: str = "-") -> str:
+def number(value: float | None, form: str, absent: str = "-") -> str:
+    """A cell of a table."""
     return absent if value is None else format(value, form)
 
 
@@ -609,16 +688,18 @@ def parse(
 ) -> argparse.Namespace | int:
     """The options of ``python -m bench.bench_<family>``, or the exit status if there is nothing to measure.
 
-    ``names``: the cases' names, given whether ``--quick`` is. ``options.settings`` are arguments of the module's run.
+    ``names``: the cases' names, given whether ``--quick`` is. ``options.settings`` are arguments of `run`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m bench.bench_{family}", description=description)
-    parser.add_argument("--filter", default="", metavar="REGEX", help="only the cases whose name matches")
+    parser.add_argument(
+        "--filter", default="", metavar="REGEX", type=_pattern, help="only the cases whose name matches"
+    )
     parser.add_argument(
         "--providers",
         default=",".join(default_providers),
         help=f"separated by commas, of {', '.join(providers)}; default: %(default)s",
     )
-    parser.add_argument("--reps", type=int, help=f"repetitions, default {REPETITIONS}")
+    parser.add_argument("--reps", type=_count, help=f"repetitions, default {REPETITIONS}")
     parser.add_argument("--quick", action="store_true", help=f"{quick}, fewer repetitions, no per-kernel times")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further case after this time")
     parser.add_argument("--save", action="store_true", help="append the lines to bench/results/<gpu>.jsonl")
@@ -647,3 +728,17 @@ def parse(
         "outputs": outputs,
     }
     return options
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from error
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
+    return int(text)

@@ -2,9 +2,8 @@
 
     python -m bench.report
 
-Of each GPU and case the lines of the newest commit are shown, of each provider the latest; of a peer that was not
-measured then, beside the speeds of an op, its time over ours in the last run of both. The same lines give the same
-bytes.
+Of each GPU and case the lines of one run are shown, the last that measured ours; of a peer that was not measured then,
+beside the speeds of an op, its time over ours in the last run of both. The same lines give the same bytes.
 """
 
 from __future__ import annotations
@@ -45,30 +44,45 @@ CASE_FIELDS = ("op", "direction", "dtype", "variant", "shape")
 
 
 def read_lines(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    lines = []
+    for number, text in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            if text.strip():
+                lines.append(json.loads(text))
+        except json.JSONDecodeError as error:  # of a run that was stopped as it wrote, say
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {text[:60]!r}") from error
+    return lines
 
 
 def newest(lines: Iterable[Line]) -> list[Line]:
-    """Of each case the lines of the commit that measured it last, of each provider the latest; in table order.
+    """Of each case the lines of the run that measured ours last (if none did, of the last run), in table order.
 
-    Ours has "before", if older runs measured other peers: peer -> (its time over ours in the last of them, its commit).
+    The lines of a run have one date and commit. Ours has "before", if older runs measured other peers: peer -> (its
+    time over ours in the last of them, its commit); of a training step "n0_us", if its run measured n0.
     """
-    lines = sorted(lines, key=lambda line: line["date"])
-
-    def case(line: Line) -> tuple:
-        return line["family"], *(line[field] for field in CASE_FIELDS)
-
-    newest_commit = {case(line): line["commit"] for line in lines}
-    latest = {(*case(line), line["provider"]): line for line in lines if line["commit"] == newest_commit[case(line)]}
-    us: dict[tuple, dict[str, float]] = {}  # case, commit and date of a run -> provider -> time
+    cases: dict[tuple, dict[tuple, dict[str, Line]]] = {}  # case -> date and commit of a run -> provider -> line
+    n0_us: dict[tuple, float] = {}  # date and commit of a run, shape -> time
     for line in lines:
-        us.setdefault((case(line), line["commit"], line["date"]), {})[line["provider"]] = line["us"]
-    for (at, commit, _), times in us.items():
-        ours = latest.get((*at, OURS))
-        if ours and OURS in times:
-            found = {name: (time / times[OURS], commit) for name, time in times.items() if (*at, name) not in latest}
-            latest[(*at, OURS)] = ours | {"before": ours.get("before", {}) | found}
-    return sorted(latest.values(), key=_table_order)
+        run = line["date"], line["commit"]
+        cases.setdefault((line["family"], *_case(line)), {}).setdefault(run, {})[line["provider"]] = line
+        if line["variant"] == "n0":
+            n0_us[(*run, line["shape"])] = line["us"]
+    shown: list[Line] = []
+    for runs in cases.values():
+        with_ours = [found for _, found in sorted(runs.items()) if OURS in found]
+        last = with_ours[-1] if with_ours else runs[max(runs)]
+        before = {
+            name: (line["us"] / found[OURS]["us"], line["commit"])
+            for found in with_ours
+            for name, line in found.items()
+            if name not in last
+        }
+        if before:
+            last[OURS] = last[OURS] | {"before": before}
+        for line in last.values():
+            run = line["date"], line["commit"], line["shape"]
+            shown.append(line | {"n0_us": n0_us[run]} if run in n0_us else line)
+    return sorted(shown, key=_table_order)
 
 
 def report(results: Path) -> str:
@@ -207,8 +221,10 @@ def gemm_table(lines: Sequence[Line]) -> str:
 def mhc_introduction(lines: Sequence[Line]) -> str:
     """What the columns are, and our share of the copy's speed by op, direction, streams and layout."""
     rows = [["", "", "n", "variant", "cases", "geometric mean", "least", "goals"], ["---"] * 8]
+    fields = ("op", "direction", "variant", "shape", "us", "copy_us")
     for s in bench_mhc.summarize(
-        (*(line[field] for field in ("op", "direction", "variant", "shape", "us", "copy_us")), len(line["kernels"]))
+        # older lines have no launches, but the names of the kernels
+        (*(line[name] for name in fields), line.get("launches", len(line["kernels"])))
         for line in lines
         if line["provider"] == OURS
     ):
@@ -257,7 +273,6 @@ def transformer_table(lines: Sequence[Line]) -> str:
         return _markdown(rows)
     head = ["shape", "variant", "ms", "over n0", "tokens/s", "TFLOP/s", "peak", "host ms", "loss's error", *STEP_PARTS]
     rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
-    plain = {line["shape"]: line["us"] for line in lines if line["variant"] == "n0"}
     for line in lines:
         us, shape = line["us"], line["shape"]
         parts = dict.fromkeys(STEP_PARTS, 0.0)
@@ -268,7 +283,7 @@ def transformer_table(lines: Sequence[Line]) -> str:
                 shape,
                 line["variant"],
                 f"**{us / 1e3:.3f}**",
-                f"{us / plain[shape]:.4f}" if shape in plain else "–",
+                f"{us / line['n0_us']:.4f}" if "n0_us" in line else "–",
                 f"{1e6 * int(shape.split('x')[1]) / us:.0f}",
                 f"{1e-6 * line['flops'] / us:.0f}",
                 f"{line['peak_bytes'] / 2**20:.0f}",

@@ -30,7 +30,8 @@ ENVIRONMENT = {
 SCHEMA = [
     *("date", "commit", "gpu", "driver", "torch", "dsl"),
     *("family", "op", "direction", "shape", "dtype", "variant", "provider"),
-    *("us", "us_min", "us_max", "bytes", "flops", "copy_us", "host_us", "kernels", "error", "peak_bytes"),
+    *("us", "us_min", "us_max", "bytes", "flops", "copy_us", "host_us", "kernels", "launches"),
+    *("error", "peak_bytes"),
 ]
 
 
@@ -63,8 +64,8 @@ class StandIn:
     def peak_bytes(self, call: harness.Call) -> int:
         return 64
 
-    def kernels(self, call: harness.Call) -> dict[str, float]:
-        return {"kernel": 9.0}
+    def kernels(self, call: harness.Call) -> tuple[dict[str, float], int]:
+        return {"kernel": 9.0}, 1
 
     def synchronize(self) -> None:
         pass
@@ -106,7 +107,7 @@ def test_measure_reports_median_and_error(exact):
     ours = measurement.results["cute_kernels"]
     assert (ours.us, ours.us_min, ours.us_max, ours.host_us, ours.peak_bytes) == (10.0, 9.0, 11.0, 3.0, 64)
     assert ours.error == {"y": harness.relative_rms(rounded, exact)}
-    assert ours.kernels == {"kernel": 9.0}
+    assert (ours.kernels, ours.launches) == ({"kernel": 9.0}, 1)
     assert 1e-3 < ours.error["y"] < 3e-3
 
 
@@ -163,6 +164,41 @@ def test_failing_provider_does_not_stop_the_others(exact):
     assert measurement.copy_us == 30.0
 
 
+def test_an_output_of_integers_does_not_stop_the_others(exact):
+    rounded = exact.bfloat16()
+    makers = {"quack": returns(rounded.int()), "torch": returns(rounded), "cute_kernels": returns(rounded)}
+    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    assert list(measurement.results) == ["torch", "cute_kernels"]
+    assert list(measurement.failures) == ["quack"]
+    makers = {"torch": returns(rounded.int()), "cute_kernels": returns(rounded)}
+    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    assert measurement.results == {} and list(measurement.failures) == ["torch", "cute_kernels"]
+
+
+def test_without_the_yardstick_its_error_is_told(exact):
+    def fails():
+        raise torch.OutOfMemoryError("no memory")
+
+    makers = {"torch": fails, "cute_kernels": returns(exact.bfloat16()), "quack": lambda: None}
+    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    assert measurement.results == {}
+    assert measurement.failures == {
+        "torch": "OutOfMemoryError: no memory",
+        "cute_kernels": "no torch to compare it with",
+    }
+
+
+def test_a_profiler_that_fails_leaves_the_times(exact):
+    class NoProfiler(StandIn):
+        def kernels(self, call):
+            raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+    measurement = harness.measure(CASE, {"torch": returns(exact.float())}, {"y": exact}, NoProfiler())
+    found = measurement.results["torch"]
+    assert (found.us, found.kernels, found.launches) == (10.0, {}, 0)
+    assert measurement.failures == {"torch": "its kernels: RuntimeError: CUPTI_ERROR_NOT_INITIALIZED"}
+
+
 def test_lines_have_the_schema(exact):
     measurement = harness.measure(CASE, {"torch": returns(exact.float())}, {"y": exact}, StandIn())
     (line,) = harness.lines(measurement, ENVIRONMENT)
@@ -183,9 +219,14 @@ def test_results_path():
 
 
 def test_a_profile_that_found_nothing_is_made_again(monkeypatch):
-    """The mean over the calls of one profile, the first that has kernels."""
-    kernel = SimpleNamespace(key="kernel", device_type=torch.autograd.DeviceType.CUDA, self_device_time_total=50.0)
-    profiles = [[], [kernel], [kernel, kernel]]
+    """The mean over the calls of one profile, the first that has kernels; one that is launched twice counts twice."""
+
+    def event(key, count):
+        device = torch.autograd.DeviceType.CUDA
+        return SimpleNamespace(key=key, count=count, device_type=device, self_device_time_total=50.0)
+
+    long = 100 * "k"
+    profiles = [[], [event("kernel", 10), event(long + "a", 5), event(long + "b", 5)], [event("kernel", 5)]]
 
     def profile(activities):
         return contextlib.nullcontext(SimpleNamespace(key_averages=functools.partial(profiles.pop, 0)))
@@ -195,10 +236,10 @@ def test_a_profile_that_found_nothing_is_made_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     calls = []
     device = harness.CudaDevice.__new__(harness.CudaDevice)
-    assert device.kernels(lambda: calls.append(1)) == {"kernel": 10.0}
+    assert device.kernels(lambda: calls.append(1)) == ({long: 20.0, "kernel": 10.0}, 4)
     assert len(calls) == 10
     profiles[:] = [[]] * 9
-    assert device.kernels(lambda: None) == {}
+    assert device.kernels(lambda: None) == ({}, 0)
 
 
 def test_seed_depends_on_the_name_only():
@@ -303,10 +344,10 @@ def test_provider_that_cannot_be_set_up_is_reported(monkeypatch):
         assert measurement.failures == {"quack": "ImportError: No module named 'einops'"}
 
 
-def test_provider_that_is_not_installed_is_skipped_with_a_word(monkeypatch, capsys):
-    monkeypatch.setitem(bench_norm.PACKAGES, "quack", "no_such_package")
-    assert bench_norm.installed(["torch", "quack"]) == ["torch"]
-    assert capsys.readouterr().out == "quack: not installed, skipped\n"
+@pytest.mark.parametrize("name", ["no_such_package", "no_such_package.pytorch.mhc", "torch.no_such_module"])
+def test_provider_that_is_not_installed_is_skipped_with_a_word(capsys, name):
+    assert harness.installed(["torch", "quack"], {"torch": ("torch",), "quack": ("torch", name)}) == ["torch"]
+    assert capsys.readouterr().out == f"quack: {name} not installed, skipped\n"
 
 
 @pytest.fixture
@@ -339,6 +380,32 @@ def test_time_limit(on_cpu, capsys):
     assert "time limit: 2 of 2 cases left, from rms_norm.fwd.16x32.bfloat16.plain on" in capsys.readouterr().out
 
 
+def test_a_case_that_fails_leaves_the_others(on_cpu, monkeypatch, tmp_path, capsys):
+    def out_of_memory_at_32(function):
+        def limited(norm, inputs):
+            if norm.cols == 32:
+                raise torch.OutOfMemoryError("no memory")
+            return function(norm, inputs)
+
+        return limited
+
+    cases = [Norm("rms_norm", 16, cols) for cols in (32, 64)]
+    for name in ("fp64_truth", "_torch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_norm, name, out_of_memory_at_32(getattr(bench_norm, name)))
+            patch.setitem(bench_norm.PROVIDERS, "torch", bench_norm._torch)
+            path = tmp_path / name
+            found = bench_norm.run(cases, ["cute_kernels"], outputs=[path])
+        assert [(m.case.shape, list(m.results)) for m in found] == [
+            *[("16x32", [])] * 2,
+            *[("16x64", ["cute_kernels", "torch"])] * 2,
+        ]
+        assert {line["shape"] for line in report.read_lines(path)} == {"16x64"}
+        assert "torch failed: OutOfMemoryError: no memory" in capsys.readouterr().out
+        assert [harness.exit_status(some) for some in (found, found[:1], found[2:], [])] == [1, 1, 0, 1]
+    assert harness.exit_status([harness.Measurement(CASE, 1.0, {}, {"torch": "no memory"})]) == 1
+
+
 def test_list_and_filter(capsys):
     assert bench_norm.main(["--list", "--filter", r"rms_norm.*bwd.*8192x4096.*plain"]) == 0
     assert capsys.readouterr().out.split() == [
@@ -351,6 +418,19 @@ def test_unknown_provider_is_an_error(capsys):
     with pytest.raises(SystemExit):
         bench_norm.main(["--providers", "cute_kernels,apex"])
     assert "apex" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        *(("--reps", value, "a number from 1 on") for value in ("0", "-5", "x")),
+        ("--filter", "(", "a regular expression"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_an_error(capsys, option, value, expected):
+    with pytest.raises(SystemExit):
+        bench_norm.main([option, value, "--list"])
+    assert f"error: argument {option}: expected {expected}, got '{value}'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure")
@@ -373,20 +453,31 @@ def line(**fields):
     }
 
 
-def test_report_shows_the_newest_commit_and_the_latest_line():
+def test_report_names_the_line_that_is_none(tmp_path):
+    path = tmp_path / "gpu.jsonl"
+    path.write_text('{"us": 1.0}\n\n{"us": 2.0, "copy')
+    with pytest.raises(ValueError, match=r"gpu\.jsonl, line 3: expected a JSON object, got '\{\"us\": 2"):
+        report.read_lines(path)
+
+
+def test_report_shows_the_last_run():
+    """The last that measured ours, and nothing that another run of the same commit measured but as a ratio in that."""
     lines = [
         line(commit="new", date="2026-01-03T00:00:00Z", us=60.0),
         line(commit="old", date="2026-01-01T00:00:00Z", us=10.0, provider="torch"),
         line(commit="new", date="2026-01-04T00:00:00Z", us=55.0),
+        line(commit="new", date="2026-01-04T00:00:00Z", us=66.0, provider="liger"),
         line(commit="new", date="2026-01-03T00:00:00Z", us=90.0, provider="torch"),
-        line(commit="older", date="2025-01-01T00:00:00Z", family="gemm", op="gemm"),
+        line(commit="new", date="2026-01-05T00:00:00Z", us=1.0, provider="quack"),
+        line(commit="older", date="2025-01-01T00:00:00Z", family="gemm", op="gemm", provider="torch"),
     ]
-    shown = [(found["family"], found["commit"], found["provider"], found["us"]) for found in report.newest(lines)]
-    assert shown == [
-        ("gemm", "older", "cute_kernels", 50.0),
-        ("norm", "new", "cute_kernels", 55.0),
-        ("norm", "new", "torch", 90.0),
-    ]
+    for order in (lines, lines[::-1]):
+        other, ours, liger = report.newest(order)
+        assert (other["family"], other["commit"], other["provider"]) == ("gemm", "older", "torch")
+        assert (ours["us"], liger["provider"], liger["us"]) == (55.0, "liger", 66.0)
+        assert ours["before"] == {"torch": (1.5, "new")} and "before" not in liger
+        *_, row = report.table([ours, liger]).splitlines()
+        assert "| 66.0 | 1.20 |" in row and row.endswith("| torch 1.50 (new) |")
 
 
 def test_report_keeps_what_older_commits_say_of_other_peers():

@@ -143,12 +143,6 @@ def test_without_the_yardstick_nothing_is_kept(monkeypatch):
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in found.failures["cublas"]
 
 
-def test_provider_that_is_not_installed_is_skipped_with_a_word(monkeypatch, capsys):
-    monkeypatch.setitem(bench_gemm.PACKAGES, "quack", ("no_such_package",))
-    assert bench_gemm.installed(["cublas", "quack"]) == ["cublas"]
-    assert capsys.readouterr().out == "quack: no_such_package not installed, skipped\n"
-
-
 def test_run_writes_prints_and_sums_up(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: InPlace())

@@ -162,7 +162,7 @@ def transformer_engine(monkeypatch):
         mhc_fused_expand_combine=expand_combine,
         mhc_generate_mix_and_aggregate=mix_and_aggregate,
     )
-    name = bench_mhc.PACKAGES["transformer_engine"]
+    (name,) = bench_mhc.PACKAGES["transformer_engine"]
     parents = [name.rsplit(".", count)[0] for count in (1, 2, 3)]
     for parent in parents:
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
@@ -194,13 +194,6 @@ def test_provider_that_cannot_be_set_up_is_reported(monkeypatch):
     for measurement in measure(SMALL[0], bench_mhc.DIRECTIONS, ["torch", "transformer_engine"]):
         assert list(measurement.results) == ["torch"]
         assert measurement.failures == {"transformer_engine": "ImportError: No module named 'triton'"}
-
-
-@pytest.mark.parametrize("name", ["no_such_package.pytorch.mhc", "no_such_package", "torch.no_such_module"])
-def test_provider_that_is_not_installed_is_skipped_with_a_word(monkeypatch, capsys, name):
-    monkeypatch.setitem(bench_mhc.PACKAGES, "transformer_engine", name)
-    assert bench_mhc.installed(["torch", "transformer_engine"]) == ["torch"]
-    assert capsys.readouterr().out == "transformer_engine: not installed, skipped\n"
 
 
 def test_least_errors():
@@ -343,6 +336,15 @@ def test_report(tmp_path):
     numbers = ["**10.0**", "9.0", "0.90", "11.0", "12.0", "13.0", "1.10", "1.7e-03", "5.0", "1.0", "6.0 + 3.0"]
     assert ["8192x4x4096", "bfloat16", "channels", *numbers] in rows
     assert ["8192x4x4096", "bfloat16", "streams", *numbers[:5], "–", *numbers[6:]] in rows
+
+
+def test_launches_are_counted_and_of_older_lines_the_kernels():
+    result = harness.Result(10.0, 9.0, 30.0, 5.0, 0, {"y": 0.0}, {"a": 6.0, "b": 3.0}, launches=4)
+    case = Connection("decode", 1, 7168).case("fwd")
+    (line,) = harness.lines(harness.Measurement(case, 9.0, {"cute_kernels": result}, {}), ENVIRONMENT)
+    assert "kernels <= 3 -- |" in report.mhc_introduction([line])
+    del line["launches"]
+    assert "kernels <= 3 ok |" in report.mhc_introduction([line])
 
 
 def test_plot_has_a_panel_an_op_and_direction():

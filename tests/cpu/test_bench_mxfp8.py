@@ -130,12 +130,6 @@ def test_a_failure_of_ours_leaves_the_other_cases(monkeypatch):
     assert found.results == {} and "no kernel" in found.failures["cute_kernels"]
 
 
-def test_provider_that_is_not_installed_is_skipped_with_a_word(monkeypatch, capsys):
-    monkeypatch.setitem(bench_mxfp8.PACKAGES, "torchao", "no_such_package")
-    assert bench_mxfp8.installed(["cute_kernels", "torchao"]) == ["cute_kernels"]
-    assert capsys.readouterr().out == "torchao: not installed, skipped\n"
-
-
 def test_run_writes_and_prints(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())

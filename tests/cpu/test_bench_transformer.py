@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from bench import bench_transformer, harness
+from bench import bench_transformer, harness, report
 from bench.bench_transformer import Step
 from cute_kernels.train.options import Options
 from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn
@@ -54,6 +54,36 @@ def test_a_wrong_loss_is_no_result(monkeypatch):
     monkeypatch.setattr(bench_transformer, "reference_loss", lambda step, device: torch.tensor(1.0))
     (found,) = bench_transformer.measure_steps([Step(*SMALL)], StandIn(), repetitions=3, breakdown=False)
     assert not found.results and "wrong result: loss" in found.failures["cute_kernels"]
+
+
+def test_the_report_compares_within_a_run():
+    """Each with n0 of its run, which need not be the n0 that is shown."""
+    n0, n4, recompute, offload = (
+        Step(*SMALL, streams=0),
+        Step(*SMALL),
+        Step(*SMALL, recompute=1),
+        Step(*SMALL, offload=True),
+    )
+    lines = []
+    for day, us in ((1, {n0: 10.0, n4: 12.0, offload: 20.0}), (2, {n0: 8.0, n4: 10.0}), (3, {recompute: 11.0})):
+        for step, time in us.items():
+            result = harness.Result(time, time, time, 1.0, 1, {"loss": 0.0}, {})
+            measurement = harness.Measurement(step.case(), 1.0, {"cute_kernels": result}, {})
+            lines += harness.lines(measurement, ENVIRONMENT | {"date": f"2026-01-0{day}T00:00:00Z"})
+    for order in (lines, lines[::-1]):
+        rows = [row.strip("| ").split(" | ") for row in report.transformer_table(report.newest(order)).splitlines()]
+        assert [(row[1], row[3]) for row in rows[2:]] == [
+            *(("n0", "1.0000"), ("n4", "1.2500"), ("n4-offload", "2.0000"), ("n4-recompute-1", "–"))
+        ]
+
+
+def test_a_profiler_that_fails_leaves_the_times(monkeypatch):
+    class NoProfiler(StandIn):
+        def kernels(self, call):
+            raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+    (found,) = bench_transformer.measure_steps([Step(*SMALL)], NoProfiler(), repetitions=3, breakdown=True)
+    assert found.results["cute_kernels"].us == 10.0 and "CUPTI" in found.failures["cute_kernels"]
 
 
 def test_curves(capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -89,9 +90,29 @@ def test_bench_outside_a_checkout(capsys, monkeypatch, tmp_path):
 
 
 @without_gpu
-def test_bench_without_gpu(capsys):
+def test_bench_without_gpu(capfd):
     assert cli.main(["bench", "norm", "--quick"]) == 1
-    assert "GPU" in capsys.readouterr().err
+    assert "GPU" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "families, ends, status",
+    [([], ["exit(0)", "exit(3)", "exit(1)"], 3), (["a", "b"], ["exit(0)", "os.kill(os.getpid(), 9)", "exit(99)"], 9)],
+)
+def test_bench_runs_each_family_in_a_process(monkeypatch, tmp_path, capfd, families, ends, status):
+    """All of them, whatever the status of one; a peer that one imports is not there for the next."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    for family, end in zip("abc", ends, strict=True):
+        text = f"import os, sys\nprint({family!r}, os.getpid(), *sys.argv[1:], flush=True)\n{end}\n"
+        (tmp_path / "bench" / f"bench_{family}.py").write_text(text)
+    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    assert cli.main(["bench", *families, "--quick", "--save"]) == status
+    found = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [(family, *options) for family, _, *options in found] == [
+        (family, "--quick", "--save") for family in families or "abc"
+    ]
+    assert len({process for _, process, *_ in found} | {str(os.getpid())}) == len(found) + 1
 
 
 @dataclass(frozen=True)
