@@ -27,6 +27,17 @@ def expect_size(op: str, argument: str, size: object) -> None:
         expect(False, op, argument, "be a size", repr(size))
 
 
+def expect_int(op: str, argument: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is an int; a bool is none."""
+    expect(type(value) is int, op, argument, "be an int", f"{value!r} of type {type(value).__name__}", TypeError)
+
+
+def expect_float(op: str, argument: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a float or an int; a bool is none."""
+    good = type(value) in (int, float)
+    expect(good, op, argument, "be a float", f"{value!r} of type {type(value).__name__}", TypeError)
+
+
 def expect_dtype(op: str, argument: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:
     """Raise TypeError unless ``dtype`` is one of ``allowed``."""
     names = ", ".join(str(d).removeprefix("torch.") for d in allowed)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from cute_kernels._autograd import first_derivative_only
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
 
@@ -35,16 +35,20 @@ class RotaryEmbedding(FloatModule):
         self.reset_parameters()
 
     def _apply(self, fn, recurse=True):
-        was_meta = self.cos.is_meta
-        super()._apply(fn, recurse)
-        if was_meta:  # no state_dict has the table
+        before = self.cos
+        try:
+            super()._apply(fn, recurse)
+        except NotImplementedError:  # a table on the meta device cannot be moved: it is made where it is to be
+            device = fn(torch.empty(0, device="cpu")).device
+            self.cos, self.sin = (torch.empty_like(t, device=device) for t in (self.cos, self.sin))
+        if self.cos is not before:  # ``to_empty`` fills none, and no state_dict has the table
             self.reset_parameters()
         return self
 
     def reset_parameters(self) -> None:
-        """Fill the table."""
-        channels = torch.arange(0, self.head_size, 2, dtype=torch.float64, device=self.cos.device)
-        positions = torch.arange(len(self.cos), dtype=torch.float64, device=self.cos.device)
+        """Fill the table, made on the CPU: the same bits wherever it is."""
+        channels = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
+        positions = torch.arange(len(self.cos), dtype=torch.float64, device="cpu")
         angles = positions[:, None, None] * self.theta ** (-channels / self.head_size)
         with torch.no_grad():
             self.cos.copy_(angles.cos().repeat(1, 1, 2))
@@ -96,7 +100,7 @@ class _SplitRotated(torch.autograd.Function):
         return q.transpose(1, 2), k.transpose(1, 2), per_head[:, :, rotates:].transpose(1, 2)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dq, dk, dv):
         cos, sin = ctx.saved_tensors
         heads, kv_heads = ctx.heads

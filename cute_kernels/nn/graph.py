@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from cute_kernels._check import expect, expect_tensor
 
+NOT_FROM_ZEROS = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop)  # what their state begins as
+
 
 class CapturedStep:
     """``step(*inputs)``, captured once; a call copies its inputs to the graph's own, replays it, returns its outputs.
@@ -27,7 +29,7 @@ class CapturedStep:
         optimizer: with ``capturable=True`` where it has that option. What is to change from step to step, its learning
             rate say, must be a tensor on the GPU, and be changed in place: the rest stays as it was captured, and a
             call raises ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without
-            dampening).
+            dampening): NAdam, ASGD, Rprop and SGD with dampening are refused.
         warmup: runs before the capture, from 1.
 
     Raises:
@@ -44,6 +46,8 @@ class CapturedStep:
         warmup: int = 3,
     ) -> None:
         name = "CapturedStep"
+        expect(callable(step), name, "step", "be callable", type(step).__name__, TypeError)
+        expect(isinstance(model, nn.Module), name, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
         expect(isinstance(inputs, tuple), name, "inputs", "be a tuple of tensors", type(inputs).__name__, TypeError)
         expect(len(inputs) > 0, name, "inputs", "have at least one tensor", "none")
         for t in inputs:
@@ -51,9 +55,12 @@ class CapturedStep:
             expect(t.is_cuda, name, "inputs", "be on a GPU", t.device)
         good = isinstance(optimizer, torch.optim.Optimizer)
         expect(good, name, "optimizer", "be a torch.optim.Optimizer", type(optimizer).__name__, TypeError)
+        kind = type(optimizer).__name__
         for group in optimizer.param_groups:
             good = group.get("capturable", True)
-            expect(good, name, "optimizer", "be made with capturable=True", f"{type(optimizer).__name__} without")
+            expect(good, name, "optimizer", "be made with capturable=True", f"{kind} without")
+            good = not isinstance(optimizer, NOT_FROM_ZEROS) and not (group.get("momentum") and group.get("dampening"))
+            expect(good, name, "optimizer", "have a state that begins as zeros, and no dampening", kind)
         good = type(warmup) is int and warmup >= 1
         expect(good, name, "warmup", "be an int from 1", repr(warmup))
         device = inputs[0].device
@@ -102,6 +109,9 @@ def expect_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 def expect_settings(optimizer: torch.optim.Optimizer, captured: list[dict[str, Any]]) -> None:
     """Raise ValueError where the optimizer's settings are not the captured ones."""
+    if len(optimizer.param_groups) != len(captured):
+        expected, got = f"have the {len(captured)} groups of the capture", len(optimizer.param_groups)
+        expect(False, "CapturedStep", "optimizer", expected, got)
     for group, before in zip(optimizer.param_groups, captured, strict=True):
         for name, value in before.items():
             now = group[name]
@@ -137,6 +147,7 @@ class _State:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, their ``main_grad``, which a backward adds to, and buffers."""
-    sums = [(f"{name}.main_grad", getattr(p, "main_grad", None)) for name, p in model.named_parameters()]
+    """Parameters, what a backward adds to, and buffers. ``grad``: of those that are not the optimizer's, too."""
+    kinds = ("grad", "main_grad")
+    sums = [(f"{name}.{kind}", getattr(p, kind, None)) for name, p in model.named_parameters() for kind in kinds]
     return [*model.named_parameters(), *((name, t) for name, t in sums if t is not None), *model.named_buffers()]

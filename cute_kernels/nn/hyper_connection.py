@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import expect
+from cute_kernels._check import expect, expect_float, expect_int, expect_tensor
 from cute_kernels._op import is_plain
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_dropout, check_pre, num_coefficients, sizes
@@ -20,7 +20,7 @@ from cute_kernels.mhc.op.common import apply, checked, differentiates, rows, tak
 from cute_kernels.mhc.op.composite import Composite, run
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
-from cute_kernels.mhc.variants import MAX_ITERATIONS, Variant, variant_of
+from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager
 
@@ -80,7 +80,8 @@ class HyperConnectionConfig:
         variant_of(name, self.variant)
         if self.eps is not None:
             expect_float(name, "eps", self.eps)
-            expect(0.0 < self.eps < math.inf, name, "eps", "be finite and positive, or None", self.eps)
+            good = UNDERFLOW < self.eps < math.inf
+            expect(good, name, "eps", "be finite and positive in fp32, or None", self.eps)
         for field in ("recompute", "offload"):
             value = getattr(self, field)
             expect(isinstance(value, bool), name, field, "be a bool", type(value).__name__, TypeError)
@@ -110,10 +111,18 @@ class HyperConnectionConfig:
 
 
 def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
-    """round(sqrt(n L / (n + 2))), from 1 to L: the least of n C ceil(L / L_r), kept, and (n + 2) C L_r, transient.
+    """round(sqrt(n L / (n + 2))), from 1 to L.
+
+    What is kept, n C ceil(L / L_r), and what is transient, (n + 2) C L_r, are together within 7 % of their least there.
+
+    Raises:
+        TypeError, ValueError: a number that is no int, or less than 1.
 
     Source: Xie et al., mHC, arXiv 2512.24880, equation 20.
     """
+    for name, number in (("num_streams", num_streams), ("num_layers", num_layers)):
+        expect_int("optimal_recompute_layers", name, number)
+        expect(number >= 1, "optimal_recompute_layers", name, "be at least 1", number)
     return min(max(1, round(math.sqrt(num_streams * num_layers / (num_streams + 2)))), num_layers)
 
 
@@ -175,7 +184,7 @@ class HyperConnection(FloatModule):
         self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        _expect_config(OP, config)
+        expect_config(OP, config, HyperConnectionConfig)
         n, k = config.num_streams, config.num_streams * config.hidden_size
         self.config = config
         self.backend = backend
@@ -198,9 +207,12 @@ class HyperConnection(FloatModule):
         references discard them, too.
         """
         expect_whole(OP, self.phi, self.alpha, self.beta)
-        if takes_reference(OP, x, self.backend):
-            return self._reference_forward(x, recompute)
         v, parameters = self.variant, (self.phi, self.alpha, self.beta, None)
+        if takes_reference(OP, x, self.backend):
+            function, arguments = functools.partial(_reference_pre, v), (x, *parameters[:3])
+            results = function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)
+            layer_input, post, res = results
+            return layer_input, Mix(post, res, x, None)
         checked(check_pre, x, *parameters, v.layout, PRECISION, op=OP)
         options = OP, variant_fields(v), v.layout, PRECISION, v.res_orientation
         if not differentiates(x, *parameters):
@@ -209,9 +221,9 @@ class HyperConnection(FloatModule):
         layer_input, post, res, residual = apply(Composite, x, *parameters, options)
         if recompute is not None:
             n, channels = sizes(x, v.layout)
-            pre, made = layer_input.grad_fn.saved_tensors[-2], recompute.refill_of(x)
-            if isinstance(made, _Recombination) and made.takes(pre, v.layout):
-                recompute.join(made, (layer_input,))
+            pre, entry = layer_input.grad_fn.saved_tensors[-2], recompute.entry_of(x)
+            if entry is not None and isinstance(entry.refill, _Recombination) and entry.refill.takes(pre, v.layout):
+                entry.join((layer_input,))
             else:
                 x_rows = rows(OP, "x", x.detach(), n * channels)
 
@@ -235,6 +247,9 @@ class HyperConnection(FloatModule):
         ``bias`` (C,) and ``dropout_p``: as in ``mhc.expand_combine``. With a manager, the result is discarded at the
         end of its block, unless the block ends in it.
         """
+        if not (isinstance(x, Tensor) and isinstance(mix, Mix)):
+            expect_tensor(OP, "x", x)
+            expect(False, OP, "mix", "be the one that forward returned", type(mix).__name__, TypeError)
         v = self.variant
         post, res, residual, own_res = mix
         if is_plain(x, residual):
@@ -246,8 +261,8 @@ class HyperConnection(FloatModule):
         check_dropout(OP, dropout_p, None, x.device)
         if takes_reference(OP, x, self.backend):
             function = functools.partial(_reference_combine, v, dropout_p)
-            arguments = function, f, post, x, res, bias
-            return recompute.checkpoint(*arguments) if recompute is not None else function(*arguments[1:])
+            arguments = f, post, residual, res, bias
+            return function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)
         seed = draw_seed(x.device) if dropout_p > 0.0 else None
         out = combine(
             OP, f, post, residual, res, bias, dropout_p, seed, v.layout, v.res_orientation, own_res is not None
@@ -264,12 +279,6 @@ class HyperConnection(FloatModule):
             )
             recompute.discard((out,), _Recombination(matrices, float(dropout_p), v.layout, v.res_orientation))
         return out
-
-    def _reference_forward(self, x: Tensor, recompute: RecomputeManager | None) -> tuple[Tensor, Mix]:
-        arguments = functools.partial(_reference_pre, self.variant), x, self.phi, self.alpha, self.beta
-        function, *tensors = arguments
-        layer_input, post, res = function(*tensors) if recompute is None else recompute.checkpoint(*arguments)
-        return layer_input, Mix(post, res, x, None)
 
     def extra_repr(self) -> str:
         c = self.config
@@ -314,7 +323,7 @@ class LearnedHead(FloatModule):
         self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        _expect_config("LearnedHead", config)
+        expect_config("LearnedHead", config, HyperConnectionConfig)
         n = config.num_streams
         self.config = config
         self.backend = backend
@@ -354,17 +363,7 @@ def _reference_combine(variant: Variant, dropout_p: float, f, post, x, res, bias
     )
 
 
-def _expect_config(module: str, config: object) -> None:
-    good, got = isinstance(config, HyperConnectionConfig), type(config).__name__
-    expect(good, module, "config", "be a HyperConnectionConfig", got, TypeError)
-
-
-def expect_int(name: str, field: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is an int; a bool is none."""
-    expect(type(value) is int, name, field, "be an int", f"{value!r} of type {type(value).__name__}", TypeError)
-
-
-def expect_float(name: str, field: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a float or an int; a bool is none."""
-    good = type(value) in (int, float)
-    expect(good, name, field, "be a float", f"{value!r} of type {type(value).__name__}", TypeError)
+def expect_config(module: str, config: object, wanted: type) -> None:
+    """Raise TypeError unless ``config`` is a ``wanted``."""
+    good, got = isinstance(config, wanted), type(config).__name__
+    expect(good, module, "config", f"be a {wanted.__name__}", got, TypeError)

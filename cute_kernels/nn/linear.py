@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import expect
+from cute_kernels._check import expect, expect_int
 from cute_kernels.gemm import linear
 from cute_kernels.nn._whole import expect_whole
 
@@ -42,8 +42,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            good, got = type(size) is int, f"{size!r} of type {type(size).__name__}"
-            expect(good, "Linear", name, "be an int", got, TypeError)
+            expect_int("Linear", name, size)
             expect(size >= 0, "Linear", name, "be at least 0", size)
         self.in_features = in_features
         self.out_features = out_features
@@ -65,16 +64,16 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> Tensor:
         """(..., N) from x (..., K)."""
-        weight = self.weight
-        expect_whole("Linear", weight)
-        if weight.dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+        weight, bias = self.weight, self.bias
+        expect_whole("Linear", weight, bias)
+        if weight.dtype is torch.float32 and getattr(x, "dtype", None) in (torch.bfloat16, torch.float16):
             weight = weight.to(x.dtype)
             if getattr(self.weight, "main_grad", None) is not None:
                 weight.main_grad = self.weight.main_grad
         return linear(
             x,
             weight,
-            self.bias,
+            bias,
             out_dtype=self.out_dtype,
             activation=self.activation,
             num_valid_tokens=num_valid_tokens,

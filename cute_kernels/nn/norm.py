@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from numbers import Integral
 
 import torch
@@ -16,20 +17,45 @@ from cute_kernels.norm.launch import normalize
 
 
 class _Norm(nn.Module):
-    def __init__(self, normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype, backend) -> None:
+    function: Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+    def __init__(
+        self, normalized_shape, eps, elementwise_affine, bias, device, dtype, weight_offset, save, out_dtype, backend
+    ) -> None:
         super().__init__()
-        name = type(self).__name__
-        sizes = [normalized_shape] if isinstance(normalized_shape, Integral) else normalized_shape
-        good = isinstance(sizes, (tuple, list)) and len(sizes) == 1 and isinstance(sizes[0], Integral) and sizes[0] > 0
-        expect(good, name, "normalized_shape", "be one positive size", repr(normalized_shape))
-        shape = (int(sizes[0]),)
-        self.normalized_shape = shape
+        sizes = normalized_shape if isinstance(normalized_shape, (tuple, list)) else [normalized_shape]
+        good = len(sizes) == 1 and isinstance(sizes[0], Integral) and type(sizes[0]) is not bool and sizes[0] > 0
+        expect(good, type(self).__name__, "normalized_shape", "be one positive size", repr(normalized_shape))
+        self.normalized_shape = (int(sizes[0]),)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.weight_offset = weight_offset
         self.save = save
         self.out_dtype = out_dtype
         self.backend = backend
+        for name, present in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if present else None
+            self.register_parameter(name, make)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """y of x's shape (..., C); with a residual (y, x + residual)."""
+        weight, bias = self.weight, self.bias
+        expect_whole(type(self).__name__, weight, bias)
+        if weight is None:
+            self.expect_width(x)
+        return self.function(
+            x,
+            weight,
+            bias=bias,
+            residual=residual,
+            eps=self.eps,
+            weight_offset=self.weight_offset,
+            save=self.save,
+            out_dtype=self.out_dtype,
+            return_residual=residual is not None,
+            backend=self.backend,
+        )
 
     def reset_parameters(self) -> None:
         """weight + weight_offset = 1, bias = 0."""
@@ -72,6 +98,8 @@ class RMSNorm(_Norm):
     Raises: as ``cute_kernels.rms_norm``; ValueError for a ``normalized_shape`` that is not one positive size.
     """
 
+    function = staticmethod(rms_norm)
+
     def __init__(
         self,
         normalized_shape: int | tuple[int],
@@ -85,36 +113,18 @@ class RMSNorm(_Norm):
         out_dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> None:
+        eps = 1e-6 if eps is None else eps
         super().__init__(
-            normalized_shape, 1e-6 if eps is None else eps, elementwise_affine, weight_offset, save, out_dtype, backend
-        )
-        make = (
-            nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if elementwise_affine else None
-        )
-        self.register_parameter("weight", make)
-        self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """y of x's shape (..., C); with a residual (y, x + residual)."""
-        expect_whole("RMSNorm", self.weight)
-        self.expect_width(x)
-        return rms_norm(
-            x,
-            self.weight,
-            residual=residual,
-            eps=self.eps,
-            weight_offset=self.weight_offset,
-            save=self.save,
-            out_dtype=self.out_dtype,
-            return_residual=residual is not None,
-            backend=self.backend,
+            normalized_shape, eps, elementwise_affine, False, device, dtype, weight_offset, save, out_dtype, backend
         )
 
     def recomputed(self, x: Tensor, recompute: RecomputeManager) -> Tensor:
-        """y, discarded at the end of the manager's block and made again from x."""
+        """y, discarded at the end of the manager's block and made again from x; kept where the module has hooks."""
+        if self._forward_pre_hooks or self._forward_hooks or self._backward_pre_hooks or self._backward_hooks:
+            return self(x)  # which calls them; what they make of y is not made again
         options = {"eps": self.eps, "weight_offset": self.weight_offset, "save": self.save, "out_dtype": self.out_dtype}
         if self.backend is not None or not x.is_cuda:
+            expect_whole("RMSNorm", self.weight)
             self.expect_width(x)
             function = functools.partial(rms_norm, backend=self.backend, **options)
             return recompute.checkpoint(function, x, self.weight)
@@ -148,6 +158,8 @@ class LayerNorm(_Norm):
     Raises: as ``cute_kernels.layer_norm``; ValueError for a ``normalized_shape`` that is not one positive size.
     """
 
+    function = staticmethod(layer_norm)
+
     def __init__(
         self,
         normalized_shape: int | tuple[int],
@@ -162,25 +174,6 @@ class LayerNorm(_Norm):
         out_dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, weight_offset, save, out_dtype, backend)
-        for name, present in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
-            make = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if present else None
-            self.register_parameter(name, make)
-        self.reset_parameters()
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """y of x's shape (..., C); with a residual (y, x + residual)."""
-        expect_whole("LayerNorm", self.weight, self.bias)
-        self.expect_width(x)
-        return layer_norm(
-            x,
-            self.weight,
-            self.bias,
-            residual=residual,
-            eps=self.eps,
-            weight_offset=self.weight_offset,
-            save=self.save,
-            out_dtype=self.out_dtype,
-            return_residual=residual is not None,
-            backend=self.backend,
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device, dtype, weight_offset, save, out_dtype, backend
         )

@@ -18,7 +18,7 @@ class ResidualOffload:
     """
 
     def __init__(self) -> None:
-        self._moves: list[_Move] = []
+        self._last: _Move | None = None
 
     def keep(self, x: Tensor, out: Tensor) -> None:
         """x is read by nothing but what computes ``out``, forward and backward.
@@ -31,11 +31,10 @@ class ResidualOffload:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("ResidualOffload: cannot run in a CUDA graph's capture; set offload=False")
         expect(out.requires_grad, "ResidualOffload", "out", "require grad", "one that does not")
-        if self._moves:
-            self._moves[-1].release()
-        move = _Move(x, self._moves[-1] if self._moves else None)
-        self._moves.append(move)
-        out.register_hook(move)
+        if self._last is not None:
+            self._last.release()
+        self._last = _Move(x, self._last)
+        out.register_hook(self._last)
 
 
 class _Move:

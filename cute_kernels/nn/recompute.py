@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
+from cute_kernels._autograd import first_derivative_only, needs_gradient
 from cute_kernels._check import expect, expect_tensor
 
 Replay = Callable[[], None]
@@ -32,34 +33,37 @@ Replay = Callable[[], None]
 class RecomputeManager:
     """The discarded outputs of one block, and how each is made again. A new block takes a new manager.
 
-    Raises:
+    No graph of torch.compile can have one: a ``TransformerLayer`` that gets one runs in eager mode.
+
+    Raises, its methods, too:
         RuntimeError: inside of torch.utils.checkpoint with use_reentrant=False, which would replay the block, too.
     """
 
     def __init__(self) -> None:
-        hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            raise RuntimeError("RecomputeManager: recompute inside of torch.utils.checkpoint: use one of them")
         self._discarded: list[_Discarded] = []
         self._ended = False
+        self._check_open("the constructor")
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, of which the inputs alone are kept: run without a graph, its outputs discarded.
 
         The replay runs it again, with a graph, the same random numbers (the CPU's, and those of the tensors' devices)
         and the same autocast. Gradients go to the tensors in ``args`` and to parameters that ``function`` reaches by
-        itself. Where no tensor in ``args`` requires grad it runs as it is, and nothing is discarded.
+        itself; to these not from torch.autograd.grad or backward(inputs=...), which cannot ask for them: the backward
+        raises RuntimeError. Where no tensor in ``args`` requires grad it runs as it is, and nothing is discarded.
 
         Args:
             function: returns a tensor or a tuple of tensors, all of them in memory of their own: none is a view of an
                 argument, of what an argument holds, or of what ``function`` reaches by itself.
-            args: tensors and whatever else, in any order; a gradient of what is no tensor is None.
+            args: tensors and whatever else, in any order; a gradient of what is no tensor is None: what a list, tuple
+                or dict holds may not require grad.
 
         Raises:
             RuntimeError: the block has ended; in a CUDA graph's capture.
             TypeError, ValueError: naming argument, expected and got.
         """
         self._check_open("checkpoint")
+        expect(callable(function), "checkpoint", "function", "be callable", type(function).__name__, TypeError)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "RecomputeManager: checkpoint cannot run in a CUDA graph's capture, where the state of the random "
@@ -67,6 +71,9 @@ class RecomputeManager:
             )
         if not any(t.requires_grad for t in _Call.tensors(args)):
             return function(*args)
+        held = _Call.read(tuple(a for a in args if not isinstance(a, Tensor)))
+        expected = "hold no tensor that requires grad in a list, tuple or dict: its gradient would be lost"
+        expect(not any(t.requires_grad for t in held), "checkpoint", "args", expected, "one that does")
         call = _Call(function, args)
         results = _Checkpoint.apply(call, *call.tensors(args))
         outputs = results if isinstance(results, tuple) else (results,)
@@ -78,6 +85,8 @@ class RecomputeManager:
             expect(_storage(output) not in storages, "checkpoint", "function", expected, "a view of an argument")
             good = output.untyped_storage().nbytes() >= output.nbytes
             expect(good, "checkpoint", "function", expected, "elements that share their memory")
+            good = not (output.is_conj() or output.is_neg())
+            expect(good, "checkpoint", "function", expected, "numbers that torch negates when it reads them")
         if any(output.requires_grad for output in outputs):
             self._discarded.append(_Discarded(outputs, call.replay, always=True))
         return results
@@ -92,29 +101,17 @@ class RecomputeManager:
 
         Raises:
             RuntimeError: the block has ended.
+            TypeError: outputs is no tuple.
         """
         self._check_open("discard")
+        if not isinstance(outputs, tuple):
+            expect(False, "discard", "outputs", "be a tuple of tensors", type(outputs).__name__, TypeError)
         self._discarded.append(_Discarded(outputs, refill, always=False))
 
-    def refill_of(self, output: Tensor) -> Callable[..., None] | None:
-        """The refill with which ``output`` was discarded in this block; None of any other tensor."""
-        found = [d.refill for d in self._discarded if any(t is output for t in d.outputs)]
+    def entry_of(self, output: Tensor) -> _Discarded | None:
+        """As what ``output`` was discarded in this block, and others may ``join`` it; None of any other tensor."""
+        found = [d for d in self._discarded if any(t is output for t in d.outputs)]
         return found[0] if found else None
-
-    def join(self, refill: Callable[..., None], outputs: tuple[Tensor, ...]) -> None:
-        """Discard more outputs, which a refill of this block makes, too.
-
-        It gets their tensors after those of ``discard``, None for one that the block ends in.
-
-        Raises:
-            RuntimeError: the block has ended.
-            ValueError: ``refill`` is none of this block's.
-        """
-        self._check_open("join")
-        found = [d for d in self._discarded if d.refill is refill]
-        expect(len(found) == 1, "join", "refill", "be one of this block", refill)
-        found[0].joined += outputs
-        found[0].versions += tuple(t._version for t in outputs)
 
     def end_block(self, hook_tensor: Tensor) -> None:
         """Release the memory of all outputs and leave the one hook that brings them back on ``hook_tensor``.
@@ -149,6 +146,9 @@ class RecomputeManager:
             hook_tensor.register_hook(_Block(list(storages.values()), replays))
 
     def _check_open(self, method: str) -> None:
+        hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+            raise RuntimeError("RecomputeManager: recompute inside of torch.utils.checkpoint: use one of them")
         if self._ended:
             raise RuntimeError(f"RecomputeManager: {method} after end_block; a new block takes a new manager")
 
@@ -163,7 +163,7 @@ def expect_memory(what: str, t: Tensor) -> None:
 
 
 class _Discarded:
-    """Outputs and what makes them again; ``always``: also where the block ends in them."""
+    """Outputs and what makes them again; ``always``: also where the block ends in them, which it gets None for."""
 
     def __init__(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], *, always: bool) -> None:
         self.outputs = outputs
@@ -172,13 +172,25 @@ class _Discarded:
         self.refill = refill
         self.always = always
 
+    def join(self, outputs: tuple[Tensor, ...]) -> None:
+        """Discard more outputs, before the block's end, which the refill makes, too.
+
+        It gets their tensors after those of ``discard``, None for one that the block ends in.
+        """
+        self.joined += outputs
+        self.versions += tuple(t._version for t in outputs)
+
     def was_modified(self) -> bool:
         return self.versions != tuple(t._version for t in self.outputs + self.joined)
 
     def replay(self, kept: int) -> Replay:
         """Holds no output, only their memory's objects; ``kept``: the storage that the block ends in."""
-        joined = [None if _storage(t) == kept else _alias(t) for t in self.joined]
-        return functools.partial(self.refill, *map(_alias, self.outputs), *joined)
+
+        def place(t: Tensor) -> Tensor | None:
+            return None if _storage(t) == kept else _alias(t)
+
+        own = map(place if self.always else _alias, self.outputs)
+        return functools.partial(self.refill, *own, *map(place, self.joined))
 
 
 class _Block:
@@ -191,13 +203,14 @@ class _Block:
             storage.resize_(0)
 
     def __call__(self, gradient: Tensor) -> None:
-        released, self.released = self.released, []
-        replays, self.replays = self.replays, []
-        for storage, size in released:
+        while self.released:  # forgotten one by one: where one fails, a second backward goes on from there
+            storage, size = self.released[0]
             storage.resize_(size)
+            del self.released[0]
         with torch.no_grad():
-            for replay in replays:
-                replay()
+            while self.replays:
+                self.replays[0]()
+                del self.replays[0]
 
 
 class _Call:
@@ -206,7 +219,7 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args: tuple[Any, ...] = args
-        self.versions = [t._version for t in self.read(args)]
+        self.versions = [_version(t) for t in self.read(args)]
         self.devices = sorted({t.get_device() for t in self.tensors(args) if t.is_cuda})
         self.cpu_state = torch.get_rng_state()
         self.cuda_states = [torch.cuda.get_rng_state(device) for device in self.devices]
@@ -224,15 +237,13 @@ class _Call:
         """Those, and what lists, tuples and dicts among the arguments hold."""
         return [a for a in tree_leaves(args) if isinstance(a, Tensor)]
 
-    def replay(self, *aliases: Tensor) -> None:
-        """Run the function with a graph and fill ``aliases`` with its outputs."""
-        kept = self.read(self.args)
-        for i, (t, version) in enumerate(zip(kept, self.versions, strict=True)):
-            if t._version != version:
+    def replay(self, *aliases: Tensor | None) -> None:
+        """Run the function with a graph and fill ``aliases`` with its outputs, but for those of None."""
+        for i, (t, version) in enumerate(zip(self.read(self.args), self.versions, strict=True)):
+            if _version(t) != version:
                 raise RuntimeError(f"checkpoint: tensor argument {i} was modified in place after the forward")
             expect_memory(f"checkpoint: tensor argument {i}", t)
         args = tuple(_leaf(a) if isinstance(a, Tensor) else a for a in self.args)
-        self.args = ()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self.devices))
             stack.enter_context(torch.enable_grad())
@@ -244,7 +255,8 @@ class _Call:
             results = self.function(*args)
         outputs = results if isinstance(results, tuple) else (results,)
         for alias, output in zip(aliases, outputs, strict=True):
-            alias.copy_(output.detach())
+            if alias is not None:
+                alias.copy_(output.detach())
         self.graph = outputs, self.tensors(args)
 
 
@@ -256,27 +268,55 @@ class _Checkpoint(torch.autograd.Function):
         return call.function(*call.args)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, *gradients):
-        graph, ctx.call.graph = ctx.call.graph, None
-        if graph is None:
+        call = ctx.call
+        if call.graph is None:
             raise RuntimeError(
                 "checkpoint: nothing to differentiate: end_block was not called before the backward, or this is a "
                 "second backward of one forward, which recompute does not support"
             )
-        outputs, leaves = graph
+        outputs, leaves = call.graph
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        inputs = None  # of the backward in here: all that there are
+        if not torch.autograd._is_checkpoint_valid():
+            if not {id(leaf) for leaf in leaves}.issuperset(map(id, _reached(o for o, _ in pairs))):
+                raise RuntimeError(
+                    "checkpoint: the function reaches parameters by itself, whose gradients torch.autograd.grad and "
+                    "backward(inputs=...) cannot ask for: pass them as arguments"
+                )
+            given = zip(leaves, call.tensors(call.args), strict=True)
+            inputs = [s for s, t in given if needs_gradient(s.requires_grad, t, getattr(t, "main_grad", None))]
+        call.graph, call.args = None, ()
         found: list[Tensor | None] = [None] * len(leaves)
         for i, leaf in enumerate(leaves):
             if leaf.requires_grad:  # a hook sees a gradient in the layout that it came in; ``grad`` may be a copy of it
                 leaf.register_hook(functools.partial(found.__setitem__, i))
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+        if pairs and (inputs is None or inputs):
+            torch.autograd.backward(*zip(*pairs, strict=True), inputs=inputs)
         return None, *found
+
+
+def _reached(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that a backward from there adds gradients to."""
+    leaves, nodes, seen = [], [output.grad_fn for output in outputs], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [function for function, _ in node.next_functions]
+            leaves += [node.variable] if type(node).__name__ == "AccumulateGrad" else []
+    return leaves
 
 
 def _storage(t: Tensor) -> int:
     """Which storage object a tensor has."""
     return t.untyped_storage()._cdata
+
+
+def _version(t: Tensor) -> int | None:
+    """How often it was modified in place; None of an inference tensor, which does not count."""
+    return None if t.is_inference() else t._version
 
 
 def _alias(t: Tensor) -> Tensor:

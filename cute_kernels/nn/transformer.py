@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
+from cute_kernels._check import expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
-from cute_kernels.nn.hyper_connection import (
-    HyperConnection,
-    HyperConnectionConfig,
-    LearnedHead,
-    expect_float,
-    expect_int,
-)
+from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
 from cute_kernels.nn.linear import Linear
 from cute_kernels.nn.norm import RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
 
 BACKENDS = (None, "reference")
+NO_HOOKS = "needs recompute=False and offload=False: hooks cannot be traced"
 NO_STAGES = "stages of a pipeline, which get a residual, are not supported yet; keep all layers in one process"
 
 
@@ -123,8 +120,9 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, **options) -> None:
         super().__init__()
+        expect_config("TransformerLayer", config, TransformerConfig)
         device = options.get("device")
-        norm = {"eps": config.norm_eps, "backend": config.backend, **options}
+        norm = {"eps": float(config.norm_eps), "backend": config.backend, **options}
         self.config = config
         self.attention_norm = RMSNorm(config.hidden_size, **norm)
         self.attention = Attention(config, **options)
@@ -147,15 +145,18 @@ class TransformerLayer(nn.Module):
         Args:
             x: the residual before it.
             rotation: ``RotaryEmbedding``'s.
-            recompute: of the block that the layer is in.
+            recompute: of the block that the layer is in; with hyper-connections alone, as ``offload``.
             offload: where residuals are kept, if not on the GPU; not with ``recompute``, which keeps none in a layer.
         """
         both = recompute is not None and offload is not None
         expect(not both, "TransformerLayer", "offload", "be None with recompute, which keeps no residual", "both")
         if torch.compiler.is_compiling() and (recompute is not None or offload is not None):
-            torch._dynamo.graph_break(msg="fullgraph needs recompute=False and offload=False: hooks cannot be traced")
+            return _untraced(TransformerLayer.forward, self, x, rotation, recompute, offload)
         dropout_p = self.config.dropout_p if self.training else 0.0
         if self.config.hyper_connections is None:
+            for name, given in (("recompute", recompute), ("offload", offload)):
+                got = type(given).__name__
+                expect(given is None, "TransformerLayer", name, "be None without hyper-connections", got)
             f = self.attention(self.attention_norm(x), rotation)
             y, x = self.mlp_norm(F.dropout(f, dropout_p) if dropout_p else f, x)
             f = self.mlp(y)
@@ -182,10 +183,11 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig, **options) -> None:
         super().__init__()
+        expect_config("TransformerBlock", config, TransformerConfig)
         self.config = config
         self.layers = nn.ModuleList(TransformerLayer(config, **options) for _ in range(config.num_layers))
         self.rotary = RotaryEmbedding(config, device=options.get("device"))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, backend=config.backend, **options)
+        self.norm = RMSNorm(config.hidden_size, eps=float(config.norm_eps), backend=config.backend, **options)
         hc = config.hyper_connections
         if hc is not None:
             self.head = LearnedHead(hc, backend=config.backend, device=options.get("device"))
@@ -194,10 +196,12 @@ class TransformerBlock(nn.Module):
         """(B, S, C) from (B, S, C).
 
         Raises:
+            TypeError: h is no tensor.
             ValueError: S is more than max_sequence_length.
             NotImplementedError: h is no (B, S, C), or layers are missing: the stage of a pipeline.
         """
         config = self.config
+        expect_tensor("TransformerBlock", "h", h)
         if h.dim() != 3 or h.shape[2] != config.hidden_size or len(self.layers) != config.num_layers:
             raise NotImplementedError(
                 f"TransformerBlock: {NO_STAGES}; expected {config.num_layers} layers and h of shape (B, S, "
@@ -214,11 +218,14 @@ class TransformerBlock(nn.Module):
                 h = layer(h, rotation)
             return self.norm(h)
         keeps = torch.is_grad_enabled()
+        recomputes, offloads = keeps and hc.recompute, keeps and hc.offload
+        if torch.compiler.is_compiling() and (recomputes or offloads):
+            return _untraced(TransformerBlock.forward, self, h)
         x = mhc.expand(h, hc.num_streams, layout=hc.resolved_variant().layout, backend=self.config.backend)
-        offload = ResidualOffload() if keeps and hc.offload else None
-        size = hc.layers_per_block(len(self.layers)) if keeps and hc.recompute else len(self.layers)
+        offload = ResidualOffload() if offloads else None
+        size = hc.layers_per_block(len(self.layers)) if recomputes else len(self.layers)
         for first in range(0, len(self.layers), size):
-            recompute = RecomputeManager() if keeps and hc.recompute else None
+            recompute = RecomputeManager() if recomputes else None
             begin = x
             for layer in self.layers[first : first + size]:
                 x = layer(x, rotation, recompute, offload if recompute is None else None)
@@ -263,14 +270,7 @@ class MHCTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        expect(
-            isinstance(config, TransformerConfig),
-            "MHCTransformer",
-            "config",
-            "be a TransformerConfig",
-            type(config).__name__,
-            TypeError,
-        )
+        expect_config("MHCTransformer", config, TransformerConfig)
         options = {"device": device, "dtype": dtype}
         self.config = config
         self.embedding = _TokenEmbedding(config.vocab_size, config.hidden_size, **options)
@@ -324,3 +324,15 @@ class MHCTransformer(nn.Module):
         longest = self.config.max_sequence_length
         good = tokens.dim() == 2 and 1 <= tokens.shape[1] <= longest
         expect(good, op, "tokens", f"have shape (B, S) with S from 1 to {longest}", tuple(tokens.shape))
+
+
+def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``forward(*args)`` in eager mode: a graph would hold what is discarded, and no hook brings it back there.
+
+    Raises:
+        RuntimeError: in torch.export.
+    """
+    torch._dynamo.graph_break(msg=f"fullgraph {NO_HOOKS}")
+    if torch.compiler.is_exporting():
+        raise RuntimeError(f"{forward.__qualname__}: torch.export {NO_HOOKS}")
+    return torch.compiler.disable(forward)(*args)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cute_kernels.mhc import VARIANTS
-from cute_kernels.nn import HyperConnectionConfig, TransformerConfig, optimal_recompute_layers
+from cute_kernels.nn import HyperConnectionConfig, LayerNorm, RMSNorm, TransformerConfig, optimal_recompute_layers
 
 MODEL = {
     "vocab_size": 64,
@@ -34,8 +34,9 @@ CONNECTIONS = [
     ({"init_gating_factor": False}, TypeError, "init_gating_factor must be a float, got False of type bool"),
     ({"variant": "deepseek"}, ValueError, "variant must be one of ('deepseek_v4', "),
     ({"variant": None}, TypeError, "variant must be a name or a Variant, got NoneType"),
-    ({"eps": 0.0}, ValueError, "eps must be finite and positive, or None, got 0.0"),
-    ({"eps": math.nan}, ValueError, "eps must be finite and positive, or None, got nan"),
+    ({"eps": 0.0}, ValueError, "eps must be finite and positive in fp32, or None, got 0.0"),
+    ({"eps": 1e-60}, ValueError, "eps must be finite and positive in fp32, or None, got 1e-60"),
+    ({"eps": math.nan}, ValueError, "eps must be finite and positive in fp32, or None, got nan"),
     ({"eps": True}, TypeError, "eps must be a float, got True of type bool"),
     ({"recompute": 1}, TypeError, "recompute must be a bool, got int"),
     ({"offload": None}, TypeError, "offload must be a bool, got NoneType"),
@@ -87,6 +88,13 @@ def test_transformer_guards(fields, error, message):
         TransformerConfig(**{**MODEL, **fields})
 
 
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_a_bool_is_no_size(norm):
+    for size in (True, (True,)):
+        with pytest.raises(ValueError, match=f"^{norm.__name__}: normalized_shape must be one positive size, got "):
+            norm(size)
+
+
 @pytest.mark.parametrize("config", [HyperConnectionConfig(32), TransformerConfig(**MODEL)], ids=["hc", "model"])
 def test_every_field_is_frozen_and_documented(config):
     described = type(config).__doc__
@@ -120,13 +128,32 @@ def test_a_preset_is_the_systems_own_unless_told(name):
     ("streams", "layers", "expected"), [(4, 4, 2), (4, 16, 3), (4, 24, 4), (4, 61, 6), (1, 1, 1), (1, 2, 1), (8, 64, 7)]
 )
 def test_optimal_layers_a_block(streams, layers, expected):
-    """Equation 20: round(sqrt(n L / (n + 2))); what is kept plus what is transient is near its least there."""
+    """Equation 20: round(sqrt(n L / (n + 2)))."""
     assert optimal_recompute_layers(streams, layers) == expected
 
-    def numbers(block):
-        return streams * math.ceil(layers / block) + (streams + 2) * block
 
-    assert numbers(expected) <= 1.15 * min(numbers(block) for block in range(1, layers + 1))
+def test_how_near_the_least_it_is():
+    assert "are together within 7 % of their least there" in optimal_recompute_layers.__doc__
+    for streams in (1, 2, 4, 8):
+        for layers in range(1, 100):
+            numbers = [streams * math.ceil(layers / block) + (streams + 2) * block for block in range(1, layers + 1)]
+            assert numbers[optimal_recompute_layers(streams, layers) - 1] <= 1.07 * min(numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        ((4, -3), ValueError, "num_layers must be at least 1, got -3"),
+        ((4, 0), ValueError, "num_layers must be at least 1, got 0"),
+        ((-2, 4), ValueError, "num_streams must be at least 1, got -2"),
+        ((4, True), TypeError, "num_layers must be an int, got True of type bool"),
+        ((4.0, 4), TypeError, "num_streams must be an int, got 4.0 of type float"),
+    ],
+    ids=str,
+)
+def test_optimal_layers_of_no_number(numbers, error, message):
+    with pytest.raises(error, match=f"^optimal_recompute_layers: {message}$"):
+        optimal_recompute_layers(*numbers)
 
 
 def test_layers_per_block():

@@ -84,9 +84,25 @@ def test_combine_wants_what_forward_got(path):
     for other in (x.clone(), x[:1]):
         with pytest.raises(ValueError, match="HyperConnection: x must be the residual that forward got, got another"):
             module.combine(f, other, mix)
+    for bad in (None, [1]):
+        with pytest.raises(TypeError, match=f"^HyperConnection: x must be a torch.Tensor, got {type(bad).__name__}$"):
+            module.combine(f, bad, mix)
+    with pytest.raises(TypeError, match="^HyperConnection: mix must be the one that forward returned, got NoneType$"):
+        module.combine(f, x, None)
     for bad in (None, "a", 1.0):
         with pytest.raises(ValueError, match="HyperConnection: dropout_p must be a float in"):
             module.combine(f, x, mix, dropout_p=bad)
+
+
+def test_the_residual_comes_from_the_mix(path):
+    """What combine is given beside it is compared alone, and may be without a graph."""
+    module = connection(HyperConnectionConfig(32))
+    x = torch.randn(2, 3, 4, 32).to(BF16).requires_grad_()
+    found = []
+    for given in (x, x.detach()):
+        layer_input, mix = module(x)
+        found.append(torch.autograd.grad(module.combine(layer_input.detach(), given, mix).sum(), x)[0])
+    assert torch.equal(*found)
 
 
 def test_autocast_changes_nothing():
@@ -213,6 +229,29 @@ def test_a_recomputed_norm_on_the_kernels_wants_its_weight():
             end.sum().backward()
 
 
+HOOKS = {
+    "forward_pre": lambda module, args: (args[0].sin(),),
+    "forward": lambda module, args, y: 2 * y,
+    "full_backward_pre": lambda module, of_outputs: (2 * of_outputs[0],),
+    "full_backward": lambda module, of_inputs, of_outputs: (2 * of_inputs[0],),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_recomputed_norm_calls_its_hooks(kind, path):
+    """And what they make of y is there in the backward."""
+    norm, x = RMSNorm(32), torch.randn(4, 32).to(BF16).requires_grad_()
+    getattr(norm, f"register_{kind}_hook")(HOOKS[kind])
+    found = []
+    for recomputes in (False, True):
+        manager = RecomputeManager()
+        y = norm.recomputed(x * 1, manager) if recomputes else norm(x * 1)
+        end = y.sin()
+        manager.end_block(end)
+        found.append((end.detach(), *torch.autograd.grad(end.sum(), [x, norm.weight])))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 def test_a_recomputed_norm_keeps_its_options():
     norm = RMSNorm(32, eps=1e-2, weight_offset=1.0, out_dtype=FP32)
     x = torch.randn(4, 32).to(BF16).requires_grad_()
@@ -240,6 +279,8 @@ def test_a_linear_of_an_fp32_weight():
     linear(x).sum().backward()
     assert linear.weight.grad is None
     assert torch.allclose(linear.weight.main_grad - 1, gradient, rtol=1e-2, atol=1e-2)
+    with pytest.raises(TypeError, match="^linear: x must be a torch.Tensor, got list$"):
+        linear([1.0])
 
 
 @pytest.mark.parametrize("module", [HyperConnection, LearnedHead])

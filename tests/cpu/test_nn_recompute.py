@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from cute_kernels import linear
 from cute_kernels.nn import RecomputeManager
 
 
@@ -113,6 +114,14 @@ def test_what_a_block_ends_in_is_kept():
     end.sum().backward()
     assert torch.allclose(x.grad, x.detach().cos() * x.detach().sin().exp())
 
+    manager = RecomputeManager()  # its replay does not undo what is done to it after the block
+    end = manager.checkpoint(torch.exp, x * 1)
+    manager.end_block(end)
+    wanted = 2 * end.detach()
+    end.mul_(2)
+    end.sum().backward()
+    assert torch.equal(end, wanted)
+
     manager, refills = RecomputeManager(), []
     end = x.sin()
     manager.discard((end,), lambda out: refills.append(out))
@@ -194,6 +203,28 @@ def test_parameters_that_the_function_reaches_by_itself():
     assert torch.equal(found, layer.weight.grad)
 
 
+def test_parameters_that_nobody_can_ask_for():
+    """A backward that was told which gradients to find gives no other tensor one, and none that is not there."""
+    layer, h = torch.nn.Linear(8, 8), torch.randn(2, 8, requires_grad=True)
+    for differentiate in (
+        lambda end: torch.autograd.grad(end, h),
+        lambda end: torch.autograd.grad(end, [h, layer.weight], allow_unused=True),
+        lambda end: end.backward(inputs=[h, layer.weight]),
+    ):
+        manager = RecomputeManager()
+        end = manager.checkpoint(layer, h).sin().sum()
+        manager.end_block(end)
+        with pytest.raises(RuntimeError, match="reaches parameters by itself, whose gradients torch.autograd.grad"):
+            differentiate(end)
+        assert layer.weight.grad is None and h.grad is None
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.nn.functional.linear, h, layer.weight).sin().sum()
+    manager.end_block(end)
+    found = torch.autograd.grad(end, layer.weight)
+    wanted = torch.autograd.grad(torch.nn.functional.linear(h, layer.weight).sin().sum(), layer.weight)
+    assert torch.equal(*found, *wanted)
+
+
 def test_parameters_behind_arguments_that_are_frozen():
     """Without a gradient to pass on the checkpoint would be no part of the graph: it runs as it is."""
     layer, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
@@ -229,6 +260,26 @@ def test_main_grad_of_an_argument():
     manager.end_block(end)
     end.sum().backward()
     assert weight.grad is None and weight.main_grad == 11.0
+
+
+def test_main_grad_of_an_argument_that_nobody_asked_for():
+    """It stays as it is; what asks for it later, of the same forward, adds to it."""
+    x, weight = torch.randn(4, 8).bfloat16(), torch.nn.Parameter(torch.randn(8, 8).bfloat16())
+    weight.main_grad = torch.zeros(8, 8)
+    h = x.clone().requires_grad_()
+    for asked, changes in (("argument", False), ("output", False), ("all", True)):
+        weight.main_grad.zero_()
+        manager = RecomputeManager()
+        y = manager.checkpoint(linear, h * 1, weight)
+        end = y.sin().sum()
+        manager.end_block(end)
+        if asked == "argument":
+            torch.autograd.grad(end, h)
+        else:
+            torch.autograd.grad(end, y, retain_graph=True)
+        if asked == "all":
+            end.backward()
+        assert bool(weight.main_grad.any()) == changes, asked
 
 
 def test_random_numbers_are_forked_and_restored():
@@ -290,6 +341,47 @@ def test_a_second_backward():
         end.sum().backward()
 
 
+def test_a_second_derivative():
+    x = torch.randn(4, requires_grad=True)
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.sin, x) * 1
+    manager.end_block(end)
+    with pytest.raises(RuntimeError, match="Checkpoint has no second derivative, got create_graph=True"):
+        torch.autograd.grad(end.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("fails", ["checkpoint", "refill"])
+def test_a_replay_that_fails(fails):
+    """For want of memory, say. The next backward goes on where it stopped."""
+    calls = []
+
+    def runs_out(name, function):
+        def called(*args, **options):
+            calls.append(name)
+            if name == fails and calls.count(name) == (2 if name == "checkpoint" else 1):
+                raise MemoryError
+            return function(*args, **options)
+
+        return called
+
+    x = torch.randn(16, requires_grad=True)
+    manager = RecomputeManager()
+    first = manager.checkpoint(runs_out("first", torch.sin), x)
+    second = manager.checkpoint(runs_out("checkpoint", torch.cos), first)
+    third = second.exp()
+    refill = runs_out("refill", torch.exp)
+    manager.discard((third,), lambda out: refill(second.detach(), out=out))
+    end = first * second * third
+    manager.end_block(end)
+    with pytest.raises(MemoryError):
+        end.sum().backward(retain_graph=True)
+    end.sum().backward()
+    assert calls.count("first") == 2
+    found, x.grad = x.grad, None
+    (x.sin() * x.sin().cos() * x.sin().cos().exp()).sum().backward()
+    assert torch.allclose(found, x.grad)
+
+
 def test_a_backward_without_an_end():
     y = RecomputeManager().checkpoint(torch.sin, torch.ones(4, requires_grad=True))
     with pytest.raises(RuntimeError, match="end_block was not called before the backward"):
@@ -319,6 +411,17 @@ def test_an_input_that_was_modified_in_place():
     c.add_(1)
     with pytest.raises(RuntimeError, match="checkpoint: tensor argument 1 was modified in place after the forward"):
         end.sum().backward()
+
+
+def test_an_input_that_does_not_count_its_versions():
+    with torch.inference_mode():
+        t = torch.ones(4)
+    x = torch.ones(4, requires_grad=True)
+    manager = RecomputeManager()
+    end = manager.checkpoint(torch.add, x, t) * 1
+    manager.end_block(end)
+    end.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4))
 
 
 def test_an_input_without_memory():
@@ -352,8 +455,10 @@ def test_an_output_that_was_modified_in_place():
         (lambda x: [x.sin()], TypeError, "return a tensor or a tuple of tensors, got list"),
         (lambda x: (x.sin(), None), TypeError, "return a tensor or a tuple of tensors, got NoneType"),
         (lambda x: x.sum().expand(4), ValueError, "return tensors in memory of their own, got elements that share"),
+        (lambda x: torch.complex(x, x).conj(), ValueError, "return tensors in memory of their own, got numbers that"),
+        (lambda x: torch.complex(x, x).conj().imag, ValueError, "return tensors in memory of their own, got numbers"),
     ],
-    ids=["list", "None", "expanded"],
+    ids=["list", "None", "expanded", "conjugated", "negated"],
 )
 def test_results_that_cannot_be_restored(function, error, got):
     with pytest.raises(error, match=f"checkpoint: function must {got}"):
@@ -375,6 +480,13 @@ def test_a_view_of_what_an_argument_holds_is_refused():
         ([h], lambda x, d: (x.sin(), d[0])),
     ):
         with pytest.raises(ValueError, match="return tensors in memory of their own, got a view of an argument"):
+            RecomputeManager().checkpoint(function, x * 1, holder)
+
+
+def test_what_an_argument_holds_may_not_require_grad():
+    x = torch.ones(4, requires_grad=True)
+    for holder, function in (({"h": x.sin()}, lambda x, d: x * d["h"]), ([x], lambda x, d: x * d[0])):
+        with pytest.raises(ValueError, match="^checkpoint: args must hold no tensor that requires grad in a list, tup"):
             RecomputeManager().checkpoint(function, x * 1, holder)
 
 
@@ -416,9 +528,10 @@ def test_recompute_inside_of_torch_s_checkpoint_is_refused():
             manager.end_block(end)
         return end
 
-    x = torch.ones(4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="recompute inside of torch.utils.checkpoint: use one of them"):
-        torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    x, outside = torch.ones(4, requires_grad=True), RecomputeManager()
+    for inner in (function, lambda x: outside.checkpoint(torch.sin, x), lambda x: outside.discard((x,), double)):
+        with pytest.raises(RuntimeError, match="recompute inside of torch.utils.checkpoint: use one of them"):
+            torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
 
 
 def test_nothing_outlives_the_backward():
@@ -448,11 +561,11 @@ def test_a_refill_makes_what_joined_it(ends_in_the_joined):
     x = torch.randn(16, requires_grad=True)
     manager = RecomputeManager()
     first, second = x.sin(), x.cos()
-    assert manager.refill_of(first) is None
+    assert manager.entry_of(first) is None
     manager.discard((first,), refill)
-    assert manager.refill_of(first) is refill and manager.refill_of(second) is None
-    manager.join(refill, (second,))
-    assert manager.refill_of(second) is None
+    assert manager.entry_of(first).refill is refill and manager.entry_of(second) is None
+    manager.entry_of(first).join((second,))
+    assert manager.entry_of(second) is None
     end = second if ends_in_the_joined else first * second
     wanted = first.detach().clone(), second.detach().clone()
     manager.end_block(end)
@@ -465,14 +578,20 @@ def test_a_refill_makes_what_joined_it(ends_in_the_joined):
     assert torch.equal(second, wanted[1] * 2 if ends_in_the_joined else wanted[1])
 
 
-def test_join_guards():
+def test_what_joined_may_not_change():
     x = torch.randn(16, requires_grad=True)
     manager = RecomputeManager()
-    with pytest.raises(ValueError, match="^join: refill must be one of this block, got "):
-        manager.join(print, (x.sin(),))
     y, z = x.sin(), x.cos()
     manager.discard((y,), print)
-    manager.join(print, (z,))
+    manager.entry_of(y).join((z,))
     z.detach().add_(1)
     with pytest.raises(RuntimeError, match="a discarded output was modified in place"):
         manager.end_block(y * z)
+
+
+def test_arguments_of_other_types():
+    manager, x = RecomputeManager(), torch.ones(4, requires_grad=True)
+    with pytest.raises(TypeError, match="^checkpoint: function must be callable, got NoneType$"):
+        manager.checkpoint(None, x)
+    with pytest.raises(TypeError, match="^discard: outputs must be a tuple of tensors, got Tensor$"):
+        manager.discard(x, double)

@@ -1,6 +1,8 @@
 """The model under torch.compile, CUDA graphs, and several processes' tools: what runs, and what is refused."""
 
+import contextlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,14 @@ from cute_kernels.nn import (
     HyperConnectionConfig,
     LayerNorm,
     LearnedHead,
+    Linear,
     MHCTransformer,
+    RecomputeManager,
+    RMSNorm,
+    TransformerBlock,
+    TransformerLayer,
     graph,
+    transformer,
 )
 from tests.nn_cases import (
     BF16,
@@ -68,6 +76,38 @@ def test_compile_with_recompute():
         torch.compile(make_model(config), fullgraph=True, backend="aot_eager")(make_tokens(config)[0])
 
 
+@pytest.mark.parametrize("part", ["block", "layers"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
+def test_compile_around_recompute(kernels, part):
+    """What has a manager runs in eager mode."""
+    config = with_connections(make_config(layers=1), recompute=True)
+    traced = []
+
+    class Manager(RecomputeManager):
+        def end_block(self, hook_tensor):
+            traced.append(torch.compiler.is_compiling())
+            super().end_block(hook_tensor)
+
+    with stand_in() if kernels else contextlib.nullcontext():
+        wanted = run(config)
+        model = make_model(config)
+        torch._dynamo.reset()
+        for module in [model.block] if part == "block" else model.layers:
+            module.forward = torch.compile(module.forward, backend="aot_eager")
+        with mock.patch.object(transformer, "RecomputeManager", Manager):
+            assert_same_bits(wanted, gradients(model, *make_tokens(config)))
+    assert traced == [False]
+
+
+def test_export_with_recompute():
+    config = with_connections(make_config(layers=1), recompute=True)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    with pytest.raises(RuntimeError, match="TransformerBlock.forward: torch.export needs recompute=False and offload="):
+        torch.export.export(model, (tokens,))
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(model, (tokens,)).module()(tokens), model(tokens))
+
+
 def test_a_captured_step_is_of_gpus():
     model = make_model(make_config())
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
@@ -80,6 +120,40 @@ def test_a_captured_step_is_of_gpus():
         CapturedStep(model, (tokens,), model, torch.optim.AdamW(model.parameters()))
     with stand_in(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
         CapturedStep(model, (tokens,), model, None)
+    with pytest.raises(TypeError, match="CapturedStep: step must be callable, got NoneType"):
+        CapturedStep(None, (tokens,), model, optimizer)
+    with pytest.raises(TypeError, match="CapturedStep: model must be a torch.nn.Module, got function"):
+        CapturedStep(model, (tokens,), run, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("NAdam", {"capturable": True}),
+        ("ASGD", {"capturable": True}),
+        ("Rprop", {"capturable": True}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    ],
+)
+def test_a_captured_step_of_a_state_that_is_not_zeros(kind, options):
+    """What the warm-up made of it is put back as zeros."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    expected = f"optimizer must have a state that begins as zeros, and no dampening, got {kind}"
+    with stand_in(), pytest.raises(ValueError, match=f"CapturedStep: {expected}"):
+        CapturedStep(model, (torch.ones(4),), model, optimizer)
+
+
+def test_a_warm_up_leaves_no_gradient():
+    """Of parameters that are not the optimizer's, either: no step takes theirs away."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters())
+    model[1].bias.grad = torch.full((4,), 3.0)
+    with mock.patch("torch.cuda.get_rng_state"), mock.patch("torch.cuda.set_rng_state"):
+        before = graph._State(model, optimizer, torch.device("cuda"))
+        model(torch.ones(2, 4)).sum().backward()
+        before.restore(model, optimizer)
+    assert not model[1].weight.grad.any() and torch.equal(model[1].bias.grad, torch.full((4,), 3.0))
 
 
 def test_bad_tokens():
@@ -106,8 +180,11 @@ def test_bad_tokens():
         block = make_model(replace(config, max_sequence_length=longest)).block
         with pytest.raises(ValueError, match=rf"TransformerBlock: h must have S of at most {longest}, got shape"):
             block(torch.ones(2, length, 32, dtype=BF16))
-    with pytest.raises(TypeError, match="config must be a TransformerConfig, got HyperConnectionConfig"):
-        MHCTransformer(config.hyper_connections)
+    with pytest.raises(TypeError, match="^TransformerBlock: h must be a torch.Tensor, got list$"):
+        model.block([1])
+    for module in (MHCTransformer, TransformerBlock, TransformerLayer):
+        with pytest.raises(TypeError, match=f"^{module.__name__}: config must be a TransformerConfig, got HyperConn"):
+            module(config.hyper_connections)
 
 
 @pytest.fixture
@@ -127,6 +204,10 @@ def test_tensor_and_sequence_parallelism_are_refused(one_process):
     model = make_model(make_config())
     with pytest.raises(NotImplementedError):  # torch's own: no torch.nn.Linear
         parallelize_module(model.layers[0].mlp, one_process, {"up": ColwiseParallel()})
+    linear = Linear(32, 32)
+    linear.bias = torch.nn.Parameter(distribute_tensor(linear.bias.detach(), one_process, [Shard(0)]))
+    with pytest.raises(NotImplementedError, match="^Linear: tensor and sequence parallelism are not supported yet"):
+        linear(torch.ones(2, 32, dtype=BF16))
     linear = model.layers[3].mlp.up
     linear.weight = torch.nn.Parameter(distribute_tensor(linear.weight.detach(), one_process, [Shard(0)]))
     with pytest.raises(
@@ -137,6 +218,10 @@ def test_tensor_and_sequence_parallelism_are_refused(one_process):
     parallelize_module(model.layers[0], one_process, {"mlp_norm": SequenceParallel()})
     with pytest.raises(NotImplementedError, match="RMSNorm: tensor and sequence parallelism are not supported yet"):
         model(tokens)
+    norm, x = RMSNorm(32), torch.ones(2, 32, requires_grad=True)
+    norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.detach(), one_process, [Shard(0)]))
+    with pytest.raises(NotImplementedError, match="RMSNorm: tensor and sequence parallelism are not supported yet"):
+        norm.recomputed(x, RecomputeManager())
 
     connections = HyperConnectionConfig(32)
     for module, name, shape in (
@@ -177,6 +262,9 @@ def test_settings_that_a_captured_step_would_not_see():
         with pytest.raises(ValueError, match=f"CapturedStep: the optimizer's {name} must stay as captured, got"):
             graph.expect_settings(optimizer, captured)
         group[name] = before
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]})
+    with pytest.raises(ValueError, match="CapturedStep: optimizer must have the 1 groups of the capture, got 2"):
+        graph.expect_settings(optimizer, captured)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -191,7 +279,8 @@ def test_fully_shard_with_recompute(one_process, layers, dtype):
     small = [m for m in model.modules() if isinstance(m, (HyperConnection, LearnedHead)) and dtype is BF16]
     for module in small:
         fully_shard(module, mesh=one_process, reshard_after_forward=False)
-    for module in (model.embedding, *model.layers, model):
+    norms = [model.layers[0].mlp_norm]  # of its own, it has hooks, which bring its weight
+    for module in (*norms, model.embedding, *model.layers, model):
         fully_shard(module, mesh=one_process, reshard_after_forward=layers == 1)
     found = gradients(model, *make_tokens(config))
     assert_same_bits(wanted, {k: g if k == "loss" else g.full_tensor() for k, g in found.items()})

@@ -41,10 +41,27 @@ def test_a_model_from_the_meta_device(streams):
     """The table of the rotary embedding, which no state_dict has, is made anew."""
     config = make_config(streams=streams)
     model, (tokens, _) = make_model(config), make_tokens(config)
-    with torch.device("meta"):
-        made = MHCTransformer(config, dtype=BF16)
-    made.to_empty(device="cpu").load_state_dict(model.state_dict())
-    assert torch.equal(made(tokens), model(tokens))
+    for move in (
+        lambda made: made.to_empty(device="cpu").load_state_dict(model.state_dict()),
+        lambda made: made.to(BF16).to_empty(device="cpu").load_state_dict(model.state_dict()),
+        lambda made: (made.load_state_dict(model.state_dict(), assign=True), made.to("cpu")),
+        lambda made: (made.load_state_dict(model.state_dict(), assign=True), made.to("cpu", BF16)),
+    ):
+        with torch.device("meta"):
+            made = MHCTransformer(config, dtype=BF16)
+        assert made.to(BF16).block.rotary.cos.is_meta and made.to("meta").block.rotary.cos.is_meta
+        move(made)
+        assert torch.equal(made(tokens), model(tokens))
+    assert made.block.rotary.cos.dtype is FP32 and "cos" not in "".join(made.state_dict())
+
+
+def test_an_emptied_model_has_its_table():
+    model = make_model(make_config())
+    cos, rotary = model.block.rotary.cos, model.block.rotary
+    assert rotary.to(BF16).cos is cos
+    with mock.patch.object(torch, "empty_like", lambda t, device: torch.full(t.shape, 7.0, dtype=t.dtype)):
+        model.to_empty(device="cpu")
+    assert rotary.cos is not cos and torch.equal(rotary.cos, cos) and rotary.sin.abs().max() <= 1
 
 
 def test_the_table_is_fp32_whatever_the_default_is():
@@ -54,6 +71,11 @@ def test_the_table_is_fp32_whatever_the_default_is():
     finally:
         torch.set_default_dtype(FP32)
     assert all(buffer.dtype is FP32 for buffer in model.buffers())
+
+
+def test_an_eps_that_is_an_int():
+    config = replace(make_config(layers=1), norm_eps=1)
+    assert_same_bits(run(config), run(replace(config, norm_eps=1.0)))
 
 
 @pytest.mark.parametrize("streams", [None, 4])
@@ -225,6 +247,16 @@ def test_recompute_with_main_grad(path):
     assert all((g != 1).any() for g in results[0].values())
 
 
+def test_recompute_adds_to_no_main_grad_that_nobody_asked_for(path):
+    config = with_connections(make_config(layers=2), recompute=True)
+    model = make_model(config)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    h = torch.randn(2, 16, 32).to(BF16).requires_grad_()
+    (found,) = torch.autograd.grad(model.block(h).sum(), h)
+    assert found.any() and not [name for name, p in model.named_parameters() if p.main_grad.any()]
+
+
 @pytest.mark.parametrize(("layers", "expected"), [(1, 4), (3, 2), ("optimal", 2)])
 def test_what_a_block_discards(layers, expected, path):
     """Two layer inputs, two norms' outputs and two residuals a layer, but for the last residual of a block."""
@@ -295,6 +327,15 @@ def test_offload_and_recompute_of_one_layer_are_refused():
     x, rotation = torch.ones(2, 16, 4, 32, dtype=BF16), model.block.rotary(16)
     with pytest.raises(ValueError, match="TransformerLayer: offload must be None with recompute"):
         model.layers[0](x, rotation, RecomputeManager(), ResidualOffload())
+
+
+def test_recompute_and_offload_of_one_stream_are_refused():
+    model = make_model(make_config(streams=None))
+    x, rotation = torch.ones(2, 16, 32, dtype=BF16), model.block.rotary(16)
+    for options in ({"recompute": RecomputeManager()}, {"offload": ResidualOffload()}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"TransformerLayer: {name} must be None without hyper-connections, got"):
+            model.layers[0](x, rotation, **options)
 
 
 def test_offload_is_of_gpus():
