@@ -184,6 +184,7 @@ def check_expand(h: Tensor, n: int, layout: str, *, compute_dtype: torch.dtype =
     expect_dtype(op, "h", h.dtype, _allowed(FLOATS, compute_dtype))
     good = h.dim() >= 1 and h.shape[-1] >= MIN_CHANNELS
     expect(good, op, "h", f"have shape (..., C) with C >= {MIN_CHANNELS}", tuple(h.shape))
+    _check_token(op, "h", n, h.shape[-1])
     _check_rows(op, "h", h)
 
 
@@ -259,8 +260,16 @@ def _check_residual(op: str, x: Tensor, layout: str, compute_dtype: torch.dtype)
     shape = "(..., n, C)" if layout == "streams" else "(..., C, n)"
     expected = f"have shape {shape} with n one of {STREAMS} and C >= {MIN_CHANNELS}"
     expect(n in STREAMS and channels >= MIN_CHANNELS, op, "x", expected, tuple(x.shape))
+    _check_token(op, "x", n, channels)
     _check_block(op, "x", x)
     return n, channels
+
+
+def _check_token(op: str, name: str, n: int, channels: int) -> None:
+    """phi of so many channels, and so a token, has as many elements as 32 bits count."""
+    if num_coefficients(n) * n * channels >= 2**31:
+        most = (2**31 - 1) // (num_coefficients(n) * n)
+        expect(False, op, name, f"have at most {most} channels with {n} streams", channels)
 
 
 def _check_block(op: str, name: str, t: Tensor) -> None:

@@ -44,6 +44,7 @@ from cute_kernels.mhc.config import (
 )
 from cute_kernels.mhc.variants import Variant
 
+MAX_BOX = 64  # columns of x that one copy of the projection's backward brings
 COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
 # Of a Variant, what the coefficients' kernels know, in the order of its fields
 VARIANT = (
@@ -372,8 +373,11 @@ def _plan_projection_backward(
     if sums:
         alphas = 0 if dalpha is None else dalpha.shape[0]
         sum_items = phi_gradient(arch, *dtypes, *_cutlass(*gradients), accumulate, columns, k, alphas)
+    # Of a matrix that is one box wide, boxes beyond its end would have the coordinate of the first
+    many_boxes = k > MAX_BOX
     if (
         _by_warpgroups(x, columns, arch)
+        and many_boxes
         and dout is None
         and dlayer is None
         and precision == "tf32"
@@ -389,7 +393,7 @@ def _plan_projection_backward(
         return function, config, sum_items, sm_count(index)
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
 
-    tma = x.stride(0) >= k and _aligned(channels, *rows)
+    tma = x.stride(0) >= k and _aligned(channels, *rows) and (many_boxes or n == 1 or layout == "streams")
     described = columns, _name(x), product, precision, tma, dout is not None, dlayer is not None
     config = projection_backward_config(n, channels, layout, *described)
     facts = dx is not None, sums, orientation, dlayer is not None

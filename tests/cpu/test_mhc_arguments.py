@@ -12,6 +12,7 @@ import torch
 from cute_kernels import mhc
 from cute_kernels._op import is_plain
 from cute_kernels.mhc import reference
+from cute_kernels.mhc.checks import check_contract, check_expand
 from cute_kernels.mhc.variants import VARIANTS
 from tests.entry import Wrapped
 from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS, stand_in
@@ -303,6 +304,20 @@ def test_bad_argument(library, op, error, change, message):
             function(**good(op) | change)
         assert str(caught.value) == f"{op}: {message}"
         function(**good(op))  # after which the bad call is still one
+
+
+def test_tokens_that_32_bits_do_not_count():
+    """Neither kernels nor phi's gradient could address them."""
+
+    def check(channels):
+        check_contract(torch.empty(1, 8, channels, device="meta"), "streams")
+        check_expand(torch.empty(1, channels, device="meta"), 8, "streams")
+
+    check(3355443)
+    with pytest.raises(ValueError, match="contract: x must have at most 3355443 channels with 8 streams, got 3355444"):
+        check(3355444)
+    with pytest.raises(ValueError, match="expand: h must have at most 3355443 channels with 8 streams, got 3355444"):
+        check_expand(torch.empty(1, 3355444, device="meta"), 8, "streams")
 
 
 @pytest.mark.parametrize(

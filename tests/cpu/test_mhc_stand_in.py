@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import mhc
 from cute_kernels.mhc import launch, reference
-from cute_kernels.mhc.config import ProjectionBackwardConfig
+from cute_kernels.mhc.config import ProjectionBackwardConfig, WarpgroupBackwardConfig
 from cute_kernels.mhc.op.common import rows
 from cute_kernels.mhc.variants import VARIANTS
 from tests.mhc_cases import (
@@ -242,6 +242,22 @@ def test_what_is_not_for_warpgroups(kernels, generator):
     assert found(lambda: project(t["x"], dH, precision="fp32")) == {"forward_sm90", "backward"}
     assert found(lambda: project(t["x"], shifted)) == {"forward_sm90", "backward"}
     assert found(lambda: project(t["x"][:1].expand(5, 8, 64), dH)) == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("n, channels, layout", [(2, 32, "channels"), (4, 16, "channels"), (8, 8, "streams")])
+def test_tokens_that_one_box_holds(n, channels, layout, kernels, generator):
+    """Of the projection's backward do not come by TMA: the matrix has no second box, whose coordinate would be told.
+
+    In the order of streams it has one for each stream.
+    """
+    for width, by_tma in ((channels, layout == "streams"), (2 * channels, True)):
+        case = Case(n, width, (5,), BF16, layout=layout)
+        t = make_inputs(case, generator)
+        kernels.clear()
+        sum(result.sum() for result in call(mhc, "projection", case, t)).backward()
+        (config,) = [job[1][-1] for job in kernels if job[0].__name__.startswith("projection_backward")]
+        assert getattr(config, "tma", True) == by_tma
+        assert isinstance(config, WarpgroupBackwardConfig) == (n == 8 and width > channels)
 
 
 def test_launches(kernels, generator):

@@ -61,6 +61,11 @@ CASES = {
     Case(8, 13, (5,), FP32, BF16, "megatron", bias=True): ("aggregate", "expand_combine", "projection"),
     Case(8, 64, (600,), FP32, norm_weight=True): ("projection", "hyper_connection"),  # the most terms, in a ring of two
     Case(8, 4104, (3,), norm_weight=True): ("pre",),  # more parts of K than are asked for at once
+    # Tokens that one box holds
+    Case(2, 16, (70,), layout="channels", bias=True): ("projection", "hyper_connection"),
+    Case(4, 8, (70,), FP32, layout="channels", norm_weight=True): ("projection", "hyper_connection"),
+    Case(8, 8, (70,)): ("projection", "head", "hyper_connection"),
+    Case(8, 8, (70,), layout="channels"): ("projection", "head"),
     # A CTA sums over a token, of two, four, five, seven or eight warps
     Case(4, 2048, (5,), norm_weight=True, bias=True): ("aggregate", "expand_combine", "hyper_connection"),
     Case(4, 1024, (5,), layout="channels", bias=True): ("aggregate", "expand_combine"),
