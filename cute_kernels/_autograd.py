@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 
@@ -18,12 +17,10 @@ from cute_kernels._op import is_plain
 
 
 def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` in eager mode, past torch's wrapper in Python, which functorch alone needs.
+    """``function.apply(*args)`` of plain tensors, past torch's wrapper in Python, which functorch alone needs.
 
     The wrapper takes 5 us of 24 that layer_norm takes with autograd (CPU). Dynamo knows it alone.
     """
-    if _are_functorch_transforms_active():
-        return function.apply(*args)
     return _inner_apply(function)(*args)
 
 
@@ -85,6 +82,8 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
     """
     if not needed or main_grad is None or is_compiling():
         return needed
+    if not parameter.requires_grad:  # since the forward: autograd would drop it, too
+        return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # says that autograd.grad was asked for this very parameter
@@ -94,9 +93,13 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
 def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None.
 
+    ``main_grad``: as the forward knew it; the parameter's may be another one since then.
+
     Raises:
         ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
     """
+    if main_grad is not None and not is_compiling():
+        main_grad = getattr(parameter, "main_grad", main_grad)
     if main_grad is None:
         gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient
@@ -135,6 +138,11 @@ class _IntoMainGrad(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, gradient):
         op, name, main_grad = ctx.call
-        buffer, _ = gradient_buffer(op, name, *ctx.saved_tensors, main_grad)
-        buffer.add_(gradient)
+        (parameter,) = ctx.saved_tensors
+        if needs_gradient(True, parameter, main_grad):
+            buffer, result = gradient_buffer(op, name, parameter, main_grad)
+            if result is None:
+                buffer.add_(gradient)
+            else:  # it has none any more
+                return buffer.copy_(gradient), None, None, None
         return None, None, None, None

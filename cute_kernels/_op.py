@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -34,6 +35,7 @@ def is_plain(
         and not (rest and not _PLAIN.issuperset(map(type, rest)))
         and not is_dynamo_compiling()
         and not _len_torch_dispatch_stack()
+        and not _are_functorch_transforms_active()
     )
 
 
@@ -42,7 +44,10 @@ def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callab
     _library.define(f"{name}({schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CUDA")
     torch.library.register_fake(f"cute_kernels::{name}", lambda *args: None, lib=_library)
-    return getattr(torch.ops.cute_kernels, name).default
+    operator = getattr(torch.ops.cute_kernels, name).default
+    # A policy of selective checkpointing cannot keep what is not returned: it would leave the outputs as allocated
+    torch.utils.checkpoint.SAC_IGNORED_OPS.add(operator)
+    return operator
 
 
 def functional_op(

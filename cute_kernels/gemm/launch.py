@@ -244,7 +244,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         cutlass_dtype(a.dtype),
         cutlass_dtype(d.dtype),
         None if bias is None else cutlass_dtype(bias.dtype),
-        activation,
+        None if activation is None else str.__str__(activation),  # a StrEnum's member would be another key
         z is not None,
         "k" if a_major == "k" else "m",
         "k" if b_major == "k" else "n",

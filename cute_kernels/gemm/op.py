@@ -173,25 +173,27 @@ def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> t
 class _MmFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, options):
-        ctx.save_for_backward(a, b)
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+        ctx.by_columns = b.stride(0) == 1 and b.stride(1) != 1
         return _mm_forward(a, b, *options)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
         a, b = ctx.saved_tensors
-        dout = dout.to(a.dtype)
-        da = db = None
+        (m, n), da, db = dout.shape, None, None
+        dout = dout.to((a if b is None else b).dtype)
         if ctx.needs_input_grad[0]:
-            da = dout.new_empty(*a.shape)
+            da = dout.new_empty(m, b.shape[0])
             _run(dout, b, da)
         if ctx.needs_input_grad[1]:
-            if b.stride(0) == 1 and b.stride(1) != 1:  # the transpose of a row-major matrix: its gradient is one, too
-                db = dout.new_empty(b.shape[1], b.shape[0])
+            if ctx.by_columns:  # the transpose of a row-major matrix: its gradient is one, too
+                db = dout.new_empty(n, a.shape[1])
                 _run(dout.t(), a.t(), db)
                 db = db.t()
             else:
-                db = dout.new_empty(*b.shape)
+                db = dout.new_empty(a.shape[1], n)
                 _run(a.t(), dout.t(), db)
         return da, db, None
 
@@ -201,7 +203,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, num_valid_tokens, options):
         activation = options[-1]
         y, z = _linear_forward(x, weight, bias, *options, activation in ("silu", "gelu"))
-        ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, num_valid_tokens)
+        kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, weight, bias, y if activation == "relu" else z, num_valid_tokens)
         ctx.activation = activation
         ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
         return y
@@ -220,22 +223,22 @@ class _LinearFunction(torch.autograd.Function):
             run = run_activation_backward if is_plain(dy) else activation_backward_op
             run(dy, saved, dz, ctx.activation)
             dy = dz
-        dz = dy.to(x.dtype)
+        shape, dz = (*dy.shape[:-1], weight.shape[1]), dy.to(weight.dtype)
         if not (is_plain(dz) and dz.dim() == 2 and operand_major(dz)):
             dz = gradient_rows(dz)
-        rows = as_rows("linear", "x", x)
         dx = dweight = dbias = None
         if needs_x:
-            dx = dz.new_empty(*x.shape)
+            dx = dz.new_empty(*shape)
             _run(dz, weight.t(), as_rows("linear", "dx", dx))
         if needs_weight:
             target, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
+            rows = as_rows("linear", "x", x)
             _run(dz.t(), rows.t(), target, None, None, num_valid_tokens, None, dweight is None)
         if needs_bias:
             # The sum over tokens is a product with a column of ones: in the same order, under the same contract
             target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
             tokens = dz.shape[0]
-            ones = dz.new_ones((1, -(-tokens // 8) * 8))[:, :tokens]  # a row that TMA can read, whatever its length
+            ones = dz.new_ones((1, tokens + -tokens % 8))[:, :tokens]  # a row that TMA can read, whatever its length
             _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
         return dx, dweight, dbias, None, None
 

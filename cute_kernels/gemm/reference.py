@@ -49,7 +49,8 @@ class _Linear(torch.autograd.Function):
         if bias is not None:
             z = z + bias.to(z.dtype)
         y = activate(z, activation).to(out_dtype)
-        ctx.save_for_backward(x, weight, bias, z.to(out_dtype) if activation else None, num_valid_tokens)
+        kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, weight, bias, z.to(out_dtype) if activation else None, num_valid_tokens)
         ctx.activation = activation
         ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
         return y
@@ -58,19 +59,21 @@ class _Linear(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dy):
         x, weight, bias, z, num_valid_tokens = ctx.saved_tensors
-        wide = _wide(x)
+        wide = _wide(weight)
         dz = dy.to(wide)
         if ctx.activation is not None:
             dz = activation_gradient(dz, z.to(wide), ctx.activation)
-        dz = dz.to(dy.dtype).to(x.dtype).to(wide)
+        dz = dz.to(dy.dtype).to(weight.dtype).to(wide)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = _product(dz, weight.to(wide)).to(x.dtype)
-        tokens, rows = _as_rows(dz), _as_rows(x.to(wide))
+            dx = _product(dz, weight.to(wide)).to(weight.dtype)
+        tokens, valid = _as_rows(dz), True
         if num_valid_tokens is not None:
-            valid = torch.arange(len(tokens), device=x.device)[:, None] < num_valid_tokens
-            tokens, rows = torch.where(valid, tokens, 0.0), torch.where(valid, rows, 0.0)
+            valid = torch.arange(len(tokens), device=dy.device)[:, None] < num_valid_tokens
+            tokens = torch.where(valid, tokens, 0.0)
         if needs_gradient(ctx.needs_input_grad[1], weight, ctx.main_grads[0]):
+            rows = _as_rows(x.to(wide))
+            rows = rows if valid is True else torch.where(valid, rows, 0.0)
             dw = _deliver("weight", _product(tokens.t(), rows), weight, ctx.main_grads[0])
         if needs_gradient(ctx.needs_input_grad[2], bias, ctx.main_grads[1]):
             db = _deliver("bias", tokens.sum(0), bias, ctx.main_grads[1])
@@ -103,9 +106,9 @@ def _as_rows(t: Tensor) -> Tensor:
 
 def _deliver(name: str, gradient: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """What autograd gets: None where the gradient was added to main_grad."""
-    if main_grad is None:
+    buffer, result = gradient_buffer("linear", name, parameter, main_grad)
+    if result is not None:
         return gradient.to(parameter.dtype)
-    buffer, _ = gradient_buffer("linear", name, parameter, main_grad)
     buffer.add_(gradient)
     return None
 

@@ -303,6 +303,7 @@ def projection_backward(
     """
     if not x.shape[0]:
         _zero((dphi, accumulate_phi), (dnorm_weight, accumulate_norm_weight))
+        _zero((dbeta, accumulate_beta), (dalpha, accumulate_alpha))
         return
     accumulate = (accumulate_phi, accumulate_norm_weight, accumulate_beta, accumulate_alpha)
     key = (

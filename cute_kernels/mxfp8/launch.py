@@ -172,8 +172,8 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
         along_k,
         along_n,
         square,
-        mode,
-        scale_layout,
+        str.__str__(mode),  # a StrEnum's member would be another key
+        str.__str__(scale_layout),
         config,
     )
     x_strides = None

@@ -121,7 +121,7 @@ def normalize(
             elif clusters < persistent_clusters:
                 clusters = max_clusters
         function(x2, residual2, weight, bias, y2, h2, statistics, eps, clusters)
-    elif rows:
+    elif not eager:
         forward_op(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
     return y, h, statistics
 
@@ -139,6 +139,8 @@ def run_forward(
     weight_offset: float,
 ) -> None:
     """``normalize`` of matrices of at least one row, into y, h and statistics."""
+    if not x.shape[0]:
+        return
     save = "output" if kind == "layer" and statistics is not None and statistics.shape[0] == 1 else "input"
     keeps = (h is not None, statistics is not None)
     outputs = (y, h, statistics)
@@ -167,6 +169,11 @@ def run_backward(
 
     ``statistics``: those of ``run_forward``, with the mean for a layer norm whose input was saved.
     """
+    if not saved.shape[0]:
+        for gradient, accumulate in ((dw, accumulate_w), (db, accumulate_b)):
+            if gradient is not None and not accumulate:
+                gradient.zero_()
+        return
     key = (
         kind,
         save,
@@ -262,7 +269,7 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
     function = norm_backward(
         arch,
         kind,
-        save,
+        str.__str__(save),  # a StrEnum's member would be another key
         *_dtypes(saved, dy, dh_out, weight, bias, *gradients),
         weight_offset,
         accumulate,

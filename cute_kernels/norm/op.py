@@ -201,29 +201,24 @@ class _NormFunction(torch.autograd.Function):
             dw, dw_result = gradient_buffer(op, "weight", weight, w_main_grad)
         if needs_b:
             db, db_result = gradient_buffer(op, "bias", bias, b_main_grad)
-        if saved.numel():
-            first, second = (dresidual, None) if dx is None else (dx, None if dresidual is dx else dresidual)
-            run = run_backward if is_plain(saved, dy, dh_out, weight, bias) else backward_op
-            run(
-                as_rows(op, "x", saved),
-                gradient_rows(dy),
-                None if dh_out is None else gradient_rows(dh_out),
-                weight,
-                bias if save == "output" else None,
-                statistics,
-                None if first is None else as_rows(op, "dx", first),
-                None if second is None else as_rows(op, "dresidual", second),
-                dw,
-                db,
-                kind,
-                save,
-                eps,
-                weight_offset,
-                needs_w and dw_result is None,
-                needs_b and db_result is None,
-            )
-        else:
-            for gradient in (dw_result, db_result):
-                if gradient is not None:
-                    gradient.zero_()
+        first, second = (dresidual, None) if dx is None else (dx, None if dresidual is dx else dresidual)
+        run = run_backward if is_plain(saved, dy, dh_out, weight, bias) else backward_op
+        run(
+            as_rows(op, "x", saved),
+            gradient_rows(dy),
+            None if dh_out is None else gradient_rows(dh_out),
+            weight,
+            bias if save == "output" else None,
+            statistics,
+            None if first is None else as_rows(op, "dx", first),
+            None if second is None else as_rows(op, "dresidual", second),
+            dw,
+            db,
+            kind,
+            save,
+            eps,
+            weight_offset,
+            needs_w and dw_result is None,
+            needs_b and db_result is None,
+        )
         return dx, dw_result, db_result, dresidual if needs_residual else None, None

@@ -84,7 +84,7 @@ class Composite(torch.autograd.Function):
             launch.aggregate_backward(dlayer, x_rows, None, None, dpre, layout)
         dH, dmean_square, sums = empty_like(H), empty_like(mean_square), None
         adds_up = dphi is not None or dweight is not None  # in projection_backward: dbeta and dalpha beside dphi
-        if adds_up and len(H) and (dbeta is not None or dalpha is not None):
+        if adds_up and (dbeta is not None or dalpha is not None):
             sums = launch.coefficient_sums(H)
         launch.coefficients_backward(
             H,

@@ -63,7 +63,7 @@ def pre(
         logits,
         iterations=variant.iterations,
         variant=variant.sinkhorn,
-        eps=variant.sinkhorn_eps,
+        eps=float(variant.sinkhorn_eps),
         compute_dtype=compute_dtype,
     )
     layer_input = aggregate(wide, weights, layout=layout, compute_dtype=compute_dtype)

@@ -1,0 +1,181 @@
+"""What torch offers around an operator, on the kernels' path with plain torch in place of the kernels."""
+
+import enum
+import functools
+import inspect
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from cute_kernels import dequantize, linear, mhc, mm, quantize_dual, quantize_rowwise, rms_norm
+from cute_kernels._op import is_plain
+from cute_kernels.gemm import op as gemm_op
+from cute_kernels.norm import op as norm_op
+from tests.nn_cases import stand_in
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def kernels():
+    with stand_in() as jobs:
+        yield jobs
+
+
+@pytest.fixture(params=["reference", "kernels"])
+def path(request):
+    return request.getfixturevalue("kernels") if request.param == "kernels" else None
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_()
+
+
+def traced(module, name: str):
+    """A function as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
+    source = inspect.getsource(getattr(module, name))
+    assert source.count("not x.is_cuda") == 1
+    namespace = dict(vars(module))
+    exec(source.replace("not x.is_cuda", "False"), namespace)
+    return namespace[name]
+
+
+def connected(x, phi, alpha, beta):
+    return mhc.hyper_connection(x, torch.sin, phi, alpha, beta)
+
+
+def streams() -> tuple[torch.Tensor, ...]:
+    return randn(6, 4, 32), randn(24, 128, dtype=torch.float32), *(randn(i, dtype=torch.float32) for i in (3, 24))
+
+
+@pytest.mark.parametrize(
+    "function, inputs",
+    [
+        (lambda x, w: linear(linear(x, w, activation="silu"), w.t()), lambda: (randn(6, 64), randn(48, 64))),
+        (lambda x, w: rms_norm(rms_norm(x, w), w), lambda: (randn(6, 64), randn(64))),
+        (connected, streams),
+    ],
+    ids=["linear", "rms_norm", "hyper_connection"],
+)
+def test_selective_checkpointing(function, inputs, kernels):
+    """A policy that wants results of ours kept cannot have what is returned by nobody: they are made again."""
+    tensors, library = inputs(), torch.ops.cute_kernels
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cute_kernels::")]
+    policy = [getattr(library, name.partition("::")[2].partition(".")[0]).default for name in names]
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    found = checkpoint(function, *tensors, use_reentrant=False, context_fn=contexts)
+    found = torch.autograd.grad(found.float().sum(), tensors)
+    wanted = torch.autograd.grad(function(*tensors).float().sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_functorch_has_no_memory(kernels):
+    """Its wrappers are of type Tensor and lie at address 0."""
+    seen = []
+    torch.func.functionalize(lambda x: (seen.append((is_plain(x), x.data_ptr())), x * 2)[1])(torch.ones(3))
+    assert seen == [(False, 0)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("op", ["rms_norm", "linear", "hyper_connection"])
+def test_a_number_of_rows_that_depends_on_data(op, grad, kernels):
+    torch._dynamo.reset()
+    tensors = streams() if op == "hyper_connection" else (randn(6, 64), randn(64) if op == "rms_norm" else randn(8, 64))
+    function = connected
+    if op != "hyper_connection":
+        function = traced(norm_op if op == "rms_norm" else gemm_op, op)
+    tensors = [t.requires_grad_(grad) for t in tensors]
+
+    def chosen(mask, x, *rest):
+        return function(x.index_select(0, mask.nonzero().squeeze(-1)), *rest)
+
+    mask = torch.tensor([True, False, True, True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(chosen, fullgraph=True, backend="aot_eager")(mask, *tensors)
+    wanted = chosen(mask, *tensors)
+    assert torch.equal(found, wanted)
+    if grad:
+        gradients = [torch.autograd.grad(y.float().sum(), tensors) for y in (found, wanted)]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_bounded_number_of_tokens_and_a_bias(kernels):
+    torch._dynamo.reset()
+    x, weight, bias = randn(24, 64), randn(8, 64), randn(8)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)
+    y = torch.compile(traced(gemm_op, "linear"), fullgraph=True, backend="aot_eager")(x, weight, bias)
+    (found,) = torch.autograd.grad(y.float().sum(), bias)
+    assert torch.equal(found, torch.full_like(found, 24.0))
+
+
+@pytest.mark.parametrize("quantize", [quantize_rowwise, functools.partial(quantize_dual, scale_layout="blocked")])
+def test_quantizers_compiled_for_a_cpu(quantize):
+    """By torch's default backend, which has no numbers of e8m0 there."""
+    torch._dynamo.reset()
+    x = randn(64, 96).detach()
+
+    def there_and_back(x):
+        found = quantize(x)
+        return *found, dequantize(found[0], found[1])
+
+    found, wanted = torch.compile(there_and_back, fullgraph=True)(x), there_and_back(x)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.stride() == b.stride() and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def call(op: str):
+    """(function of x, its parameter)."""
+    weight = randn(48, 64) if op == "linear" else randn(64)
+    weight.main_grad = torch.zeros(weight.shape)
+    return (lambda x: linear(x, weight) if op == "linear" else rms_norm(x, weight)), weight
+
+
+@pytest.mark.parametrize("op", ["linear", "rms_norm"])
+def test_a_main_grad_that_is_another_one_in_the_backward(op, path):
+    """As where gradients are set to zero between the two."""
+    function, weight = call(op)
+    first, y = weight.main_grad, function(randn(6, 64))
+    weight.main_grad = torch.zeros(weight.shape)
+    y.float().sum().backward()
+    assert first.eq(0).all() and weight.main_grad.ne(0).any() and weight.grad is None
+    y = function(randn(6, 64))
+    weight.main_grad = None
+    y.float().sum().backward()
+    assert weight.grad is not None and weight.main_grad is None
+
+
+@pytest.mark.parametrize("op", ["linear", "rms_norm"])
+def test_a_parameter_that_is_frozen_after_the_forward(op, path):
+    function, weight = call(op)
+    y = function(randn(6, 64))
+    weight.requires_grad_(False)
+    y.float().sum().backward()
+    assert weight.main_grad.eq(0).all() and weight.grad is None
+
+
+@pytest.mark.parametrize("op", ["linear", "mm"])
+def test_what_a_frozen_weight_does_not_need_is_not_kept(op, path):
+    x, weight, shapes = randn(6, 64), randn(48, 64).detach(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (shapes.append(t.shape), t)[1], lambda t: t):
+        h = x * 1
+        y = linear(h, weight) if op == "linear" else mm(h, weight.t())
+    assert (6, 64) not in shapes
+    h.mul_(3)  # of nobody's concern
+    (dx,) = torch.autograd.grad(y.float().sum(), x)
+    torch.testing.assert_close(dx.float(), weight.float().sum(0).expand(6, 64), rtol=2e-2, atol=2e-2)
+
+
+def test_options_that_are_members_of_an_enum():
+    """Of one key with the plain strings, under which kernels are prewarmed."""
+
+    class Option(str, enum.Enum):
+        SILU = "silu"
+        OUTPUT = "output"
+
+    with stand_in() as jobs:
+        linear(randn(6, 64), randn(48, 64), activation=Option.SILU)
+        rms_norm(randn(6, 64), randn(64), save=Option.OUTPUT).float().sum().backward()
+    arguments = [argument for _, found in jobs for argument in found]
+    assert {"silu", "output"} <= {argument for argument in arguments if type(argument) is str}
+    assert not any(isinstance(argument, Option) for argument in arguments)
