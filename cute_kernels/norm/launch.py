@@ -138,7 +138,7 @@ def run_forward(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """``normalize`` of matrices of at least one row, into y, h and statistics."""
+    """``normalize`` of matrices, into y, h and statistics."""
     if not x.shape[0]:
         return
     save = "output" if kind == "layer" and statistics is not None and statistics.shape[0] == 1 else "input"
