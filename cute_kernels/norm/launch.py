@@ -165,7 +165,7 @@ def run_backward(
     accumulate_w: bool,
     accumulate_b: bool,
 ) -> None:
-    """Fill dx, dresidual, dw and db (at least one row); dw and db are added to where ``accumulate_*`` says so.
+    """Fill dx, dresidual, dw and db; dw and db are added to where ``accumulate_*`` says so.
 
     ``statistics``: those of ``run_forward``, with the mean for a layer norm whose input was saved.
     """
