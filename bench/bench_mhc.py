@@ -202,6 +202,11 @@ def connections(quick: bool = False) -> list[Connection]:
         *(Connection("coefficients_sinkhorn", tokens, SHAPES[0][1]) for tokens in COEFFICIENT_TOKENS),
         *(Connection("layer", *shape) for shape in SHAPES),
         *(Connection("layer", *shape, layout="channels") for shape in CHANNEL_LAYERS),
+        *(
+            Connection("layer", tokens, channels, n, layout)
+            for layout in LAYOUTS
+            for n, tokens, channels in OTHER_STREAMS
+        ),
         *(Connection("decode", tokens, DECODE_CHANNELS) for tokens in DECODE_TOKENS),
     ]
 

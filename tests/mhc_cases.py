@@ -736,14 +736,7 @@ def _projection_backward(
     assert 1 <= num_ctas <= min(-(-len(x) // item) * config.slices, 132)
     wide = x.float()
     if dx is not None:
-        total = dh @ _weight(phi, norm_weight) + (2.0 / k) * wide * dmean_square[:, None]
-        if mixes:
-            matrix = res.unflatten(1, (n, n))
-            matrix = matrix if static["orientation"] == "io" else matrix.mT
-            total = total + _join(matrix @ _split(dout, n, config.layout), config.layout)
-        if gathers:
-            total = total + _join(pre[:, :, None] * dlayer.float()[:, None], config.layout)
-        dx.copy_(total)
+        dx.copy_(_dx(static, n, config.layout, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre))
     if partials is not None:
         assert partials.shape == (config.partials(len(x), chunks), config.columns, k)
         _rows_per_group[partials.data_ptr()] = config.group // chunks
@@ -753,18 +746,37 @@ def _projection_backward(
             partials[index * config.parts].copy_(dh[tokens].t() @ wide[tokens])
 
 
-def _projection_backward_sm90(static, x, phi, norm_weight, dh, dmean_square, dx, partials, num_clusters) -> None:
-    config = static["config"]
+def _dx(static, n, layout, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre) -> Tensor:
+    total = dh @ _weight(phi, norm_weight) + (2.0 / x.shape[1]) * x.float() * dmean_square[:, None]
+    if static["orientation"] is not None:
+        matrix = res.unflatten(1, (n, n))
+        matrix = matrix if static["orientation"] == "io" else matrix.mT
+        total = total + _join(matrix @ _split(dout, n, layout), layout)
+    if static["gathers"]:
+        total = total + _join(pre[:, :, None] * dlayer.float()[:, None], layout)
+    return total
+
+
+def _projection_backward_sm90(
+    static, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre, dx, partials, num_clusters
+) -> None:
+    config, n = static["config"], static["n"]
+    layout = "streams" if config.runs > 1 else "channels"
+    mixes, gathers = static["orientation"] is not None, static["gathers"]
     for name, t in (("phi", phi), ("norm_weight", norm_weight)):
         _is_dtype(static[name], t)
     _is_matrix(x, True, config.k, 8, BF16)
+    _is_matrix(dout, mixes, config.k, 8, BF16)
+    _is_matrix(dlayer, gathers, config.k // n, 8, BF16)
     _is_matrix(dx, static["needs_dx"], config.k, 8, BF16)
+    _is_matrix(res, mixes, n * n, 4)
+    _is_matrix(pre, gathers, n, 4)
     for t, shape in ((phi, (config.columns, config.k)), (dh, (len(x), config.columns))):
         assert t.is_contiguous() and t.shape == shape and t.data_ptr() % 16 == 0
     assert 1 <= num_clusters <= min(config.chunks(len(x)) * config.pairs, 66)
     wide = x.float()
     if dx is not None:
-        dx.copy_(dh @ _weight(phi, norm_weight) + (2.0 / config.k) * wide * dmean_square[:, None])
+        dx.copy_(_dx(static, n, layout, x, phi, norm_weight, dh, dmean_square, dout, res, dlayer, pre))
     assert (partials is not None) == static["needs_dphi"]
     if partials is not None:
         assert partials.shape == (config.chunks(len(x)), config.columns, config.k)

@@ -395,28 +395,47 @@ class ProjectionBackwardConfig:
 
 
 TILE_TOKENS = 64  # that come at once where warpgroups compute the backward
+SLICE_CHANNELS = 16  # of each stream, that a CTA owns there if it adds what reaches x by other ways than the projection
 
 
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig:
     """How warpgroups compute dx and the sums of dphi (kernel/projection_backward_sm90.py).
 
-    ``columns``: N; ``k``: n C. A CTA owns ``slice_k`` columns of x, with phi in ``phi_terms`` terms, and adds ``chunk``
-    tokens; ``stages`` tiles of dH, ``x_stages`` of x are in flight. A pair of CTAs shares dH.
+    ``columns``: N; ``k``: n C. A CTA owns ``slice_k`` columns of x, as many of each of ``runs`` equal parts of K, with
+    phi in ``phi_terms`` terms, and adds ``chunk`` tokens; ``stages`` tiles of dH, ``x_stages`` of x are in flight. A
+    pair of CTAs shares dH. ``sharers``: warpgroups that share a tile's dx; one: they take turns.
     """
 
     columns: int
     k: int
     slice_k: int
+    runs: int
     chunk: int
     phi_terms: int
     stages: int
     x_stages: int
+    sharers: int
+
+    @property
+    def run(self) -> int:
+        """Columns of a slice that follow each other."""
+        return self.slice_k // self.runs
+
+    @property
+    def box(self) -> int:
+        """Columns of x that a copy brings: 128 bytes of each token, or a run."""
+        return min(64, self.run)
+
+    @property
+    def boxes(self) -> int:
+        """Of a tile."""
+        return self.slice_k // self.box
 
     @property
     def pairs(self) -> int:
         """Of CTAs, that share a token."""
-        return -(-self.k // (2 * self.slice_k))
+        return -(-self.k // self.runs // (2 * self.run))
 
     def chunks(self, num_tokens: int) -> int:
         """Partial sums of a column."""
@@ -428,12 +447,29 @@ class WarpgroupBackwardConfig:
         return -(-items // -(-items // max(1, num_sms // 2)))
 
 
-def warpgroup_backward_config(columns: int, k: int, phi: str) -> WarpgroupBackwardConfig:
-    """``phi``: name of the dtype that holds phi times norm_weight. Products as in precision "tf32"."""
-    phi_terms, slice_k, stages = min(TERMS[phi], 2), 256, 2
-    fixed = 2 * phi_terms * columns * slice_k + stages * 4 * TILE_TOKENS * columns + 2048
-    x_stages = min(MAX_STAGES, (SHARED_MEMORY - fixed) // (2 * TILE_TOKENS * slice_k))
-    return WarpgroupBackwardConfig(columns, k, slice_k, 1024, phi_terms, stages, x_stages)
+def warpgroup_backward_config(
+    n: int, k: int, layout: str, columns: int, phi: str, combines: bool, gathers: bool
+) -> WarpgroupBackwardConfig:
+    """``phi``, ``combines``, ``gathers``: as in ``projection_backward_config``. Products as in precision "tf32".
+
+    What else reaches x needs all streams of a channel: with it a slice has SLICE_CHANNELS of each.
+    """
+    phi_terms, stages = min(TERMS[phi], 2), 2
+    mixes = combines or gathers
+    slice_k = SLICE_CHANNELS * n if mixes else 256
+    fixed = 2 * phi_terms * columns * slice_k + stages * 4 * TILE_TOKENS * (columns + combines * n * n) + 2048
+    tile = 2 * TILE_TOKENS * (slice_k * (1 + combines) + SLICE_CHANNELS * gathers)
+    return WarpgroupBackwardConfig(
+        columns=columns,
+        k=k,
+        slice_k=slice_k,
+        runs=n if mixes and layout == "streams" else 1,
+        chunk=1024,
+        phi_terms=phi_terms,
+        stages=stages,
+        x_stages=min(MAX_STAGES, (SHARED_MEMORY - fixed) // tile),
+        sharers=1 if mixes else 2,
+    )
 
 
 CHUNK = 512  # tokens

@@ -28,6 +28,7 @@ from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
     BIAS_CHUNK,
     MAX_WARP_COLUMNS,
+    SLICE_CHANNELS,
     PreConfig,
     ProjectionBackwardConfig,
     ProjectionConfig,
@@ -314,20 +315,22 @@ def projection_backward(
         precision,
         accumulate,
         x.get_device(),
-        _rows_key(x, phi, dH, dout, dlayer, dx),
+        _rows_key(x, phi, dH, dout, res, dlayer, pre, dx),
         _dtypes(norm_weight, dphi, dnorm_weight, dbeta, dalpha),
         phi.shape[0],
     )
     plan = _plans.get(key)
     if plan is None:
-        arguments = (x, phi, norm_weight, dH, dout, dlayer, dx, (dphi, dnorm_weight, dbeta, dalpha), accumulate)
+        gradients = dphi, dnorm_weight, dbeta, dalpha
+        arguments = (x, phi, norm_weight, dH, dout, res, dlayer, pre, dx, gradients, accumulate)
         plan = _plans[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision)
     function, config, sum_items, num_sms = plan
     tokens, partials, per_group = x.shape[0], None, 1
     if isinstance(config, WarpgroupBackwardConfig):
         if sum_items is not None:
             partials = x.new_empty((config.chunks(tokens), *phi.shape), dtype=torch.float32)
-        function(x, phi, norm_weight, dH, dmean_square, dx, partials, config.grid(tokens, num_sms))
+        num_clusters = config.grid(tokens, num_sms)
+        function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_clusters)
     else:
         chunks, num_ctas = config.schedule(tokens, num_sms)
         if sum_items is not None:
@@ -361,7 +364,7 @@ def _plan_projection(
 
 
 def _plan_projection_backward(
-    x, phi, norm_weight, dH, dout, dlayer, dx, gradients, accumulate, n, layout, orientation, precision
+    x, phi, norm_weight, dH, dout, res, dlayer, pre, dx, gradients, accumulate, n, layout, orientation, precision
 ) -> tuple[Launch, ProjectionBackwardConfig | WarpgroupBackwardConfig, Launch | None, int]:
     """(kernel of dx and partial sums, its configuration, kernel that adds these, number of SMs)."""
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
@@ -369,6 +372,8 @@ def _plan_projection_backward(
     index, (columns, k), (dphi, dnorm_weight, _, dalpha) = x.get_device(), phi.shape, gradients
     arch, channels, sums = arch_of(index), k // n, dphi is not None or dnorm_weight is not None
     rows = [t for t in (x, dout, dlayer, dx) if t is not None]
+    coefficients = [t for t in (res, pre) if t is not None]
+    mixes = dout is not None or dlayer is not None
     product, dtypes = _product_name(phi, norm_weight), _cutlass(phi, norm_weight)
     sum_items = None
     if sums:
@@ -378,19 +383,19 @@ def _plan_projection_backward(
     many_boxes = k > MAX_BOX
     if (
         _by_warpgroups(x, columns, arch)
-        and many_boxes
-        and dout is None
-        and dlayer is None
+        and (channels > SLICE_CHANNELS if mixes and layout == "streams" else many_boxes)
         and precision == "tf32"
         and columns % 16 == 0
         and _aligned(columns, dH)
         and x.stride(0) >= k
-        and _aligned(k, phi, *rows)
+        and _aligned(channels if mixes else k, phi, *rows)
+        and _aligned(n, *coefficients)
     ):
         from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90
 
-        config = warpgroup_backward_config(columns, k, product)
-        function = projection_backward_sm90(arch, *dtypes, dx is not None, sums, config)
+        config = warpgroup_backward_config(n, k, layout, columns, product, dout is not None, dlayer is not None)
+        facts = dx is not None, sums, n, orientation, dlayer is not None
+        function = projection_backward_sm90(arch, *dtypes, *facts, config)
         return function, config, sum_items, sm_count(index)
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
 

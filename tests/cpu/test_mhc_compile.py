@@ -110,9 +110,9 @@ def test_compiles(name, arch):
 
 
 def eight_streams(arch: str) -> list:
-    """One of each kernel, the products in "tf32"."""
-    jobs = jobs_of(arch, *[(op, Case(8, 768)) for op in ("sinkhorn", "hyper_connection")])
-    return list({builder.__name__: (builder, arguments) for builder, arguments in jobs}.values())
+    """One of each kernel, the products in "tf32"; of streams that one box holds the backward by warps."""
+    calls = ("hyper_connection", Case(8, 16)), ("sinkhorn", Case(8, 768)), ("hyper_connection", Case(8, 768))
+    return list({builder.__name__: (builder, arguments) for builder, arguments in jobs_of(arch, *calls)}.values())
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_every_builder_is_among_them():
     found = jobs_of("sm_90a", *[call for calls in CALLS.values() for call in calls])
     assert {builder.__name__ for builder, _ in found} == BUILDERS
     assert {streams_of(*job) for job in found} >= {1, 2, 4}
-    assert "projection_backward" in {builder.__name__ for builder, _ in eight_streams("sm_90a")}
+    assert BY_WARPGROUPS | {"projection_backward"} <= {builder.__name__ for builder, _ in eight_streams("sm_90a")}
 
 
 def test_every_ring_has_two_slots():
@@ -308,12 +308,27 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
         assert "cp.reduce" not in kernel and ".local" not in kernel
 
 
-def test_instructions_of_warpgroups(tmp_path):
-    """Of eight streams: both operands from shared memory, phi and dH for two CTAs at once."""
-    program = """
+WITH_THE_REST = [("pre", "streams", "io"), ("pre", "channels", "io")]  # of what else reaches x
+WITH_THE_REST += [("hyper_connection", layout, order) for layout in LAYOUTS for order in ("io", "oi")]
+
+
+@pytest.mark.parametrize("op, layout, order", WITH_THE_REST)
+def test_backward_by_warpgroups_compiles(op, layout, order):
+    jobs = jobs_of("sm_90a", (op, Case(8, 512, layout=layout, res_orientation=order)))
+    (job,) = [job for job in jobs if job[0].__name__ == "projection_backward_sm90"]
+    compile_and_check([job], "sm_90a")
+
+
+@pytest.mark.parametrize("op", ["projection", "hyper_connection"])
+def test_instructions_of_warpgroups(op, tmp_path):
+    """Of eight streams: both operands from shared memory; phi, dH and R for two CTAs at once.
+
+    Of the projection alone a warpgroup computes 128 columns of dx, half of the slice; with the rest 128 are all of it.
+    """
+    program = f"""
 from tests.cpu.test_mhc_compile import jobs_of
 from tests.mhc_cases import Case
-jobs = {job[0].__name__: job for job in jobs_of("sm_90a", ("projection", Case(8, 512)))}
+jobs = {{job[0].__name__: job for job in jobs_of("sm_90a", ({op!r}, Case(8, 512)))}}
 for name in ("projection_forward_sm90", "projection_backward_sm90"):
     builder, arguments = jobs[name]
     assert builder.obtain(*arguments).origin == "compiled"

@@ -219,7 +219,7 @@ def test_eight_streams_by_where_phi_lies(channels, offsets, kernels, generator):
 
 
 def test_what_is_not_for_warpgroups(kernels, generator):
-    """The backward beside what else reaches x, in "fp32", of a dH off 16 bytes; one token that stands for all."""
+    """In "fp32", of a dH off 16 bytes, of one token that stands for all, of tokens or streams that one box holds."""
 
     def found(run) -> set[str]:
         kernels.clear()
@@ -231,17 +231,23 @@ def test_what_is_not_for_warpgroups(kernels, generator):
         H, _ = mhc.projection(x, t["phi"], **options)
         torch.autograd.grad(H, t["phi"], dH)
 
+    by_warpgroups, by_warps = {"forward_sm90", "backward_sm90"}, {"forward_sm90", "backward"}
     case = Case(8, 64, (5,), BF16)
     t = make_inputs(case, generator)
     dH, shifted = torch.randn(5, 80), torch.randn(401)[1:].view(5, 80)
-    for op in ("pre", "hyper_connection"):
-        assert found(lambda op=op: call(mhc, op, case, t)[0].sum().backward()) == {"forward_sm90", "backward"}
     arguments = t["x"], torch.zeros_like, *(t[name] for name in ("phi", "alpha", "beta"))  # no gradient of layer_input
-    assert found(lambda: mhc.hyper_connection(*arguments).sum().backward()) == {"forward_sm90", "backward"}
-    assert found(lambda: project(t["x"], dH)) == {"forward_sm90", "backward_sm90"}
-    assert found(lambda: project(t["x"], dH, precision="fp32")) == {"forward_sm90", "backward"}
-    assert found(lambda: project(t["x"], shifted)) == {"forward_sm90", "backward"}
+    assert found(lambda: mhc.hyper_connection(*arguments).sum().backward()) == by_warpgroups
+    assert found(lambda: mhc.hyper_connection(*arguments, precision="fp32").sum().backward()) == by_warps
+    assert found(lambda: project(t["x"], dH)) == by_warpgroups
+    assert found(lambda: project(t["x"], dH, precision="fp32")) == by_warps
+    assert found(lambda: project(t["x"], shifted)) == by_warps
     assert found(lambda: project(t["x"][:1].expand(5, 8, 64), dH)) == {"forward", "backward"}
+    for layout, one_box, more in (("streams", 16, 24), ("channels", 8, 16)):
+        for channels, kinds in ((one_box, by_warps), (more, by_warpgroups)):
+            case = Case(8, channels, (5,), BF16, layout=layout)
+            t = make_inputs(case, generator)
+            for op in ("pre", "hyper_connection"):
+                assert found(lambda op=op, case=case, t=t: call(mhc, op, case, t)[0].sum().backward()) == kinds
 
 
 @pytest.mark.parametrize("n, channels, layout", [(2, 32, "channels"), (4, 16, "channels"), (8, 8, "streams")])

@@ -17,7 +17,7 @@ that add up, and done when dx is in the place of x: then one warp sends it off a
 arrive on these barriers, since compute-sanitizer takes one for its warp as a race; H200, 8192x4x4096: 171.1 us, 172.0
 with one.
 
-Where the projection of eight bf16 streams is alone, in "tf32" on SM90: projection_backward_sm90.py.
+Eight bf16 streams in "tf32" on SM90: projection_backward_sm90.py.
 
 Profile: ncu --clock-control none -k regex:ProjectionBackward python -m bench.bench_mhc --filter layer.bwd.8192x4x4096
 """

@@ -1,20 +1,24 @@
-"""What projection_backward.py computes of the projection alone where phi has many rows, for bf16 x on SM90.
+"""What projection_backward.py computes where phi has many rows, for bf16 x on SM90.
 
     dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
+             + pre_i dlayer[m, c] + sum_o R(i, o) dout_o[m, c]           (what the rest of a hyper-connection adds)
     partials[chunk, j, k] = sum over the chunk's tokens of dH[m, j] x[m, k]
 
 Both by warpgroup MMA from one reading of x. A CTA walks over tiles of 64 tokens of the same columns, of which phi'
-stays in shared memory as bf16 terms; the CTAs of a pair have neighbouring columns, and share dH
-(warpgroup_products.py). Two warpgroups compute dx, half of the columns each, with phi as the second operand; one adds
-up with x, transposed, as the first. dx goes where x was as soon as that one has read it, and from there to memory.
+stays in shared memory as bf16 terms; the CTAs of a pair have neighbouring columns, and share dH and R
+(warpgroup_products.py). Two warpgroups compute dx with phi as the second operand; one adds up with x, transposed, as
+the first. dx goes where x was as soon as that one has read it, and from there to memory. Of the projection alone a
+slice is 256 columns, half of them for each warpgroup of dx; with the rest it is sixteen channels of every stream, so
+that a thread has all streams of a channel, or a channel's in 16 bytes, and the warpgroups take turns.
 
     gmem dH --TMA--> ring in smem --> terms in their place --wgmma with phi--> registers --> + x --> x's slot
-    gmem x --TMA--> another ring --wgmma with dH--> sums of a chunk --> partials in gmem       --TMA--> gmem dx
+    gmem x, dout, dlayer --TMA--> another ring --wgmma of x with dH--> sums of a chunk --> partials in gmem
+    gmem R --TMA--> a third ring                                                          x's slot --TMA--> gmem dx
 
 All pairs walk slice after slice of a chunk, then of the next, and so read whole rows together; an element's sum has its
 chunk's tokens in ascending order, 16 at a time.
 
-Profile: ncu --clock-control none -k regex:ProjectionBackward python -m bench.bench_mhc --filter projection.bwd.4096x8
+Profile: ncu --clock-control none -k regex:ProjectionBackward python -m bench.bench_mhc --filter bwd.4096x8
 """
 
 from typing import Optional
@@ -26,9 +30,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
-from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import TILE_TOKENS, WarpgroupBackwardConfig
+from cute_kernels.mhc.config import SLICE_CHANNELS, TILE_TOKENS, WarpgroupBackwardConfig
+from cute_kernels.mhc.kernel.dx_tile import OCTET, RES_BOX, DxTile
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import advance, load_box, store_box
@@ -36,19 +40,22 @@ from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGRO
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
-BOX = 64  # columns of x that a copy brings, 128 bytes of each token
-OCTET = 8  # columns of dH that a copy brings, 32 bytes of each token; of their terms 16 fill as much
 DX_GROUPS = 2  # warpgroups that compute dx
 SUM_WARP, LOADER, MOVER, SPLITTER = 8, 12, 13, 14  # the first warp of those that add up, load dH, move x, split dH
 SPLITTERS = 2 * WARP_SIZE
-REGISTERS = (120, 200, 72)  # of a thread that computes dx, that adds up, that helps
+# Of a thread that computes dx, that adds up, that helps, by the number of warpgroups that share a tile
+REGISTERS = {2: (120, 200, 72), 1: (168, 120, 56)}
+PHI_BOX = 64  # columns of phi' that lie together, 128 bytes of each row
 
 
 class ProjectionBackwardSm90(WarpgroupProducts):
-    """See the module. ``config.stages`` tiles of dH are in flight, ``config.x_stages`` of x."""
+    """See the module. ``config.stages`` tiles of dH and R are in flight, ``config.x_stages`` of the others."""
 
-    def __init__(self, config: WarpgroupBackwardConfig):
+    def __init__(self, config: WarpgroupBackwardConfig, n: int, orientation: Optional[str], gathers: bool):
         self.config = config
+        self.n = n
+        self.orientation = orientation
+        self.gathers = gathers
 
     @cute.jit
     def __call__(
@@ -58,6 +65,10 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         norm_weight: Optional[cute.Tensor],
         dh: cute.Tensor,
         dmean_square: cute.Tensor,
+        dout: Optional[cute.Tensor],
+        res: Optional[cute.Tensor],
+        dlayer: Optional[cute.Tensor],
+        pre: Optional[cute.Tensor],
         dx: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
         num_clusters: Int32,
@@ -65,18 +76,19 @@ class ProjectionBackwardSm90(WarpgroupProducts):
     ):
         config = self.config
         k_major, transposed = OperandMajorMode.K, OperandMajorMode.MN
-        dx_mma = self.tiled_mma((k_major, transposed), config.slice_k // DX_GROUPS, (1, DX_GROUPS, 1))
+        dx_mma = self.tiled_mma((k_major, transposed), config.slice_k // config.sharers, (1, config.sharers, 1))
         sum_mma = self.tiled_mma((transposed, transposed), config.columns, (1, 1, 1))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        shape, strip = (TILE_TOKENS, BOX), (TILE_TOKENS, OCTET)
-        tma_x, mX = cpasync.make_tiled_tma_atom(load, x, swizzled(shape, 3), shape)
-        tma_dx, mDx = None, None
-        if const_expr(dx is not None):
-            tma_dx, mDx = cpasync.make_tiled_tma_atom(store, dx, swizzled(shape, 3), shape)
         multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tma_dh, mDh = cpasync.make_tiled_tma_atom(multicast, dh, swizzled(strip, 1), strip)
+        tma_x, mX = tma_of(load, by_run(config, x), config.box)
+        tma_out, mOut = tma_of(load, by_run(config, dout), config.box)
+        tma_layer, mLayer = tma_of(load, dlayer, SLICE_CHANNELS)
+        tma_dx, mDx = tma_of(store, by_run(config, dx), config.box)
+        tma_dh, mDh = tma_of(multicast, dh, OCTET)
+        tma_res, mRes = tma_of(multicast, res, RES_BOX)
         self.kernel(
-            dx_mma, sum_mma, tma_x, mX, tma_dx, mDx, tma_dh, mDh, phi, norm_weight, dmean_square, partials
+            dx_mma, sum_mma, tma_x, mX, tma_out, mOut, tma_layer, mLayer, tma_dx, mDx, tma_dh, mDh, tma_res, mRes,
+            phi, norm_weight, dmean_square, pre, partials,
         ).launch(
             grid=[num_clusters * CLUSTER, 1, 1],
             block=[THREADS, 1, 1],
@@ -85,7 +97,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -94,56 +106,73 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         sum_mma: cute.TiledMma,
         tma_x: cute.CopyAtom,
         mX: cute.Tensor,
+        tma_out: Optional[cute.CopyAtom],
+        mOut: Optional[cute.Tensor],
+        tma_layer: Optional[cute.CopyAtom],
+        mLayer: Optional[cute.Tensor],
         tma_dx: Optional[cute.CopyAtom],
         mDx: Optional[cute.Tensor],
         tma_dh: cute.CopyAtom,
         mDh: cute.Tensor,
+        tma_res: Optional[cute.CopyAtom],
+        mRes: Optional[cute.Tensor],
         phi: cute.Tensor,
         norm_weight: Optional[cute.Tensor],
         dmean_square: cute.Tensor,
+        pre: Optional[cute.Tensor],
         partials: Optional[cute.Tensor],
     ):
         config = self.config
+        registers = const_expr(REGISTERS[config.sharers])
         self.writes_dx, self.adds_up = const_expr(mDx is not None), const_expr(partials is not None)
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         warp_index = cute.arch.make_warp_uniform(tidx // WARP_SIZE)
         self.rank = bidx % CLUSTER
-        self.num_tokens = mX.shape[0]
+        self.num_tokens = dmean_square.shape[0]
         self.first, self.step = bidx // CLUSTER, grid // CLUSTER
         self.items = cute.ceil_div(self.num_tokens, config.chunk) * config.pairs
 
         smem = SmemAllocator()
         self.allocate(smem)
-        warps = const_expr(4 * (DX_GROUPS * self.writes_dx + self.adds_up))
+        warps = const_expr(4 * (config.sharers * self.writes_dx + self.adds_up))
         if tidx == 0:
             for stage in cutlass.range_constexpr(config.x_stages):
                 cute.arch.mbarrier_init(self.x_full + stage, 1)
                 cute.arch.mbarrier_init(self.read + stage, WARPGROUP)
-                cute.arch.mbarrier_init(self.done + stage, DX_GROUPS * WARPGROUP)
+                cute.arch.mbarrier_init(self.done + stage, config.sharers * WARPGROUP)
+            if const_expr(self.combines):
+                for stage in cutlass.range_constexpr(config.stages):
+                    cute.arch.mbarrier_init(self.res_full + stage, 1)
+                    cute.arch.mbarrier_init(self.res_empty + stage, CLUSTER * 4)
         self.meet(smem, tidx, SPLITTERS, CLUSTER * warps)
 
         if warp_index < SUM_WARP:
-            take_registers(REGISTERS[0], THREADS)  # also of who has nothing to do: others wait for what is given up
+            take_registers(registers[0], THREADS)  # also of who has nothing to do: others wait for what is given up
             if const_expr(self.writes_dx):
-                self.compute_dx(dx_mma, phi, norm_weight, dmean_square, tidx)
+                self.compute_dx(dx_mma, phi, norm_weight, dmean_square, pre, tidx)
         elif warp_index < LOADER:
-            take_registers(REGISTERS[1], THREADS)
+            take_registers(registers[1], THREADS)
             if const_expr(self.adds_up):
                 self.add_up(sum_mma, partials, tidx - SUM_WARP * WARP_SIZE)
         else:
-            take_registers(REGISTERS[2], THREADS)
+            take_registers(registers[2], THREADS)
             if warp_index == LOADER:
-                self.load_dh(tma_dh, mDh)
+                self.load_shared_rows(tma_dh, mDh, tma_res, mRes)
             elif warp_index == MOVER:
-                self.move_tiles(tma_x, mX, tma_dx, mDx)
+                self.move_tiles((tma_x, tma_out, tma_layer, tma_dx), (mX, mOut, mLayer, mDx))
             else:
                 self.split_dh(tidx - SPLITTER * WARP_SIZE)
         self.part()
 
+    @property
+    def combines(self) -> bool:
+        """Whether there is dout."""
+        return self.orientation is not None
+
     def allocate(self, smem):
-        """Barriers of x's ring; both rings, as the copies and as the tensor cores see them; phi' in terms."""
+        """Barriers of x's ring and R's; the rings, as the copies and as the tensor cores see them; phi' in terms."""
         config, kinds = self.config, warpgroup.SmemLayoutAtomKind
         columns, stages, x_stages = config.columns, config.stages, config.x_stages
 
@@ -154,11 +183,33 @@ class ProjectionBackwardSm90(WarpgroupProducts):
             return cute.make_tensor(cute.recast_ptr(memory, layout.inner, BFloat16), layout.outer)
 
         self.x_full, self.read, self.done = (smem.allocate_array(Int64, x_stages) for _ in range(3))
-        layout = cute.tile_to_shape(atom(kinds.MN_SW128), (config.slice_k, TILE_TOKENS, x_stages), order=(1, 0, 2))
+        kind = kinds.MN_SW128 if config.box == 64 else kinds.MN_SW32
+        layout = cute.tile_to_shape(atom(kind), (config.slice_k, TILE_TOKENS, x_stages), order=(1, 0, 2))
         memory = smem.allocate(2 * cute.cosize(layout.outer), byte_alignment=1024)
-        self.sX, boxes, size = view(memory, layout), config.slice_k // BOX, TILE_TOKENS * BOX
-        layout = cute.make_layout((TILE_TOKENS, BOX, boxes, x_stages), stride=(BOX, 1, size, size * boxes))
-        self.sBoxes = cute.make_tensor(self.sX.iterator, layout)
+        self.sX, size = view(memory, layout), TILE_TOKENS * config.box
+        in_boxes = cute.make_layout(
+            (TILE_TOKENS, config.box, config.boxes, x_stages), stride=(config.box, 1, size, size * config.boxes)
+        )
+        self.sBoxes = cute.make_tensor(self.sX.iterator, in_boxes)
+        self.sOut, self.sRes, self.sLayer = None, None, None
+        if self.combines:
+            memory = smem.allocate(2 * cute.cosize(in_boxes), byte_alignment=1024)
+            self.sOut = cute.make_tensor(cute.recast_ptr(memory, layout.inner, BFloat16), in_boxes)
+            self.res_full, self.res_empty = (smem.allocate_array(Int64, stages) for _ in range(2))
+            shape = TILE_TOKENS, RES_BOX, self.n**2 // RES_BOX, stages
+            size = TILE_TOKENS * RES_BOX
+            self.sRes = smem.allocate_tensor(
+                Float32,
+                cute.make_layout(shape, stride=(RES_BOX, 1, size, size * shape[2])),
+                byte_alignment=1024,
+                swizzle=cute.make_swizzle(3, 4, 3),
+            )
+        if self.gathers:
+            shape, size = (TILE_TOKENS, SLICE_CHANNELS, x_stages), TILE_TOKENS * SLICE_CHANNELS
+            layout = cute.make_layout(shape, stride=(SLICE_CHANNELS, 1, size))
+            swizzle = cute.make_swizzle(1, 4, 3)
+            self.sLayer = smem.allocate_tensor(BFloat16, layout, byte_alignment=1024, swizzle=swizzle)
+        self.dx_tile = DxTile(config, self.n, self.orientation, (self.sBoxes, self.sOut, self.sLayer, self.sRes))
         # dH comes as octets of fp32 columns; octets 2 s and 2 s + 1 become columns 16 s to 16 s + 15 of a term each
         octets, size = columns // OCTET, TILE_TOKENS * OCTET
         memory = smem.allocate(4 * size * octets * stages, byte_alignment=1024)
@@ -182,6 +233,20 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         """The columns of x of this CTA's item."""
         return item % self.config.pairs * CLUSTER + self.rank
 
+    def column_of(self, slice_index, column):
+        """(Whether a slice's column is one of x, which)."""
+        config = self.config
+        if config.runs == 1:
+            column = slice_index * config.slice_k + column
+            return column < config.k, column
+        of_run, part = slice_index * config.run + column % config.run, config.k // config.runs
+        return of_run < part, column // config.run * part + of_run
+
+    def box_of(self, block, slice_index, box: int):
+        """Coordinate of a tile's box."""
+        per_run = self.config.run // self.config.box
+        return block, slice_index * per_run + box % per_run, box // per_run
+
     def block_of(self, item, tile):
         """Index of an item's tile among all tiles of tokens."""
         return item // self.config.pairs * (self.config.chunk // TILE_TOKENS) + tile
@@ -194,8 +259,8 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         return cute.ceil_div(left, TILE_TOKENS)
 
     @cute.jit
-    def load_dh(self, tma_dh: cute.CopyAtom, mDh: cute.Tensor):
-        """One warp: tiles of dH, each CTA every second octet for both."""
+    def load_shared_rows(self, tma_dh: cute.CopyAtom, mDh: cute.Tensor, tma_res, mRes):
+        """One warp: tiles of dH and of R, each CTA every second box for both."""
         config = self.config
         slot, phase = Int32(0), Int32(0)
         for item in cutlass.range(self.first, self.items, self.step):
@@ -208,6 +273,15 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     source = cute.local_tile(mDh, (TILE_TOKENS, OCTET), (block, octet))
                     target = self.sOctets[None, None, (octet % 2, octet // 2), slot]
                     self.load_shared(tma_dh, source, target, full, self.rank == octet % CLUSTER)
+                if const_expr(self.combines):
+                    full = self.res_full + slot
+                    cute.arch.mbarrier_wait(self.res_empty + slot, phase ^ 1)
+                    if cute.arch.lane_idx() == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_TOKENS * self.n**2)
+                    for box in cutlass.range_constexpr(self.n**2 // RES_BOX):
+                        source = cute.local_tile(mRes, (TILE_TOKENS, RES_BOX), (block, box))
+                        target = self.sRes[None, None, box, slot]
+                        self.load_shared(tma_res, source, target, full, self.rank == box % CLUSTER)
                 slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
@@ -234,13 +308,16 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
-    def move_tiles(self, tma_x: cute.CopyAtom, mX: cute.Tensor, tma_dx, mDx):
-        """One warp: ask for tiles of x, and write those of dx that are done, in their place.
+    def move_tiles(self, atoms: tuple, matrices: tuple):
+        """One warp: ask for tiles of x, dout and dlayer, and write those of dx that are done, in the place of x.
 
-        A slot is asked for as soon as its store has read it, before the next tile that is done is waited for.
+        ``atoms``, ``matrices``: of these four. A slot is asked for as soon as its store has read it, before the next
+        tile that is done is waited for.
         """
         config = self.config
-        stages, boxes = const_expr(config.x_stages), const_expr(config.slice_k // BOX)
+        (tma_x, tma_out, tma_layer, tma_dx), (mX, mOut, mLayer, mDx) = atoms, matrices
+        stages, shape = const_expr(config.x_stages), const_expr((TILE_TOKENS, config.box))
+        columns = const_expr(config.slice_k * (1 + self.combines) + SLICE_CHANNELS * self.gathers)
         last_tokens = const_expr(LAST_BYTES // (2 * config.k))
         total = Int32(0)
         for item in cutlass.range(self.first, self.items, self.step):
@@ -255,11 +332,18 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 block, slice_index, full = self.block_of(item, tile), self.slice_of(item), self.x_full + slot
                 if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_TOKENS * config.slice_k)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE_TOKENS * columns)
                 policy = evict_first_if(self.num_tokens - block * TILE_TOKENS <= last_tokens)
-                for box in cutlass.range_constexpr(boxes):
-                    gX = cute.local_tile(mX, (TILE_TOKENS, BOX), (block, slice_index * boxes + box))
+                for box in cutlass.range_constexpr(config.boxes):
+                    at = self.box_of(block, slice_index, box)
+                    gX = cute.local_tile(mX, shape, at)
                     load_box(tma_x, gX, self.sBoxes[None, None, box, slot], full, policy)
+                    if const_expr(self.combines):
+                        gOut = cute.local_tile(mOut, shape, at)
+                        load_box(tma_out, gOut, self.sOut[None, None, box, slot], full, policy)
+                if const_expr(self.gathers):
+                    gLayer = cute.local_tile(mLayer, (TILE_TOKENS, SLICE_CHANNELS), (block, slice_index))
+                    load_box(tma_layer, gLayer, self.sLayer[None, None, slot], full, policy)
                 tile += 1
                 if tile == self.tiles_of(item):
                     tile = Int32(0)
@@ -269,8 +353,8 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 cute.arch.mbarrier_wait(freed + done_slot, phase)
                 if const_expr(self.writes_dx):
                     block, slice_index = self.block_of(done_item, done_tile), self.slice_of(done_item)
-                    for box in cutlass.range_constexpr(boxes):
-                        gDx = cute.local_tile(mDx, (TILE_TOKENS, BOX), (block, slice_index * boxes + box))
+                    for box in cutlass.range_constexpr(config.boxes):
+                        gDx = cute.local_tile(mDx, shape, self.box_of(block, slice_index, box))
                         store_box(tma_dx, self.sBoxes[None, None, box, done_slot], gDx)
                     cute.arch.cp_async_bulk_commit_group()
                 done_tile += 1
@@ -304,27 +388,33 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                         cute.gemm(tiled_mma, sums, rA, rB, sums)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.free(slot)
+                self.free(self.empty, slot)
                 cute.arch.mbarrier_arrive(self.read + x_slot)
                 slot, phase = advance(slot, phase, config.stages)
                 x_slot, x_phase = advance(x_slot, x_phase, config.x_stages)
-            first_k = self.slice_of(item) * config.slice_k
-            target = partials.iterator + (Int64(item // config.pairs) * (config.columns * config.k) + first_k)
+            slice_index = self.slice_of(item)
+            target = partials.iterator + Int64(item // config.pairs) * (config.columns * config.k)
             for m in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 for v in cutlass.range_constexpr(cute.size(sums, mode=[0])):
                     column, j = places[v, m, 0]
-                    if first_k + column < config.k:
-                        target[j * config.k + column] = sums[v, m, 0]
+                    inside, k = self.column_of(slice_index, column)
+                    if inside:
+                        target[j * config.k + k] = sums[v, m, 0]
 
     @cute.jit
-    def compute_dx(self, tiled_mma: cute.TiledMma, phi, norm_weight, dmean_square, tidx: Int32):
-        """Two warpgroups: dx of every tile, half of the columns each."""
+    def compute_dx(self, tiled_mma: cute.TiledMma, phi, norm_weight, dmean_square, pre, tidx: Int32):
+        """Two warpgroups: dx of every tile, half of the columns each; or each all columns of every second tile."""
         config = self.config
-        thr_mma = tiled_mma.get_slice(cute.arch.make_warp_uniform(tidx // WARPGROUP) * WARPGROUP)
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        turns, turn, share = const_expr(DX_GROUPS // config.sharers), group, Int32(0)
+        if const_expr(turns == 1):
+            turn, share = Int32(0), group
+        thr_mma = tiled_mma.get_slice(share * WARPGROUP)
         tCrH = tiled_mma.make_fragment_A(thr_mma.partition_A(self.sTerms))
         tCrPhi = tiled_mma.make_fragment_B(thr_mma.partition_B(self.sPhi))
-        sums, places = self.sums_of(tiled_mma, tidx, (TILE_TOKENS, config.slice_k))
-        slice_index, slot, phase, x_slot, x_phase = Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0)
+        thread = share * WARPGROUP + tidx % WARPGROUP
+        sums, places = self.sums_of(tiled_mma, thread, (TILE_TOKENS, config.slice_k))
+        slice_index, before = Int32(-1), Int32(0)
         for item in cutlass.range(self.first, self.items, self.step):
             if self.slice_of(item) != slice_index:
                 slice_index = self.slice_of(item)
@@ -332,23 +422,28 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 self.load_phi(phi, norm_weight, slice_index, tidx)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 dx_barrier()
-            for tile in cutlass.range(self.tiles_of(item)):
+            tiles = self.tiles_of(item)
+            for tile in cutlass.range(turn, tiles, turns):
                 first_row = self.block_of(item, tile) * TILE_TOKENS + places[(0, 0, 0), 0, 0][0]
-                scales = cute.make_rmem_tensor((2,), Float32)
-                for half in cutlass.range_constexpr(2):
-                    row = cutlass.min(first_row + 8 * half, self.num_tokens - 1)
-                    scales[half] = dmean_square[row] * (2.0 / config.k)
+                rows = [cutlass.min(first_row + 8 * half, self.num_tokens - 1) for half in range(2)]
+                scales = [dmean_square[row] * (2.0 / config.k) for row in rows]
+                gates = [self.dx_tile.load_gates(pre, row, tidx) for row in rows]
+                slot, phase = place_in_ring(before + tile, config.stages)
                 cute.arch.mbarrier_wait(self.split + slot, phase)
                 self.project(tiled_mma, tCrH, tCrPhi, sums, slot)
-                self.free(slot)
-                slot, phase = advance(slot, phase, config.stages)
+                self.free(self.empty, slot)
+                x_slot, x_phase = place_in_ring(before + tile, config.x_stages)
                 cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)
+                if const_expr(self.combines):
+                    cute.arch.mbarrier_wait(self.res_full + slot, phase)
                 if const_expr(self.adds_up):
                     cute.arch.mbarrier_wait(self.read + x_slot, x_phase)
-                self.finish(sums, scales, x_slot, tidx)
+                self.dx_tile.finish(sums, scales, gates, x_slot, slot, thread)
+                if const_expr(self.combines):
+                    self.free(self.res_empty, slot)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(self.done + x_slot)
-                x_slot, x_phase = advance(x_slot, x_phase, config.x_stages)
+            before += tiles
 
     @cute.jit
     def load_phi(self, phi, norm_weight, slice_index: Int32, tidx: Int32):
@@ -359,8 +454,9 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         values = cute.make_rmem_tensor((8, count), Float32)
         values.fill(0.0)
         for v in cutlass.range_constexpr(count):
-            j, column = (tidx + v * threads) // octets, slice_index * config.slice_k + (tidx + v * threads) % octets * 8
-            if j < config.columns and column < config.k:
+            j = (tidx + v * threads) // octets
+            inside, column = self.column_of(slice_index, (tidx + v * threads) % octets * 8)
+            if j < config.columns and inside:
                 source = phi.iterator + cute.assume(j * config.k + column, divby=8)
                 loaded = cute.make_rmem_tensor((8,), phi.element_type)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), loaded)
@@ -376,8 +472,8 @@ class ProjectionBackwardSm90(WarpgroupProducts):
             if j < config.columns:
                 terms = terms_of(values[None, v].load(), (8,), config.phi_terms)
                 for t in cutlass.range_constexpr(config.phi_terms):
-                    place = column // BOX * (BOX * config.phi_terms * config.columns)
-                    place = place + (t * config.columns + j) * BOX + column % BOX
+                    place = column // PHI_BOX * (PHI_BOX * config.phi_terms * config.columns)
+                    place = place + (t * config.columns + j) * PHI_BOX + column % PHI_BOX
                     target = sPhi.iterator + cute.assume(place, divby=8)
                     cute.autovec_copy(terms[t], cute.make_tensor(target, cute.make_layout(8)))
 
@@ -395,30 +491,27 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
-    @cute.jit
-    def finish(self, sums: cute.Tensor, scales: cute.Tensor, slot: Int32, tidx: Int32):
-        """Add what comes by way of the mean square, and put dx in the place of x.
 
-        A row has 128 bytes of a box, of which the swizzle exchanges units of 16; eight rows on it does the same again.
-        So an element's address is one of eight, found once, and constants.
-        """
-        warpgroup_index, row = tidx // WARPGROUP, tidx % WARPGROUP // WARP_SIZE * 16 + tidx % WARP_SIZE // 4
-        boxes, size = const_expr(self.config.slice_k // BOX // DX_GROUPS), const_expr(TILE_TOKENS * BOX)
-        start = (slot * DX_GROUPS + warpgroup_index) * (boxes * size) + row * BOX + tidx % 4 * 2
-        units = [start + (unit ^ row % 8) * 8 for unit in range(8)]
-        plain = cute.make_ptr(BFloat16, self.sBoxes.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
-        for box in cutlass.range_constexpr(boxes):
-            for unit in cutlass.range_constexpr(8):
-                for half in cutlass.range_constexpr(2):
-                    place = units[unit] + (box * size + half * 8 * BOX)
-                    pair = cute.make_tensor(plain + cute.assume(place, divby=2), cute.make_layout(2))
-                    words = cute.make_rmem_tensor((2,), BFloat16)
-                    cute.autovec_copy(pair, words)
-                    values = to_fp32(words.load())
-                    for e in cutlass.range_constexpr(2):
-                        total = sums[(e, half, box * 8 + unit), 0, 0] + scales[half] * values[e]
-                        words[e] = total.to(BFloat16)
-                    cute.autovec_copy(words, pair)
+def place_in_ring(count: Int32, stages: int) -> tuple:
+    """(slot, phase) of a ring's tile."""
+    return count % stages, count // stages % 2
+
+
+def by_run(config: WarpgroupBackwardConfig, x: Optional[cute.Tensor]) -> Optional[cute.Tensor]:
+    """(M, columns of a run's part of K, runs)."""
+    if x is None:
+        return None
+    shape = x.shape[0], config.k // config.runs, config.runs
+    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=(x.stride[0], 1, shape[1])))
+
+
+def tma_of(op, matrix: Optional[cute.Tensor], columns: int) -> tuple:
+    """(Copy of boxes of so many columns, the matrix as it has it); swizzled: eight rows are in different banks."""
+    if matrix is None:
+        return None, None
+    shape = TILE_TOKENS, columns
+    bits = (columns * matrix.element_type.width // 128).bit_length() - 1
+    return cpasync.make_tiled_tma_atom(op, matrix, swizzled(shape, bits), shape)
 
 
 @cute.jit
@@ -434,23 +527,34 @@ def projection_backward_sm90(
     norm_weight: Optional[Dtype],
     needs_dx: bool,
     needs_dphi: bool,
+    n: int,
+    orientation: Optional[str],
+    gathers: bool,
     config: WarpgroupBackwardConfig,
 ) -> Program:
-    """dx (M, K) and partials (chunks, N, K) from bf16 x (M, K), phi (N, K), dH (M, N) and dmean_square (M,)."""
+    """dx (M, K) and partials (chunks, N, K) from bf16 x (M, K), phi (N, K), dH (M, N) and dmean_square (M,).
+
+    With ``orientation`` what comes by way of dout (M, K) and res (M, n n) is in dx, too; if it ``gathers`` what comes
+    by way of dlayer (M, C) and pre (M, n).
+    """
     rows, chunks = cute.sym_int(), cute.sym_int()
-    columns, k = config.columns, config.k
+    columns, k, combines = config.columns, config.k, orientation is not None
 
     def compact(dtype, *shape):
         order = tuple(reversed(range(len(shape))))
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
     return Program(
-        ProjectionBackwardSm90(config),
+        ProjectionBackwardSm90(config, n, orientation, gathers),
         symbolic_streams(BFloat16, rows, k, 8),
         compact(phi, columns, k),
         symbolic_vector(norm_weight, k),
         compact(Float32, rows, columns),
         symbolic_vector(Float32, rows),
+        symbolic_streams(BFloat16, rows, k, 8) if combines else None,
+        compact(Float32, rows, n * n) if combines else None,
+        symbolic_streams(BFloat16, rows, k // n, 8) if gathers else None,
+        compact(Float32, rows, n) if gathers else None,
         symbolic_streams(BFloat16, rows, k, 8) if needs_dx else None,
         compact(Float32, chunks, columns, k) if needs_dphi else None,
         Int32(1),

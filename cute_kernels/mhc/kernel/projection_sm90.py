@@ -259,7 +259,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
                     cute.gemm(tiled_mma, sums, tCrX[at], tCrPhi[at], sums)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.free(slot)
+                self.free(self.empty, slot)
                 slot, phase = advance(slot, phase, config.stages)
             self.store(sums, places, partials, item)
 

@@ -67,11 +67,11 @@ class WarpgroupProducts:
         return cute.make_rmem_tensor(places.shape[:3], Float32), places
 
     @cute.jit
-    def free(self, slot: Int32):
-        """This warp has multiplied: its lanes tell both CTAs."""
+    def free(self, empty: cute.Pointer, slot: Int32):
+        """This warp has read a slot: its lanes tell both CTAs."""
         lane = cute.arch.lane_idx()
         if lane < CLUSTER:
-            cute.arch.mbarrier_arrive(self.empty + slot, lane)
+            cute.arch.mbarrier_arrive(empty + slot, lane)
 
 
 def swizzled(shape: tuple[int, int], bits: int):

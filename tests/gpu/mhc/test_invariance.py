@@ -46,6 +46,8 @@ WIDE = [
     Case(8, 1024, (13,), FP16, layout="channels"),
     Case(1, 4096, (13,), FP32, bias=True),
 ]
+# Eight streams by pairs of warpgroups, several slices
+PAIRS = [Case(8, 136, norm_weight=True), Case(8, 136, layout="channels", res_orientation="oi")]
 STREAMWISE = ("aggregate", "expand_combine")
 SOME = ("coefficients", "sinkhorn", "aggregate", "expand_combine", "hyper_connection")
 
@@ -61,6 +63,7 @@ def assert_same_bits(found, wanted, what=""):
     [(op, replace(FULL, dropout_p=0.3), "tf32") for op in OPERATIONS]
     + [(op, case, "fp32") for case in BATCHES[1:] for op in SOME if (case.n, op) != (2, "hyper_connection")]
     + [(op, replace(DEEP, dropout_p=0.3), "tf32") for op in ("projection", "hyper_connection")]
+    + [("hyper_connection", replace(case, tokens=(2100,)), "tf32") for case in PAIRS]
     + [(op, case, "tf32") for case in WIDE for op in STREAMWISE],
     ids=str,
 )
@@ -91,6 +94,7 @@ def tokens_at(tensors, index):
     + [(op, case, "fp32") for case in BATCHES[1:] for op in SOME if (case.n, op) != (2, "hyper_connection")]
     + [(op, BATCHES[1], "fp32") for op in ("projection", "pre")]
     + [(op, RING, "tf32") for op in ("projection", "pre")]
+    + [("hyper_connection", case, "tf32") for case in PAIRS]
     + [(op, case, "tf32") for case in WIDE for op in STREAMWISE],
     ids=str,
 )
@@ -200,7 +204,9 @@ def test_training_is_inference(op, generator):
         ("projection", DEEP, "fp32"),
         ("hyper_connection", DEEP, "tf32"),
         ("hyper_connection", BATCHES[2], "fp32"),
-        ("projection", Case(8, 136, norm_weight=True), "tf32"),  # by pairs of warpgroups, several slices
+        ("projection", PAIRS[0], "tf32"),
+        ("hyper_connection", PAIRS[0], "tf32"),
+        ("hyper_connection", PAIRS[1], "tf32"),
         ("head", FULL, "tf32"),
         ("pre", FULL, "tf32"),
     ],

@@ -127,20 +127,31 @@ TF32_ERROR = 2.0**-15
 @pytest.mark.parametrize("case", TF32, ids=str)
 @pytest.mark.parametrize("op", ["projection"])
 def test_tf32_products(op, case, generator):
-    """Pairs of bf16: H and dphi err by less than 2^-15, root mean square; the mean square as in fp32."""
+    """Pairs of bf16: H and dphi err by less than 2^-15, root mean square, or rounding; the mean square as in fp32."""
     tensors, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
     found = differentiate(mhc, op, case, tensors, upstream, precision="tf32")
     exact = oracle(op, case, tensors, upstream)
     for name in ("H", "dphi", *["dnorm_weight"] * case.norm_weight):
-        assert relative_rms(found[name], exact[name].value) < TF32_ERROR, name
+        rounding = torch.finfo(found[name].dtype).eps / 4
+        assert relative_rms(found[name], exact[name].value) < max(TF32_ERROR, rounding), name
     check({"mean_square": found.pop("mean_square")}, exact)
     check(found, exact, margins=product_margins(op, case, exact, "tf32"))
 
 
-@pytest.mark.parametrize("case", [TF32[0], Case(8, 64, (600,), FP32, norm_weight=True)], ids=str)
-@pytest.mark.parametrize("op", ["hyper_connection"])
+COMPOSITES = [
+    TF32[0],
+    Case(8, 64, (600,), FP32, norm_weight=True),  # the smallest ring, of two slots; sixteen tiles
+    # By pairs of warpgroups: slices beyond the end, chunks of an odd number of tiles, the last tile not whole
+    Case(8, 24, (70,), res_orientation="oi"),
+    Case(8, 136, (2100,), norm_weight=True, bias=True),
+    Case(8, 136, (1100,), parameters=BF16, layout="channels", gap=8),
+    Case(8, 520, (1, 321), layout="channels", res_orientation="oi", norm_weight=True),
+]
+
+
+@pytest.mark.parametrize("case", COMPOSITES, ids=str)
+@pytest.mark.parametrize("op", ["pre", "hyper_connection"])
 def test_tf32_composites(op, case, generator):
-    """The second has the smallest ring, of two slots, and walks over sixteen tiles."""
     assert_accurate(op, case, make_inputs(case, generator), make_upstream(op, case, generator), "tf32")
 
 
