@@ -45,7 +45,7 @@ class GemmAny:
         tiled_mma = cute.make_tiled_mma(op, cute.make_layout((4, 2, 1)))
         divisors = tile_divisors(*(cute.ceil_div(d.shape[i], TILE[i]) for i in range(2)), GROUP)
         self.kernel(tiled_mma, a, b, d, z, bias, valid_k, divisors).launch(
-            grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -74,6 +74,7 @@ class GemmAny:
         tCcD = thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n)))
         sums = cute.make_rmem_tensor(tCcD.shape[:3], Float32)
 
+        cute.arch.griddepcontrol_wait()
         num_k = a.shape[1]
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)

@@ -119,6 +119,7 @@ class GemmSm100:
             cluster=[self.cluster[0] * self.cluster[1], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )  # fmt: skip
 
     def load_op(self, multicast: int):
@@ -207,6 +208,7 @@ class GemmSm100:
             tiled_mma.make_fragment_C(cute.append(sums_shape, ACCUMULATORS)).layout,
         )
 
+        cute.arch.griddepcontrol_wait()
         num_k = mA.shape[1]
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)

@@ -121,6 +121,7 @@ class GemmSm90:
             cluster=[self.cluster[0] * self.cluster[1], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )  # fmt: skip
 
     def operand_layout(self, layout: LayoutEnum, shape: tuple[int, int]):
@@ -210,6 +211,7 @@ class GemmSm90:
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
+        cute.arch.griddepcontrol_wait()
         num_k = mA.shape[1]
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)

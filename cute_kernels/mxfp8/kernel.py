@@ -117,6 +117,7 @@ class Quantize:
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.jit
@@ -198,6 +199,8 @@ class Quantize:
                     cute.arch.mbarrier_init(received + i, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
+        cute.arch.griddepcontrol_wait()
+        if warp == 0:
             if const_expr(exchanges > 0):
                 if lane < exchanges:
                     cute.arch.mbarrier_arrive_and_expect_tx(received + lane, 4 * TILE)

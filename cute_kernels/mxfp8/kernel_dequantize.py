@@ -33,7 +33,7 @@ class Dequantize:
         s = cute.recast_ptr(scale.iterator, dtype=Uint8)
         tiles = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(size, TILE)) for size in (rows, columns)]
         self.kernel(q.iterator, s, y.iterator, rows, columns, *tiles).launch(
-            grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -56,6 +56,7 @@ class Dequantize:
         e, tr = divmod(rest, tiles_r)
         first = tr * TILE + tidx // (TILE // vec)
         column = tc * TILE + tidx % (TILE // vec) * vec
+        cute.arch.griddepcontrol_wait()
         if column < columns:
             rQ = cute.make_rmem_tensor((vec, count), q.dtype)
             rS = cute.make_rmem_tensor((count,), Uint8)

@@ -85,6 +85,7 @@ class NormForward:
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -109,6 +110,7 @@ class NormForward:
         tiles, mbars = self.ring.allocate(smem, streams)
         messages, message_mbars = self.row_sum.allocate(smem)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
+        cute.arch.griddepcontrol_wait()
         # Weight and bias are asked for before the rows: behind the ring's first tiles they would come last
         has_column = valid_columns(column, t, layout)
         columns = [None if const_expr(v is None) else columns_of(v, column, layout) for v in (weight, bias)]
@@ -273,6 +275,7 @@ class NormBackward:
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=True,
         )
         if const_expr(partials is not None):
             self.sum_rows.launch(partials, dw, db, num_clusters, stream)
@@ -305,6 +308,7 @@ class NormBackward:
         tiles, mbars = self.ring.allocate(smem, streams, scratch_bytes)
         messages, message_mbars = self.row_sum.allocate(smem)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
+        cute.arch.griddepcontrol_wait()
         # What the first row needs beside its elements is asked for before them
         has_column = valid_columns(column, t, layout)
         if const_expr(weight is not None):

@@ -1,4 +1,4 @@
-"""Which kernels ask L2 to make room first for what they read, by their PTX."""
+"""By their PTX: which kernels ask L2 to make room first for what they read; when they begin to read and to write."""
 
 import re
 
@@ -17,20 +17,26 @@ from cute_kernels.gemm.config import DECODE_32
 from cute_kernels.gemm.kernel import gemm
 from tests import mhc_cases, mxfp8_cases, norm_cases
 from tests.cpu.test_gemm_compile import arguments
-from tests.cpu.test_mhc_compile import jobs_of
+from tests.cpu.test_mhc_compile import BY_WARPGROUPS, jobs_of
 
-case = mhc_cases.Case(4, 1280)
+case, eight = mhc_cases.Case(4, 1280), mhc_cases.Case(8, 512)
 jobs = [
     *norm_cases.kernels_of([norm_cases.Case("rms", 1024)], {arch!r}),
     *mxfp8_cases.kernels_of([mxfp8_cases.Case("rowwise", (96, 160))], {arch!r}),
     *jobs_of({arch!r}, ("projection", case), ("pre", case), ("expand_combine", case)),
     (gemm, arguments({arch!r}, (DECODE_32, True))),
 ]
-for index, (builder, arguments) in enumerate(dict.fromkeys(jobs)):
+others = [
+    (gemm, arguments({arch!r}, (None, False))),
+    *jobs_of({arch!r}, ("sinkhorn", case), ("head", case), ("expand", case), ("contract", case)),
+    *[job for job in jobs_of({arch!r}, ("hyper_connection", eight)) if job[0].__name__ in BY_WARPGROUPS],
+]
+for index, (builder, arguments) in enumerate(dict.fromkeys([*jobs, *others])):
     assert builder.obtain(*arguments).origin == "compiled"
-    mixes = builder.__name__ == "pre_forward" and arguments[4] is not None
+    name = builder.__name__ + "_mixes" * (builder.__name__ == "pre_forward" and arguments[4] is not None)
+    name = name if (builder, arguments) in jobs else f"other_{{name}}"
     for path in pathlib.Path.cwd().glob("*.ptx"):
-        path.rename(f"{{builder.__name__}}{{'_mixes' if mixes else ''}}.{{index}}.text")
+        path.rename(f"{{name}}.{{index}}.text")
 """
 # Builder -> when its loads make room first. A case's rows of x are of 5120 bf16, a norm's of 1024, a tile of 128 x 128
 LAST_TOKENS = ("<=", LAST_BYTES // (2 * 5120))
@@ -58,16 +64,39 @@ def conditions(ptx: str) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_who_chooses_a_priority_and_when(arch, tmp_path):
-    compile_in(tmp_path, PROGRAM.format(arch=arch))
-    found = {path.name.split(".")[0]: path.read_text() for path in tmp_path.glob("*.text")}
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def texts(request, tmp_path_factory) -> dict[str, str]:
+    """Name and number of each of PROGRAM's kernels -> its PTX."""
+    folder = tmp_path_factory.mktemp(request.param)
+    compile_in(folder, PROGRAM.format(arch=request.param))
+    return {path.stem: path.read_text() for path in folder.glob("*.text")}
+
+
+def test_who_chooses_a_priority_and_when(texts):
+    found = {name.split(".")[0]: text for name, text in texts.items() if not name.startswith("other")}
     assert set(found) > {*CHOOSE, "pre_forward_mixes"}
     for load in BULK_LOAD.findall("".join(found.values())):
         assert "L2::cache_hint" in load
     for name, text in found.items():
         assert conditions(text) == ({CHOOSE[name]} if name in CHOOSE else set()), name
         assert name not in CHOOSE or "L2::cache_hint" in text
+
+
+def test_all_wait_for_the_kernel_before(texts):
+    """Before they touch memory or let the next one begin: they may be launched while that one still runs.
+
+    A kernel that has ended has so seen the end of all before it.
+    """
+    touches = re.compile(r"\b(ld|st|red|atom)\.(\w+\.)*global|cp\.async|multimem|\bldu\b")
+    kernels = [(name, kernel) for name, text in texts.items() for kernel in text.split(".entry ")[1:]]
+    assert len(kernels) > 20
+    for name, kernel in kernels:
+        waits, touched = kernel.find("griddepcontrol.wait"), [match.start() for match in touches.finditer(kernel)]
+        if "phi_gradient" in name and "SumRows" in kernel.partition("(")[0]:
+            assert waits > max(touched)  # what it adds was there when the kernel before began: it only ends after it
+            continue
+        assert 0 < waits < min(touched), name
+        assert "griddepcontrol.launch_dependents" not in kernel[:waits], name
 
 
 @pytest.mark.parametrize("transposed", [True, False])
