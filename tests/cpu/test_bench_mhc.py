@@ -23,7 +23,7 @@ measure = functools.partial(bench_mhc.measure_connection, device=StandIn(), repe
 def test_cases_are_those_of_the_specification():
     cases = bench_mhc.connections()
     names = [connection.case(direction).name for connection in cases for direction in connection.directions]
-    assert len(set(names)) == len(names) == 135
+    assert len(set(names)) == len(names) == 143
 
     def count(pattern):
         return sum(re.search(pattern, name) is not None for name in names)
@@ -35,8 +35,9 @@ def test_cases_are_those_of_the_specification():
                 assert count(rf"^{op}\.{direction}\.\d+x[28]x4096\.bfloat16\.{layout}$") == 2
     for op in bench_mhc.WHOLE_OPS:
         assert count(rf"^{op}\.(fwd|bwd)\.(8192x4x4096|4096x4x7168)\.bfloat16\.streams$") == 4
-    assert count(r"^layer\.fwd\..*\.streams") == count(r"^layer\.bwd\..*\.streams") == 6
-    assert count(r"^layer\..*\.channels") == 4
+    assert count(r"^layer\.fwd\.\d+x4x.*\.streams") == count(r"^layer\.bwd\.\d+x4x.*\.streams") == 6
+    assert count(r"^layer\.(fwd|bwd)\.\d+x4x.*\.channels") == 4
+    assert count(r"^layer\.(fwd|bwd)\.\d+x[28]x4096\.bfloat16\.(streams|channels)$") == 8
     assert count(r"^decode\.fwd\.(1|16|128)x4x7168\.") == count("^decode") == 3
     assert count(r"^coefficients_sinkhorn\.(fwd|bwd)\.(8192|4096)x4\.float32\.plain") == 4
     assert "expand_combine.bwd.8192x4x4096.bfloat16.channels" in names
