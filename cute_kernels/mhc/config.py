@@ -403,8 +403,9 @@ class WarpgroupBackwardConfig:
     """How warpgroups compute dx and the sums of dphi (kernel/projection_backward_sm90.py).
 
     ``columns``: N; ``k``: n C. A CTA owns ``slice_k`` columns of x, as many of each of ``runs`` equal parts of K, with
-    phi in ``phi_terms`` terms, and adds ``chunk`` tokens; ``stages`` tiles of dH, ``x_stages`` of x are in flight. A
-    pair of CTAs shares dH. ``sharers``: warpgroups that share a tile's dx; one: they take turns.
+    phi in ``phi_terms`` terms, and adds ``chunk`` tokens; in flight are ``stages`` tiles of dH and R, which a pair of
+    CTAs shares, and ``x_stages`` of x, dout and dlayer. ``sharers``: warpgroups that share a tile's dx; one: they take
+    turns.
     """
 
     columns: int

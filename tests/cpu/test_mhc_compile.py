@@ -12,12 +12,14 @@ import torch
 
 from cute_kernels.mhc import prewarm
 from cute_kernels.mhc.config import (
+    TILE_TOKENS,
     pre_config,
     product_layout,
     projection_backward_config,
     projection_config,
     splits_of,
     stream_layout,
+    warpgroup_backward_config,
 )
 from cute_kernels.mhc.kernel.aggregate import AggregateBackward
 from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
@@ -312,15 +314,31 @@ WITH_THE_REST = [("pre", "streams", "io"), ("pre", "channels", "io")]  # of what
 WITH_THE_REST += [("hyper_connection", layout, order) for layout in LAYOUTS for order in ("io", "oi")]
 
 
+@pytest.mark.parametrize(
+    "parameters, norm_weight, needs_dphi", [(FP32, False, True), (BF16, True, True), (FP32, True, False)]
+)
 @pytest.mark.parametrize("op, layout, order", WITH_THE_REST)
-def test_backward_by_warpgroups_compiles(op, layout, order):
-    jobs = jobs_of("sm_90a", (op, Case(8, 512, layout=layout, res_orientation=order)))
-    (job,) = [job for job in jobs if job[0].__name__ == "projection_backward_sm90"]
-    compile_and_check([job], "sm_90a")
+def test_backward_by_warpgroups_compiles(op, layout, order, parameters, norm_weight, needs_dphi):
+    case = Case(8, 512, parameters=parameters, layout=layout, res_orientation=order, norm_weight=norm_weight)
+    (job,) = [job for job in jobs_of("sm_90a", (op, case)) if job[0].__name__ == "projection_backward_sm90"]
+    builder, (*facts, sums, n, orientation, gathers, config) = job
+    assert sums
+    compile_and_check([(builder, (*facts, needs_dphi, n, orientation, gathers, config))], "sm_90a")
 
 
-@pytest.mark.parametrize("op", ["projection", "hyper_connection"])
-def test_instructions_of_warpgroups(op, tmp_path):
+def test_turns_of_warpgroups():
+    """What the waits of compute_dx rest on, where its warpgroups take turns."""
+    for layout, phi in itertools.product(LAYOUTS, ("bfloat16", "float32")):
+        for combines, gathers in itertools.product((False, True), repeat=2):
+            config = warpgroup_backward_config(8, 4096, layout, 80, phi, combines, gathers)
+            assert config.stages == 2 and config.x_stages >= 2
+            assert config.sharers == (1 if combines or gathers else 2)
+            assert config.chunk // TILE_TOKENS % 2 == 0  # an item that another of its slice follows
+            assert config.sharers == 2 or combines or config.x_stages % 2 == 0
+
+
+@pytest.mark.parametrize("op, boxes", [("projection", 10), ("hyper_connection", 12)])  # dH's; and R's
+def test_instructions_of_warpgroups(op, boxes, tmp_path):
     """Of eight streams: both operands from shared memory; phi, dH and R for two CTAs at once.
 
     Of the projection alone a warpgroup computes 128 columns of dx, half of the slice; with the rest 128 are all of it.
@@ -338,6 +356,9 @@ for name in ("projection_forward_sm90", "projection_backward_sm90"):
     assert len(kernels) == 2
     shapes = [set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)\.f32\.bf16\.bf16", k)) for k in kernels]
     assert sorted(shapes, key=len) == [{"m64n160k16"}, {"m64n128k16", "m64n80k16"}]
+    (backward,) = [kernel for kernel in kernels if "m64n80k16" in kernel]
+    copies = len(re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", backward))
+    assert copies > 0 and copies % boxes == 0  # the compiler may write one several times
     for kernel in kernels:
         assert "multicast::cluster" in kernel and "cp.async.bulk.tensor.2d.shared::cluster.global" in kernel
         assert "mma.sync" not in kernel and ".local" not in kernel and not re.search(r"\b(atom|red)\.", kernel)

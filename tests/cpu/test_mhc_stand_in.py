@@ -218,6 +218,25 @@ def test_eight_streams_by_where_phi_lies(channels, offsets, kernels, generator):
         assert found == (set() if offset else {"projection_forward_sm90", "projection_backward_sm90"})
 
 
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])
+def test_eight_streams_by_where_coefficients_lie(offsets, kernels, generator):
+    """pre and res that a hook gives back off 16 bytes: another kernel, whatever was called before."""
+    t = make_inputs(Case(8, 64, (5,), BF16), generator)
+
+    for offset in offsets:
+
+        def moved(tensor, offset=offset):
+            if tensor.shape not in {(5, 8), (5, 8, 8)}:
+                return tensor
+            return torch.empty(tensor.numel() + offset)[offset:].view(tensor.shape).copy_(tensor)
+
+        kernels.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, moved):
+            call(mhc, "hyper_connection", Case(8, 64, (5,), BF16), t)[0].sum().backward()
+        found = [name for name in names_of(kernels) if name.startswith("projection_backward")]
+        assert found == ["projection_backward" if offset else "projection_backward_sm90"]
+
+
 def test_what_is_not_for_warpgroups(kernels, generator):
     """In "fp32", of a dH off 16 bytes, of one token that stands for all, of tokens or streams that one box holds."""
 

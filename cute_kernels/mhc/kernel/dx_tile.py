@@ -58,11 +58,12 @@ class DxTile:
         starts = [start + (unit ^ row * units // 8 % units) * OCTET for unit in range(units)]
         tile = plain_pointer(self.sX)
         for half in cutlass.range_constexpr(2):
+            octets = range(boxes * units)
+            places = [starts[octet % units] + (octet // units * size + half * 8 * config.box) for octet in octets]
             pairs = []
             for octet in cutlass.range_constexpr(boxes * units):
-                place = starts[octet % units] + (octet // units * size + half * 8 * config.box)
-                at = tile + cute.assume(place + thread % 4 * 2, divby=2)
-                pairs.append(cute.make_tensor(at, cute.make_layout(2)))
+                own = tile + cute.assume(places[octet] + thread % 4 * 2, divby=2)
+                pairs.append(cute.make_tensor(own, cute.make_layout(2)))
                 words = cute.make_rmem_tensor((2,), BFloat16)
                 cute.autovec_copy(pairs[octet], words)
                 values = to_fp32(words.load())
@@ -72,10 +73,6 @@ class DxTile:
             if const_expr(self.sLayer is not None):
                 self.gather(sums, gates[half], slot, row + 8 * half, half)
             if const_expr(self.sOut is not None):
-                places = [
-                    starts[octet % units] + (octet // units * size + half * 8 * config.box)
-                    for octet in range(boxes * units)
-                ]
                 self.combine(sums, places, res_slot, row + 8 * half, half, thread)
             for octet in cutlass.range_constexpr(boxes * units):
                 words = cute.make_rmem_tensor((2,), BFloat16)

@@ -8,8 +8,8 @@ Both by warpgroup MMA from one reading of x. A CTA walks over tiles of 64 tokens
 stays in shared memory as bf16 terms; the CTAs of a pair have neighbouring columns, and share dH and R
 (warpgroup_products.py). Two warpgroups compute dx with phi as the second operand; one adds up with x, transposed, as
 the first. dx goes where x was as soon as that one has read it, and from there to memory. Of the projection alone a
-slice is 256 columns, half of them for each warpgroup of dx; with the rest it is sixteen channels of every stream, so
-that a thread has all streams of a channel, or a channel's in 16 bytes, and the warpgroups take turns.
+slice is 256 columns, half of them for each warpgroup of dx; with the rest it is sixteen channels of every stream
+(dx_tile.py says why), and the warpgroups take turns.
 
     gmem dH --TMA--> ring in smem --> terms in their place --wgmma with phi--> registers --> + x --> x's slot
     gmem x, dout, dlayer --TMA--> another ring --wgmma of x with dH--> sums of a chunk --> partials in gmem
@@ -428,6 +428,9 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 rows = [cutlass.min(first_row + 8 * half, self.num_tokens - 1) for half in range(2)]
                 scales = [dmean_square[row] * (2.0 / config.k) for row in rows]
                 gates = [self.dx_tile.load_gates(pre, row, tidx) for row in rows]
+                # A wait tells two phases apart. In turns a slot's tile before may have been the other warpgroup's: that
+                # it had come is known since dH's slot, one of two, was free again, for which the adder had read it, or
+                # R's, for which that warpgroup had; with neither x's ring has an even number of slots
                 slot, phase = place_in_ring(before + tile, config.stages)
                 cute.arch.mbarrier_wait(self.split + slot, phase)
                 self.project(tiled_mma, tCrH, tCrPhi, sums, slot)
@@ -440,6 +443,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     cute.arch.mbarrier_wait(self.read + x_slot, x_phase)
                 self.dx_tile.finish(sums, scales, gates, x_slot, slot, thread)
                 if const_expr(self.combines):
+                    cute.arch.sync_warp()  # all lanes have read R
                     self.free(self.res_empty, slot)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(self.done + x_slot)

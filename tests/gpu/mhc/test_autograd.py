@@ -57,8 +57,12 @@ def test_main_grad(op, case, generator):
     check(found, exact, margins=margins)
 
 
-@pytest.mark.parametrize("case", [FULL], ids=str)
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize(
+    "op, case",
+    [(op, FULL) for op in OPERATIONS]
+    + [(op, Case(8, 136, (330,), norm_weight=True)) for op in ("pre", "hyper_connection")],
+    ids=str,
+)
 def test_one_gradient_at_a_time(op, case, generator):
     """Each input alone requires grad: its gradient to rounding; main_grad of what is frozen stays."""
     case = replace(case, dropout_p=0.2)

@@ -207,6 +207,7 @@ def test_training_is_inference(op, generator):
         ("projection", PAIRS[0], "tf32"),
         ("hyper_connection", PAIRS[0], "tf32"),
         ("hyper_connection", PAIRS[1], "tf32"),
+        ("hyper_connection", Case(8, 24), "tf32"),  # one slice for a pair of CTAs, chunk after chunk
         ("head", FULL, "tf32"),
         ("pre", FULL, "tf32"),
     ],
