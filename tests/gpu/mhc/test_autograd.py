@@ -60,7 +60,7 @@ def test_main_grad(op, case, generator):
 @pytest.mark.parametrize(
     "op, case",
     [(op, FULL) for op in OPERATIONS]
-    + [(op, Case(8, 136, (330,), norm_weight=True)) for op in ("pre", "hyper_connection")],
+    + [(op, Case(8, 136, (330,), norm_weight=True, bias=True)) for op in ("pre", "hyper_connection")],
     ids=str,
 )
 def test_one_gradient_at_a_time(op, case, generator):
