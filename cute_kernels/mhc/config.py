@@ -394,6 +394,7 @@ class ProjectionBackwardConfig:
         return -(-num_tokens // (chunks * self.chunk)) * self.parts
 
 
+MAX_BOX = 64  # columns of x that one copy of the projection's backward brings
 TILE_TOKENS = 64  # that come at once where warpgroups compute the backward
 SLICE_CHANNELS = 16  # of each stream, that a CTA owns there if it adds what reaches x by other ways than the projection
 
@@ -426,7 +427,7 @@ class WarpgroupBackwardConfig:
     @property
     def box(self) -> int:
         """Columns of x that a copy brings: 128 bytes of each token, or a run."""
-        return min(64, self.run)
+        return min(MAX_BOX, self.run)
 
     @property
     def boxes(self) -> int:

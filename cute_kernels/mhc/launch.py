@@ -27,6 +27,7 @@ from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
     BIAS_CHUNK,
+    MAX_BOX,
     MAX_WARP_COLUMNS,
     SLICE_CHANNELS,
     PreConfig,
@@ -45,7 +46,6 @@ from cute_kernels.mhc.config import (
 )
 from cute_kernels.mhc.variants import Variant
 
-MAX_BOX = 64  # columns of x that one copy of the projection's backward brings
 COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
 # Of a Variant, what the coefficients' kernels know, in the order of its fields
 VARIANT = (

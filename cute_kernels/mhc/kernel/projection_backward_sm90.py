@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import SLICE_CHANNELS, TILE_TOKENS, WarpgroupBackwardConfig
+from cute_kernels.mhc.config import MAX_BOX, SLICE_CHANNELS, TILE_TOKENS, WarpgroupBackwardConfig
 from cute_kernels.mhc.kernel.dx_tile import OCTET, RES_BOX, DxTile
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
@@ -183,7 +183,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
             return cute.make_tensor(cute.recast_ptr(memory, layout.inner, BFloat16), layout.outer)
 
         self.x_full, self.read, self.done = (smem.allocate_array(Int64, x_stages) for _ in range(3))
-        kind = kinds.MN_SW128 if config.box == 64 else kinds.MN_SW32
+        kind = kinds.MN_SW128 if config.box == MAX_BOX else kinds.MN_SW32
         layout = cute.tile_to_shape(atom(kind), (config.slice_k, TILE_TOKENS, x_stages), order=(1, 0, 2))
         memory = smem.allocate(2 * cute.cosize(layout.outer), byte_alignment=1024)
         self.sX, size = view(memory, layout), TILE_TOKENS * config.box
