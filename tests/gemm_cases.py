@@ -48,7 +48,8 @@ def kernel_name(kernel: tuple) -> str:
     config, transposed = kernel
     tile = "any" if config is None else "x".join(str(size) for size in config.tile)
     shape = "" if config is None else f"-cluster_{config.cluster[0]}x{config.cluster[1]}-stages_{config.stages}"
-    return tile + shape + "-transposed" * transposed
+    turns = "-ping_pong" * (config is not None and config.ping_pong)
+    return tile + shape + turns + "-transposed" * transposed
 
 
 # Inputs

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 CONTRACT = "serial_k16"
 SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
 STORE_STAGES = 2  # parts of a tile that are on their way out by TMA
+# What is done with the sums of a tile of 128 x 256 takes as long as so many k of its products
+EPILOGUE_K = {"store": 130, "activate": 350, "accumulate": 700}
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,20 @@ class GemmConfig:
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
+        ping_pong: SM90: two consumer warpgroups take whole tiles in turn, so that one multiplies while the other
+            stores its sums, or loads what the next ones start from.
     """
 
     tile: tuple[int, int, int]
     cluster: tuple[int, int]
     stages: int
     group: int
+    ping_pong: bool = False
+
+    @property
+    def turns(self) -> int:
+        """Tiles of a CTA that are at work at once: consumer warpgroups take them in turn."""
+        return 2 if self.ping_pong else 1
 
     @property
     def ring_bytes(self) -> int:
@@ -54,6 +64,12 @@ PREFILL = (
     GemmConfig((128, 128, 64), (2, 1), 6, 8),
     GemmConfig((128, 128, 64), (1, 2), 6, 8),
     GemmConfig((128, 64, 64), (2, 1), 8, 8),
+)
+# The same on SM90, where what a tile costs beside its products is worth hiding
+PING_PONG = (
+    GemmConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
+    GemmConfig((128, 160, 64), (2, 1), 5, 8, ping_pong=True),
+    GemmConfig((128, 128, 64), (2, 1), 6, 8, ping_pong=True),
 )
 # Few tokens. As many stages as fit: a stream of weights needs some 64 KB in flight an SM.
 # Along N, the product transposed, an instruction may be as narrow as 8: no arithmetic is spent on tokens that are not
@@ -92,7 +108,7 @@ DECODE_WIDE = (
 
 def many_tokens(arch: str) -> tuple[GemmConfig, ...]:
     """Tiles of 128 rows, also for the gradient of a weight."""
-    return DECODE_WIDE + PREFILL if arch == "sm_90a" else PREFILL
+    return DECODE_WIDE + PREFILL + PING_PONG if arch == "sm_90a" else PREFILL
 
 
 def few_tokens_along_m(arch: str) -> tuple[GemmConfig, ...]:
@@ -110,9 +126,10 @@ def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     return (None, *dict.fromkeys(many_tokens(arch) + few_tokens_along_m(arch) + few_tokens_along_n(arch)))
 
 
-def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig, bool]:
+def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "store") -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for aligned operands of m and n rows.
 
+    ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K.
     ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
     all before the weights had a priority in L2 (and DECODE_32_TOKENS_M 8 stages, not 9):
     8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
@@ -135,7 +152,7 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
             return DECODE_8, transposed
         return (DECODE_8_TOKENS_M if tokens <= 64 else DECODE_16), not transposed
     if 32 < m <= 64 and m < n and arch == "sm_90a":
-        return min(DECODE_64_TOKENS, key=lambda config: _cost(config, m, n, num_sms)), False
+        return min(DECODE_64_TOKENS, key=lambda config: _decode_cost(config, m, n, num_sms)), False
     if tokens <= 16:
         return DECODE_16, transposed
     if tokens <= 32 or tokens <= 128 and weights <= 2048:
@@ -152,8 +169,11 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int) -> tuple[GemmConfig,
         return DECODE_64_PAIR, transposed
     if tokens <= 256 and weights <= (8192 if k > 8192 else 32 * num_sms):
         return DECODE_128_PAIR, transposed
-    configs = many_tokens(arch) if tokens <= 256 else PREFILL
-    return min(configs, key=lambda config: _cost(config, m, n, num_sms)), False
+    if tokens <= 256:
+        configs = DECODE_WIDE + PREFILL if arch == "sm_90a" else PREFILL
+        return min(configs, key=lambda config: _decode_cost(config, m, n, num_sms)), False
+    configs = PREFILL + PING_PONG if arch == "sm_90a" else PREFILL
+    return min(configs, key=lambda config: _prefill_cost(config, m, n, k, num_sms, epilogue)), False
 
 
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
@@ -163,11 +183,23 @@ def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
     return -(-clusters // (num_sms // (cluster_m * cluster_n)))
 
 
-def _cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
+def _decode_cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
     """Time of the busiest CTA, in units of its tensor cores' time for a tile of 128 x 256.
 
-    A tile costs 0.06 beside its arithmetic. H200, us (cuBLAS): 256x4096x4096 with (128, 64) 23.1, (128, 256) 46
-    (24.9); 4096x4096x4096 with (128, 256) 195, (128, 192) 220 (195); 512x4096x4096 with (128, 128) 31.2, (128, 256)
-    47.7 (29.6).
+    A tile costs 0.06 beside its arithmetic. H200, us (cuBLAS): 256x4096x4096 with (128, 64) 23.1, (128, 256) 46 (24.9).
     """
     return _waves(config, m, n, num_sms) * (config.tile[0] * config.tile[1] / 32768 + 0.06)
+
+
+def _prefill_cost(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epilogue: str) -> float:
+    """Time of the busiest CTA, in units of its tensor cores' time for one k of a tile of 128 x 256.
+
+    What is done with a tile's sums is hidden but for the last tile's where warpgroups take turns. Tiles of fewer than
+    192 columns read more for a product: 128 columns take 3 % longer. bench/NOTES.md has the measurements that these
+    numbers and EPILOGUE_K are fitted to.
+    """
+    tile_m, tile_n, _ = config.tile
+    waves, area = _waves(config, m, n, num_sms), tile_m * tile_n / 32768
+    reads = 1 + 12 * max(0, 1 / tile_n - 1 / 192)
+    hides = config.ping_pong and waves > 1
+    return waves * area * k * reads + EPILOGUE_K[epilogue] * (area if hides else waves)

@@ -2,7 +2,8 @@
 
 One warp feeds a ring of (A, B) tiles in shared memory by TMA (multicast within a cluster); one or two consumer
 warpgroups multiply from there into fp32 registers and write d. All walk the same sequence of output tiles, so the
-next tile's loads run while this one is written.
+next tile's loads run while this one is written. Two consumers share a tile; or take tiles in turn (`ping_pong`), and
+what one does beside its products, such as an activation or reading what it adds to, takes no time of the tensor cores.
 
     gmem a, b --TMA--> sA, sB (full / empty mbarriers) --wgmma--> registers --stmatrix--> sD --TMA--> gmem d
 
@@ -40,7 +41,10 @@ from cute_kernels.gemm.kernel_epilogue import (
 )
 
 WARPGROUP = 128
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65536 in all: two consumers hold 128 accumulators a thread
+# The first of two each: of those that share a tile, and of those that take turns
+TILE_BARRIER, ORDER_BARRIER = 1, 3
+# Registers of a producer's and a consumer's thread, by ping_pong; 65536 in all. Sums are 128 of them, or up to 192
+REGISTERS = {False: (40, 232), True: (24, 240)}
 
 
 class GemmSm90:
@@ -65,10 +69,14 @@ class GemmSm90:
         self.cluster = config.cluster
         self.stages = config.stages
         self.group = config.group
-        self.consumers = config.tile[0] // 64
+        self.turns = config.turns
+        # Consumer warpgroups of a tile, and of the CTA
+        self.partners = 1 if config.ping_pong else config.tile[0] // 64
+        self.consumers = self.partners * self.turns
+        self.producer_registers, self.consumer_registers = REGISTERS[config.ping_pong]
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
         # time none, and slots are free earlier: 256x14336x4096 49.6 -> 48.2 us, but 256x4096x14336 in one 54.6 -> 60.7
-        self.in_flight = 0 if self.consumers > 1 else 1
+        self.in_flight = 0 if self.partners > 1 else 1
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
 
@@ -85,6 +93,7 @@ class GemmSm90:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
+        self.needs_registers = const_expr(self.activation is not None or self.turns > 1 and bias is not None)
         if const_expr(self.transposed):
             d = transpose(d)
             z = None if const_expr(z is None) else transpose(z)
@@ -96,7 +105,7 @@ class GemmSm90:
             a_layout.sm90_mma_major_mode(),
             b_layout.sm90_mma_major_mode(),
             Float32,
-            (self.consumers, 1, 1),
+            (self.partners, 1, 1),
             tiler_mn=(64, tile_n),
         )
         sA_layout = self.operand_layout(a_layout, (tile_m, tile_k))
@@ -132,22 +141,22 @@ class GemmSm90:
         return cute.tile_to_shape(atom, (*shape, self.stages), order=(0, 1, 2) if k_major else (1, 0, 2))
 
     def store_tile(self) -> tuple[int, int]:
-        """Part of d's tile that is stored at once: 128 bytes of each row.
+        """Part of d's tile that is stored at once: 128 bytes of each of 64 rows for each warpgroup of the tile.
 
-        Fewer where an activation needs registers, or the ring the room: 256x12288x4096 with (128, 192) and 5 stages
-        41.7 us, with 4 and 128 bytes 45.0.
+        Fewer where an activation, or a bias beside 192 sums, needs registers, or the ring the room: 256x12288x4096 with
+        (128, 192) and 5 stages 41.7 us, with 4 and 128 bytes 45.0.
         """
-        tile_m, tile_n, _ = self.tile
-        row_bytes = 128 if self.ring_bytes + STORE_STAGES * tile_m * 128 <= SHARED_MEMORY else 64
-        columns = min(64 if self.activation is None else 32, row_bytes * 8 // self.out.width)
-        return tile_m, math.gcd(tile_n, columns)
+        rows = 64 * self.partners
+        row_bytes = 128 if self.ring_bytes + self.turns * STORE_STAGES * rows * 128 <= SHARED_MEMORY else 64
+        columns = min(32 if self.needs_registers else 64, row_bytes * 8 // self.out.width)
+        return rows, math.gcd(self.tile[1], columns)
 
     def store_layout(self):
         """Swizzled shared memory of the parts of d that are on their way out."""
         shape = self.store_tile()
         kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.out, shape[1])
         atom = warpgroup.make_smem_layout_atom(kind, self.out)
-        return cute.tile_to_shape(atom, (*shape, STORE_STAGES), order=(0, 1, 2))
+        return cute.tile_to_shape(atom, (*shape, self.turns * STORE_STAGES), order=(0, 1, 2))
 
     def load_atom(self, operand: cute.Tensor, layout, shape: tuple[int, int], multicast: int):
         op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -203,7 +212,7 @@ class GemmSm90:
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, (cluster_m + cluster_n - 1) * self.consumers * 4
+                pipeline.Agent.Thread, (cluster_m + cluster_n - 1) * self.partners * 4
             ),
             tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
             cta_layout_vmnk=cute.make_layout((1, cluster_m, cluster_n, 1)),
@@ -227,7 +236,7 @@ class GemmSm90:
 
         if warpgroup_index == 0:
             if const_expr(self.consumers > 1):
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
                 gA = cute.local_tile(mA, (tile_m, tile_k), (None, None))
                 gB = cute.local_tile(mB, (tile_n, tile_k), (None, None))
@@ -272,9 +281,11 @@ class GemmSm90:
                 ring.producer_tail(state)
         else:
             if const_expr(self.consumers > 1):
-                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            thread = tidx - WARPGROUP
-            thr_mma = tiled_mma.get_slice((warpgroup_index - 1) * WARPGROUP)
+                cute.arch.setmaxregister_increase(self.consumer_registers)
+            # The first or the second of those that take turns, and a thread's place among those that share its tile
+            turn = warpgroup_index - 1 if const_expr(self.turns > 1) else Int32(0)
+            thread = tidx % WARPGROUP if const_expr(self.turns > 1) else tidx - WARPGROUP
+            thr_mma = tiled_mma.get_slice(0 if const_expr(self.turns > 1) else (warpgroup_index - 1) * WARPGROUP)
             tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
             tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
             tCcD = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, tile_n)))
@@ -283,7 +294,10 @@ class GemmSm90:
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             num_stored = Int32(0)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
+            if const_expr(self.turns > 1):
+                state.advance(turn * k_tiles)
+                release.advance(turn * k_tiles)
+            for index in cutlass.range(first_tile + turn * step, tiles_m * tiles_n, self.turns * step):
                 m, n = tile_of(index, tiles_m, divisors, self.group)
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
@@ -292,14 +306,18 @@ class GemmSm90:
                         gD = cute.local_tile(d, (tile_m, tile_n), (m, n))
                         cute.autovec_copy(tiled_mma.get_slice(thread).partition_C(gD), sums)
                     else:
-                        load_sums(sums, tCcD, d, m * tile_m, n * tile_n)
+                        load_sums(sums, tCcD, d, m * tile_m, n * tile_n, 8 if self.turns > 1 else 64)
                 else:
                     sums.fill(0.0)
+                if const_expr(self.turns > 1):
+                    # A wait for a slot's parity tells of its last two turns alone: none before the other's last wait
+                    if index != first_tile:
+                        cute.arch.barrier(barrier_id=ORDER_BARRIER + turn, number_of_threads=2 * WARPGROUP)
                 warpgroup.fence()
                 for k in cutlass.range(k_tiles):
                     ring.consumer_wait(state)
                     if const_expr(valid_k is not None):
-                        self.mask(sA, sB, state.index, num_k - k * tile_k, thread)
+                        self.mask(sA, sB, state.index, num_k - k * tile_k, thread, turn)
                     for k16 in cutlass.range_constexpr(tile_k // 16):
                         at = (None, None, k16, state.index)
                         cute.gemm(tiled_mma, sums, tCrA[at], tCrB[at], sums)
@@ -310,14 +328,20 @@ class GemmSm90:
                     if k >= self.in_flight:
                         ring.consumer_release(release)
                         release.advance()
+                if const_expr(self.turns > 1):
+                    if index + step < tiles_m * tiles_n:
+                        cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - turn, number_of_threads=2 * WARPGROUP)
+                    state.advance(k_tiles)  # beyond the other's tile
                 if const_expr(self.in_flight == 1):
                     warpgroup.wait_group(0)
                     ring.consumer_release(release)
                     release.advance()
+                if const_expr(self.turns > 1):
+                    release.advance(k_tiles)
 
                 if const_expr(self.staged):
                     num_stored = self.store(
-                        tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, num_stored
+                        tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored
                     )
                 else:
                     if const_expr(bias is not None):
@@ -327,24 +351,25 @@ class GemmSm90:
                             add_bias(sums, tCcD, bias, n * tile_n, 1)
                     store_sums(sums, tCcD, d, z, m * tile_m, n * tile_n, self.activation)
             if const_expr(self.tma_store):
-                if warp == 4:
+                if thread < 32:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32, thread: Int32):
+    def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32, thread: Int32, turn: Int32):
         """Zero the k beyond ``num_k`` of a tile that has arrived: what lies there may be NaN, in either operand."""
         if num_k < self.tile[2]:
             width = self.tile[2] - num_k
             for s in cutlass.range_constexpr(2):
                 operand = sA if const_expr(s == 0) else sB
-                for i in cutlass.range(thread, self.tile[s] * width, self.consumers * WARPGROUP):
+                for i in cutlass.range(thread, self.tile[s] * width, self.partners * WARPGROUP):
                     operand[i % self.tile[s], num_k + i // self.tile[s], stage] = self.dtype(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
-            self.consumer_barrier()
+            self.partners_meet(turn)
 
-    def consumer_barrier(self):
-        """All consumer threads meet."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.consumers * WARPGROUP)
+    def partners_meet(self, turn: Int32):
+        """A barrier of all threads that share a tile."""
+        number = TILE_BARRIER + turn if self.turns > 1 else TILE_BARRIER
+        cute.arch.barrier(barrier_id=number, number_of_threads=self.partners * WARPGROUP)
 
     @cute.jit
     def store(
@@ -363,6 +388,7 @@ class GemmSm90:
         m: Int32,
         n: Int32,
         thread: Int32,
+        turn: Int32,
         num_stored: Int32,
     ):
         """A tile's way out, 128 bytes of its rows at a time; returns how many parts have been stored so far."""
@@ -379,7 +405,9 @@ class GemmSm90:
         tRS_sD = thr_copy.partition_D(sD)
         tRS_sums, tRS_cD = copy.retile(sums), copy.retile(tCcD)
         shape = cute.shape(thr_copy.partition_S(sD))[:3]
-        for p in cutlass.range_constexpr(self.tile[1] // part[1]):
+        parts_m, parts_n = const_expr(self.tile[0] // part[0]), const_expr(self.tile[1] // part[1])
+        for p in cutlass.range_constexpr(parts_m * parts_n):
+            part_m, part_n = m * parts_m + p // parts_n, n * parts_n + p % parts_n
             rPart = cute.make_rmem_tensor(shape, Float32)
             for v in cutlass.range_constexpr(cute.size(rPart)):
                 rPart[v] = tRS_sums[p * cute.size(rPart) + v]
@@ -393,22 +421,21 @@ class GemmSm90:
                     if const_expr(output == 1 and self.activation is not None):
                         rPart.store(activate(rPart.load(), self.activation))
                     rOut.store(rPart.load().to(self.out))
-                    slot = num_stored % STORE_STAGES
+                    slot = turn * STORE_STAGES + num_stored % STORE_STAGES
                     if const_expr(self.tma_store):
                         # The store before the last one has read its slot: its warp says so to all
                         if thread < 32:
                             cute.arch.cp_async_bulk_wait_group(STORE_STAGES - 1, read=True)
-                        self.consumer_barrier()
+                        self.partners_meet(turn)
                     cute.copy(copy, rOut, tRS_sD[None, None, None, slot])
                     if const_expr(self.tma_store):
                         cute.arch.fence_proxy("async.shared", space="cta")
-                    self.consumer_barrier()
+                    self.partners_meet(turn)
                     if const_expr(not self.tma_store):
                         # The slot is written again after the next meeting: all have read it then
-                        first_n = n * self.tile[1] + p * part[1]
-                        self.store_part(sD[None, None, slot], gOut, m * part[0], first_n, thread)
+                        self.store_part(sD[None, None, slot], gOut, part_m * part[0], part_n * part[1], thread)
                     elif thread < 32:
-                        gPart = cute.local_tile(mOut, part, (m, n * (self.tile[1] // part[1]) + p))
+                        gPart = cute.local_tile(mOut, part, (part_m, part_n))
                         tSsD, tSgD = cpasync.tma_partition(
                             atom_out,
                             0,
@@ -428,5 +455,5 @@ class GemmSm90:
         column = thread % columns
         if first_n + column < d.shape[1]:
             last = cutlass.min(d.shape[0] - first_m, rows)
-            for row in cutlass.range(thread // columns, last, self.consumers * WARPGROUP // columns, unroll=2):
+            for row in cutlass.range(thread // columns, last, self.partners * WARPGROUP // columns, unroll=2):
                 d[first_m + row, first_n + column] = sPart[row, column]

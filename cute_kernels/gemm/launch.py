@@ -223,7 +223,8 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
 
     index = a.get_device()
     arch, num_sms = arch_of(index), sm_count(index)
-    config, transposed = choose(arch, *a.shape[:1], *b.shape, num_sms)
+    epilogue = "accumulate" if accumulate else "store" if activation is None else "activate"
+    config, transposed = choose(arch, *a.shape[:1], *b.shape, num_sms, epilogue)
     if _forced:
         config, transposed = _forced[-1]
     majors = operand_major(a), operand_major(b)

@@ -43,7 +43,8 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
     entries = []
     for plan, shape, device in launches:
         name = "any stride" if plan.config is None else f"tile {plan.config.tile}, cluster {plan.config.cluster}"
-        kernel = f"gemm ({name}{', transposed' if plan.transposed else ''})"
+        turns = ", ping-pong" if plan.config is not None and plan.config.ping_pong else ""
+        kernel = f"gemm ({name}{turns}{', transposed' if plan.transposed else ''})"
         arch = launch.arch_of(device)
         contract = CONTRACT if arch == "sm_90a" else f"{CONTRACT}, unproven"
         entries.append(Provenance(contract, kernel, shape, arch, versions))

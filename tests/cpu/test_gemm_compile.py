@@ -74,13 +74,15 @@ def test_every_kernel_compiles(arch, kernel):
     compile_and_check(arch, kernel, out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
 
 
-# Each option with the widest tile, where registers are scarcest, the narrowest, and the kernel for any stride
+# Each option with the widest tile, and the widest that a warpgroup has to itself, where registers are scarcest, the
+# narrowest, and the kernel for any stride
 OPTIONS = {
     "b along n": {"b_major": "n"},
     "a along m": {"a_major": "m"},
     "gelu, z and bias": {"activation": "gelu", "keeps_z": True, "bias": FP32},
     "silu, fp32": {"activation": "silu", "keeps_z": True, "out": FP32, "bias": BF16},
     "relu, fp16": {"activation": "relu", "dtype": FP16, "out": FP16, "bias": FP16},
+    "bias": {"bias": FP32},
     "rows off 16 bytes": {"tma_store": False},
     "rows off 16 bytes, bias": {"tma_store": False, "bias": BF16},
     "rows off 16 bytes, gelu, z and bias": {
@@ -104,7 +106,8 @@ def test_options_compile(option, arch):
         changes[name] = cutlass_dtype(changes[name])
     all_kernels = kernels(arch)
     aligned = sorted((k for k in all_kernels if k[0] is not None), key=lambda k: (k[0].tile[0] * k[0].tile[1], k[1]))
-    for kernel in (aligned[-1], aligned[0], (None, False)):
+    turns = [k for k in aligned if k[0].ping_pong][-1:]
+    for kernel in (aligned[-1], *turns, aligned[0], (None, False)):
         compile_and_check(arch, kernel, **(changes | ({"a_major": "k", "b_major": "k"} if kernel[0] is None else {})))
 
 

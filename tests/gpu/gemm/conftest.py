@@ -34,7 +34,8 @@ def each_layout():
     mm(a, b, out=torch.zeros(16, 19)[:, :16])
     weight = b.requires_grad_()
     weight.main_grad = torch.zeros(16, 16)
-    linear(a, weight).backward(a)
+    for valid in (None, torch.ones(1, dtype=torch.int32)):
+        linear(a, weight, num_valid_tokens=valid).backward(a)
 
 
 @pytest.fixture

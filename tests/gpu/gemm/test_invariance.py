@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import linear, mm
+from cute_kernels.gemm import launch
 from cute_kernels.gemm.launch import forced, observed
 from tests.gemm_cases import (
     BF16,
@@ -104,8 +105,11 @@ def test_padding_and_chunks(n, k, activation, generator):
 
 
 @pytest.mark.parametrize("kernel", kernels()[1:], ids=kernel_name)
-def test_every_kernel_has_the_same_bits(kernel, generator):
-    """Each kernel that a call can get against the one for any stride, hence each pair; every layout, and main_grad."""
+def test_every_kernel_has_the_same_bits(kernel, generator, device, monkeypatch):
+    """Each kernel that a call can get against the one for any stride, hence each pair; every layout, and main_grad.
+
+    With an SM for each tile, and with four, so that a CTA has several.
+    """
 
     def results(config, transposed):
         with forced(config, transposed):
@@ -115,18 +119,25 @@ def test_every_kernel_has_the_same_bits(kernel, generator):
             weight = b.t().contiguous().requires_grad_()
             weight.main_grad = start.clone()
             linear(a, weight).backward(dy)
+            found.append(weight.main_grad)
+            weight.main_grad = start.clone()
+            linear(a, weight, num_valid_tokens=valid).backward(dy)
         return [*found, weight.main_grad]
 
-    for m, n, k in ((304, 264, 200), (8, 520, 1032), (520, 8, 16), (72, 136, 4096)):
+    for m, n, k in ((304, 264, 200), (8, 520, 1032), (520, 8, 16), (72, 136, 4096), (1040, 776, 200), (776, 1040, 16)):
+        valid = torch.tensor([2 * m // 3], dtype=torch.int32, device=device)
         a, b = wide_range(m, k, generator=generator), wide_range(k, n, generator=generator)
         dy, start = wide_range(m, n, generator=generator), wide_range(n, k, generator=generator).float()
         wanted = results(None, False)
-        with observed() as used:
-            found = results(*kernel)
-        assert {(plan.config, plan.transposed) for plan, _, _ in used} == {kernel}
-        names = [*map("".join, LAYOUTS), "rows off 16 bytes", "from main_grad"]
-        for name, one, two in zip(names, found, wanted, strict=True):
-            assert_same_bits(one, two, f"{name}, {m}x{n}x{k}")
+        names = [*map("".join, LAYOUTS), "rows off 16 bytes", "from main_grad", "valid tokens"]
+        for num_sms in (132, 4):
+            monkeypatch.setattr(launch, "sm_count", lambda index, num_sms=num_sms: num_sms)
+            with observed() as used:
+                found = results(*kernel)
+            assert {(plan.config, plan.transposed) for plan, _, _ in used} == {kernel}
+            assert all(plan.num_ctas <= num_sms for plan, _, _ in used)
+            for name, one, two in zip(names, found, wanted, strict=True):
+                assert_same_bits(one, two, f"{name}, {m}x{n}x{k}, {num_sms} SMs")
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -1,12 +1,22 @@
 """compute-sanitizer finds no bad access and no race in small products of each kernel, forward and backward."""
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
 from cute_kernels import linear
-from cute_kernels.gemm.config import DECODE_16, DECODE_32, DECODE_32_PAIR, DECODE_64, DECODE_128_PAIR, PREFILL
+from cute_kernels.gemm import launch
+from cute_kernels.gemm.config import (
+    DECODE_16,
+    DECODE_32,
+    DECODE_32_PAIR,
+    DECODE_64,
+    DECODE_128_PAIR,
+    PING_PONG,
+    PREFILL,
+)
 from cute_kernels.gemm.launch import forced
 from jit_cache import prewarm
 from tests.gemm_cases import FP32, Case, here, make_inputs, seeded_generator, stand_in
@@ -21,6 +31,7 @@ class Run:
     kernel: tuple
     main_grad: bool = False
     valid: int | None = None  # num_valid_tokens
+    num_sms: int = 132  # 2: one cluster computes all tiles
 
 
 ANY = (None, False)
@@ -36,6 +47,11 @@ RUNS = {
     "clusters": [
         Run(Case(136, 264, 72), WIDE_N),
         Run(Case(72, 72, 136), (DECODE_32_PAIR, True)),
+    ],
+    "ping-pong": [
+        Run(Case(264, 520, 72, bias=FP32), (PING_PONG[0], False), main_grad=True, num_sms=2),
+        Run(Case(520, 264, 72, bias=FP32, activation="gelu"), (PING_PONG[1], False), valid=67, num_sms=2),
+        Run(Case(136, 393, 200, out=FP32), (PING_PONG[2], False), num_sms=2),
     ],
     "unaligned": [
         Run(Case(65, 33, 17, bias=FP32, activation="silu"), ANY),
@@ -78,7 +94,7 @@ def results(run: Run, device: str) -> list[torch.Tensor]:
     for parameter in parameters if run.main_grad else ():
         parameter.main_grad = torch.zeros_like(parameter, dtype=FP32)
     count = None if run.valid is None else torch.tensor([run.valid], dtype=torch.int32).to(device)
-    with forced(*run.kernel):
+    with forced(*run.kernel), mock.patch.object(launch, "sm_count", lambda index: run.num_sms):
         y = linear(*leaves, num_valid_tokens=count, **run.case.options)
         y.backward(inputs.dy.to(device))
     return [y.detach(), x.grad, *(p.main_grad if run.main_grad else p.grad for p in parameters)]
