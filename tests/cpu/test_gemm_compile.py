@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels import linear
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config import GemmConfig, candidates
+from cute_kernels.gemm.config import EPILOGUE_K, GemmConfig, candidates, choose
 from cute_kernels.gemm.launch import forced
 from tests.cpu.test_compile import check_record
 from tests.gemm_cases import (
@@ -155,6 +155,19 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
     table = list(prewarm.specializations(arch))
     assert len(set(table)) == len(table) and set(table) <= set(jobs)
     assert {arguments[-1] for _, arguments in table} == set(candidates(arch)) - {None}
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUE_K)
+def test_who_takes_turns(epilogue):
+    """Who has several tiles; and of four, where nothing but a store is hidden, they are multiplied together."""
+
+    def ping_pong(arch, m, n, k):
+        return choose(arch, m, n, k, 132, epilogue)[0].ping_pong
+
+    assert all(ping_pong("sm_90a", *shape) for shape in ((4096, 14336, 4096), (8192, 8192, 8192), (8192, 4096, 1024)))
+    assert ping_pong("sm_90a", 4096, 4096, 4096) == (epilogue != "store")
+    assert not any(ping_pong("sm_90a", *shape) for shape in ((512, 4096, 4096), (256, 32000, 4096), (16, 4096, 4096)))
+    assert not any(ping_pong("sm_100a", m, 14336, 4096) for m in (256, 4096))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
