@@ -12,7 +12,7 @@ from dataclasses import dataclass
 CONTRACT = "serial_k16"
 SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
 STORE_STAGES = 2  # parts of a tile that are on their way out by TMA
-# What is done with the sums of a tile of 128 x 256 takes as long as so many k of its products
+# What is done with a tile's sums, in the time of so many k of the products of a tile of 128 x 256
 EPILOGUE_K = {"store": 130, "activate": 350, "accumulate": 700}
 
 
@@ -21,7 +21,7 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
@@ -152,7 +152,7 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "sto
             return DECODE_8, transposed
         return (DECODE_8_TOKENS_M if tokens <= 64 else DECODE_16), not transposed
     if 32 < m <= 64 and m < n and arch == "sm_90a":
-        return min(DECODE_64_TOKENS, key=lambda config: _decode_cost(config, m, n, num_sms)), False
+        return min(DECODE_64_TOKENS, key=lambda config: _cost(config, m, n, num_sms)), False
     if tokens <= 16:
         return DECODE_16, transposed
     if tokens <= 32 or tokens <= 128 and weights <= 2048:
@@ -169,11 +169,11 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "sto
         return DECODE_64_PAIR, transposed
     if tokens <= 256 and weights <= (8192 if k > 8192 else 32 * num_sms):
         return DECODE_128_PAIR, transposed
+    if arch != "sm_90a":
+        return min(PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
     if tokens <= 256:
-        configs = DECODE_WIDE + PREFILL if arch == "sm_90a" else PREFILL
-        return min(configs, key=lambda config: _decode_cost(config, m, n, num_sms)), False
-    configs = PREFILL + PING_PONG if arch == "sm_90a" else PREFILL
-    return min(configs, key=lambda config: _prefill_cost(config, m, n, k, num_sms, epilogue)), False
+        return min(DECODE_WIDE + PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
+    return min(PREFILL + PING_PONG, key=lambda config: _cost_of_many(config, m, n, k, num_sms, epilogue)), False
 
 
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
@@ -183,7 +183,7 @@ def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
     return -(-clusters // (num_sms // (cluster_m * cluster_n)))
 
 
-def _decode_cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
+def _cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
     """Time of the busiest CTA, in units of its tensor cores' time for a tile of 128 x 256.
 
     A tile costs 0.06 beside its arithmetic. H200, us (cuBLAS): 256x4096x4096 with (128, 64) 23.1, (128, 256) 46 (24.9).
@@ -191,12 +191,13 @@ def _decode_cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
     return _waves(config, m, n, num_sms) * (config.tile[0] * config.tile[1] / 32768 + 0.06)
 
 
-def _prefill_cost(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epilogue: str) -> float:
-    """Time of the busiest CTA, in units of its tensor cores' time for one k of a tile of 128 x 256.
+def _cost_of_many(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epilogue: str) -> float:
+    """Time of the busiest CTA of more than 256 tokens on SM90, in that of its tensor cores for a k of 128 x 256.
 
     What is done with a tile's sums is hidden but for the last tile's where warpgroups take turns. Tiles of fewer than
-    192 columns read more for a product: 128 columns take 3 % longer. bench/NOTES.md has the measurements that these
-    numbers and EPILOGUE_K are fitted to.
+    192 columns read more for a product: 128 columns take 3 % longer. H200, us, (128, 256), ping-pong (128, 192),
+    (128, 160), (128, 128): 4096x14336x4096 664, 656, 637, 649, into fp32 that is there 842, 737, 715, 729, with gelu
+    725, 680, 670, 704; 4096x4096x14336 647, 723, 706, 660. More in bench/NOTES.md, none with few k.
     """
     tile_m, tile_n, _ = config.tile
     waves, area = _waves(config, m, n, num_sms), tile_m * tile_n / 32768

@@ -143,8 +143,8 @@ class GemmSm90:
     def store_tile(self) -> tuple[int, int]:
         """Part of d's tile that is stored at once: 128 bytes of each of 64 rows for each warpgroup of the tile.
 
-        Fewer where an activation, or a bias beside 192 sums, needs registers, or the ring the room: 256x12288x4096 with
-        (128, 192) and 5 stages 41.7 us, with 4 and 128 bytes 45.0.
+        Fewer where an activation, or a bias beside a whole tile's sums, needs registers, or the ring the room:
+        256x12288x4096 with (128, 192) and 5 stages 41.7 us, with 4 and 128 bytes 45.0.
         """
         rows = 64 * self.partners
         row_bytes = 128 if self.ring_bytes + self.turns * STORE_STAGES * rows * 128 <= SHARED_MEMORY else 64

@@ -36,6 +36,7 @@ def each_layout():
     weight.main_grad = torch.zeros(16, 16)
     for valid in (None, torch.ones(1, dtype=torch.int32)):
         linear(a, weight, num_valid_tokens=valid).backward(a)
+    linear(a.detach().requires_grad_(), b.detach(), torch.zeros(16), activation="gelu").backward(a)
 
 
 @pytest.fixture

@@ -122,14 +122,20 @@ def test_every_kernel_has_the_same_bits(kernel, generator, device, monkeypatch):
             found.append(weight.main_grad)
             weight.main_grad = start.clone()
             linear(a, weight, num_valid_tokens=valid).backward(dy)
-        return [*found, weight.main_grad]
+            found.append(weight.main_grad)
+            x = tokens.detach().requires_grad_()
+            y = linear(x, features, bias, activation="gelu")
+            found += [y.detach(), *torch.autograd.grad(y, x, dy)]
+        return found
 
     for m, n, k in ((304, 264, 200), (8, 520, 1032), (520, 8, 16), (72, 136, 4096), (1040, 776, 200), (776, 1040, 16)):
         valid = torch.tensor([2 * m // 3], dtype=torch.int32, device=device)
         a, b = wide_range(m, k, generator=generator), wide_range(k, n, generator=generator)
         dy, start = wide_range(m, n, generator=generator), wide_range(n, k, generator=generator).float()
+        tokens, features = randn(m, k, generator=generator).to(BF16), randn(n, k, generator=generator).to(BF16)
+        features, bias = features * k**-0.5, randn(n, generator=generator)
         wanted = results(None, False)
-        names = [*map("".join, LAYOUTS), "rows off 16 bytes", "from main_grad", "valid tokens"]
+        names = [*map("".join, LAYOUTS), "rows off 16 bytes", "from main_grad", "valid tokens", "gelu", "its dx"]
         for num_sms in (132, 4):
             monkeypatch.setattr(launch, "sm_count", lambda index, num_sms=num_sms: num_sms)
             with observed() as used:
