@@ -93,7 +93,6 @@ class GemmSm90:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
-        self.needs_registers = const_expr(self.activation is not None or self.turns > 1 and bias is not None)
         if const_expr(self.transposed):
             d = transpose(d)
             z = None if const_expr(z is None) else transpose(z)
@@ -143,12 +142,12 @@ class GemmSm90:
     def store_tile(self) -> tuple[int, int]:
         """Part of d's tile that is stored at once: 128 bytes of each of 64 rows for each warpgroup of the tile.
 
-        Fewer where an activation, or a bias beside a whole tile's sums, needs registers, or the ring the room:
-        256x12288x4096 with (128, 192) and 5 stages 41.7 us, with 4 and 128 bytes 45.0.
+        Fewer where an activation needs registers, or the ring the room: 256x12288x4096 with (128, 192) and 5 stages
+        41.7 us, with 4 and 128 bytes 45.0.
         """
         rows = 64 * self.partners
         row_bytes = 128 if self.ring_bytes + self.turns * STORE_STAGES * rows * 128 <= SHARED_MEMORY else 64
-        columns = min(32 if self.needs_registers else 64, row_bytes * 8 // self.out.width)
+        columns = min(64 if self.activation is None else 32, row_bytes * 8 // self.out.width)
         return rows, math.gcd(self.tile[1], columns)
 
     def store_layout(self):

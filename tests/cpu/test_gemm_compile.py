@@ -150,6 +150,19 @@ def test_a_call_asks_for_what_is_tested():
     assert forward and set(forward) <= wanted
 
 
+def test_what_is_done_with_the_sums_decides():
+    """A layer of 4096 features and tokens: y together; in turn where it is activated, or main_grad added to."""
+    x, weight = (torch.zeros(4096, 4096, dtype=BF16) for _ in range(2))
+    weight.requires_grad_().main_grad = torch.zeros(4096, 4096)
+    with stand_in("sm_90a", computes=False) as jobs:
+        linear(x, weight).backward(x)
+        linear(x, weight.detach(), activation="gelu")
+    together, added, activated = (arguments for _, arguments in jobs)
+    assert not together[-1].ping_pong
+    assert added[9] and added[-1].ping_pong
+    assert activated[4] == "gelu" and activated[-1].ping_pong
+
+
 def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
     """Forward, dx, dweight and dbias, where rows of the features start on 16 bytes."""
     jobs = kernels_of([Case(65, 96, 64, bias=FP32)], "sm_90a")
