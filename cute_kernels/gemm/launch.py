@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels._op import mutating_op
+from cute_kernels._op import empty_strided, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
 from cute_kernels.gemm.config import GemmConfig, choose
@@ -48,7 +48,7 @@ def new_product(
 
     Eager mode only. ``op``, "mm" or "linear", says whose arguments are checked where none of this signature have been.
     Host time is what this is for: what is allocated here follows from the key, so is not part of it, and the key is
-    written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so; 1.6 of them allocate).
+    written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so).
     """
     shape, shape_b = a.shape, b.shape
     key = (
@@ -74,9 +74,9 @@ def new_product(
             check_mm(a, b.t(), out_dtype, None)
         else:
             check_linear(a, b, bias, out_dtype, activation, None)
-    m, n = shape[0], shape_b[0]  # as a tuple, or with a dtype that goes without saying, it would take 1.2 us more
-    d = a.new_empty(m, n) if out_dtype is None else a.new_empty(m, n, dtype=out_dtype)
-    z = torch.empty_like(d) if keeps_z else None
+    sizes, strides, dtype = (shape[0], shape_b[0]), (shape_b[0] or 1, 1), out_dtype or a.dtype
+    d = empty_strided(sizes, strides, dtype, a)
+    z = empty_strided(sizes, strides, dtype, a) if keeps_z else None
     if plan is None or _forced:
         plan = _remember(key, a, b, d, z, bias, None, activation, False)
     if plan is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import as_rows
 from cute_kernels._check import expect
-from cute_kernels._op import mutating_op
+from cute_kernels._op import empty_strided, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
@@ -95,18 +95,18 @@ def normalize(
             facts = (kind, weight_offset, out_dtype or x.dtype, keeps_h, num_statistics)
             plan = _plans[key] = _plan_forward(*facts, x2, residual2, weight, bias)
 
-    rows = shape[0] if len(shape) == 2 else x.numel() // shape[-1]
+    rows = x2.shape[0]
     if outputs is not None:
         y, h, statistics = outputs
+    elif eager and contiguous:
+        sizes, strides = tuple(shape), x.stride()
+        y = empty_strided(sizes, strides, out_dtype or x.dtype, x)
+        h = empty_strided(sizes, strides, residual.dtype, x) if keeps_h else None
+        statistics = empty_strided((num_statistics, rows), (rows, 1), torch.float32, x) if keeps_statistics else None
     else:
-        if contiguous and out_dtype is None:
-            y = torch.empty_like(x)
-        else:
-            y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+        y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
         h = torch.empty_like(residual, memory_format=torch.contiguous_format) if keeps_h else None
-        statistics = None
-        if keeps_statistics:  # sizes as a tuple would take 1 us more
-            statistics = x.new_empty(num_statistics, rows, dtype=torch.float32)
+        statistics = x.new_empty(num_statistics, rows, dtype=torch.float32) if keeps_statistics else None
     y2, h2 = y, h
     if len(shape) != 2:
         y2 = as_rows(op, "y", y)

@@ -157,8 +157,10 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, options):
-        _, kind, eps, weight_offset, save, _ = options
-        y, h, statistics = normalize(*options, residual is not None, True, x, weight, bias, residual)
+        eager, kind, eps, weight_offset, save, out_dtype = options
+        y, h, statistics = normalize(
+            eager, kind, eps, weight_offset, save, out_dtype, residual is not None, True, x, weight, bias, residual
+        )
         saved = y if save == "output" else x if residual is None else h
         ctx.save_for_backward(saved, weight, bias, statistics)
         ctx.call = (
