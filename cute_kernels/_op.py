@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch._C._dynamo.guards import _empty_strided_cuda
+from torch._C._dynamo.guards import _empty_strided_cuda, _reinterpret_tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -41,15 +41,25 @@ def is_plain(
     )
 
 
-def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+def empty_strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, like: Tensor, device_index: int
+) -> Tensor:
     """``like.new_empty_strided`` for plain calls: on the current CUDA device as code that Inductor wrote allocates.
 
-    Past the dispatcher it takes 0.35 us where ``torch.empty_like`` takes 0.65 and ``Tensor.new_empty`` 0.85 (CPU).
+    ``device_index``: like's. Past the dispatcher it takes 1.1 us where ``torch.empty_like`` takes 1.9 and
+    ``Tensor.new_empty`` 2.0 to 2.2 (the host of an H200).
     """
-    index = like.get_device()
-    if index >= 0 and index == _current_device():
+    if device_index >= 0 and device_index == _current_device():
         return _empty_strided_cuda(shape, strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+
+
+def alias(t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A plain tensor's memory in another shape; no view of it to autograd, as code that Inductor wrote has it.
+
+    0.45 us where ``Tensor.view`` takes 0.7 (CPU).
+    """
+    return _reinterpret_tensor(t, shape, strides, 0)
 
 
 def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:

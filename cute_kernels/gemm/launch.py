@@ -50,14 +50,14 @@ def new_product(
     Host time is what this is for: what is allocated here follows from the key, so is not part of it, and the key is
     written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so).
     """
-    shape, shape_b = a.shape, b.shape
+    shape, shape_b, device_index = a.shape, b.shape, a.get_device()
     key = (
         op,
         shape,
         a.stride(),
         a.data_ptr() & 15,
         a.dtype,
-        a.get_device(),
+        device_index,
         shape_b,
         b.stride(),
         b.data_ptr() & 15,
@@ -75,8 +75,8 @@ def new_product(
         else:
             check_linear(a, b, bias, out_dtype, activation, None)
     sizes, strides, dtype = (shape[0], shape_b[0]), (shape_b[0] or 1, 1), out_dtype or a.dtype
-    d = empty_strided(sizes, strides, dtype, a)
-    z = empty_strided(sizes, strides, dtype, a) if keeps_z else None
+    d = empty_strided(sizes, strides, dtype, a, device_index)
+    z = empty_strided(sizes, strides, dtype, a, device_index) if keeps_z else None
     if plan is None or _forced:
         plan = _remember(key, a, b, d, z, bias, None, activation, False)
     if plan is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ from cute_kernels._autograd import (
     needs_gradient,
 )
 from cute_kernels._check import expect
-from cute_kernels._op import is_plain
+from cute_kernels._op import alias, is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import MAX_SIZE, check_linear, check_mm, check_separate
 from cute_kernels.gemm.launch import (
@@ -140,7 +141,8 @@ def linear(
             arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
             return apply_eager(_LinearFunction, *arguments) if eager else _LinearFunction.apply(*arguments)
         return _linear_forward(x, weight, bias, eager, out_dtype, activation, False)[0]
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensor, or of no strides or dimensions, no dtype
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no tensor, of no strides or dimensions,
+        # no dtype, or the rows of an x that has more dimensions
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
         raise
 
@@ -158,6 +160,12 @@ def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> t
     """y and, if it is kept, what the activation is applied to."""
     if eager and x.dim() == 2:
         return new_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
+    if eager and x.is_contiguous() and (elements := x.numel()):
+        *batch, k = x.shape
+        y, z = new_product("linear", alias(x, (elements // k, k), (k, 1)), weight, bias, activation, out_dtype, keeps_z)
+        shape = (*batch, y.shape[1])
+        strides = _contiguous_strides(shape)
+        return alias(y, shape, strides), None if z is None else alias(z, shape, strides)
     rows = as_rows("linear", "x", x)
     m, n = rows.shape[0], weight.shape[0]
     if m > MAX_SIZE:  # before there is an output of that size
@@ -168,6 +176,11 @@ def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> t
     check = (check_linear, (x, weight, bias, out_dtype, activation, None))
     _run(rows, weight, y.view(m, n), z_rows, bias, None, activation, False, check)
     return y, z
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 class _MmFunction(torch.autograd.Function):

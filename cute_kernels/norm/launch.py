@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import as_rows
 from cute_kernels._check import expect
-from cute_kernels._op import empty_strided, mutating_op
+from cute_kernels._op import alias, empty_strided, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
@@ -62,11 +62,15 @@ def normalize(
 
     Raises: as ``check_norm``; UnsupportedDeviceError; what the entry raises.
     """
-    shape, contiguous = x.shape, x.is_contiguous()
+    shape, contiguous, device_index = x.shape, x.is_contiguous(), x.get_device()
+    is_matrix = len(shape) == 2
     x2, residual2 = x, residual
-    if len(shape) != 2:
-        op = f"{kind}_norm"
-        x2 = as_rows(op, "x", x)
+    if is_matrix:
+        rows, n = shape
+    else:
+        op, n = f"{kind}_norm", shape[-1]
+        rows = x.numel() // n
+        x2 = alias(x, (rows, n), (n, 1)) if eager and contiguous else as_rows(op, "x", x)
         residual2 = None if residual is None else as_rows(op, "residual", residual)
     num_statistics = 0 if not keeps_statistics else 2 if kind == "layer" and save == "input" else 1
     plan = None
@@ -80,9 +84,9 @@ def normalize(
             keeps_h,
             keeps_statistics,
             x.dtype,
-            shape[-1] if contiguous else _strides_key(x2),
+            n if contiguous else _strides_key(x2),
             x.data_ptr() & 15,
-            x.get_device(),
+            device_index,
             None if weight is None else (weight.dtype, weight.data_ptr() & 15),
             None if bias is None else (bias.dtype, bias.data_ptr() & 15),
             None if residual2 is None else _rows_key(residual2),
@@ -95,22 +99,25 @@ def normalize(
             facts = (kind, weight_offset, out_dtype or x.dtype, keeps_h, num_statistics)
             plan = _plans[key] = _plan_forward(*facts, x2, residual2, weight, bias)
 
-    rows = x2.shape[0]
     if outputs is not None:
         y, h, statistics = outputs
     elif eager and contiguous:
-        sizes, strides = tuple(shape), x.stride()
-        y = empty_strided(sizes, strides, out_dtype or x.dtype, x)
-        h = empty_strided(sizes, strides, residual.dtype, x) if keeps_h else None
-        statistics = empty_strided((num_statistics, rows), (rows, 1), torch.float32, x) if keeps_statistics else None
+        sizes, strides = ((rows, n), (n, 1)) if is_matrix else (tuple(shape), x.stride())
+        y = empty_strided(sizes, strides, out_dtype or x.dtype, x, device_index)
+        h = empty_strided(sizes, strides, residual.dtype, x, device_index) if keeps_h else None
+        statistics = None
+        if keeps_statistics:
+            statistics = empty_strided((num_statistics, rows), (rows, 1), torch.float32, x, device_index)
     else:
         y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
         h = torch.empty_like(residual, memory_format=torch.contiguous_format) if keeps_h else None
         statistics = x.new_empty(num_statistics, rows, dtype=torch.float32) if keeps_statistics else None
     y2, h2 = y, h
-    if len(shape) != 2:
-        y2 = as_rows(op, "y", y)
-        h2 = None if h is None else as_rows(op, "h", h)
+    if not is_matrix:
+        if eager:
+            y2, h2 = alias(y, (rows, n), (n, 1)), None if h is None else alias(h, (rows, n), (n, 1))
+        else:
+            y2, h2 = as_rows(op, "y", y), None if h is None else as_rows(op, "h", h)
     if plan is not None and rows:
         function, rows_per_cluster, max_clusters, persistent_clusters = plan
         clusters = -(-rows // rows_per_cluster)

@@ -179,3 +179,25 @@ def test_options_that_are_members_of_an_enum():
     arguments = [argument for _, found in jobs for argument in found]
     assert {"silu", "output"} <= {argument for argument in arguments if type(argument) is str}
     assert not any(isinstance(argument, Option) for argument in arguments)
+
+
+@pytest.mark.parametrize("op", ["linear", "rms_norm"])
+def test_an_output_of_more_dimensions_is_no_view(op, path):
+    """The kernels' path has it from a matrix of rows: what changes it in place finds its own memory, and autograd."""
+    function = {"linear": linear, "rms_norm": rms_norm}[op]
+    weight = randn(48, 64) if op == "linear" else randn(64)
+    for shape in ((3, 5, 64), (2, 1, 3, 64), (64,)):
+        x = randn(*shape)
+        (function(x, weight).double() * 2 + 1).square().sum().backward()
+        expected, x.grad = x.grad, None
+        y = function(x, weight)
+        assert y._base is None and y.stride() == torch.empty(y.shape).stride()
+        y.detach().add_(0)
+        assert torch.equal(function(x, weight), y) and torch.equal(function(x.detach(), weight.detach()), y)
+        out = function(x, weight).double()
+        out.mul_(2).add_(1).square().sum().backward()
+        assert torch.equal(x.grad, expected)
+        if x.dim() > 1:
+            z = function(x, weight)
+            z[..., 0] = 1
+            assert z.grad_fn is not None and z.view(-1, z.shape[-1])[:, 0].eq(1).all()
