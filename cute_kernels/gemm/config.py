@@ -194,13 +194,14 @@ def _cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
 def _cost_of_many(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epilogue: str) -> float:
     """Time of the busiest CTA of more than 256 tokens on SM90, in that of its tensor cores for a k of 128 x 256.
 
-    What is done with a tile's sums is hidden but for the last tile's where warpgroups take turns. Tiles of fewer than
-    192 columns read more for a product: 128 columns take 3 % longer. H200, us, (128, 256), ping-pong (128, 192),
-    (128, 160), (128, 128): 4096x14336x4096 664, 656, 637, 649, into fp32 that is there 842, 737, 715, 729, with gelu
-    725, 680, 670, 704; 4096x4096x14336 647, 723, 706, 660. More in bench/NOTES.md, none with few k.
+    What is done with a tile's sums is hidden but for the last tile's where warpgroups take turns. A narrower tile reads
+    more for a product: 192, 160, 128 columns take 2, 3, 5 % more time and energy. H200, us, (128, 256), ping-pong
+    (128, 192), (128, 160), (128, 128): 4096x14336x4096 664, 656, 637, 649, into fp32 that is there 842, 737, 715, 729,
+    with gelu 725, 680, 670, 704; 4096x4096x14336 647, 723, 706, 660; at the power limit, one after the other,
+    4096x14336x4096 721, 727, 711, 729; 8192x4096x4096 412, 421, 419, 425. More in bench/NOTES.md, none with few k.
     """
     tile_m, tile_n, _ = config.tile
     waves, area = _waves(config, m, n, num_sms), tile_m * tile_n / 32768
-    reads = 1 + 12 * max(0, 1 / tile_n - 1 / 192)
+    reads = 1 + 13 * (1 / tile_n - 1 / 256)
     hides = config.ping_pong and waves > 1
     return waves * area * k * reads + EPILOGUE_K[epilogue] * (area if hides else waves)

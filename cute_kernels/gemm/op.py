@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from cute_kernels._autograd import (
-    apply_eager,
     as_rows,
+    eager_apply,
     first_derivative_only,
     gradient_buffer,
     gradient_rows,
@@ -73,7 +73,7 @@ def mm(
             if out is not None:
                 check_mm(a, b, out_dtype, out)
             arguments = (a, b, (eager, out_dtype))
-            return apply_eager(_MmFunction, *arguments) if eager else _MmFunction.apply(*arguments)
+            return (_apply_mm if eager else _MmFunction.apply)(*arguments)
         if out is None:
             return _mm_forward(a, b, eager, out_dtype)
         # What a plan's key does not hold
@@ -139,7 +139,7 @@ def linear(
             is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         ):
             arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
-            return apply_eager(_LinearFunction, *arguments) if eager else _LinearFunction.apply(*arguments)
+            return (_apply_linear if eager else _LinearFunction.apply)(*arguments)
         return _linear_forward(x, weight, bias, eager, out_dtype, activation, False)[0]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no tensor, of no strides or dimensions,
         # no dtype, or the rows of an x that has more dimensions
@@ -254,6 +254,9 @@ class _LinearFunction(torch.autograd.Function):
             ones = dz.new_ones((1, tokens + -tokens % 8))[:, :tokens]  # a row that TMA can read, whatever its length
             _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
         return dx, dweight, dbias, None, None
+
+
+_apply_mm, _apply_linear = eager_apply(_MmFunction), eager_apply(_LinearFunction)
 
 
 def _run(

@@ -7,8 +7,8 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from cute_kernels._autograd import (
-    apply_eager,
     as_rows,
+    eager_apply,
     first_derivative_only,
     gradient_buffer,
     gradient_rows,
@@ -140,7 +140,7 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
             )
         ):
             arguments = (x, weight, bias, residual, (eager, kind, eps, weight_offset, save, out_dtype))
-            y = apply_eager(_NormFunction, *arguments) if eager else _NormFunction.apply(*arguments)
+            y = (_apply if eager else _NormFunction.apply)(*arguments)
             if residual is not None:
                 y, h = y
         else:
@@ -224,3 +224,6 @@ class _NormFunction(torch.autograd.Function):
             needs_b and db_result is None,
         )
         return dx, dw_result, db_result, dresidual if needs_residual else None, None
+
+
+_apply = eager_apply(_NormFunction)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cute_kernels._autograd import apply_eager
+from cute_kernels._autograd import eager_apply
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 
@@ -65,7 +65,7 @@ def differentiates(*tensors: Tensor | None) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], first: Tensor, *rest: Any) -> Any:
-    return apply_eager(function, first, *rest) if is_plain(first) else function.apply(first, *rest)
+    return (eager_apply(function) if is_plain(first) else function.apply)(first, *rest)
 
 
 def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
