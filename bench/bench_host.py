@@ -7,11 +7,15 @@ A case's name is op.fwd.shape.dtype.variant, like rms_norm.fwd.64x4096.bfloat16.
 gradient wanted); training (x and the parameters want theirs). launch_floor is what a call cannot do without: its
 outputs allocated, and one kernel launched that takes them and does nothing, through the same entry as ours; in training
 inside of a torch.autograd.Function that saves what a backward needs.
+
+The CPU has other users, who make it 1.5 times as slow for seconds: a case is measured in rounds, and the one counts in
+which the floor took the least.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from cute_kernels._op import empty_strided
 from cute_kernels._target import arch_of
 
 ROWS, COLUMNS = 64, 4096
+ROUNDS = 8
 OPS = ("rms_norm", "layer_norm", "linear")
 GOALS = {"inference": 8.0, "training": 15.0}  # us
 OURS, TORCH, FLOOR = "cute_kernels", "torch", "launch_floor"
@@ -109,13 +114,18 @@ PROVIDERS = {OURS: ours, TORCH: torchs, FLOOR: floor}
 def measure_host(
     host: HostCase, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
 ) -> harness.Measurement:
-    """One case; the floor among the providers is not checked, since it computes nothing."""
+    """One case, in the round in which the floor, or without it torch, took the least.
+
+    The floor among the providers is not checked, since it computes nothing.
+    """
     inputs = make_inputs(host, device.name)
     makers = {name: functools.partial(_call, PROVIDERS[name], host, inputs) for name in providers}
     floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
     exact = torchs(host)(*(t.detach().double() for t in inputs))
     options = {"repetitions": repetitions, "breakdown": breakdown, "yardstick": TORCH, "floors": floors}
-    return harness.measure(host.case, makers, {"y": exact}, device, **options)
+    rounds = [harness.measure(host.case, makers, {"y": exact}, device, **options) for _ in range(ROUNDS)]
+    guide = FLOOR if FLOOR in providers else TORCH
+    return min(rounds, key=lambda m: m.results[guide].host_us if guide in m.results else math.inf)
 
 
 def run(cases: Sequence[HostCase], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
