@@ -31,9 +31,9 @@ def is_plain(
     """
     return (
         type(a) in _PLAIN
-        and type(b) in _PLAIN
-        and type(c) in _PLAIN
-        and type(d) in _PLAIN
+        and (b is None or type(b) in _PLAIN)
+        and (c is None or type(c) in _PLAIN)
+        and (d is None or type(d) in _PLAIN)
         and not (rest and not _PLAIN.issuperset(map(type, rest)))
         and not is_dynamo_compiling()
         and not _len_torch_dispatch_stack()

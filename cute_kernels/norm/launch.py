@@ -62,7 +62,8 @@ def normalize(
 
     Raises: as ``check_norm``; UnsupportedDeviceError; what the entry raises.
     """
-    shape, contiguous, device_index = x.shape, x.is_contiguous(), x.get_device()
+    shape, contiguous = x.shape, x.is_contiguous()
+    dtype, device_index = x.dtype, x.get_device()
     is_matrix = len(shape) == 2
     x2, residual2 = x, residual
     if is_matrix:
@@ -83,12 +84,13 @@ def normalize(
             out_dtype,
             keeps_h,
             keeps_statistics,
-            x.dtype,
+            dtype,
             n if contiguous else _strides_key(x2),
             x.data_ptr() & 15,
             device_index,
-            None if weight is None else (weight.dtype, weight.data_ptr() & 15),
-            None if bias is None else (bias.dtype, bias.data_ptr() & 15),
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+            ((0 if weight is None else weight.data_ptr()) | (0 if bias is None else bias.data_ptr())) & 15,
             None if residual2 is None else _rows_key(residual2),
         )
         plan = _plans.get(key)
@@ -96,14 +98,14 @@ def normalize(
     if plan is None or not floats or 0 in shape or (residual is not None and residual.shape != shape):
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         if eager:
-            facts = (kind, weight_offset, out_dtype or x.dtype, keeps_h, num_statistics)
+            facts = (kind, weight_offset, out_dtype or dtype, keeps_h, num_statistics)
             plan = _plans[key] = _plan_forward(*facts, x2, residual2, weight, bias)
 
     if outputs is not None:
         y, h, statistics = outputs
     elif eager and contiguous:
         sizes, strides = ((rows, n), (n, 1)) if is_matrix else (tuple(shape), x.stride())
-        y = empty_strided(sizes, strides, out_dtype or x.dtype, x, device_index)
+        y = empty_strided(sizes, strides, out_dtype or dtype, x, device_index)
         h = empty_strided(sizes, strides, residual.dtype, x, device_index) if keeps_h else None
         statistics = None
         if keeps_statistics:
