@@ -193,7 +193,8 @@ def test_who_takes_turns(epilogue):
         return choose(arch, m, n, k, 132, epilogue)[0].ping_pong
 
     assert all(ping_pong("sm_90a", *shape) for shape in ((4096, 14336, 4096), (8192, 8192, 8192), (8192, 4096, 1024)))
-    assert ping_pong("sm_90a", 4096, 4096, 4096) == (epilogue != "store")
+    for m in (4096, 8192):  # of 8192 a near tie, which the tile that needs less energy wins
+        assert ping_pong("sm_90a", m, 4096, 4096) == (epilogue != "store")
     assert not any(ping_pong("sm_90a", *shape) for shape in ((512, 4096, 4096), (256, 32000, 4096), (16, 4096, 4096)))
     assert not any(ping_pong("sm_100a", m, 14336, 4096) for m in (256, 4096))
     # Its kernel hides them anyway: nothing there depends on what is done with the sums
