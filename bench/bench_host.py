@@ -1,4 +1,4 @@
-"""The host's time of one call of the norms and of linear, beside torch's and a floor.
+"""The host's time of one call of the norms and of the products, beside torch's and a floor.
 
     python -m bench.bench_host             every case, results printed
     python -m bench.bench_host --save      and kept in bench/results/<gpu>.jsonl
@@ -34,23 +34,24 @@ from cute_kernels._target import arch_of
 
 ROWS, COLUMNS = 64, 4096
 ROUNDS = 8
-OPS = ("rms_norm", "layer_norm", "linear")
+OPS = ("rms_norm", "layer_norm", "mm", "linear")
+PRODUCTS = ("mm", "linear")
 GOALS = {"inference": 8.0, "training": 15.0}  # us
 OURS, TORCH, FLOOR = "cute_kernels", "torch", "launch_floor"
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """One op on 64 rows of 4096 columns; linear has as many outputs."""
+    """One op on 64 rows of 4096 columns; a product has as many outputs."""
 
     op: str
     variant: str
 
     @property
     def case(self) -> harness.Case:
-        shape = f"{ROWS}x{COLUMNS}" + f"x{COLUMNS}" * (self.op == "linear")
-        elements = 2 * ROWS * COLUMNS + (COLUMNS**2 if self.op == "linear" else 0)
-        flops = 2 * ROWS * COLUMNS**2 if self.op == "linear" else 4 * ROWS * COLUMNS
+        shape = f"{ROWS}x{COLUMNS}" + f"x{COLUMNS}" * (self.op in PRODUCTS)
+        elements = 2 * ROWS * COLUMNS + (COLUMNS**2 if self.op in PRODUCTS else 0)
+        flops = 2 * ROWS * COLUMNS**2 if self.op in PRODUCTS else 4 * ROWS * COLUMNS
         return harness.Case("host", self.op, "fwd", shape, "bfloat16", self.variant, 2 * elements, flops)
 
 
@@ -61,12 +62,12 @@ def host_cases() -> list[HostCase]:
 def make_inputs(host: HostCase, device: str = "cuda") -> list[Tensor]:
     """x, weight and, of layer_norm, bias."""
     generator = torch.Generator(device).manual_seed(harness.seed(host.case.name))
-    shapes = {"rms_norm": [(COLUMNS,)], "layer_norm": [(COLUMNS,), (COLUMNS,)], "linear": [(COLUMNS, COLUMNS)]}
+    shapes = {"rms_norm": [(COLUMNS,)], "layer_norm": [(COLUMNS,), (COLUMNS,)]}
     return [
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_(
             host.variant == "training"
         )
-        for shape in [(ROWS, COLUMNS), *shapes[host.op]]
+        for shape in [(ROWS, COLUMNS), *shapes.get(host.op, [(COLUMNS, COLUMNS)])]
     ]
 
 
@@ -78,6 +79,7 @@ def torchs(host: HostCase) -> Callable[..., Tensor]:
     return {
         "rms_norm": lambda x, weight: F.rms_norm(x, (COLUMNS,), weight, 1e-6),
         "layer_norm": lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
+        "mm": torch.mm,
         "linear": F.linear,
     }[host.op]
 
@@ -86,7 +88,7 @@ def floor(host: HostCase) -> Callable[..., Tensor]:
     """Allocations and a launch; of training saved for a backward that nobody calls."""
     from bench.empty_kernel import empty
 
-    statistics = {"rms_norm": 1, "layer_norm": 2, "linear": 0}[host.op] if host.variant == "training" else 0
+    statistics = {"rms_norm": 1, "layer_norm": 2}.get(host.op, 0) if host.variant == "training" else 0
     function = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0)
 
     def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

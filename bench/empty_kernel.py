@@ -42,7 +42,7 @@ def empty(arch: str, op: str, keeps_statistics: bool) -> Program:
     return Program(
         Empty(),
         matrix(),
-        matrix() if op == "linear" else vector,
+        matrix() if op in ("mm", "linear") else vector,
         vector if op == "layer_norm" else None,
         matrix(),
         matrix(Float32) if keeps_statistics else None,

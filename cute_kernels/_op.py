@@ -57,7 +57,8 @@ def empty_strided(
 def alias(t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """A plain tensor's memory in another shape; no view of it to autograd, as code that Inductor wrote has it.
 
-    0.45 us where ``Tensor.view`` takes 0.7 (CPU).
+    A sign that torch adds when it reads (of a conjugate's imaginary part) stays. 0.45 us where ``Tensor.view`` takes
+    0.7 (CPU).
     """
     return _reinterpret_tensor(t, shape, strides, 0)
 

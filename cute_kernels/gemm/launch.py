@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from cute_kernels.gemm.reference import activate
 MAX_PLANS = 4096  # number of tokens and all: those of old batches are forgotten
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """A compiled kernel, how many CTAs of it to launch, and whether it computes the transposed product."""
 
     function: Callable[..., None]
@@ -47,22 +48,22 @@ def new_product(
     """(d, z) in new memory: d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K), z: before the activation.
 
     Eager mode only. ``op``, "mm" or "linear", says whose arguments are checked where none of this signature have been.
-    Host time is what this is for: what is allocated here follows from the key, so is not part of it, and the key is
-    written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so).
+    Host time is what this is for: what is allocated here follows from the key, so is not part of it; b's dtype and
+    device are asked for by the kernel's entry at each call, which refuses others than a's in words of its own; and the
+    key is written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so).
+
+    Raises: as the op's check; what the entry raises.
     """
-    shape, shape_b, device_index = a.shape, b.shape, a.get_device()
+    shape, shape_b, dtype, device_index = a.shape, b.shape, a.dtype, a.get_device()
     key = (
         op,
         shape,
         a.stride(),
-        a.data_ptr() & 15,
-        a.dtype,
+        dtype,
         device_index,
         shape_b,
         b.stride(),
-        b.data_ptr() & 15,
-        b.dtype,
-        b.get_device(),
+        (a.data_ptr() | b.data_ptr()) & 15,
         None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
         activation,
         out_dtype,
@@ -74,19 +75,19 @@ def new_product(
             check_mm(a, b.t(), out_dtype, None)
         else:
             check_linear(a, b, bias, out_dtype, activation, None)
-    sizes, strides, dtype = (shape[0], shape_b[0]), (shape_b[0] or 1, 1), out_dtype or a.dtype
-    d = empty_strided(sizes, strides, dtype, a, device_index)
-    z = empty_strided(sizes, strides, dtype, a, device_index) if keeps_z else None
+    n = shape_b[0]
+    sizes, strides = (shape[0], n), (n or 1, 1)
+    d = empty_strided(sizes, strides, out_dtype or dtype, a, device_index)
+    z = empty_strided(sizes, strides, out_dtype or dtype, a, device_index) if keeps_z else None
     if plan is None or _forced:
         plan = _remember(key, a, b, d, z, bias, None, activation, False)
     if plan is not None:
-        function, num_ctas, transposed, _ = plan
         if _observers:
             _observe(plan, a, b)
-        if transposed:
-            function(b, a, d, z, bias, None, num_ctas)
+        if plan.transposed:
+            plan.function(b, a, d, z, bias, None, plan.num_ctas)
         else:
-            function(a, b, d, z, bias, None, num_ctas)
+            plan.function(a, b, d, z, bias, None, plan.num_ctas)
     return d, z
 
 
@@ -135,13 +136,12 @@ def run_gemm(
         plan = _remember(key, a, b, d, z, bias, valid_k, activation, accumulate)
         if plan is None:
             return
-    function, num_ctas, transposed, _ = plan
     if _observers:
         _observe(plan, a, b)
-    if transposed:
-        function(b, a, d, z, bias, valid_k, num_ctas)
+    if plan.transposed:
+        plan.function(b, a, d, z, bias, valid_k, plan.num_ctas)
     else:
-        function(a, b, d, z, bias, valid_k, num_ctas)
+        plan.function(a, b, d, z, bias, valid_k, plan.num_ctas)
 
 
 def run_traced(a: Tensor, b: Tensor, d: Tensor, *rest: object) -> None:

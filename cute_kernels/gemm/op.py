@@ -84,7 +84,7 @@ def mm(
         _run(a, b.t(), out, None, None, None, None, False, (check_mm, (a, b, out_dtype, out)))
         if eager:  # a registered operator does it by itself
             increment_version(out)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # an argument that is no matrix, or no dtype
+    except Exception:  # an argument that is no matrix, or no dtype, or what the kernel's entry refuses
         check_mm(a, b, out_dtype, out)
         raise
     return out
@@ -141,19 +141,24 @@ def linear(
             arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
             return (_apply_linear if eager else _LinearFunction.apply)(*arguments)
         return _linear_forward(x, weight, bias, eager, out_dtype, activation, False)[0]
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no tensor, of no strides or dimensions,
-        # no dtype, or the rows of an x that has more dimensions
+    except Exception:  # no tensor, of no strides or dimensions, no dtype, rows of no one stride, what the entry refuses
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
         raise
 
 
 def _mm_forward(a: Tensor, b: Tensor, eager: bool, out_dtype: torch.dtype | None) -> Tensor:
     if eager:
-        return new_product("mm", a, b.t(), None, None, out_dtype, False)[0]
+        return new_product("mm", a, _transposed(b), None, None, out_dtype, False)[0]
     check_mm(a, b, out_dtype, None)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
     gemm_op(a, b.t(), out)
     return out
+
+
+def _transposed(b: Tensor) -> Tensor:
+    """A plain matrix's ``b.t()``, in half the time."""
+    (k, n), (row_stride, column_stride) = b.shape, b.stride()
+    return alias(b, (n, k), (column_stride, row_stride))
 
 
 def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> tuple[Tensor, Tensor | None]:

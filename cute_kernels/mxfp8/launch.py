@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from cute_kernels.mxfp8.config import BLOCK, TILE, quantize_config, scale_kinds
 MAX_PLANS = 4096  # sizes and all: those of old batches are forgotten
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """A compiled kernel, how many CTAs of it to launch, what outputs to allocate, strides to read x with.
 
     Outputs: (shape, strides, dtype) each.
@@ -86,19 +87,18 @@ def quantize(
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         plan = _plans[key] = _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs)
-    function, num_ctas, specs, x_strides = plan
     device = x.device
-    found = [torch.empty_strided(shape, strides, dtype=element, device=device) for shape, strides, element in specs]
+    found = [torch.empty_strided(*spec, dtype=element, device=device) for *spec, element in plan.outputs]
     if x.requires_grad:
         x = x.detach()
-    if x_strides is not None:
-        x = x.as_strided(x.shape, x_strides)
+    if plan.x_strides is not None:
+        x = x.as_strided(x.shape, plan.x_strides)
     if along_k and along_n:
-        function(x, found[0], found[1], found[2], found[3] if len(found) == 4 else found[1], num_ctas)
+        plan.function(x, found[0], found[1], found[2], found[3] if len(found) == 4 else found[1], plan.num_ctas)
     elif along_k:
-        function(x, found[0], found[1], None, None, num_ctas)
+        plan.function(x, found[0], found[1], None, None, plan.num_ctas)
     else:
-        function(x, None, None, found[0], found[1], num_ctas)
+        plan.function(x, None, None, found[0], found[1], plan.num_ctas)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from cute_kernels.norm.config import NormConfig, backward_config, forward_config
 RESIDENT_ROWS = 2**29
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """A compiled kernel and how many clusters of it to launch: NormConfig says what the numbers mean."""
 
     function: Callable[..., None]
@@ -95,7 +96,7 @@ def normalize(
         )
         plan = _plans.get(key)
     floats = type(eps) is float and type(weight_offset) is float  # 1 and True are equal to 1.0, and so a key's part is
-    if plan is None or not floats or 0 in shape or (residual is not None and residual.shape != shape):
+    if plan is None or not floats or not rows or (residual is not None and residual.shape != shape):
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         if eager:
             facts = (kind, weight_offset, out_dtype or dtype, keeps_h, num_statistics)
@@ -121,15 +122,14 @@ def normalize(
         else:
             y2, h2 = as_rows(op, "y", y), None if h is None else as_rows(op, "h", h)
     if plan is not None and rows:
-        function, rows_per_cluster, max_clusters, persistent_clusters = plan
-        clusters = -(-rows // rows_per_cluster)
-        if clusters > max_clusters:
+        clusters = -(-rows // plan.rows_per_cluster)
+        if clusters > plan.max_clusters:
             if rows >= RESIDENT_ROWS:  # a plan knows no number of rows
                 expect(rows <= MAX_ROWS, f"{kind}_norm", "x", f"have at most {MAX_ROWS} rows", rows)
-                clusters = max_clusters
-            elif clusters < persistent_clusters:
-                clusters = max_clusters
-        function(x2, residual2, weight, bias, y2, h2, statistics, eps, clusters)
+                clusters = plan.max_clusters
+            elif clusters < plan.persistent_clusters:
+                clusters = plan.max_clusters
+        plan.function(x2, residual2, weight, bias, y2, h2, statistics, eps, clusters)
     elif not eager:
         forward_op(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
     return y, h, statistics
@@ -203,14 +203,13 @@ def run_backward(
     if plan is None:
         gradients = (saved, dy, dh_out, weight, bias, dx, dresidual, dw, db)
         plan = _plans[key] = _plan_backward(kind, save, weight_offset, (accumulate_w, accumulate_b), *gradients)
-    function, rows_per_cluster, max_clusters, _ = plan
     rows, n = saved.shape
-    clusters = min(-(-rows // rows_per_cluster), max_clusters)
+    clusters = min(-(-rows // plan.rows_per_cluster), plan.max_clusters)
     partials = None
     if dw is not None or db is not None:
         sums = 2 if dw is not None and db is not None else 1
         partials = statistics.new_empty(sums, clusters, -(-n // SUM_COLUMNS) * SUM_COLUMNS)
-    function(saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw, db, eps, clusters)
+    plan.function(saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw, db, eps, clusters)
 
 
 forward_op = mutating_op(

@@ -6,6 +6,7 @@ Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place
 import contextlib
 import inspect
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -387,7 +388,7 @@ def test_a_tensor_subclass_goes_to_the_dispatcher():
         raise ValueError("memory was given to a kernel")
 
     for key, plan in launch._plans.items():
-        launch._plans[key] = plan._replace(function=refuse)
+        launch._plans[key] = replace(plan, function=refuse)
     for call in (
         lambda: linear(good_x, Wrapped(good_weight)),
         lambda: linear(good_x, good_weight, Wrapped(zeros(N))),

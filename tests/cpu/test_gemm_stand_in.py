@@ -164,3 +164,16 @@ def test_a_sign_that_is_not_in_memory(operand, generator):
             results.append([y, product, *torch.autograd.grad([y, product], [x, weight], [y.detach()] * 2)])
         for found, wanted in zip(*results, strict=True):
             assert_same_bits(found, wanted)
+
+
+def test_a_sign_that_is_not_in_memory_of_one_column_or_element(generator):
+    """Their strides alone look like those of numbers one after the other."""
+    parts = (randn(n, 2, generator=generator).to(FP16).view(torch.complex32).conj().imag for n in (65, 40, 1))
+    a, b, one = (part[:, 0].unsqueeze(1) for part in parts)
+    x = randn(65, 40, generator=generator).to(FP16)
+    for left, right in ((x, b), (a, b.t()), (x[:1, :1], one)):
+        assert right.is_neg() and 1 in right.stride()
+        assert_same_bits(mm(left, right), mm(left.resolve_neg(), right.resolve_neg()))
+    row = one.reshape(1, 1, 1)
+    assert row.is_neg() and row.is_contiguous()
+    assert_same_bits(linear(row, one), linear(row.resolve_neg(), one.resolve_neg()))

@@ -5,6 +5,7 @@ Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place
 
 import importlib
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_a_tensor_subclass_goes_to_the_dispatcher(name):
     with stand_in(), torch.no_grad():
         kernel_path("layer", **arguments)
         for key, plan in launch._plans.items():
-            launch._plans[key] = plan._replace(function=refuse)
+            launch._plans[key] = replace(plan, function=refuse)
         with pytest.raises(AssertionError, match="dispatched"):
             kernel_path("layer", **arguments | {name: Wrapped(arguments[name])})
 

@@ -156,7 +156,7 @@ def test_so_many_rows_that_indices_of_tiles_would_overflow(jobs, monkeypatch):
 
     def grid_of(x):
         plans = {
-            key: plan._replace(function=lambda *values: grids.append(values[-1])) for key, plan in launch._plans.items()
+            key: replace(plan, function=lambda *values: grids.append(values[-1])) for key, plan in launch._plans.items()
         }
         with monkeypatch.context() as patch:
             patch.setattr(launch, "_plans", plans)
