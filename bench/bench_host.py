@@ -29,7 +29,7 @@ from torch import Tensor
 import cute_kernels
 from bench import harness
 from cute_kernels._autograd import eager_apply
-from cute_kernels._op import empty_strided
+from cute_kernels._op import allocator
 from cute_kernels._target import arch_of
 
 ROWS, COLUMNS = 64, 4096
@@ -71,11 +71,11 @@ def make_inputs(host: HostCase, device: str = "cuda") -> list[Tensor]:
     ]
 
 
-def ours(host: HostCase) -> Callable[..., Tensor]:
+def ours(host: HostCase, _: Tensor) -> Callable[..., Tensor]:
     return getattr(cute_kernels, host.op)
 
 
-def torchs(host: HostCase) -> Callable[..., Tensor]:
+def torchs(host: HostCase, _: Tensor) -> Callable[..., Tensor]:
     return {
         "rms_norm": lambda x, weight: F.rms_norm(x, (COLUMNS,), weight, 1e-6),
         "layer_norm": lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
@@ -84,17 +84,16 @@ def torchs(host: HostCase) -> Callable[..., Tensor]:
     }[host.op]
 
 
-def floor(host: HostCase) -> Callable[..., Tensor]:
+def floor(host: HostCase, like: Tensor) -> Callable[..., Tensor]:
     """Allocations and a launch; of training saved for a backward that nobody calls."""
     from bench.empty_kernel import empty
 
     statistics = {"rms_norm": 1, "layer_norm": 2}.get(host.op, 0) if host.variant == "training" else 0
-    function = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0)
+    function, allocate = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0), allocator(like)
 
     def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        index = x.get_device()
-        y = empty_strided((ROWS, COLUMNS), (COLUMNS, 1), x.dtype, x, index)
-        saved = empty_strided((statistics, ROWS), (ROWS, 1), torch.float32, x, index) if statistics else None
+        y = allocate((ROWS, COLUMNS), (COLUMNS, 1), x.dtype)
+        saved = allocate((statistics, ROWS), (ROWS, 1), torch.float32) if statistics else None
         function(x, weight, bias, y, saved, 1e-6, 1)
         return y, saved
 
@@ -123,7 +122,7 @@ def measure_host(
     inputs = make_inputs(host, device.name)
     makers = {name: functools.partial(_call, PROVIDERS[name], host, inputs) for name in providers}
     floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
-    exact = torchs(host)(*(t.detach().double() for t in inputs))
+    exact = torchs(host, inputs[0])(*(t.detach().double() for t in inputs))
     options = {"repetitions": repetitions, "breakdown": breakdown, "yardstick": TORCH, "floors": floors}
     rounds = [harness.measure(host.case, makers, {"y": exact}, device, **options) for _ in range(ROUNDS)]
     guide = FLOOR if FLOOR in providers else TORCH
@@ -142,7 +141,7 @@ def run(cases: Sequence[HostCase], providers: Sequence[str], **settings: Any) ->
 
 
 def _call(provider: Callable, host: HostCase, inputs: Sequence[Tensor]) -> harness.Call:
-    function = provider(host)
+    function = provider(host, inputs[0])
     return lambda: (function(*inputs),)
 
 

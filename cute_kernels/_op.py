@@ -41,17 +41,22 @@ def is_plain(
     )
 
 
-def empty_strided(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, like: Tensor, device_index: int
-) -> Tensor:
+def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """``like.new_empty_strided`` for plain calls: on the current CUDA device as code that Inductor wrote allocates.
 
-    ``device_index``: like's. Past the dispatcher it takes 1.1 us where ``torch.empty_like`` takes 1.9 and
-    ``Tensor.new_empty`` 2.0 to 2.2 (the host of an H200).
+    Past the dispatcher it takes 1.1 us where ``torch.empty_like`` takes 1.9 and ``Tensor.new_empty`` 2.0 to 2.2 (the
+    host of an H200). To ask which device is the current one, and to call another function, takes 0.3: a sole device is.
     """
-    if device_index >= 0 and device_index == _current_device():
-        return _empty_strided_cuda(shape, strides, dtype)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+    device, index = like.device, like.get_device()
+    if device.type == "cuda" and torch.cuda.device_count() == 1:
+        return _empty_strided_cuda
+
+    def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if device.type == "cuda" and index == _current_device():
+            return _empty_strided_cuda(shape, strides, dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return allocate
 
 
 def alias(t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

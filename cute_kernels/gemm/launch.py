@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import empty_strided, mutating_op
+from cute_kernels._op import allocator, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
 from cute_kernels.gemm.config import GemmConfig, choose
@@ -23,12 +23,13 @@ MAX_PLANS = 4096  # number of tokens and all: those of old batches are forgotten
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A compiled kernel, how many CTAs of it to launch, and whether it computes the transposed product."""
+    """A compiled kernel, how many CTAs of it to launch, whether it computes the transposed product, what allocates."""
 
     function: Callable[..., None]
     num_ctas: int
     transposed: bool
     config: GemmConfig | None
+    allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 _plans: dict[tuple, Plan] = {}
@@ -40,6 +41,8 @@ def new_product(
     op: str,
     a: Tensor,
     b: Tensor,
+    shape_b: tuple[int, ...],
+    strides_b: tuple[int, ...],
     bias: Tensor | None,
     activation: str | None,
     out_dtype: torch.dtype | None,
@@ -54,7 +57,7 @@ def new_product(
 
     Raises: as the op's check; what the entry raises.
     """
-    shape, shape_b, dtype, device_index = a.shape, b.shape, a.dtype, a.get_device()
+    shape, dtype, device_index = a.shape, a.dtype, a.get_device()
     key = (
         op,
         shape,
@@ -62,7 +65,7 @@ def new_product(
         dtype,
         device_index,
         shape_b,
-        b.stride(),
+        strides_b,
         (a.data_ptr() | b.data_ptr()) & 15,
         None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
         activation,
@@ -77,8 +80,9 @@ def new_product(
             check_linear(a, b, bias, out_dtype, activation, None)
     n = shape_b[0]
     sizes, strides = (shape[0], n), (n or 1, 1)
-    d = empty_strided(sizes, strides, out_dtype or dtype, a, device_index)
-    z = empty_strided(sizes, strides, out_dtype or dtype, a, device_index) if keeps_z else None
+    allocate = allocator(a) if plan is None else plan.allocate
+    d = allocate(sizes, strides, out_dtype or dtype)
+    z = allocate(sizes, strides, out_dtype or dtype) if keeps_z else None
     if plan is None or _forced:
         plan = _remember(key, a, b, d, z, bias, None, activation, False)
     if plan is not None:
@@ -256,7 +260,8 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         config,
     )
     clusters = min(-(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
-    return Plan(_resolved(function) if config is None else function, clusters * cluster, transposed, config)
+    function = _resolved(function) if config is None else function
+    return Plan(function, clusters * cluster, transposed, config, allocator(a))
 
 
 def _resolved(function: Callable[..., None]) -> Callable[..., None]:

@@ -148,26 +148,24 @@ def linear(
 
 def _mm_forward(a: Tensor, b: Tensor, eager: bool, out_dtype: torch.dtype | None) -> Tensor:
     if eager:
-        return new_product("mm", a, _transposed(b), None, None, out_dtype, False)[0]
+        (k, n), (row_stride, column_stride) = b.shape, b.stride()
+        shape_b, strides_b = (n, k), (column_stride, row_stride)
+        b = alias(b, shape_b, strides_b)  # b.t() in half the time
+        return new_product("mm", a, b, shape_b, strides_b, None, None, out_dtype, False)[0]
     check_mm(a, b, out_dtype, None)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
     gemm_op(a, b.t(), out)
     return out
 
 
-def _transposed(b: Tensor) -> Tensor:
-    """A plain matrix's ``b.t()``, in half the time."""
-    (k, n), (row_stride, column_stride) = b.shape, b.stride()
-    return alias(b, (n, k), (column_stride, row_stride))
-
-
 def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> tuple[Tensor, Tensor | None]:
     """y and, if it is kept, what the activation is applied to."""
     if eager and x.dim() == 2:
-        return new_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
+        return new_product("linear", x, weight, weight.shape, weight.stride(), bias, activation, out_dtype, keeps_z)
     if eager and x.is_contiguous() and (elements := x.numel()):
         *batch, k = x.shape
-        y, z = new_product("linear", alias(x, (elements // k, k), (k, 1)), weight, bias, activation, out_dtype, keeps_z)
+        rows, options = alias(x, (elements // k, k), (k, 1)), (bias, activation, out_dtype, keeps_z)
+        y, z = new_product("linear", rows, weight, weight.shape, weight.stride(), *options)
         shape = (*batch, y.shape[1])
         strides = _contiguous_strides(shape)
         return alias(y, shape, strides), None if z is None else alias(z, shape, strides)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import as_rows
 from cute_kernels._check import expect
-from cute_kernels._op import alias, empty_strided, mutating_op
+from cute_kernels._op import alias, allocator, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
@@ -28,12 +28,13 @@ RESIDENT_ROWS = 2**29
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A compiled kernel and how many clusters of it to launch: NormConfig says what the numbers mean."""
+    """A compiled kernel, how many clusters of it to launch (NormConfig says what the numbers mean), what allocates."""
 
     function: Callable[..., None]
     rows_per_cluster: int
     max_clusters: int
     persistent_clusters: float
+    allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 _plans: dict[tuple, Plan] = {}
@@ -106,11 +107,11 @@ def normalize(
         y, h, statistics = outputs
     elif eager and contiguous:
         sizes, strides = ((rows, n), (n, 1)) if is_matrix else (tuple(shape), x.stride())
-        y = empty_strided(sizes, strides, out_dtype or dtype, x, device_index)
-        h = empty_strided(sizes, strides, residual.dtype, x, device_index) if keeps_h else None
+        y = plan.allocate(sizes, strides, out_dtype or dtype)
+        h = plan.allocate(sizes, strides, residual.dtype) if keeps_h else None
         statistics = None
         if keeps_statistics:
-            statistics = empty_strided((num_statistics, rows), (rows, 1), torch.float32, x, device_index)
+            statistics = plan.allocate((num_statistics, rows), (rows, 1), torch.float32)
     else:
         y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
         h = torch.empty_like(residual, memory_format=torch.contiguous_format) if keeps_h else None
@@ -208,7 +209,8 @@ def run_backward(
     partials = None
     if dw is not None or db is not None:
         sums = 2 if dw is not None and db is not None else 1
-        partials = statistics.new_empty(sums, clusters, -(-n // SUM_COLUMNS) * SUM_COLUMNS)
+        columns = -(-n // SUM_COLUMNS) * SUM_COLUMNS
+        partials = plan.allocate((sums, clusters, columns), (clusters * columns, columns, 1), torch.float32)
     plan.function(saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw, db, eps, clusters)
 
 
@@ -263,7 +265,7 @@ def _plan_forward(kind, weight_offset, y_dtype, keeps_h, num_statistics, x, resi
         _column_alignment(weight, bias),
         config,
     )
-    return _plan(function, kind, config, index)
+    return _plan(function, kind, config, x)
 
 
 def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, weight, bias, *gradients) -> Plan:
@@ -284,15 +286,15 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
         _column_alignment(weight, bias),
         config,
     )
-    return _plan(function, kind, config, index)
+    return _plan(function, kind, config, saved)
 
 
-def _plan(function, kind: str, config: NormConfig, device_index: int) -> Plan:
-    num_sms = sm_count(device_index)
+def _plan(function, kind: str, config: NormConfig, like: Tensor) -> Plan:
+    num_sms = sm_count(like.get_device())
     persistent = config.persistent_clusters(kind, num_sms)
     if config.layout.n == 1:
         function = _resolved(function)
-    return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), persistent)
+    return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), persistent, allocator(like))
 
 
 def _resolved(function: Callable[..., None]) -> Callable[..., None]:
