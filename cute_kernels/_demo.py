@@ -250,7 +250,7 @@ def _compile_everything(console: Console) -> bool:
         f"{len(report.failed)} failed, the others were in the cache\n"
     )
     for result in report.failed:
-        console.print(result.error, style="red", markup=False)
+        console.print(result.message, style="red", markup=False)
     return report.ok
 
 

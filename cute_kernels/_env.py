@@ -107,5 +107,8 @@ def _gpus() -> dict[str, str]:
 def _nvidia_smi(*arguments: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
-    found = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True)
+    try:
+        found = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return ["nvidia-smi does not answer"]
     return found.stdout.splitlines() if found.returncode == 0 else []

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 if something failed or is missing, 2 for wrong usage."""
+    """Runs one command; returns the exit status: 0, 1 if something failed or is missing (`explain` says what is, and
+    returns 0), 2 for wrong usage, 130 at Ctrl-C.
+    """
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("jit_cache: interrupted", file=sys.stderr)
+        return 130
     except (OSError, ValueError, LookupError, ImportError, Damaged) as error:
         print(f"jit_cache: {error}", file=sys.stderr)
         return 1
@@ -130,7 +135,7 @@ def _prewarm(arguments: argparse.Namespace) -> int:
 
     def progress(result: Result, done: int, total: int) -> None:
         facts = f"{_facts(result.record)}  " if result.record else ""
-        print(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.error or result}", flush=True)  # above the bar
+        print(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.message}", flush=True)  # above the bar
         bar.update(task, completed=done, total=total)
 
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import pkgutil
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,12 @@ class Result:
     @property
     def ok(self) -> bool:
         return self.status not in ("failed", "missing")
+
+    @property
+    def message(self) -> str:
+        """The kernel and, if there is one, the error."""
+        error = self.error or ""
+        return error if error.startswith(str(self)) else ": ".join([str(self), *filter(None, [error])])
 
     def __str__(self) -> str:
         return self.builder + format_arguments(self.arguments)
@@ -131,25 +139,46 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
     """Runs jobs in worker processes; returns those left over when a worker died."""
     left = dict(jobs)
     # Not fork: this process may have threads and CUDA. Not forkserver: its compiler may have read other variables.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
+        futures: dict[Future[Result], str] = {}
         before = compiler_variables(os.environ)
         _exchange(before, environment())  # for the processes that `submit` starts: what this one's compiler has read
         try:
-            futures = {pool.submit(_obtain, job): digest for digest, job in jobs.items()}
+            for digest, job in jobs.items():
+                futures[pool.submit(_obtain, job)] = digest
+        except BrokenProcessPool:  # a worker has died already
+            pass
         finally:
             _exchange(environment(), before)
-        for future in as_completed(futures):
-            digest = futures[future]
-            try:
-                result = future.result()
-            except BrokenProcessPool:
-                continue
-            except Exception as error:  # it could not be sent to a worker
-                builder, arguments = jobs[digest]
-                result = Result(builder.kernel, arguments, "failed", 0.0, error=f"{type(error).__name__}: {error}")
-            del left[digest]
-            finish(digest, result)
+        try:
+            for future in as_completed(futures):
+                digest = futures[future]
+                try:
+                    result = future.result()
+                except BrokenProcessPool:
+                    continue
+                except Exception as error:  # it could not be sent to a worker
+                    builder, arguments = jobs[digest]
+                    result = Result(builder.kernel, arguments, "failed", 0.0, error=f"{type(error).__name__}: {error}")
+                del left[digest]
+                finish(digest, result)
+        except BaseException:  # Ctrl-C: what no worker has begun is left
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return left
+
+
+def _end_with_parent() -> None:
+    """In a worker: it ends at Ctrl-C, and with a parent that was killed, instead of waiting for more to do."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _exchange(old: Mapping[str, str], new: Mapping[str, str]) -> None:

@@ -1,7 +1,14 @@
 """Prewarming: what a package names is compiled in parallel; failures are reported, not fatal."""
 
+import contextlib
+import os
+import pathlib
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import cutlass
 import pytest
@@ -10,7 +17,7 @@ import jit_cache.__main__
 from jit_cache import prewarm
 from jit_cache.prewarm import available_memory, default_workers, discover
 from tests.jit_cache import kernels
-from tests.jit_cache.conftest import environment
+from tests.jit_cache.conftest import ROOT, environment
 
 MODULE = "tests.jit_cache.kernels"
 ARCHS = ["sm_90a", "sm_100a"]
@@ -144,13 +151,15 @@ def test_a_failure_does_not_stop_the_others(workers):
     assert [result.status for result in report.results] == ["failed", "compiled", "failed"]
     assert "broken('sm_90a', 2): RuntimeError: the builder is broken" in report.results[2].error
     assert str(report.failed[0]) == "tests.jit_cache.kernels.broken('sm_90a', 1)"
+    assert report.failed[0].message == report.failed[0].error
+    assert report.results[1].message == str(report.results[1])
 
 
 def test_a_worker_that_dies_takes_only_its_own_kernel_along():
     jobs = [(kernels.dies, ("sm_90a",)), *discover(MODULE, ["sm_90a"])]
     report = prewarm(jobs, workers=2)
     assert [result.status for result in report.results][0] == "failed"
-    assert "died" in report.results[0].error
+    assert report.results[0].message.startswith("tests.jit_cache.kernels.dies('sm_90a'): the process that compiled it")
     assert all(result.ok for result in report.results[1:])
 
 
@@ -272,3 +281,77 @@ def test_explain_command(command):
     assert "environment.CUTE_DSL_NEW: wanted 1, stored nothing" in out and out.endswith("2 not stored")
     status, out, _ = command("explain", MODULE, "--arch", "sm_90a")
     assert "arguments.dtype.dtype: wanted BFloat16, stored Float32" in out and out.endswith("1 not stored")
+
+
+def test_a_worker_that_died_before_all_jobs_were_given_out(monkeypatch):
+    real, given = ProcessPoolExecutor.submit, []
+
+    def submit(pool, function, job):
+        given.append(job)
+        if len(given) == 2:
+            raise BrokenProcessPool("a worker died")
+        return real(pool, function, job)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
+    report = prewarm(discover(MODULE, ["sm_90a"]), workers=2)
+    assert report.ok and len(report.results) == 2 and len(given) == 3
+
+
+SLOW = """
+import pathlib, time
+from jit_cache import compiled
+
+@compiled
+def slow(arch: str, n: int):
+    pathlib.Path({place!r}, str(n)).touch()
+    time.sleep(60)
+
+def specializations(arch):
+    return [(slow, (arch, n)) for n in range(4)]
+"""
+
+
+@pytest.mark.parametrize(
+    "how, status", [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)], ids=["kill", "Ctrl-C"]
+)
+def test_workers_end_with_the_process_that_started_them(how, status, cache, tmp_path):
+    """One that is killed takes them along; Ctrl-C in a terminal goes to all of the group."""
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "slow.py").write_text(SLOW.format(place=str(tmp_path / "begun")))
+    command = [sys.executable, "-m", "jit_cache", "prewarm", "slow", "--arch", "sm_90a", "--workers", "2"]
+    variables = environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    process = subprocess.Popen(
+        command, env=variables, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _wait_for(lambda: len(list((tmp_path / "begun").iterdir())) == 2, seconds=60)
+        if how == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, how)
+        assert process.wait(timeout=20) == status
+        _wait_for(lambda: not _members(process.pid), seconds=20)
+        assert len(list((tmp_path / "begun").iterdir())) == 2
+        error = process.stderr.read()
+        assert how == signal.SIGKILL or error.strip() == "jit_cache: interrupted"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _members(group):
+    """The living processes of a group."""
+    found = []
+    for status in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = status.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state != "Z":
+                found.append(status)
+    return found
