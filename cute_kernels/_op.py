@@ -1,4 +1,5 @@
-"""The one bridge to torch.library: operators that only mutate; their outputs are allocated by the caller.
+"""The one bridge to torch.library: operators that only mutate, their outputs allocated by the caller; those of mxfp8,
+which DTensor shards, return them.
 
 Eager calls on plain tensors do not need the dispatcher: ``is_plain`` says so, and the caller then runs the operator's
 own function with a plan it has looked up. While a graph is traced, or for tensor subclasses, the registered operator is
@@ -45,7 +46,7 @@ def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch
     """``like.new_empty_strided`` for plain calls: on the current CUDA device as code that Inductor wrote allocates.
 
     Past the dispatcher it takes 1.1 us where ``torch.empty_like`` takes 1.9 and ``Tensor.new_empty`` 2.0 to 2.2 (the
-    host of an H200). To ask which device is the current one, and to call another function, takes 0.3: a sole device is.
+    host of an H200). Where there is one device it is the current one, and nobody asks (0.3 less).
     """
     device, index = like.device, like.get_device()
     if device.type == "cuda" and torch.cuda.device_count() == 1:

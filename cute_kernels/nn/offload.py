@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._check import expect
+from cute_kernels.nn.recompute import expect_no_checkpoint
 
 
 class ResidualOffload:
@@ -25,8 +26,9 @@ class ResidualOffload:
 
         Raises:
             ValueError: x is not on a GPU, or ``out`` does not require grad.
-            RuntimeError: in a CUDA graph's capture.
+            RuntimeError: in a CUDA graph's capture; inside of torch.utils.checkpoint, which reads x before it is back.
         """
+        expect_no_checkpoint("ResidualOffload: offload")
         expect(x.is_cuda, "ResidualOffload", "x", "be on a GPU (set offload=False on the CPU)", x.device)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("ResidualOffload: cannot run in a CUDA graph's capture; set offload=False")

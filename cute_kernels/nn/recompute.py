@@ -146,11 +146,16 @@ class RecomputeManager:
             hook_tensor.register_hook(_Block(list(storages.values()), replays))
 
     def _check_open(self, method: str) -> None:
-        hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            raise RuntimeError("RecomputeManager: recompute inside of torch.utils.checkpoint: use one of them")
+        expect_no_checkpoint("RecomputeManager: recompute")
         if self._ended:
             raise RuntimeError(f"RecomputeManager: {method} after end_block; a new block takes a new manager")
+
+
+def expect_no_checkpoint(what: str) -> None:
+    """Raise RuntimeError inside of a checkpoint, whose replay would read what is not there (any more, or yet)."""
+    hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise RuntimeError(f"{what} inside of torch.utils.checkpoint: use one of them")
 
 
 def expect_memory(what: str, t: Tensor) -> None:

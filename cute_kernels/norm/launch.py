@@ -323,7 +323,7 @@ def _geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tupl
         stride = t.stride(0) if t.shape[0] > 1 else n
         vec = math.gcd(vec, n, stride, t.data_ptr() // itemsize)
         aligned = aligned and all(size % 16 == 0 for size in (n * itemsize, stride * itemsize, t.data_ptr()))
-    packed = aligned and all(t.stride(0) == n or t.shape[0] == 1 for t in streams)
+    packed = aligned and all(t.stride(0) == n or t.shape[0] <= 1 for t in streams)
     return vec, aligned, packed
 
 

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from cute_kernels import mhc
 from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, transformer
@@ -347,3 +348,18 @@ def test_offload_is_of_gpus():
         assert model(batch[0]).isfinite().all()
     with pytest.raises(ValueError, match="x must be on a GPU"):
         ResidualOffload().keep(torch.ones(4), torch.ones(4, requires_grad=True))
+
+
+def test_residuals_offloaded_inside_of_a_checkpoint_are_refused():
+    """Its replay would read a residual whose copy is still on its way back."""
+    offload, x = ResidualOffload(), torch.ones(4, requires_grad=True)
+
+    def layer(x):
+        out = 2.0 * x
+        offload.keep(x, out)
+        return out
+
+    with pytest.raises(
+        RuntimeError, match="ResidualOffload: offload inside of torch.utils.checkpoint: use one of them"
+    ):
+        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)

@@ -171,3 +171,12 @@ def test_so_many_rows_that_indices_of_tiles_would_overflow(jobs, monkeypatch):
     monkeypatch.setattr(launch, "MAX_ROWS", len(x) - 1)
     with pytest.raises(ValueError, match="rms_norm: x must have at most 199999 rows, got 200000"):
         grid_of(x)
+
+
+def test_no_rows_of_a_wider_matrix_leave_the_plan_of_contiguous_rows(jobs):
+    """No rows are contiguous, whatever their stride."""
+    kernel_path("rms", torch.zeros(9, 64, dtype=BF16))
+    built = set(jobs)
+    kernel_path("rms", torch.zeros(9, 80, dtype=BF16)[:0, :64])
+    kernel_path("rms", torch.zeros(9, 64, dtype=BF16))
+    assert set(jobs) == built
