@@ -170,7 +170,8 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
 
 def _end_with_parent() -> None:
     """In a worker: it ends at Ctrl-C, and with a parent that was killed, instead of waiting for more to do."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

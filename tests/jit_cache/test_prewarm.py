@@ -321,7 +321,13 @@ def test_workers_end_with_the_process_that_started_them(how, status, cache, tmp_
     command = [sys.executable, "-m", "jit_cache", "prewarm", "slow", "--arch", "sm_90a", "--workers", "2"]
     variables = environment({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     process = subprocess.Popen(
-        command, env=variables, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True
+        command,
+        env=variables,
+        cwd=ROOT,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
     )
     try:
         _wait_for(lambda: len(list((tmp_path / "begun").iterdir())) == 2, seconds=60)
