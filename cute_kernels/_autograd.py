@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.compiler import is_compiling
 
 from cute_kernels._check import expect, expect_tensor
@@ -89,13 +89,14 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
 def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None.
 
-    ``main_grad``: as the forward knew it; the parameter's may be another one since then.
+    ``main_grad``: as the forward knew it; the parameter's may be another one since then. ``parameter`` may be a cast of
+    one, which is then its ``cast_of``.
 
     Raises:
         ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
     """
     if main_grad is not None and not is_compiling():
-        main_grad = getattr(parameter, "main_grad", main_grad)
+        main_grad = getattr(getattr(parameter, "cast_of", parameter), "main_grad", main_grad)
     if main_grad is None:
         gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient
@@ -103,6 +104,9 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
     expect(good, op, f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
     expect(main_grad.device == parameter.device, op, f"{name}.main_grad", f"be on {parameter.device}", main_grad.device)
+    if not is_compiling():
+        expect(not main_grad.is_neg(), op, f"{name}.main_grad", "hold its values in memory", "a view negated lazily")
+        increment_version(main_grad)  # as torch's own operators in place do; a kernel does not
     return main_grad, None
 
 

@@ -9,6 +9,7 @@ called; its fake does nothing, since nothing is returned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -21,6 +22,17 @@ from torch.nn import Parameter
 _library = torch.library.Library("cute_kernels", "DEF")
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch's CPU builds
+
+MAX_PLANS = 4096
+
+
+class Plans(dict[tuple, Any]):
+    """A family's plans by the signature of a call; at MAX_PLANS all are forgotten, those of old batches' sizes, too."""
+
+    def __setitem__(self, key: tuple, plan: Any) -> None:
+        if len(self) >= MAX_PLANS:
+            self.clear()
+        super().__setitem__(key, plan)
 
 
 def is_plain(

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import allocator, mutating_op
+from cute_kernels._op import Plans, allocator, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
 from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.gemm.reference import activate
-
-MAX_PLANS = 4096  # number of tokens and all: those of old batches are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class Plan:
     allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
-_plans: dict[tuple, Plan] = {}
+_plans = Plans()
 _forced: list[tuple[GemmConfig | None, bool]] = []
 _observers: list[list] = []
 
@@ -216,8 +214,6 @@ def _remember(key: tuple, a, b, d, z, bias, valid_k, activation, accumulate) -> 
         return None
     plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate)
     if not _forced:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
         _plans[key] = plan
     return plan
 
@@ -260,20 +256,23 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         config,
     )
     clusters = min(-(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
-    function = _resolved(function) if config is None else function
+    if config is None or (bias is not None and bias.numel() == 1):
+        function = _resolved(function)
     return Plan(function, clusters * cluster, transposed, config, allocator(a))
 
 
 def _resolved(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` of operands as torch reads them: a conjugate's imaginary part, of stride 2, is negated lazily.
+    """``function`` of what torch reads: a conjugate's imaginary part, of stride 2 or of one element, negated lazily.
 
     To ask takes 0.6 us of a call, to resolve without asking 1.7 (CPU).
     """
 
-    def run(a: Tensor, b: Tensor, *rest: object) -> None:
+    def run(a: Tensor, b: Tensor, d: Tensor, z: Tensor | None, bias: Tensor | None, *rest: object) -> None:
         if a.is_neg() or b.is_neg():
             a, b = a.resolve_neg(), b.resolve_neg()
-        function(a, b, *rest)
+        if bias is not None and bias.is_neg():
+            bias = bias.resolve_neg()
+        function(a, b, d, z, bias, *rest)
 
     return run
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels._op import is_plain, mutating_op
+from cute_kernels._op import Plans, is_plain, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
@@ -55,7 +54,7 @@ VARIANT = (
 Launch = Callable[..., None]
 
 OPERATORS: dict[str, Launch] = {}  # name -> what runs; all that are registered
-_plans: dict[tuple, Any] = {}
+_plans = Plans()
 
 
 def variant_fields(variant: Variant) -> tuple:
@@ -180,11 +179,12 @@ def _cluster_plan(
         phi.shape[0],
         _dtypes(norm_weight, alpha, beta),
     )
-    if key not in _plans:
-        _plans[key] = _plan_clusters(
-            x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant
-        )
-    return _plans[key]
+    try:
+        return _plans[key]
+    except KeyError:
+        tensors = (x, phi, norm_weight, alpha, beta, layer_input)
+        plan = _plans[key] = _plan_clusters(*tensors, n, layout, precision, keeps, variant)
+        return plan
 
 
 def _plan_clusters(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import functional_op
+from cute_kernels._op import Plans, functional_op
 from cute_kernels._target import arch_of, sm_count
 from cute_kernels.mxfp8 import reference
 from cute_kernels.mxfp8.checks import (
@@ -25,8 +25,6 @@ from cute_kernels.mxfp8.checks import (
     is_transposed,
 )
 from cute_kernels.mxfp8.config import BLOCK, TILE, quantize_config, scale_kinds
-
-MAX_PLANS = 4096  # sizes and all: those of old batches are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Plan:
     x_strides: tuple[int, ...] | None = None
 
 
-_plans: dict[tuple, Plan] = {}
+_plans = Plans()
 
 
 def quantize(
@@ -84,8 +82,6 @@ def quantize(
         if x.numel() == 0:
             return [_empty(x, spec, dtype, i % 2 == 1) for i, spec in enumerate(outputs)]
         check_aligned(op, name, x)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
         plan = _plans[key] = _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs)
     device = x.device
     found = [torch.empty_strided(*spec, dtype=element, device=device) for *spec, element in plan.outputs]
@@ -111,8 +107,6 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if q.numel() == 0:
             return torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device)
         check_aligned("dequantize", "q", q)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
         plan = _plans[key] = _plan_dequantize(q, kind, dtype)
     y = torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device)
     plan.function(q, scale, y, plan.num_ctas)

@@ -22,7 +22,7 @@ from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.nn.recompute import RecomputeManager
+from cute_kernels.nn.recompute import RecomputeManager, expect_memory
 
 OP = "HyperConnection"
 PRECISION = "tf32"
@@ -305,7 +305,9 @@ class _Recombination:
         return True
 
     def __call__(self, out: Tensor, layer_input: Tensor | None = None) -> None:
-        f, _, _, x, *_ = self.matrices
+        f, bias, _, x, *_ = self.matrices
+        if bias is not None:
+            expect_memory("HyperConnection.combine: bias", bias)
         pre, aggregated = None, None
         if layer_input is not None:
             pre, aggregated = self.pre, layer_input.view(-1, f.shape[1])

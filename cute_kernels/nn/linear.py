@@ -69,7 +69,7 @@ class Linear(nn.Module):
         if weight.dtype is torch.float32 and getattr(x, "dtype", None) in (torch.bfloat16, torch.float16):
             weight = weight.to(x.dtype)
             if getattr(self.weight, "main_grad", None) is not None:
-                weight.main_grad = self.weight.main_grad
+                weight.main_grad, weight.cast_of = self.weight.main_grad, self.weight
         return linear(
             x,
             weight,

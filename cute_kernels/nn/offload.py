@@ -15,7 +15,7 @@ class ResidualOffload:
     ``keep(x, out)`` copies x to pinned memory on a side stream. The next call waits for that copy and releases the
     GPU's memory, in place, as ``RecomputeManager`` does; the last residual stays on the GPU, where the backward begins.
     A hook on ``out`` brings x back before the backward of what computed ``out`` from x, and starts to bring the one
-    before it, so that it comes while the backward computes.
+    before it, so that it comes while the backward computes; nobody else may read that one before its own hook has run.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,8 @@ class _Move:
         if not self.released or self.back is not None:
             return
         self.storage.resize_(self.size)
-        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
+        self.stream = torch.cuda.current_stream(self.side.device)  # whose memory that is
+        self.side.wait_stream(self.stream)
         with torch.cuda.stream(self.side):
             self._bytes().copy_(self.host, non_blocking=True)
             self.back = self.side.record_event()
@@ -76,9 +77,15 @@ class _Move:
         self.start()
         if self.back is not None:
             torch.cuda.current_stream(self.side.device).wait_event(self.back)
-            self.host = None
+            self.host = self.back = None
+            self.released = False
         if previous is not None:
             previous.start()
+
+    def __del__(self) -> None:
+        """Of a backward that ended before it: the copy is waited for before its memory serves others."""
+        if self.back is not None:
+            self.stream.wait_event(self.back)
 
     def _bytes(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self.side.device).set_(self.storage)

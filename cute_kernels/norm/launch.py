@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import as_rows
 from cute_kernels._check import expect
-from cute_kernels._op import alias, allocator, mutating_op
+from cute_kernels._op import Plans, alias, allocator, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
@@ -37,7 +37,7 @@ class Plan:
     allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
-_plans: dict[tuple, Plan] = {}
+_plans = Plans()
 
 
 def normalize(
@@ -99,7 +99,7 @@ def normalize(
     floats = type(eps) is float and type(weight_offset) is float  # 1 and True are equal to 1.0, and so a key's part is
     if plan is None or not floats or not rows or (residual is not None and residual.shape != shape):
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
-        if eager:
+        if eager and plan is None:
             facts = (kind, weight_offset, out_dtype or dtype, keeps_h, num_statistics)
             plan = _plans[key] = _plan_forward(*facts, x2, residual2, weight, bias)
 

@@ -39,6 +39,11 @@ class World:
         """Whether it holds on all ranks, on every rank."""
         return self.mean(torch.tensor(float(holds), device=self.device)).item() == 1
 
+    def same(self, number: int) -> bool:
+        """Whether all ranks have this number, on every rank."""
+        own = torch.tensor(number, dtype=torch.float64, device=self.device)
+        return self.all(self.mean(own).item() == number)
+
 
 @contextlib.contextmanager
 def world(device: str) -> Iterator[World]:

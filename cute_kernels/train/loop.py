@@ -55,6 +55,8 @@ def train(options: Options) -> None:
         fits = f"be a multiple of the {ranks.size} ranks"
         expect(options.batch % ranks.size == 0, "train", "--batch", fits, options.batch)
         _expect_kernels(ranks.device)
+        expected = "be a folder in which all ranks find the same checkpoint"
+        expect(ranks.same(done), "train", "--checkpoint", expected, f"step {done} on rank {ranks.rank}, not on others")
         learner = Learner(options, ranks)
         with _alone(options.checkpoint, started_from, ranks):
             if started_from is not None:

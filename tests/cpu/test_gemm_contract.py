@@ -188,6 +188,15 @@ def test_bad_main_grad(parameter):
         assert str(caught.value).startswith(expected)
 
 
+def test_a_main_grad_that_is_negated_lazily():
+    """What is added to its memory would be taken away from it."""
+    weight, memory = zeros(N, K).requires_grad_(), zeros(N, K, dtype=FP32)
+    weight.main_grad = torch._neg_view(memory)
+    y = linear(zeros(M, K), weight)
+    with pytest.raises(ValueError, match="^linear: weight.main_grad must hold its values in memory, got a view "):
+        y.sum().backward()
+
+
 def test_fp64():
     """The kernels take none; the reference computes in it what the tests compare with."""
     a, b = zeros(M, K, dtype=torch.float64), zeros(K, N, dtype=torch.float64)

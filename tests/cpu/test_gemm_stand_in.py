@@ -177,3 +177,6 @@ def test_a_sign_that_is_not_in_memory_of_one_column_or_element(generator):
     row = one.reshape(1, 1, 1)
     assert row.is_neg() and row.is_contiguous()
     assert_same_bits(linear(row, one), linear(row.resolve_neg(), one.resolve_neg()))
+    bias, weight = one.reshape(1), randn(1, 40, generator=generator).to(FP16)
+    assert bias.is_neg() and bias.is_contiguous()
+    assert_same_bits(linear(x, weight, bias), linear(x, weight, bias.resolve_neg()))

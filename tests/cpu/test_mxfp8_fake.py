@@ -177,14 +177,6 @@ def test_what_is_another_kernel():
         assert len(set(jobs)) == len(jobs) == 1 + len(others)
 
 
-def test_plans_are_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(launch, "MAX_PLANS", 4)
-    with stand_in():
-        for rows in range(32, 32 * 12, 32):
-            cute_kernels.quantize_rowwise(torch.zeros(rows, 32))
-            assert len(launch._plans) <= 4
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=NAMES.get)
 def test_operators_on_cpu_tensors_are_the_reference(dtype):
     """What a graph calls for CPU tensors."""

@@ -229,6 +229,19 @@ def test_a_recomputed_norm_on_the_kernels_wants_its_weight():
             end.sum().backward()
 
 
+def test_a_recombination_wants_its_bias():
+    """Not so of a fully_shard whose parameters are gone by then."""
+    with stand_in():
+        module, manager = connection(HyperConnectionConfig(32), 0), RecomputeManager()
+        x, bias = torch.randn(3, 4, 32).to(BF16).requires_grad_(), torch.ones(32, requires_grad=True)
+        layer_input, mix = module(x)
+        end = module.combine(layer_input, x, mix, bias, recompute=manager).sin()
+        manager.end_block(end)
+        bias.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="HyperConnection.combine: bias has no memory when the block is replaye"):
+            end.sum().backward()
+
+
 HOOKS = {
     "forward_pre": lambda module, args: (args[0].sin(),),
     "forward": lambda module, args, y: 2 * y,
@@ -279,6 +292,10 @@ def test_a_linear_of_an_fp32_weight():
     linear(x).sum().backward()
     assert linear.weight.grad is None
     assert torch.allclose(linear.weight.main_grad - 1, gradient, rtol=1e-2, atol=1e-2)
+    y, old = linear(x), linear.weight.main_grad.clone()
+    left, linear.weight.main_grad = linear.weight.main_grad, torch.ones(16, 32)
+    y.sum().backward()
+    assert torch.equal(left, old) and torch.equal(linear.weight.main_grad, old)
     with pytest.raises(TypeError, match="^linear: x must be a torch.Tensor, got list$"):
         linear([1.0])
 

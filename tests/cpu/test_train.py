@@ -1,5 +1,6 @@
 """python -m cute_kernels train on the CPU, one process: it learns, it is killed, it goes on with the same losses."""
 
+import contextlib
 import errno
 import json
 import math
@@ -7,6 +8,7 @@ import resource
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -215,6 +217,20 @@ def test_a_run_that_ended_while_this_one_started(tmp_path):
         pass
     with pytest.raises(ValueError, match="folder that no other run writes"), loop._alone(tmp_path, None, ranks):
         pass
+
+
+@pytest.mark.parametrize("others", [6, 12])
+def test_ranks_that_find_other_checkpoints(others, tmp_path, monkeypatch, capsys):
+    """As of folders that are not shared. This process is rank 0; what rank 1 adds is written down here."""
+    run(tmp_path, steps=6)
+    from_rank_1 = [others, float(others == 6)]
+    ranks = World(0, 2, torch.device("cpu"), sharded=True)
+    monkeypatch.setattr(loop, "world", lambda device: contextlib.nullcontext(ranks))
+    monkeypatch.setattr(loop, "Learner", mock.Mock(side_effect=ValueError("on it goes")))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: value.add_(from_rank_1.pop(0)))
+    assert cli.main(["train", *train_cases.arguments(tmp_path, steps=8, resume=True, **TINY)]) == 1
+    differ = "train: --checkpoint must be a folder in which all ranks find the same checkpoint, got step 6 on rank 0"
+    assert_says(capsys, "on it goes" if others == 6 else differ)
 
 
 def test_runs_where_locks_do_not_work(tmp_path, monkeypatch):

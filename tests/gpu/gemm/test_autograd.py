@@ -101,6 +101,17 @@ def test_main_grad_is_added_to(k, activation, generator):
         check({"dx": inputs.x.grad / 2}, exact)
 
 
+def test_what_is_added_to_main_grad_counts_as_a_change(generator):
+    """Whoever has saved it for a backward is told, as of any change in place."""
+    inputs = make_inputs(CASE, generator)
+    weight, scale = inputs.weight, torch.ones((), device=inputs.weight.device, requires_grad=True)
+    weight.main_grad = torch.zeros_like(weight, dtype=FP32)
+    product = scale * weight.main_grad
+    linear(inputs.x, weight).backward(inputs.dy)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 @pytest.mark.parametrize("parameter", ["weight", "bias"])
 @pytest.mark.parametrize("wrong", ["dtype", "shape", "strides"])
 def test_main_grad_that_cannot_be_added_to(wrong, parameter, generator):

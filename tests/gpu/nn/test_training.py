@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels.nn import CapturedStep
+from cute_kernels.nn import CapturedStep, ResidualOffload
+from cute_kernels.nn.offload import _side_stream
 from tests.nn_cases import (
     BF16,
     FP32,
@@ -83,6 +84,27 @@ def test_offload_changes_no_bit(recompute):
     wanted = run(DROPOUT)
     for _ in range(2):  # the second takes the first's pinned memory
         assert_same_bits(wanted, run(config))
+
+
+def test_a_residual_whose_backward_does_not_come():
+    """The last sublayer's alone runs, and begins to bring it back: what has its memory next keeps its own values."""
+    offload, size = ResidualOffload(), 2**20
+    first = 3 * torch.ones(size, device="cuda", requires_grad=True)
+    second = 2 * first
+    offload.keep(first, second)
+    third = 2 * second
+    offload.keep(second, third)
+    assert first.untyped_storage().nbytes() == 0
+    with torch.cuda.stream(_side_stream(0)):
+        torch.cuda._sleep(10**8)  # cycles
+    torch.autograd.grad(third.sum(), second)
+    address = first.data_ptr()
+    del offload, first, second, third
+    others = torch.zeros(8, size, device="cuda").unbind()
+    singles = [torch.zeros(size, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    assert address in [t.data_ptr() for t in (*others, *singles)]
+    assert not any(t.any() for t in (*others, *singles))
 
 
 def peak(config):
