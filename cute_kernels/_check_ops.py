@@ -70,13 +70,13 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
             "No supported GPU: the ops are plain torch here, whose products depend on the number of rows. These "
             "references are only held to run-to-run determinism (B0); this shows nothing about the kernels.\n"
         )
-    make = Make("cuda", 513) if has_gpu else Make("cpu", 33)
     table = Table(box=None, pad_edge=False)
     for column in ("op", "case", "result", "cases", "seconds"):
         table.add_column(column, justify="right" if column in ("cases", "seconds") else "left")
     reports: list[tuple[Subject, Report | None, str, bool]] = []
     for subject in subjects:
         started = time.monotonic()
+        make = Make("cuda", 513) if has_gpu else Make("cpu", 33)  # anew: the same tensors, whatever else is checked
         report, result, ok = _check(subject, make, has_gpu)
         reports.append((subject, report, result, ok))
         cells = [subject.op, subject.case, result, str(len(report.results)) if report else "-"]

@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    now = settings()
-    entries = list(Store(now.root).entries())
+    now, problems = settings(), list[str]()
+    entries = list(Store(now.root).entries(problems))
     rows = {
         "directory": f"{now.root}{'' if now.root.exists() else ' (not there yet)'}",
         "kernels": f"{len(entries)}, {_bytes(sum(_entry_size(entry) for entry in entries))}",
@@ -91,6 +91,8 @@ def _info(arguments: argparse.Namespace) -> int:
         "bundles": ", ".join(map(str, now.bundles)) or "none",
         "mode": now.mode,
     }
+    if problems:
+        rows["damaged"] = f"{len(problems)}: see python -m jit_cache verify"
     for name, value in rows.items():
         print(f"{name:15}{value}")
     return 0
@@ -214,25 +216,23 @@ def _import(arguments: argparse.Namespace) -> int:
 # -------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _archs(arguments: argparse.Namespace) -> list[str]:
-    """--arch, else this machine's GPU, else JIT_CACHE_ARCH."""
-    archs = arguments.arch or _gpu_archs() or list(settings().archs)
-    if not archs:
-        raise ValueError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
-    return archs
-
-
 def _jobs(arguments: argparse.Namespace) -> list[Job]:
-    """The package's kernels; of the architectures of several GPUs, for those that it has kernels for."""
+    """The package's kernels for --arch, else this machine's GPUs, else JIT_CACHE_ARCH.
+
+    Of the architectures of several GPUs, for those that it has kernels for; one that was named must be among them.
+    """
     from .prewarm import discover
 
-    archs, jobs, refused = _archs(arguments), [], 0
+    of_gpus = [] if arguments.arch else _gpu_archs()
+    archs, jobs, refused = arguments.arch or of_gpus or list(settings().archs), [], 0
+    if not archs:
+        raise ValueError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
     for arch in archs:
         try:
             jobs += discover(arguments.package, [arch], arguments.only)
         except ValueError as error:
             refused += 1
-            if arguments.arch or refused == len(archs):
+            if not of_gpus or refused == len(archs):
                 raise
             print(f"jit_cache: left out: {error}", file=sys.stderr)
     return jobs

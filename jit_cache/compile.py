@@ -42,7 +42,7 @@ class KernelCompileError(RuntimeError):
 
 
 class ForkedProcessError(RuntimeError):
-    """A compilation was asked for in a forked process whose parent made that unsafe."""
+    """A compilation was asked for in a process that was forked while torch had CUDA in use, or a thread compiled."""
 
 
 _CHANGED = "the source cannot be read, or changed (content, name, links, mode) during or after its import"

@@ -326,6 +326,8 @@ class Store:
         finally:
             if descriptor in _held:  # else a fork closed it
                 _held.discard(descriptor)
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # of copies, too, that a fork in C has made
                 os.close(descriptor)
 
     # ---------------------------------------------------------------------------------------------------------- removal

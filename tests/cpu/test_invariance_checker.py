@@ -645,6 +645,20 @@ def test_command_with_gpu(as_with_gpu, capsys):
     assert "ValueError: check_invariance: module_or_fn must return" in text
 
 
+def test_one_op_is_checked_with_the_tensors_that_it_has_among_all(as_with_gpu):
+    seen = []
+
+    def second(x):
+        seen.append(x.detach().view(torch.int16).clone())  # made-up rows may be NaN
+        return squares(x)
+
+    as_with_gpu(first=(squares, True), second=(second, True))
+    assert cli.main(["check"]) == 0
+    calls = len(seen)
+    assert cli.main(["check", "--only", "second"]) == 0 and len(seen) == 2 * calls
+    assert all(torch.equal(one, two) for one, two in zip(seen[:calls], seen[calls:], strict=True))
+
+
 def test_command_misses_gradients(as_with_gpu, capsys):
     """An op that does not differentiate is not one whose gradients are right."""
 

@@ -503,6 +503,61 @@ kernels.add("sm_100a")
     assert out.count(word) == 2 and "spawn or forkserver" in out and "kernels.add('sm_100a'" in out
 
 
+def test_a_fork_while_another_thread_compiles(run):
+    """Its child must not compile; the child of a fork after that may."""
+    code = """
+import os, threading
+began, go_on, compile_program = threading.Event(), threading.Event(), jc._compile_program
+def slow(program, arch):
+    began.set()
+    go_on.wait(60)
+    return compile_program(program, arch)
+def child_of_a_fork(arch):
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            kernels.add(arch)
+            status = 0
+        except jit_cache.ForkedProcessError as error:
+            status = 1 if "another thread was compiling" in str(error) else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+jc._compile_program = slow
+thread = threading.Thread(target=kernels.add, args=("sm_90a",))
+thread.start()
+assert began.wait(60)
+refused = child_of_a_fork("sm_100a")
+go_on.set()
+thread.join()
+print(refused, child_of_a_fork("sm_100a"), stats().compiles)
+"""
+    assert run(code)[0] == "1 0 1"
+
+
+def test_threads_obtain_one_kernel_after_the_other(run):
+    """The compiler takes one at a time, whichever way it is asked."""
+    code = """
+import threading, time
+running, together, compile_program = [], [], jc._compile_program
+def observed(program, arch):
+    running.append(program)
+    time.sleep(0.2)
+    together.append(len(running))
+    running.remove(program)
+    with compiler:
+        return compile_program(program, arch)
+compiler, jc._compile_program = threading.Lock(), observed
+configs = [kernels.Config(threads=32 * n) for n in (1, 2, 3, 4)]
+threads = [threading.Thread(target=kernels.add.obtain, args=("sm_90a",), kwargs={"config": c}) for c in configs]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(*together)
+"""
+    assert run(code)[0] == "1 1 1 1"
+
+
 def test_a_lock_holder_that_dies_hands_over(start, run, stored, tmp_path):
     store, key = stored
     store.remove(key.name)

@@ -266,6 +266,9 @@ def test_prewarm_command_beside_a_gpu_without_kernels(command, package, monkeypa
         assert ("left out" in err) == (len(archs) > 1)
     status, out, err = command("prewarm", MODULE, "--arch", "sm_90a", "--arch", "sm_120a", "--check")
     assert status == 1 and not out and "no kernels for sm_120a" in err and "left out" not in err
+    monkeypatch.setattr(jit_cache.__main__, "_gpu_archs", lambda: [])
+    status, out, err = command("prewarm", MODULE, "--check", JIT_CACHE_ARCH="sm_90a,sm_120a")
+    assert status == 1 and not out and "no kernels for sm_120a" in err and "left out" not in err
 
 
 def test_prewarm_command_without_a_gpu_asks_for_the_architecture(command):

@@ -530,6 +530,17 @@ with Store(settings().root).lock("sm_90a/x"):
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_copy_of_a_descriptor_does_not_keep_a_lock(store):
+    """As a process has it that was forked in C, past Python's hooks."""
+    with store.lock("sm_90a/x"):
+        copy = os.dup(max(store_module._held))
+    try:
+        with store.lock("sm_90a/x", timeout=0.0) as free:
+            assert free
+    finally:
+        os.close(copy)
+
+
 def test_settings():
     read = Settings.read
     home = {"HOME": "/home/x"}
