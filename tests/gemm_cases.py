@@ -329,6 +329,8 @@ def _serial_k16(static: dict, a, b, d, z, bias, valid_k, num_ctas) -> None:
     from cute_kernels._target import cutlass_dtype
 
     assert num_ctas >= 1 and a.dim() == b.dim() == d.dim() == 2
+    a = a if static["a_major"] == "k" else a.t()
+    b = b if static["b_major"] == "k" else b.t()
     if static["transposed"]:
         a, b = b, a  # d lies as the call gave it
     assert a.shape[1] == b.shape[1] and d.shape == (a.shape[0], b.shape[0])

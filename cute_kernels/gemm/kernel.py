@@ -30,8 +30,9 @@ def gemm(
 ) -> Program:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K); M, N, K and the strides are run-time values.
 
-    ``*_major``: the dimension whose elements are neighbours, "m", "n" or "k". ``transposed``: d and z are given as
-    (N, M). The bias lies along the last dimension of what is given.
+    ``*_major``: the dimension whose elements are neighbours, "m", "n" or "k". It is the last one of what is given: of
+    "m" (K, M), of "n" (K, N). ``transposed``: d and z are given as (N, M). The bias lies along the last dimension of
+    what is given.
     ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32).
     ``counts_k``: only as many k as a device int32 says are summed. ``config`` None: the kernel for operands of any
     stride and alignment.
@@ -45,18 +46,18 @@ def gemm(
     elif arch.startswith("sm_9"):
         from cute_kernels.gemm.kernel_sm90 import GemmSm90
 
-        kernel = GemmSm90(activation, transposed, accumulate, tma_store, config)
+        kernel = GemmSm90(activation, a_major, b_major, transposed, accumulate, tma_store, config)
     else:
         from cute_kernels.gemm.kernel_sm100 import GemmSm100
 
-        kernel = GemmSm100(activation, transposed, accumulate, tma_store, config)
+        kernel = GemmSm100(activation, a_major, b_major, transposed, accumulate, tma_store, config)
     output = (n, m) if transposed else (m, n)
     return Program(
         kernel,
-        symbolic_matrix(dtype, (m, k), a_major == "k", aligned, any_stride=not aligned),
-        symbolic_matrix(dtype, (n, k), b_major == "k", aligned, any_stride=not aligned),
-        symbolic_matrix(out, output, True, tma_store),
-        symbolic_matrix(out, output, True, tma_store) if keeps_z else None,
+        symbolic_matrix(dtype, (m, k) if a_major == "k" else (k, m), aligned, any_stride=not aligned),
+        symbolic_matrix(dtype, (n, k) if b_major == "k" else (k, n), aligned, any_stride=not aligned),
+        symbolic_matrix(out, output, tma_store),
+        symbolic_matrix(out, output, tma_store) if keeps_z else None,
         None
         if bias is None
         else cute.runtime.make_fake_compact_tensor(bias, output[1:], assumed_align=bias.width // 8),
@@ -66,11 +67,10 @@ def gemm(
     )
 
 
-def symbolic_matrix(dtype: Dtype, shape, row_major: bool, aligned: bool, any_stride: bool = False):
-    """A matrix as the compiler sees it; ``aligned``: its base and its rows (columns) start on 16 bytes."""
+def symbolic_matrix(dtype: Dtype, shape, aligned: bool, any_stride: bool = False):
+    """A matrix as the compiler sees it, row-major; ``aligned``: its base and its rows start on 16 bytes."""
     itemsize = dtype.width // 8
     if any_stride:
         return cute.runtime.make_fake_tensor(dtype, shape, (cute.sym_int64(), cute.sym_int64()), assumed_align=itemsize)
     stride = cute.sym_int64(divisibility=16 // itemsize if aligned else 1)
-    strides = (stride, 1) if row_major else (1, stride)
-    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16 if aligned else itemsize)
+    return cute.runtime.make_fake_tensor(dtype, shape, (stride, 1), assumed_align=16 if aligned else itemsize)

@@ -53,7 +53,14 @@ class GemmSm100:
     """
 
     def __init__(
-        self, activation: Optional[str], transposed: bool, accumulate: bool, tma_store: bool, config: GemmConfig
+        self,
+        activation: Optional[str],
+        a_major: str,
+        b_major: str,
+        transposed: bool,
+        accumulate: bool,
+        tma_store: bool,
+        config: GemmConfig,
     ):
         tile_m, tile_n, tile_k = config.tile
         if tile_m not in (64, 128) or tile_n not in TILES_N or tile_n < tile_m // 8 or tile_k not in (64, 128, 256):
@@ -61,6 +68,7 @@ class GemmSm100:
         if tma_store and tile_m != 128:
             raise ValueError("d is stored by TMA from tiles of 128 rows only, where a thread holds a row")
         self.activation = activation
+        self.majors = a_major, b_major
         self.transposed = transposed
         self.accumulate = accumulate
         self.tma_store = tma_store
@@ -83,6 +91,10 @@ class GemmSm100:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
+        if const_expr(self.majors[0] == "m"):
+            a = transpose(a)
+        if const_expr(self.majors[1] == "n"):
+            b = transpose(b)
         if const_expr(self.transposed):
             d = transpose(d)
             z = None if const_expr(z is None) else transpose(z)

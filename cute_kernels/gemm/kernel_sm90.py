@@ -51,13 +51,21 @@ class GemmSm90:
     """See the module; arguments as in the builder ``gemm``."""
 
     def __init__(
-        self, activation: Optional[str], transposed: bool, accumulate: bool, tma_store: bool, config: GemmConfig
+        self,
+        activation: Optional[str],
+        a_major: str,
+        b_major: str,
+        transposed: bool,
+        accumulate: bool,
+        tma_store: bool,
+        config: GemmConfig,
     ):
         if config.tile[0] not in (64, 128):
             raise ValueError(
                 f"config.tile must have 64 or 128 rows, of one or two consumer warpgroups, got {config.tile}"
             )
         self.activation = activation
+        self.majors = a_major, b_major
         self.transposed = transposed
         self.accumulate = accumulate
         self.tma_store = tma_store
@@ -93,6 +101,10 @@ class GemmSm90:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
+        if const_expr(self.majors[0] == "m"):
+            a = transpose(a)
+        if const_expr(self.majors[1] == "n"):
+            b = transpose(b)
         if const_expr(self.transposed):
             d = transpose(d)
             z = None if const_expr(z is None) else transpose(z)

@@ -39,8 +39,6 @@ def new_product(
     op: str,
     a: Tensor,
     b: Tensor,
-    shape_b: tuple[int, ...],
-    strides_b: tuple[int, ...],
     bias: Tensor | None,
     activation: str | None,
     out_dtype: torch.dtype | None,
@@ -48,22 +46,23 @@ def new_product(
 ) -> tuple[Tensor, Tensor | None]:
     """(d, z) in new memory: d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K), z: before the activation.
 
-    Eager mode only. ``op``, "mm" or "linear", says whose arguments are checked where none of this signature have been.
+    Eager mode only. ``op``, "mm", whose b is (K, N), or "linear", says whose arguments are checked where none of this
+    signature have been.
     Host time is what this is for: what is allocated here follows from the key, so is not part of it; b's dtype and
     device are asked for by the kernel's entry at each call, which refuses others than a's in words of its own; and the
     key is written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so).
 
     Raises: as the op's check; what the entry raises.
     """
-    shape, dtype, device_index = a.shape, a.dtype, a.get_device()
+    shape, dtype, shape_b, is_mm = a.shape, a.dtype, b.shape, op == "mm"
     key = (
         op,
         shape,
         a.stride(),
         dtype,
-        device_index,
+        a.get_device(),
         shape_b,
-        strides_b,
+        b.stride(),
         (a.data_ptr() | b.data_ptr()) & 15,
         None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()),
         activation,
@@ -72,20 +71,20 @@ def new_product(
     )
     plan = _plans.get(key)
     if plan is None or _forced:
-        if op == "mm":
-            check_mm(a, b.t(), out_dtype, None)
+        if is_mm:
+            check_mm(a, b, out_dtype, None)
         else:
             check_linear(a, b, bias, out_dtype, activation, None)
-    n = shape_b[0]
+    n = shape_b[1] if is_mm else shape_b[0]
     sizes, strides = (shape[0], n), (n or 1, 1)
     allocate = allocator(a) if plan is None else plan.allocate
     d = allocate(sizes, strides, out_dtype or dtype)
     z = allocate(sizes, strides, out_dtype or dtype) if keeps_z else None
     if plan is None or _forced:
-        plan = _remember(key, a, b, d, z, bias, None, activation, False)
+        plan = _remember(key, a, b, d, z, bias, None, activation, False, False, is_mm)
     if plan is not None:
         if _observers:
-            _observe(plan, a, b)
+            _observe(plan, a, b, False, is_mm)
         if plan.transposed:
             plan.function(b, a, d, z, bias, None, plan.num_ctas)
         else:
@@ -102,12 +101,15 @@ def run_gemm(
     valid_k: Tensor | None = None,
     activation: str | None = None,
     accumulate: bool = False,
+    trans_a: bool = False,
+    trans_b: bool = False,
     check: tuple[Callable[..., None], tuple] | None = None,
 ) -> None:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K) of any strides; z: before the activation.
 
-    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed. ``check``, a
-    function and its arguments, is called where no call of this signature has been checked.
+    ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed. ``trans_*``:
+    a is (K, M), b is (K, N). ``check``, a function and its arguments, is called where no call of this signature has
+    been checked.
     """
     key = (
         a.shape,
@@ -130,16 +132,18 @@ def run_gemm(
         None if valid_k is None else (valid_k.dtype, valid_k.shape, valid_k.get_device()),
         activation,
         accumulate,
+        trans_a,
+        trans_b,
     )
     plan = _plans.get(key)
     if plan is None or _forced:
         if check is not None:
             check[0](*check[1])
-        plan = _remember(key, a, b, d, z, bias, valid_k, activation, accumulate)
+        plan = _remember(key, a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b)
         if plan is None:
             return
     if _observers:
-        _observe(plan, a, b)
+        _observe(plan, a, b, trans_a, trans_b)
     if plan.transposed:
         plan.function(b, a, d, z, bias, valid_k, plan.num_ctas)
     else:
@@ -158,7 +162,7 @@ def run_traced(a: Tensor, b: Tensor, d: Tensor, *rest: object) -> None:
 gemm_op = mutating_op(
     "gemm",
     "Tensor a, Tensor b, Tensor(a!) d, Tensor(b!)? z=None, Tensor? bias=None, Tensor? valid_k=None, "
-    "str? activation=None, bool accumulate=False",
+    "str? activation=None, bool accumulate=False, bool trans_a=False, bool trans_b=False",
     run_traced,
 )
 
@@ -200,25 +204,28 @@ def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
         _observers[:] = [other for other in _observers if other is not launches]
 
 
-def _observe(plan: Plan, a: Tensor, b: Tensor) -> None:
+def _observe(plan: Plan, a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> None:
+    a, b = a.t() if trans_a else a, b.t() if trans_b else b
     for launches in _observers:
         launches.append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
 
 
-def _remember(key: tuple, a, b, d, z, bias, valid_k, activation, accumulate) -> Plan | None:
+def _remember(key: tuple, a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b) -> Plan | None:
     """The plan of a signature that has been checked; None, and d and z are filled, where there is nothing to sum."""
+    a, b = a.t() if trans_a else a, b.t() if trans_b else b
     if a.shape[0] == 0 or b.shape[0] == 0:
         return None
     if a.shape[1] == 0:
         _empty_sums(d, z, bias, activation, accumulate)
         return None
-    plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate)
+    plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate, (trans_a, trans_b))
     if not _forced:
         _plans[key] = plan
     return plan
 
 
-def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
+def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, bool]) -> Plan:
+    """Of a (M, K) and b (N, K); ``trans``: which of them the calls give the other way round."""
     from cute_kernels.gemm.kernel import gemm
 
     index = a.get_device()
@@ -239,7 +246,9 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
     outputs = [t for t in (d, z) if t is not None]
     tma_store = config is not None and config.stores_by_tma(arch, transposed) and all(_rows_aligned(t) for t in outputs)
     m, n = (b.shape[0], a.shape[0]) if transposed else (a.shape[0], b.shape[0])
-    a_major, b_major = majors[::-1] if transposed else majors
+    turned = [(major == "rows") != given for major, given in zip(majors, trans, strict=True)]
+    if transposed:
+        majors, turned = majors[::-1], turned[::-1]
     function = gemm(
         arch,
         cutlass_dtype(a.dtype),
@@ -247,8 +256,8 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
         None if bias is None else cutlass_dtype(bias.dtype),
         None if activation is None else str.__str__(activation),  # a StrEnum's member would be another key
         z is not None,
-        "k" if a_major == "k" else "m",
-        "k" if b_major == "k" else "n",
+        "k" if majors[0] == "k" else "m",
+        "k" if majors[1] == "k" else "n",
         transposed,
         accumulate,
         valid_k is not None,
@@ -258,6 +267,8 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate) -> Plan:
     clusters = min(-(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
     if config is None or (bias is not None and bias.numel() == 1):
         function = _resolved(function)
+    if any(turned):
+        function = _turned(function, *turned)
     return Plan(function, clusters * cluster, transposed, config, allocator(a))
 
 
@@ -273,6 +284,15 @@ def _resolved(function: Callable[..., None]) -> Callable[..., None]:
         if bias is not None and bias.is_neg():
             bias = bias.resolve_neg()
         function(a, b, d, z, bias, *rest)
+
+    return run
+
+
+def _turned(function: Callable[..., None], a_turned: bool, b_turned: bool) -> Callable[..., None]:
+    """``function`` of operands that lie the other way round than it takes them: the contiguous dimension last."""
+
+    def run(a: Tensor, b: Tensor, *rest: object) -> None:
+        function(a.t() if a_turned else a, b.t() if b_turned else b, *rest)
 
     return run
 

@@ -81,7 +81,7 @@ def mm(
             check_mm(a, b, out_dtype, out)
         if eager:
             check_separate(out, a, b)
-        _run(a, b.t(), out, None, None, None, None, False, (check_mm, (a, b, out_dtype, out)))
+        _run(a, b, out, trans_b=True, check=(check_mm, (a, b, out_dtype, out)))
         if eager:  # a registered operator does it by itself
             increment_version(out)
     except Exception:  # an argument that is no matrix, or no dtype, or what the kernel's entry refuses
@@ -148,24 +148,21 @@ def linear(
 
 def _mm_forward(a: Tensor, b: Tensor, eager: bool, out_dtype: torch.dtype | None) -> Tensor:
     if eager:
-        (k, n), (row_stride, column_stride) = b.shape, b.stride()
-        shape_b, strides_b = (n, k), (column_stride, row_stride)
-        b = alias(b, shape_b, strides_b)  # b.t() in half the time
-        return new_product("mm", a, b, shape_b, strides_b, None, None, out_dtype, False)[0]
+        return new_product("mm", a, b, None, None, out_dtype, False)[0]
     check_mm(a, b, out_dtype, None)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
-    gemm_op(a, b.t(), out)
+    gemm_op(a, b, out, trans_b=True)
     return out
 
 
 def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> tuple[Tensor, Tensor | None]:
     """y and, if it is kept, what the activation is applied to."""
     if eager and x.dim() == 2:
-        return new_product("linear", x, weight, weight.shape, weight.stride(), bias, activation, out_dtype, keeps_z)
+        return new_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
     if eager and x.is_contiguous() and (elements := x.numel()):
         *batch, k = x.shape
-        rows, options = alias(x, (elements // k, k), (k, 1)), (bias, activation, out_dtype, keeps_z)
-        y, z = new_product("linear", rows, weight, weight.shape, weight.stride(), *options)
+        rows = alias(x, (elements // k, k), (k, 1))
+        y, z = new_product("linear", rows, weight, bias, activation, out_dtype, keeps_z)
         shape = (*batch, y.shape[1])
         strides = _contiguous_strides(shape)
         return alias(y, shape, strides), None if z is None else alias(z, shape, strides)
@@ -177,7 +174,7 @@ def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> t
     z = torch.empty_like(y) if keeps_z else None
     z_rows = None if z is None else z.view(m, n)
     check = (check_linear, (x, weight, bias, out_dtype, activation, None))
-    _run(rows, weight, y.view(m, n), z_rows, bias, None, activation, False, check)
+    _run(rows, weight, y.view(m, n), z_rows, bias, None, activation, check=check)
     return y, z
 
 
@@ -206,11 +203,11 @@ class _MmFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if ctx.by_columns:  # the transpose of a row-major matrix: its gradient is one, too
                 db = dout.new_empty(n, a.shape[1])
-                _run(dout.t(), a.t(), db)
+                _run(dout, a, db, trans_a=True, trans_b=True)
                 db = db.t()
             else:
                 db = dout.new_empty(a.shape[1], n)
-                _run(a.t(), dout.t(), db)
+                _run(a, dout, db, trans_a=True, trans_b=True)
         return da, db, None
 
 
@@ -245,17 +242,17 @@ class _LinearFunction(torch.autograd.Function):
         dx = dweight = dbias = None
         if needs_x:
             dx = dz.new_empty(*shape)
-            _run(dz, weight.t(), as_rows("linear", "dx", dx))
+            _run(dz, weight, as_rows("linear", "dx", dx), trans_b=True)
         if needs_weight:
             target, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
             rows = as_rows("linear", "x", x)
-            _run(dz.t(), rows.t(), target, None, None, num_valid_tokens, None, dweight is None)
+            _run(dz, rows, target, None, None, num_valid_tokens, None, dweight is None, True, True)
         if needs_bias:
             # The sum over tokens is a product with a column of ones: in the same order, under the same contract
             target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
             tokens = dz.shape[0]
             ones = dz.new_ones((1, tokens + -tokens % 8))[:, :tokens]  # a row that TMA can read, whatever its length
-            _run(dz.t(), ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None)
+            _run(dz, ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None, True)
         return dx, dweight, dbias, None, None
 
 
@@ -271,11 +268,13 @@ def _run(
     valid_k: Tensor | None = None,
     activation: str | None = None,
     accumulate: bool = False,
+    trans_a: bool = False,
+    trans_b: bool = False,
     check: tuple[Callable[..., None], tuple] | None = None,
 ) -> None:
     if is_plain(a, b, d, bias, valid_k):
-        run_gemm(a, b, d, z, bias, valid_k, activation, accumulate, check)
+        run_gemm(a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b, check)
     else:
         if check is not None:
             check[0](*check[1])
-        gemm_op(a, b, d, z, bias, valid_k, activation, accumulate)
+        gemm_op(a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b)

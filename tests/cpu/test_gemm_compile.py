@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from cute_kernels import linear
+from cute_kernels import linear, mm
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config import EPILOGUE_K, PING_PONG, PREFILL, GemmConfig, candidates, choose
 from cute_kernels.gemm.launch import forced
@@ -131,7 +131,7 @@ def test_tiles_that_cannot_be(tile):
     from cute_kernels.gemm.kernel_sm90 import GemmSm90
 
     with pytest.raises(ValueError, match=r"^config\.tile must have "):
-        GemmSm90(None, False, False, True, GemmConfig(tile, (1, 1), 4, 8))
+        GemmSm90(None, "k", "k", False, False, True, GemmConfig(tile, (1, 1), 4, 8))
 
 
 def test_a_ring_of_one_slot():
@@ -139,7 +139,7 @@ def test_a_ring_of_one_slot():
     from cute_kernels.gemm.kernel_sm90 import GemmSm90
 
     with pytest.raises(ValueError, match=r"^config\.stages must be more than 1, got 1"):
-        GemmSm90(None, False, False, False, GemmConfig((64, 64, 64), (1, 1), 1, 1))
+        GemmSm90(None, "k", "k", False, False, False, GemmConfig((64, 64, 64), (1, 1), 1, 1))
 
 
 def test_a_call_asks_for_what_is_tested():
@@ -171,7 +171,7 @@ def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
-    """Forward and backward of a layer, and its gradient into main_grad, by each kernel."""
+    """Forward and backward of a layer, and its gradient into main_grad, by each kernel; dx is what ``mm`` is, too."""
     case = Case(256, 256, 256)
     with stand_in(arch, computes=False) as jobs:
         for kernel, accumulates in itertools.product(kernels(arch), (False, True)):
@@ -183,6 +183,12 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
     table = list(prewarm.specializations(arch))
     assert len(set(table)) == len(table) and set(table) <= set(jobs)
     assert {arguments[-1] for _, arguments in table} == set(candidates(arch)) - {None}
+    of_table = {(arguments[-1], arguments[8]) for _, arguments in table}
+    with stand_in(arch, computes=False) as jobs:
+        for kernel in of_table:
+            with forced(*kernel):
+                mm(*torch.zeros(2, 256, 256, dtype=torch.bfloat16).unbind())
+    assert len(jobs) == len(of_table) and set(jobs) <= set(table)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUE_K)
