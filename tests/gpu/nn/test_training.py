@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels.nn import CapturedStep, ResidualOffload
+from cute_kernels.nn import CapturedStep, LayerNorm, Linear, ResidualOffload, RMSNorm
 from cute_kernels.nn.offload import _side_stream
 from tests.nn_cases import (
     BF16,
@@ -179,6 +179,29 @@ def test_a_captured_step_on_the_second_device():
         captured = CapturedStep(make_step(model, optimizer), batch, model, optimizer)
         losses.append(torch.stack([captured(*batch).clone() for _ in range(3)]).cpu())
     assert torch.equal(*losses) and losses[0][2] < losses[0][0]
+
+
+def test_torchs_own_capture_of_a_module():
+    """make_graphed_callables: forward and backward as graphs of their own, in place of the module."""
+
+    def module():
+        torch.manual_seed(0)
+        layers = RMSNorm(256), Linear(256, 512, activation="gelu"), LayerNorm(512)
+        return torch.nn.Sequential(*layers).to("cuda", BF16)
+
+    sample = torch.zeros(64, 256, device="cuda", dtype=BF16, requires_grad=True)
+    results = []
+    for call in (module(), torch.cuda.make_graphed_callables(module(), (sample,))):
+        torch.manual_seed(1)
+        for _ in range(2):
+            x = torch.randn(64, 256, device="cuda").to(BF16).requires_grad_()
+            y = call(x)
+            y.backward(torch.randn_like(y))
+            results.append({"y": y.detach().clone(), "dx": x.grad})
+        results[-1].update((name, p.grad) for name, p in call.named_parameters())
+    eager, captured = results[:2], results[2:]
+    for wanted, found in zip(eager, captured, strict=True):
+        assert_same_bits(wanted, found)
 
 
 def test_offload_cannot_be_captured():
