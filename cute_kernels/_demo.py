@@ -291,7 +291,7 @@ def _short(value: Any) -> str:
 
 
 def _check_references(console: Console) -> bool:
-    """Norms, layers and a hyper-connection, forward and backward, on the CPU, where the references run, against fp64."""
+    """Norms, layers and a hyper-connection, forward and backward, on the CPU, where references run, against fp64."""
     import cute_kernels
     from cute_kernels import mhc
     from cute_kernels.gemm import checks
