@@ -197,8 +197,9 @@ def test_torchs_own_capture_of_a_module():
             x = torch.randn(64, 256, device="cuda").to(BF16).requires_grad_()
             y = call(x)
             y.backward(torch.randn_like(y))
-            results.append({"y": y.detach().clone(), "dx": x.grad.clone()})  # the next replay writes into both
-        results[-1].update((name, p.grad) for name, p in call.named_parameters())
+            found = {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in call.named_parameters()}}
+            results.append({name: t.clone() for name, t in found.items()})  # the next replay writes into these
+            call.zero_grad(set_to_none=True)
     eager, captured = results[:2], results[2:]
     for wanted, found in zip(eager, captured, strict=True):
         assert_same_bits(wanted, found)
