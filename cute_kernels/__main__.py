@@ -12,6 +12,7 @@ from types import ModuleType
 
 from cute_kernels import _env
 from cute_kernels.train.options import add_options
+from jit_cache.store import settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("env", help="versions, driver, GPUs, kernel cache, variables: what a bug report needs")
     commands.add_parser(
-        "demo", help="with a GPU: check and time every op; without: compile every kernel, check the references"
+        "demo",
+        help="with a GPU: check and time every op; without: compile the kernels of common models, check the references",
     )
     check = commands.add_parser(
         "check",
@@ -43,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "env":
         return _print_env()
+    try:
+        settings()
+    except ValueError as error:
+        print(f"cute_kernels: {error}", file=sys.stderr)
+        return 1
     if options.command == "demo":
         from cute_kernels import _demo
 

@@ -57,7 +57,7 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
     problem = None
     if unknown := sorted(set(only or ()) - set(known)):
         problem = f"no such op here: {', '.join(unknown)}; there are: {', '.join(known)}"
-    elif json_file is not None and not json_file.parent.is_dir():
+    elif json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
         problem = f"--json must be a file in a directory that is there, got {json_file}"
     if problem is not None:
         console.print(problem, style="red", markup=False)

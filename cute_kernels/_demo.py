@@ -44,7 +44,7 @@ def run() -> int:
         ok = _measure_models(console)
     else:
         console.print(
-            "No supported GPU: every kernel is compiled for "
+            "No supported GPU: the kernels of common models are compiled for "
             + " and ".join(ARCHS)
             + ", and the references are checked.\n"
         )

@@ -14,7 +14,7 @@ class UnsupportedDeviceError(RuntimeError):
 
 @functools.cache
 def arch_of(device_index: int) -> str:
-    """``sm_90a`` or ``sm_100a``: what kernels for this CUDA device are compiled for.
+    """``sm_90a``, ``sm_100a``, ``sm_103a``: what kernels for this CUDA device are compiled for.
 
     Raises:
         UnsupportedDeviceError: neither a Hopper (9.0) nor a data-centre Blackwell (10.x) GPU.

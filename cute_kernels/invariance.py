@@ -158,11 +158,12 @@ def check_invariance(
 
     Equal means the same raw bits: +0 is not -0, and NaNs are equal if their bits are. Gradients of a module's
     parameters are sums over rows: they, or what is accumulated into ``main_grad``, are held to B0 and B1 (trailing rows
-    of zeros with zero incoming gradients) alone. If rows differ in B0 the function is not deterministic, and nothing
-    else is run. Parameters' ``grad`` and ``main_grad``, buffers, hooks and the training mode are left as they were.
-    All activations and their gradients of two runs are kept in memory.
+    of zeros with zero incoming gradients) alone. Those of norms and hyper-connections are added in an order that the
+    number of rows decides: leave B1 out of ``transforms`` for a model that has some. If rows differ in B0 the function
+    is not deterministic, and nothing else is run. Parameters' ``grad`` and ``main_grad``, buffers, hooks and the
+    training mode are left as they were. All activations and their gradients of two runs are kept in memory.
     """
-    inputs = _check_arguments(module_or_fn, sample, transforms, sizes, seed)
+    inputs = _check_arguments(module_or_fn, sample, gradients, transforms, sizes, seed)
     rows = list(range(len(inputs[0])))
     runner = Runner(module_or_fn, inputs, gradients, seed)
     with runner.hooked():
@@ -185,7 +186,7 @@ def _blames_function(result: Result, runner: Runner) -> bool:
     return result.status == "error" or (result.difference is not None and result.difference.tensor in runner.compared)
 
 
-def _check_arguments(function, sample, transforms, sizes, seed) -> tuple[Tensor, ...]:
+def _check_arguments(function, sample, gradients, transforms, sizes, seed) -> tuple[Tensor, ...]:
     op = "check_invariance"
     expect(callable(function), op, "module_or_fn", "be callable", type(function).__name__, TypeError)
     inputs = (sample,) if isinstance(sample, Tensor) else sample
@@ -198,6 +199,7 @@ def _check_arguments(function, sample, transforms, sizes, seed) -> tuple[Tensor,
         expect(len(tensor) == len(inputs[0]), op, f"sample[{i}]", f"have {len(inputs[0])} rows", len(tensor))
     rows = len(inputs[0])
     expect(rows >= 2, op, "sample", "have at least 2 rows", rows)
+    expect(isinstance(gradients, bool), op, "gradients", "be a bool", type(gradients).__name__, TypeError)
     expect(isinstance(transforms, (tuple, list)), op, "transforms", "be a tuple", type(transforms).__name__, TypeError)
     for name in transforms:
         expect(name in TRANSFORMS, op, "transforms", f"be of {', '.join(TRANSFORMS)}", repr(name))

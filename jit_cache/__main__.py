@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -32,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         print("jit_cache: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError, LookupError, ImportError, Damaged) as error:
-        print(f"jit_cache: {error}", file=sys.stderr)
+        compiler = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "cutlass"
+        print(f"jit_cache: {error}{': pip install nvidia-cutlass-dsl' if compiler else ''}", file=sys.stderr)
         return 1
 
 
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("prewarm", _prewarm, "Compile all kernels that a package names; needs no GPU.")
     sub.add_argument("package", help="top-level package, e.g. cute_kernels")
     filters(sub)
-    sub.add_argument("--workers", type=int, help="processes; default by processors and memory (1 GB each)")
+    sub.add_argument("--workers", type=_positive, help="processes; default by processors and memory (1 GB each)")
     sub.add_argument("--check", action="store_true", help="compile nothing, only report what is missing")
     command("verify", _verify, "Check all stored files against their records.")
     sub = command("gc", _gc, "Remove leftovers, what was not used for long, and the oldest beyond a size.")
@@ -132,8 +134,6 @@ def _prewarm(arguments: argparse.Namespace) -> int:
     from .prewarm import Result, prewarm
 
     jobs = _jobs(arguments)
-    if not jobs:
-        raise LookupError("no kernel matches")
 
     def progress(result: Result, done: int, total: int) -> None:
         facts = f"{_facts(result.record)}  " if result.record else ""
@@ -170,10 +170,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0.0:  # nan neither
-        raise ValueError(text)
-    return value
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0.0:  # nan is not
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+
+
+def _positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
 
 
 def _gc(arguments: argparse.Namespace) -> int:
@@ -235,6 +241,9 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
             if not of_gpus or refused == len(archs):
                 raise
             print(f"jit_cache: left out: {error}", file=sys.stderr)
+    if not jobs:
+        every = {builder.kernel for arch in archs for builder, _ in discover(arguments.package, [arch])}
+        raise LookupError(f"no kernel matches {' or '.join(arguments.only)}; there are: {', '.join(sorted(every))}")
     return jobs
 
 

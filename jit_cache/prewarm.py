@@ -213,9 +213,12 @@ def discover(package: str, archs: Iterable[str], only: Sequence[str] = ()) -> li
         only: keep the builders whose `module.name` contains one of these.
 
     Raises:
+        ValueError: package is no module's name.
         ImportError: there is no such package, or a part of it does not import.
         LookupError: it names no kernels: no module `prewarm`, no `specializations`.
     """
+    if not all(part.isidentifier() for part in package.split(".")):
+        raise ValueError(f"package must be a module's name, such as cute_kernels, got {package!r}")
     root = importlib.import_module(package)
     sources = [root] if hasattr(root, "specializations") else []
     for module in pkgutil.walk_packages(getattr(root, "__path__", ()), f"{package}.", onerror=importlib.import_module):

@@ -64,16 +64,19 @@ class Settings:
         def words(name: str, separator: str) -> list[str]:
             return [word.strip() for word in environ.get(name, "").split(separator) if word.strip()]
 
+        def here(path: str) -> Path:
+            return Path(os.path.expanduser(path)).absolute()  # a shell leaves a quoted ~ as it is
+
         home = os.path.expanduser("~")  # stays as it is for a user without home: then nothing can be stored
         default = Path(home if os.path.isabs(home) else "/", ".cache")
         if os.path.isabs(environ.get("XDG_CACHE_HOME", "")):
             default = Path(environ["XDG_CACHE_HOME"])
         workers = environ.get("JIT_CACHE_WORKERS") or "0"
         if not workers.isdecimal():
-            raise ValueError(f"JIT_CACHE_WORKERS must be a number, got {workers!r}")
+            raise ValueError(f"JIT_CACHE_WORKERS must be an integer of at least 0 (0: the default), got {workers!r}")
         return Settings(
-            root=Path(environ.get("JIT_CACHE_DIR") or default / "jit_cache").absolute(),
-            bundles=tuple(Path(path).absolute() for path in words("JIT_CACHE_BUNDLE", os.pathsep)),
+            root=here(environ["JIT_CACHE_DIR"]) if environ.get("JIT_CACHE_DIR") else (default / "jit_cache").absolute(),
+            bundles=tuple(map(here, words("JIT_CACHE_BUNDLE", os.pathsep))),
             mode=choice("JIT_CACHE_MODE", "on", "warn", "off"),
             archs=tuple(words("JIT_CACHE_ARCH", ",")),
             workers=int(workers),
@@ -170,6 +173,13 @@ class Store:
         """Yields all entries, by name. What is wrong with the others, or with a bundle, is appended to `problems`."""
         if problems is not None and not self.writable and not self.base.is_dir():
             problems.append(f"{self.root} is no bundle: it has no directory {self.base.name}")
+        if problems is not None and self.writable:
+            try:
+                self._check(self.root)
+            except FileNotFoundError:  # not there yet
+                pass
+            except OSError as error:
+                problems.append(f"cannot use {self.root}: {error.strerror}")
         for path in sorted(self.base.glob("sm_*/*.json")):
             name = f"{path.parent.name}/{path.stem}"
             if not NAME.fullmatch(name):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels._check import expect
 from cute_kernels.gemm import launch
 from cute_kernels.gemm.config import CONTRACT
 
@@ -32,9 +33,13 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
 
     ``shape`` is (M, N, K) as the kernel sees it. Products over nothing, replays of CUDA graphs, and work on CPU tensors
     launch none of our kernels and have no entry.
+
+    Raises:
+        TypeError: function cannot be called; and whatever it raises.
     """
     import cute_kernels
 
+    expect(callable(function), "provenance", "function", "be callable", type(function).__name__, TypeError)
     with launch.observed() as launches:
         function(*args, **kwargs)
     versions = {"cute-kernels": cute_kernels.__version__, "torch": torch.__version__}

@@ -22,7 +22,8 @@ class Linear(nn.Module):
         activation, out_dtype, backend: see ``cute_kernels.linear``.
 
     Raises:
-        TypeError, ValueError: a size that is no int, or negative.
+        TypeError, ValueError: a size that is no int, or negative; ``forward`` as ``cute_kernels.linear``, for the other
+            arguments, too. x is bf16 or fp16 (torch.nn's takes fp32, too).
 
     An fp32 weight is cast to x's dtype at each call; its gradient is fp32. Where ``weight.main_grad`` or
     ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None.

@@ -95,7 +95,7 @@ class RMSNorm(_Norm):
 
     If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None.
 
-    Raises: as ``cute_kernels.rms_norm``; ValueError for a ``normalized_shape`` that is not one positive size.
+    Raises: ValueError for a ``normalized_shape`` that is not one positive size; ``forward``: as ``rms_norm``.
     """
 
     function = staticmethod(rms_norm)
@@ -155,7 +155,7 @@ class LayerNorm(_Norm):
 
     Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None.
 
-    Raises: as ``cute_kernels.layer_norm``; ValueError for a ``normalized_shape`` that is not one positive size.
+    Raises: ValueError for a ``normalized_shape`` that is not one positive size; ``forward``: as ``layer_norm``.
     """
 
     function = staticmethod(layer_norm)

@@ -47,7 +47,10 @@ def read_text(path: Path | None, sequence: int) -> Text:
         OSError: the file cannot be read.
         ValueError: it is too short for sequences of this length.
     """
-    content = _documentation() if path is None else path.read_bytes()
+    try:
+        content = _documentation() if path is None else path.read_bytes()
+    except OSError as error:
+        raise OSError(f"train: --data must be a file that can be read, got {path}: {error.strerror}") from error
     split = len(content) - int(HELD_OUT * len(content))
     least = int((sequence + 1) / HELD_OUT) + 1
     expect(

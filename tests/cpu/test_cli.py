@@ -47,6 +47,18 @@ def test_env_names_what_a_bug_report_needs(capsys, monkeypatch):
         assert expected in text
 
 
+@pytest.mark.parametrize("words", [["demo"], ["check"], ["train"]], ids=lambda words: words[0])
+def test_a_wrong_setting_is_named(words, capsys, monkeypatch):
+    monkeypatch.setenv("JIT_CACHE_MODE", "sometimes")
+    settings.cache_clear()
+    try:
+        assert cli.main(words) == 1
+    finally:
+        settings.cache_clear()
+    out, err = capsys.readouterr()
+    assert err.startswith("cute_kernels: JIT_CACHE_MODE must be on or warn or off, got 'sometimes'") and not out
+
+
 def test_env_of_what_is_not_right(capsys, monkeypatch):
     """Is shown as it is: it may be what the bug report is about."""
     monkeypatch.setenv("JIT_CACHE_MODE", "sometimes")

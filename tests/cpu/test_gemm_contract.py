@@ -414,6 +414,8 @@ def test_provenance_names_what_computed():
     if not a.is_cuda:
         assert provenance(mm, a, b) == ()
         return
+    with pytest.raises(TypeError, match="^provenance: function must be callable, got Tensor$"):
+        provenance(a)
     inner = []
     entries = provenance(lambda: inner.extend(provenance(mm, a, b)))
     assert list(entries) == inner and len(entries) == 1

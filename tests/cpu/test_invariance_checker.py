@@ -562,6 +562,7 @@ def test_bad_function_or_sample(arguments, error, message):
 @pytest.mark.parametrize(
     "options, error, message",
     [
+        ({"gradients": "no"}, TypeError, "gradients must be a bool, got str"),
         ({"transforms": "T1"}, TypeError, "transforms must be a tuple, got str"),
         ({"transforms": ("T7",)}, ValueError, "transforms must be of T1, T2, .*, B1, got 'T7'"),
         ({"sizes": 3}, TypeError, "sizes must be a tuple, got int"),
@@ -676,6 +677,8 @@ def test_command_misses_gradients(as_with_gpu, capsys):
 def test_command_refuses_a_file_without_directory(without_gpu, capsys, tmp_path):
     assert cli.main(["check", "--only", "[/red]"]) == 1
     assert cli.main(["check", "--json", str(tmp_path / "none" / "x.json")]) == 1
+    assert "--json must be a file in a directory that is there, got" in capsys.readouterr().out.replace("\n", " ")
+    assert cli.main(["check", "--json", str(tmp_path)]) == 1
     assert "--json must be a file in a directory that is there, got" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -272,7 +272,7 @@ def test_a_gpu_without_kernels(tmp_path, monkeypatch, capsys):
         ({"recompute": True, "compile": True}, "--recompute must be left out with --compile"),
         ({"graph": True}, "--graph must be left out, or the run be one process on a GPU"),
         ({"resume": True}, "--resume must find a whole checkpoint, got none in"),
-        ({"data": "/no/such/text"}, "No such file.*/no/such/text"),
+        ({"data": "/no/such/text"}, "train: --data must be a file that can be read, got /no/such/text: No such file"),
         ({"sequence": 100_000}, r"--data must have at least \d+ bytes at --sequence 100000, got \d+"),
     ],
 )

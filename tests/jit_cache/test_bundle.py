@@ -408,7 +408,19 @@ def test_commands(command, tmp_path, cache):
     status, out, _ = command("gc", "--max-gb", "0")
     assert status == 0 and "1 removed" in out and not list(cache.rglob("*.o"))
     for bad in ("much", "-1", "nan"):
-        assert command("gc", "--max-gb", bad)[0] == command("gc", "--max-days", bad)[0] == 2
+        for option in ("--max-gb", "--max-days"):
+            status, _, err = command("gc", option, bad)
+            assert status == 2 and f"{option}: must be a number of at least 0, got {bad!r}" in err
+
+
+def test_a_cache_that_is_no_directory(command, tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        settings = {"JIT_CACHE_DIR": str(path)}
+        assert "1: see python -m jit_cache verify" in command("info", **settings)[1]
+        status, out, _ = command("verify", **settings)
+        assert status == 1 and out.startswith(f"cannot use {path}: ") and out.endswith("0 kernels, 1 problems")
+        assert f"cannot use {path}: " in command("list", **settings)[2]
 
 
 def test_list_shows_bundles(command, tmp_path, cache):

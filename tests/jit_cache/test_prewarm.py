@@ -271,6 +271,23 @@ def test_prewarm_command_beside_a_gpu_without_kernels(command, package, monkeypa
     assert status == 1 and not out and "no kernels for sm_120a" in err and "left out" not in err
 
 
+@pytest.mark.parametrize("words", [["prewarm", "--check"], ["explain"]], ids=lambda words: words[0])
+def test_commands_of_nothing_say_what_there_is(words, command):
+    name, *options = words
+    status, out, err = command(name, MODULE, "--arch", "sm_90a", *options, "--only", "ad_", "--only", "_add")
+    assert status == 1 and not out
+    assert err == "jit_cache: no kernel matches ad_ or _add; there are: tests.jit_cache.kernels.add"
+    for path in (".", "tests/jit_cache", "a..b", ""):
+        status, _, err = command(name, path, "--arch", "sm_90a", *options)
+        assert status == 1 and err == f"jit_cache: package must be a module's name, such as cute_kernels, got {path!r}"
+
+
+def test_prewarm_command_with_no_workers(command):
+    for wrong in ("0", "-1", "two"):
+        status, _, err = command("prewarm", MODULE, "--workers", wrong)
+        assert status == 2 and f"must be an integer of at least 1, got {wrong!r}" in err
+
+
 def test_prewarm_command_without_a_gpu_asks_for_the_architecture(command):
     status, _, err = command("prewarm", MODULE, PATH="/nowhere")
     assert status == 1 and "--arch sm_90a" in err

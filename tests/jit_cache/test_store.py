@@ -548,6 +548,8 @@ def test_settings():
     now = read({"JIT_CACHE_BUNDLE": "/a:/b:", "JIT_CACHE_ARCH": "sm_90a, sm_100a", "JIT_CACHE_WORKERS": "3"})
     assert [path.as_posix() for path in now.bundles] == ["/a", "/b"]
     assert now.archs == ("sm_90a", "sm_100a") and now.workers == 3 and now.mode == "on"
+    now = read({"JIT_CACHE_DIR": "~/a", "JIT_CACHE_BUNDLE": "~/b:c"})
+    assert (now.root, *now.bundles) == (Path.home() / "a", Path.home() / "b", Path.cwd() / "c")
     for wrong in ({"JIT_CACHE_MODE": "maybe"}, {"JIT_CACHE_WORKERS": "-1"}, {"JIT_CACHE_LOG": "loud"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             read(wrong)
