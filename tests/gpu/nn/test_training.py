@@ -87,20 +87,22 @@ def test_offload_changes_no_bit(recompute):
 
 
 def test_a_residual_whose_backward_does_not_come():
-    """The last sublayer's alone runs, and begins to bring it back: what has its memory next keeps its own values."""
-    size = 2**20
+    """The last sublayer's weight alone is asked for, and begins to bring it back: what has its memory next keeps its
+    own values.
+    """
+    size, weight = 2**20, torch.ones((), device="cuda", requires_grad=True)
 
     def others_have_its_memory(cycles):
         offload = ResidualOffload()
         first = 3 * torch.ones(size, device="cuda", requires_grad=True)
         second = 2 * first
         offload.keep(first, second)
-        third = 2 * second
+        third = weight * second
         offload.keep(second, third)
         assert first.untyped_storage().nbytes() == 0
         with torch.cuda.stream(_side_stream(0)):
             torch.cuda._sleep(cycles)
-        torch.autograd.grad(third.sum(), second)
+        torch.autograd.grad(third.sum(), weight)
         address = first.data_ptr()
         del offload, first, second, third
         others = [torch.zeros(size, device="cuda") for _ in range(8)]
