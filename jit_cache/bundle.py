@@ -140,7 +140,7 @@ def load_shared(directory: str | Path, name: str) -> Any:
         the same positional `tvm_ffi.Function` that the builder returns.
 
     Raises:
-        FileNotFoundError: there is no such kernel, or no shared library of it.
+        FileNotFoundError: there is no bundle, no such kernel, or no shared library of it.
         OSError: there is no runtime library; others may write to the directory, to the kernel or to a runtime library
             that lies there.
         ImportError: apache-tvm-ffi is not installed.
@@ -150,8 +150,12 @@ def load_shared(directory: str | Path, name: str) -> Any:
 
     store = Store(Path(directory).absolute(), writable=False)
     entry = store.entry(name)
-    if entry is None or ".so" not in entry.record["files"]:
-        raise FileNotFoundError(f"{directory} holds no shared library {name}")
+    if not store.base.is_dir():
+        raise FileNotFoundError(f"{directory} is no bundle")
+    if entry is None:
+        raise FileNotFoundError(f"{directory} holds no kernel {name}; python -m jit_cache list prints the names")
+    if ".so" not in entry.record["files"]:
+        raise FileNotFoundError(f"{directory} holds no shared library of {name}: it was exported without --shared")
     entry.read(".so")
     built = entry.record["key"]["stack"]
     here = {**stack(), "dsl": stack()["dsl"] or built["dsl"]}  # the compiler need not be here

@@ -338,6 +338,21 @@ def test_a_shared_library_of_another_stack_is_refused(bundle, change, message):
         load_shared(bundle, other)
 
 
+def test_a_shared_library_that_is_not_there(bundle, tmp_path):
+    (entry,) = Store(bundle, writable=False).entries()
+    record = {**entry.record, "key": {**entry.record["key"], "source": "another"}}
+    alone = Key(record["key"]).name
+    Store(bundle).write(alone, record, {".o": entry.read()})
+    for place, name, message in (
+        (tmp_path / "nowhere", entry.name, f"{tmp_path / 'nowhere'} is no bundle"),
+        (bundle, "sm_90a/x-" + "0" * 32, f"{bundle} holds no kernel sm_90a/x-{'0' * 32}; python -m jit_cache list"),
+        (bundle, alone, f"{bundle} holds no shared library of {alone}: it was exported without --shared"),
+    ):
+        with pytest.raises(FileNotFoundError) as caught:
+            load_shared(place, name)
+        assert str(caught.value).startswith(message)
+
+
 def test_a_shared_library_is_loaded_where_no_compiler_is_installed(bundle, run):
     (path,) = bundle.rglob("*.so")
     installed = "from jit_cache import bundle, key\nbundle.stack = lambda: {**key.stack(), 'dsl': {}}\n"
