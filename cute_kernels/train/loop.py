@@ -176,9 +176,11 @@ def _expect_kernels(device: torch.device) -> None:
 
 def _checkpoint(options: Options) -> Path | None:
     """What the run starts from."""
-    newest = checkpoint.latest(options.checkpoint)
+    folder = options.checkpoint
+    expect(folder.is_dir() or not folder.exists(), "train", "--checkpoint", "be a folder", f"the file {folder}")
+    newest = checkpoint.latest(folder)
     if options.resume:
-        expect(newest is not None, "train", "--resume", "find a whole checkpoint", f"none in {options.checkpoint}")
+        expect(newest is not None, "train", "--resume", "find a whole checkpoint", f"none in {folder}")
         return newest
     free = "be a folder without checkpoints, or --resume be given to go on from them"
     expect(newest is None, "train", "--checkpoint", free, newest)

@@ -194,6 +194,12 @@ def test_a_folder_is_not_written_over(tmp_path, capsys):
     assert_says(capsys, "--checkpoint must be a folder without checkpoints, or --resume be given .*step-00000001")
 
 
+def test_a_folder_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["train", *train_cases.arguments(tmp_path / "file", **TINY)]) == 1
+    assert capsys.readouterr() == ("", f"train: --checkpoint must be a folder, got the file {tmp_path / 'file'}\n")
+
+
 def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch, capsys):
     """A second one is refused while the first makes its first step; the first goes on, and then leaves the folder."""
     options = {**TINY, "evaluate_every": 1}
