@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    now, problems = settings(), list[str]()
+    now = settings()
+    problems: list[str] = []
     entries = list(Store(now.root).entries(problems))
     rows = {
         "directory": f"{now.root}{'' if now.root.exists() else ' (not there yet)'}",
@@ -94,7 +95,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "mode": now.mode,
     }
     if problems:
-        rows["damaged"] = f"{len(problems)}: see python -m jit_cache verify"
+        rows["problems"] = f"{len(problems)}: see python -m jit_cache verify"
     for name, value in rows.items():
         print(f"{name:15}{value}")
     return 0

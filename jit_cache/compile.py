@@ -244,7 +244,7 @@ class Compiled:
                 warn_once(f"not used: {error}")
                 continue
             except OSError as error:
-                warn_once(_unusable(store, error))
+                warn_once(store.unusable(error))
                 continue
             for entry in entries:
                 try:
@@ -295,7 +295,7 @@ class Compiled:
             try:
                 record = store.write(key.name, record, {".o": data}).record
             except OSError as error:
-                problem = _unusable(store, error)
+                problem = store.unusable(error)
         if problem:
             warn_once(problem)
         return Kernel("compiled", record, data, _load_object(data) if load else None, problem)
@@ -366,11 +366,6 @@ def _captured(build: Callable[..., Program]) -> Iterator[str]:
         made_there = isinstance(value, (types.FunctionType, type)) and value.__qualname__.startswith(f"{place}.")
         if not isinstance(value, types.ModuleType) and not made_there:
             yield name
-
-
-def _unusable(store: Store, error: OSError) -> str:
-    """One message for reading and for writing, to warn once."""
-    return f"cannot use {store.root}: {error.strerror or error}"
 
 
 def format_arguments(args: tuple[Any, ...]) -> str:

@@ -57,8 +57,9 @@ class Result:
     @property
     def message(self) -> str:
         """The kernel and, if there is one, the error."""
-        error = self.error or ""
-        return error if error.startswith(str(self)) else ": ".join([str(self), *filter(None, [error])])
+        if self.error is None:
+            return str(self)
+        return self.error if self.error.startswith(str(self)) else f"{self}: {self.error}"
 
     def __str__(self) -> str:
         return self.builder + format_arguments(self.arguments)

@@ -155,6 +155,10 @@ class Store:
     def path(self, name: str, suffix: str = "") -> Path:
         return self.base / (name + suffix)
 
+    def unusable(self, error: OSError) -> str:
+        """One message for reading and for writing, to warn once."""
+        return f"cannot use {self.root}: {error.strerror or error}"
+
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> list[Entry]:
@@ -171,15 +175,8 @@ class Store:
 
     def entries(self, problems: list[str] | None = None) -> Iterator[Entry]:
         """Yields all entries, by name. What is wrong with the others, or with a bundle, is appended to `problems`."""
-        if problems is not None and not self.writable and not self.base.is_dir():
-            problems.append(f"{self.root} is no bundle: it has no directory {self.base.name}")
-        if problems is not None and self.writable:
-            try:
-                self._check(self.root)
-            except FileNotFoundError:  # not there yet
-                pass
-            except OSError as error:
-                problems.append(f"cannot use {self.root}: {error.strerror}")
+        if problems is not None:
+            problems += self._root_problems()
         for path in sorted(self.base.glob("sm_*/*.json")):
             name = f"{path.parent.name}/{path.stem}"
             if not NAME.fullmatch(name):
@@ -192,6 +189,19 @@ class Store:
                 continue
             if entry is not None:
                 yield entry
+
+    def _root_problems(self) -> list[str]:
+        """Why there can be no entries, if there is a reason; a cache that is not there yet is none."""
+        if not self.writable:
+            is_bundle = self.base.is_dir()
+            return [] if is_bundle else [f"{self.root} is no bundle: it has no directory {self.base.name}"]
+        try:
+            self._check(self.root)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return [self.unusable(error)]
+        return []
 
     @functools.cached_property
     def _by_kernel(self) -> dict[str, list[Entry]]:

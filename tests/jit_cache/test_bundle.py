@@ -454,7 +454,7 @@ def test_export_says_what_it_leaves_out(command, store, tmp_path):
     store.path(key(1).name, ".json").write_text("{")
     status, out, err = command("export", tmp_path / "a.tar")
     assert status == 1 and out.startswith("1 kernels") and str(store.path(key(1).name, ".json")) in err
-    assert "1: see python -m jit_cache verify" in command("info")[1]
+    assert "problems       1: see python -m jit_cache verify" in command("info")[1]
     store.path(key(1).name, ".json").unlink()
     assert command("export", tmp_path / "a.tar")[::2] == (0, "")
     assert "verify" not in command("info")[1]
