@@ -43,12 +43,12 @@ class _Move:
     """One residual: to the host, and back."""
 
     def __init__(self, x: Tensor, previous: _Move | None) -> None:
+        self.back: torch.cuda.Event | None = None  # first: it is asked for where there is no host memory, too
         self.previous = previous
         self.storage = x.untyped_storage()
         self.size = self.storage.nbytes()
         self.side = _side_stream(x.get_device())
         self.host: Tensor | None = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
-        self.back: torch.cuda.Event | None = None
         self.side.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self.side):
             self.host.copy_(self._bytes(), non_blocking=True)

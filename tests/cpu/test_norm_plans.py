@@ -108,6 +108,12 @@ def test_another_number_of_rows_is_the_same_kernel(jobs):
     assert len(set(jobs)) == strided and len(launch._plans) == plans
 
 
+def test_no_rows_find_their_plan(jobs):
+    for _ in range(2):
+        assert kernel_path("rms", torch.zeros(0, 64)).shape == (0, 64)
+    assert len(jobs) == 1
+
+
 def test_another_number_of_rows_of_a_strided_batch(jobs):
     """Of rows of one stride the leading dimensions are no part of the plan."""
     for rows in (3, 4, 1000):
