@@ -10,7 +10,7 @@ from cute_kernels.gemm.config import few_tokens_along_m, few_tokens_along_n, man
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32, without a bias."""
+    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, no activation."""
     expect_arch(arch)
     from cutlass import BFloat16 as bf16
     from cutlass import Float32
