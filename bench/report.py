@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from bench import bench_host, bench_mhc
+from bench import bench_host, bench_log_prob, bench_mhc
 from bench.bench_gemm import FLOOR, YARDSTICK, summarize
 from bench.harness import RESULTS
 
@@ -38,6 +38,7 @@ PROVIDER_STYLES = {  # provider -> colour, marker; also the order of columns
     "transformer_engine": ("#2166ac", "v"),
     "batch_invariant_triton": ("#e08214", "^"),
     "read_floor": ("#b2182b", "_"),
+    "bare_products": ("#b2182b", "_"),
 }
 OTHER_STYLE = ("#000000", "x")
 CASE_FIELDS = ("op", "direction", "dtype", "variant", "shape")
@@ -345,6 +346,32 @@ def host_table(lines: Sequence[Line]) -> str:
     return _markdown(rows)
 
 
+def log_prob_table(lines: Sequence[Line]) -> str:
+    """Each provider's time and peak memory, and the bare products' time over ours."""
+    providers, floor = _providers(lines), bench_log_prob.FLOOR
+    peaks = [name for name in providers if name != floor]
+    head = ["shape", "variant", *providers, f"{floor}/ours", "error", *(f"peak, {name}" for name in peaks)]
+    rows = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    for case in dict.fromkeys(_case(line) for line in lines):
+        found = {line["provider"]: line for line in lines if _case(line) == case}
+        line, ours = next(iter(found.values())), found.get(OURS)
+        row = [line["shape"], line["variant"]]
+        row += [f"{found[name]['us']:.1f}" if name in found else "–" for name in providers]
+        row.append(f"{found[floor]['us'] / ours['us']:.3f}" if ours and floor in found else "–")
+        row.append(f"{max(ours['error'].values()):.1e}" if ours else "–")
+        row += [f"{found[name]['peak_bytes'] / 2**20:.0f}" if name in found else "–" for name in peaks]
+        rows.append(row)
+    return _markdown(rows)
+
+
+def log_prob_introduction(lines: Sequence[Line]) -> str:
+    return (
+        "Shapes are tokens x vocabulary x width. `bare_products` are cuBLAS's alone: of the logits forward; backward\n"
+        "these again, and the two that their gradients go into. The logits of torch and torch.compile are in memory,\n"
+        "and their backwards find them there. `peak`: MiB of one call.\n"
+    )
+
+
 def host_introduction(lines: Sequence[Line]) -> str:
     return (
         "µs of the caller's thread, median of 2500 calls. `launch_floor` allocates the outputs and launches a kernel\n"
@@ -389,6 +416,9 @@ SECTIONS = {
     ),
     "host": dataclasses.replace(
         COPY_SECTION, table=host_table, panels=lambda lines: {}, introduction=host_introduction
+    ),
+    "log_prob": dataclasses.replace(
+        COPY_SECTION, table=log_prob_table, panels=lambda lines: {}, introduction=log_prob_introduction
     ),
     "mhc": dataclasses.replace(COPY_SECTION, panels=mhc_panels, introduction=mhc_introduction),
     "transformer": dataclasses.replace(

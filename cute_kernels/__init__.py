@@ -5,7 +5,7 @@ Importing it imports neither the compiler nor initialises CUDA; a kernel compile
 
 from cute_kernels import mhc
 from cute_kernels._target import UnsupportedDeviceError
-from cute_kernels.gemm import Provenance, linear, mm, provenance
+from cute_kernels.gemm import Provenance, linear, linear_log_prob, mm, provenance
 from cute_kernels.invariance import check_invariance
 from cute_kernels.mxfp8 import (
     dequantize,
@@ -28,6 +28,7 @@ __all__ = [
     "from_blocked",
     "layer_norm",
     "linear",
+    "linear_log_prob",
     "mhc",
     "mm",
     "provenance",

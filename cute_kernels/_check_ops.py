@@ -138,6 +138,8 @@ def _subjects(has_gpu: bool) -> list[Subject]:
         subjects += _norms(width)
     for n, k in ((4096, 4096), (1024, 4096), (4096, 14336)) if has_gpu else ((128, 256),):
         subjects += _products(n, k)
+    for v, k in ((32000, 4096), (50257, 768)) if has_gpu else ((130, 64),):
+        subjects.append(_log_prob(v, k))
     for channels in (1280, 4096) if has_gpu else (64,):
         subjects += _connections(channels)
     if has_gpu and torch.cuda.get_device_capability() == (9, 0):
@@ -221,6 +223,22 @@ def _products(n: int, k: int) -> list[Subject]:
         found.append(Subject("linear", f"{shape}, bias, {activation}", fused(activation, True)))
     found += [Subject("nn.Linear", shape + ", main_grad" * with_it, module(with_it)) for with_it in (False, True)]
     return found
+
+
+def _log_prob(v: int, k: int) -> Subject:
+    """Over a vocabulary of v. A target for each row comes of the row itself: it moves with it."""
+    import cute_kernels
+
+    def make(m: Make):
+        weight = m.normal(v, k, std=2 * k**-0.5)
+
+        def function(x):
+            target = (x[:, 0].detach().float().nan_to_num(0.0, 0.0, 0.0).abs() * 1000).long() % v
+            return cute_kernels.linear_log_prob(x, weight, target)
+
+        return function, (m.batch(k),)
+
+    return Subject("linear_log_prob", f"{v}x{k}", make)
 
 
 def _connections(channels: int) -> list[Subject]:

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import linear
 from cute_kernels.gemm import launch
@@ -273,7 +274,20 @@ def check_gates(name: str, result: Tensor, exact: Exact) -> None:
     )
 
 
-# Plain torch in place of the GPU
+# What is called, and plain torch in place of the GPU
+
+
+class Recorder(TorchDispatchMode):
+    """Calls of the registered operators, with copies of what they got."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "cute_kernels":
+            self.calls.append((function, tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in args)))
+        return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Deterministic, batch-invariant matrix products: mm, linear; provenance says which kernel computed them."""
+"""Deterministic, batch-invariant products: mm, linear, linear_log_prob; provenance says which kernel computed them."""
 
 from cute_kernels.gemm.op import linear, mm
+from cute_kernels.gemm.op_log_prob import linear_log_prob
 from cute_kernels.gemm.provenance import Provenance, provenance
 
-__all__ = ["Provenance", "linear", "mm", "provenance"]
+__all__ = ["Provenance", "linear", "linear_log_prob", "mm", "provenance"]

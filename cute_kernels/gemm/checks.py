@@ -1,4 +1,4 @@
-"""The argument contract of mm and linear, shared by the kernels and the reference."""
+"""The argument contract of mm, linear and linear_log_prob, shared by the kernels and the references."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from cute_kernels._check import FLOATS, expect, expect_dtype, expect_like, expect_tensor
+from cute_kernels._check import FLOATS, expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
 
 INPUTS = (torch.bfloat16, torch.float16)
 FP64 = (torch.float64,)
 ACTIVATIONS = (None, "relu", "silu", "gelu")
+TEMPERATURES = 1e-6, 1e6  # logits over these stay finite
 MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile
 
 
@@ -143,3 +144,30 @@ def check_linear(
             f"be on {x.device}",
             num_valid_tokens.device,
         )
+
+
+def check_log_prob(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float, fp64: bool = False
+) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: as in ``check_mm``."""
+    op, inputs = "linear_log_prob", FP64 if fp64 else INPUTS
+    for name, t in (("x", x), ("weight", weight), ("target", target)):
+        expect_tensor(op, name, t)
+        expect_dtype(op, name, t.dtype, (torch.int64, torch.int32) if name == "target" else inputs)
+        fits = all(size <= MAX_SIZE for size in t.shape)
+        expect(fits, op, name, f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(t.shape)}")
+    expect(x.dim() >= 1, op, "x", "have at least one dimension", f"shape {tuple(x.shape)}")
+    rows = math.prod(x.shape[:-1])
+    if rows > MAX_SIZE:  # as in check_mm
+        expect(False, op, "x", f"have at most {MAX_SIZE} rows", f"{rows} in shape {tuple(x.shape)}")
+    expect(weight.dim() == 2, op, "weight", "be a matrix (V, K)", f"shape {tuple(weight.shape)}")
+    expect(weight.dtype == x.dtype, op, "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
+    if weight.shape[1] != x.shape[-1]:
+        expect(False, op, "weight", f"have {x.shape[-1]} columns", f"shape {tuple(weight.shape)}")
+    expect(weight.shape[0] > 0, op, "weight", "have at least one row", f"shape {tuple(weight.shape)}")
+    expect(weight.device == x.device, op, "weight", f"be on {x.device}", weight.device)
+    expect_like(op, "target", target, tuple(x.shape[:-1]), x.device)
+    expect_int(op, "ignore_index", ignore_index)
+    expect_float(op, "temperature", temperature)
+    low, high = TEMPERATURES
+    expect(low <= temperature <= high, op, "temperature", f"be between {low} and {high}", temperature)

@@ -176,6 +176,24 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "sto
     return min(PREFILL + PING_PONG, key=lambda config: _cost_of_many(config, m, n, k, num_sms, epilogue)), False
 
 
+def vocabulary_tile(arch: str) -> int:
+    """Columns of logits that ``linear_log_prob`` adds up at once, of any kernel: a row's order of summation."""
+    return 128 if arch.startswith("sm_9") else 64
+
+
+def log_prob_candidates(arch: str) -> tuple[GemmConfig, ...]:
+    """Kernels of linear_log_prob, all of tiles of 128 columns: for up to 64 tokens, up to 128, and more."""
+    if arch == "sm_90a":
+        return DECODE_64_TOKENS[-1], DECODE_WIDE[2], PING_PONG[2]
+    return PREFILL[3], PREFILL[3], PREFILL[2]
+
+
+def choose_log_prob(arch: str, m: int) -> GemmConfig:
+    """The kernel of linear_log_prob for m tokens."""
+    few, some, many = log_prob_candidates(arch)
+    return few if m <= 64 else some if m <= 128 else many
+
+
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
     """Tiles that the busiest CTA computes."""
     (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster

@@ -98,6 +98,22 @@ class GemmSm100:
         if const_expr(self.transposed):
             d = transpose(d)
             z = None if const_expr(z is None) else transpose(z)
+        self.multiply(a, b, d, z, bias, valid_k, (), num_ctas, stream)
+
+    @cute.jit
+    def multiply(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        z: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        valid_k: Optional[cute.Tensor],
+        rows: tuple,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch, of a (M, K), b (N, K) and d (M, N). ``rows``: as in ``finish``."""
         self.a_major = LayoutEnum.from_tensor(a).mma_major_mode()
         self.b_major = LayoutEnum.from_tensor(b).mma_major_mode()
         tiled_mma = sm100.make_trivial_tiled_mma(
@@ -124,7 +140,7 @@ class GemmSm100:
         tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
         self.kernel(
             tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
-            tile_divisors(tiles_m, tiles_n, self.group),
+            tile_divisors(tiles_m, tiles_n, self.group), rows,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -162,6 +178,7 @@ class GemmSm100:
         bias: Optional[cute.Tensor],
         valid_k: Optional[cute.Tensor],
         divisors: tuple,
+        rows: tuple,
     ):
         tile_m, tile_n, tile_k = self.tile
         cluster_m, cluster_n = self.cluster
@@ -331,17 +348,9 @@ class GemmSm100:
                     if const_expr(valid_k is not None and not self.accumulate):
                         if k_tiles == 0:  # nothing was summed: the accumulator holds what it held
                             sums.fill(0.0)
-                    first_n = n * tile_n + p * self.part()[1]
-                    if const_expr(bias is not None):
-                        if const_expr(self.transposed):
-                            add_bias(sums, tTRcD, bias, m * tile_m, 0)
-                        else:
-                            add_bias(sums, tTRcD, bias, first_n, 1)
-                    if const_expr(self.tma_store):
-                        at = (m, n * (tile_n // self.part()[1]) + p)
-                        num_stored = self.store(load_copy, sums, sD, tma_d, mD, tma_z, mZ, at, tidx, num_stored)
-                    else:
-                        store_sums(sums, tTRcD, d, z, m * tile_m, first_n, self.activation)
+                    num_stored = self.finish(
+                        load_copy, sums, tTRcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, p, tidx, num_stored, rows
+                    )
                 if const_expr(self.accumulate):
                     later = index + ACCUMULATORS * step
                     self.start(tDtD, d, later, tiles_m, tiles_n, divisors, rank_m, rank_n, sums_state.index, tidx)
@@ -355,6 +364,44 @@ class GemmSm100:
             if warp == 0:
                 tensor_memory_fence("after")
                 cute.arch.dealloc_tmem(tCtD.iterator, self.columns)
+
+    @cute.jit
+    def finish(
+        self,
+        load_copy,
+        sums,
+        coordinates,
+        bias,
+        sD,
+        tma_d,
+        mD,
+        tma_z,
+        mZ,
+        d,
+        z,
+        m: Int32,
+        n: Int32,
+        p: Int32,
+        thread: Int32,
+        num_stored: Int32,
+        rows: tuple,
+    ):
+        """What is done with the sums of part ``p`` of tile (m, n); returns how many parts have been stored so far.
+
+        ``rows``: what a kernel derived from this one knows of each row of d; here nothing.
+        """
+        first_n = n * self.tile[1] + p * self.part()[1]
+        if const_expr(bias is not None):
+            if const_expr(self.transposed):
+                add_bias(sums, coordinates, bias, m * self.tile[0], 0)
+            else:
+                add_bias(sums, coordinates, bias, first_n, 1)
+        if const_expr(self.tma_store):
+            at = (m, n * (self.tile[1] // self.part()[1]) + p)
+            num_stored = self.store(load_copy, sums, sD, tma_d, mD, tma_z, mZ, at, thread, num_stored)
+        else:
+            store_sums(sums, coordinates, d, z, m * self.tile[0], first_n, self.activation)
+        return num_stored
 
     def tensor_memory_copy(self, tDtD: cute.Tensor, loads: bool):
         """Copy of a part of an accumulator to or from registers.

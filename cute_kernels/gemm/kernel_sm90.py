@@ -108,6 +108,22 @@ class GemmSm90:
         if const_expr(self.transposed):
             d = transpose(d)
             z = None if const_expr(z is None) else transpose(z)
+        self.multiply(a, b, d, z, bias, valid_k, (), num_ctas, stream)
+
+    @cute.jit
+    def multiply(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        z: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        valid_k: Optional[cute.Tensor],
+        rows: tuple,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch, of a (M, K), b (N, K) and d (M, N). ``rows``: as in ``finish``."""
         tile_m, tile_n, tile_k = self.tile
         a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
         tiled_mma = sm90.make_trivial_tiled_mma(
@@ -134,7 +150,7 @@ class GemmSm90:
         tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
         self.kernel(
             tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
-            tile_divisors(tiles_m, tiles_n, self.group),
+            tile_divisors(tiles_m, tiles_n, self.group), rows,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.consumers + 1) * WARPGROUP, 1, 1],
@@ -194,6 +210,7 @@ class GemmSm90:
         bias: Optional[cute.Tensor],
         valid_k: Optional[cute.Tensor],
         divisors: tuple,
+        rows: tuple,
     ):
         tile_m, tile_n, tile_k = self.tile
         cluster_m, cluster_n = self.cluster
@@ -350,20 +367,50 @@ class GemmSm90:
                 if const_expr(self.turns > 1):
                     release.advance(k_tiles)
 
-                if const_expr(self.staged):
-                    num_stored = self.store(
-                        tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored
-                    )
-                else:
-                    if const_expr(bias is not None):
-                        if const_expr(self.transposed):
-                            add_bias(sums, tCcD, bias, m * tile_m, 0)
-                        else:
-                            add_bias(sums, tCcD, bias, n * tile_n, 1)
-                    store_sums(sums, tCcD, d, z, m * tile_m, n * tile_n, self.activation)
+                num_stored = self.finish(
+                    tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored, rows
+                )
             if const_expr(self.tma_store):
                 if thread < 32:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def finish(
+        self,
+        tiled_mma,
+        sums,
+        tCcD,
+        bias,
+        sD,
+        tma_d,
+        mD,
+        tma_z,
+        mZ,
+        d,
+        z,
+        m: Int32,
+        n: Int32,
+        thread: Int32,
+        turn: Int32,
+        num_stored: Int32,
+        rows: tuple,
+    ):
+        """What is done with the sums of tile (m, n); returns how many parts have been stored so far.
+
+        ``rows``: what a kernel derived from this one knows of each row of d; here nothing.
+        """
+        if const_expr(self.staged):
+            num_stored = self.store(
+                tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored
+            )
+        else:
+            if const_expr(bias is not None):
+                if const_expr(self.transposed):
+                    add_bias(sums, tCcD, bias, m * self.tile[0], 0)
+                else:
+                    add_bias(sums, tCcD, bias, n * self.tile[1], 1)
+            store_sums(sums, tCcD, d, z, m * self.tile[0], n * self.tile[1], self.activation)
+        return num_stored
 
     @cute.jit
     def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32, thread: Int32, turn: Int32):

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels._target import expect_arch
-from cute_kernels.gemm.config import few_tokens_along_m, few_tokens_along_n, many_tokens
+from cute_kernels.gemm.config import few_tokens_along_m, few_tokens_along_n, log_prob_candidates, many_tokens
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, no activation."""
     expect_arch(arch)
     from cutlass import BFloat16 as bf16
-    from cutlass import Float32
+    from cutlass import Float32, Int64
 
     from cute_kernels.gemm.kernel import gemm
+    from cute_kernels.gemm.kernel_log_prob import log_prob, log_prob_gradient, log_prob_statistics
 
     # Majors of a and b, output, accumulated
     forward, dx = ("k", "k", bf16, False), ("k", "n", bf16, False)
@@ -29,3 +30,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     for config in few_tokens_along_n(arch):
         for a_major in ("k", "m"):  # of the weight
             yield gemm, (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, config)
+    yield log_prob, (arch, Int64)
+    for config in dict.fromkeys(log_prob_candidates(arch)):
+        yield log_prob_statistics, (arch, bf16, Int64, "k", config)
+        for has_dentropy in (False, True):
+            yield log_prob_gradient, (arch, bf16, Int64, "k", has_dentropy, config)

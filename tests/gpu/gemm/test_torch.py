@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm.launch import activation_backward_op, gemm_op
 from jit_cache import stats
-from tests.gemm_cases import BF16, FP16, FP32, Case, assert_same_bits, make_inputs, randn, run
+from tests.gemm_cases import BF16, FP16, FP32, Case, Recorder, assert_same_bits, make_inputs, randn, run
 
 TRACED = [
     Case(65, 96, 64),
@@ -94,19 +93,6 @@ def test_compile_into_an_operand(traced_mm, generator, device, compile_backend):
             assert str(error).startswith("mm: out must not share memory with a, got address 0x")
         else:
             assert_same_bits(found, mm(a * 2, b))
-
-
-class Recorder(TorchDispatchMode):
-    """Calls of the registered operators, with copies of what they got."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "cute_kernels":
-            self.calls.append((function, tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in args)))
-        return function(*args, **(kwargs or {}))
 
 
 def test_opcheck(generator, device):

@@ -1,0 +1,194 @@
+"""The builders of linear_log_prob: statistics of tiles of logits, what they come to, and the gradient of logits.
+
+Forward: ``log_prob_statistics`` multiplies and keeps of each row and tile of ``vocabulary_tile`` logits three numbers;
+``log_prob`` adds them up in a fixed order. Backward: ``log_prob_gradient`` multiplies again and stores the gradients of
+some columns of logits, from which the products of gemm make those of x and of the weight.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.kernel import symbolic_matrix
+from cute_kernels.gemm.kernel_log_prob_epilogue import LN_2, target_column
+from jit_cache import Program, compiled
+
+Dtype = type[cutlass.Numeric]
+ROWS = 8  # of a CTA: neighbours in memory, a sector of each tile's numbers
+GROUPS = 64  # of tiles, whose numbers are added apart: tile t belongs to group t modulo this
+
+
+@compiled
+def log_prob_statistics(arch: str, dtype: Dtype, target: Dtype, weight_major: str, config: GemmConfig) -> Program:
+    """Of logits z = scale x weight^T, x (M, K), weight (V, K), for each row and tile t of ``vocabulary_tile`` columns:
+
+    statistics[:, t, row] = (largest z, sum of 2^(z - largest), sum of (z - largest) 2^(z - largest)); and
+    target_logit[row], the z of its target, where that is a column. x may have more rows than the others.
+    """
+    rows, m, v, k, tiles = (cute.sym_int() for _ in range(5))
+    if arch.startswith("sm_9"):
+        from cute_kernels.gemm.kernel_log_prob_sm90 import StatisticsSm90
+
+        kernel = StatisticsSm90(weight_major, config)
+    else:
+        from cute_kernels.gemm.kernel_log_prob_sm100 import StatisticsSm100
+
+        kernel = StatisticsSm100(weight_major, config)
+    return Program(
+        kernel,
+        symbolic_matrix(dtype, (rows, k), True),
+        symbolic_matrix(dtype, (v, k) if weight_major == "k" else (k, v), True),
+        vector(target, m),
+        cube(tiles, m),
+        vector(Float32, m),
+        Float32(1.0),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def log_prob(arch: str, target: Dtype) -> Program:
+    """(log-probability of the target, entropy, ln of the sum of exp) of each row, from its statistics.
+
+    Where the target is ``ignore_index`` the former two are 0; where it is no column, NaN.
+    """
+    m, tiles = cute.sym_int(), cute.sym_int()
+    return Program(
+        LogProb(),
+        cube(tiles, m),
+        vector(target, m),
+        vector(Float32, m),
+        *(vector(Float32, m) for _ in range(3)),
+        Int32(1),
+        Int64(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def log_prob_gradient(
+    arch: str, dtype: Dtype, target: Dtype, weight_major: str, has_dentropy: bool, config: GemmConfig
+) -> Program:
+    """dlogits (M, columns) of the columns of logits that a part of the weight (columns, K) makes.
+
+    ``first_column``: where the part begins among the ``vocabulary`` rows of the whole weight. Without ``has_dentropy``
+    the entropy has no gradient, and that argument is not read.
+    """
+    m, v, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    if arch.startswith("sm_9"):
+        from cute_kernels.gemm.kernel_log_prob_sm90 import GradientSm90
+
+        kernel = GradientSm90(weight_major, has_dentropy, config)
+    else:
+        from cute_kernels.gemm.kernel_log_prob_sm100 import GradientSm100
+
+        kernel = GradientSm100(weight_major, has_dentropy, config)
+    return Program(
+        kernel,
+        symbolic_matrix(dtype, (m, k), True),
+        symbolic_matrix(dtype, (v, k) if weight_major == "k" else (k, v), True),
+        vector(target, m),
+        *(vector(Float32, m) for _ in range(4)),
+        symbolic_matrix(dtype, (m, v), True),
+        Int64(1),
+        Int32(1),
+        Int32(0),
+        Float32(1.0),
+        Float32(1.0),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def vector(dtype: Dtype, size):
+    return cute.runtime.make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)
+
+
+def cube(tiles, rows):
+    """(3, tiles, rows), rows next to each other; addressed with 64 bits."""
+    strides = cute.sym_int64(), cute.sym_int64(), 1
+    return cute.runtime.make_fake_tensor(Float32, (3, tiles, rows), strides, assumed_align=4)
+
+
+class LogProb:
+    """See ``log_prob``: a thread has one group of tiles of one row; then the groups are added in ascending order.
+
+    Largest numbers first, then sums relative to the largest of all: two trips to numbers that L2 holds.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        statistics: cute.Tensor,
+        target: cute.Tensor,
+        target_logit: cute.Tensor,
+        log_prob: cute.Tensor,
+        entropy: cute.Tensor,
+        lse: cute.Tensor,
+        vocabulary: Int32,
+        ignore_index: Int64,
+        stream,
+    ):
+        self.kernel(statistics, target, target_logit, log_prob, entropy, lse, vocabulary, ignore_index).launch(
+            grid=[cute.ceil_div(statistics.shape[2], ROWS), 1, 1],
+            block=[ROWS * GROUPS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        statistics: cute.Tensor,
+        target: cute.Tensor,
+        target_logit: cute.Tensor,
+        log_prob: cute.Tensor,
+        entropy: cute.Tensor,
+        lse: cute.Tensor,
+        vocabulary: Int32,
+        ignore_index: Int64,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        group, row = tidx // ROWS, bidx * ROWS + tidx % ROWS
+        num_tiles, num_rows = statistics.shape[1], statistics.shape[2]
+        at = cutlass.min(row, num_rows - 1)
+        smem = SmemAllocator()
+        shared = smem.allocate_tensor(Float32, cute.make_layout((ROWS, GROUPS, 3), stride=(1, ROWS, ROWS * GROUPS)), 16)
+        cute.arch.griddepcontrol_wait()
+
+        largest = -Float32.inf
+        for tile in cutlass.range(group, num_tiles, GROUPS, unroll=4):
+            largest = cute.arch.fmax(largest, statistics[0, tile, at])
+        shared[tidx % ROWS, group, 0] = largest
+        cute.arch.barrier()
+        for g in cutlass.range_constexpr(GROUPS):
+            largest = cute.arch.fmax(largest, shared[tidx % ROWS, g, 0])
+
+        total, moment = Float32(0.0), Float32(0.0)
+        for tile in cutlass.range(group, num_tiles, GROUPS, unroll=4):
+            shift = statistics[0, tile, at] - largest
+            e = cute.math.exp2(shift, fastmath=True)
+            part = statistics[1, tile, at]
+            total = cute.math.fma(e, part, total)
+            moment = cute.math.fma(e, cute.math.fma(shift, part, statistics[2, tile, at]), moment)
+        shared[tidx % ROWS, group, 1] = total
+        shared[tidx % ROWS, group, 2] = moment
+        cute.arch.barrier()
+        if tidx < ROWS and row < num_rows:
+            for g in cutlass.range_constexpr(1, GROUPS):
+                total = total + shared[tidx, g, 1]
+                moment = moment + shared[tidx, g, 2]
+            log2_total = cute.math.log2(total)
+            lse[row] = LN_2 * (largest + log2_total)
+            value, spread = Float32(0.0), Float32(0.0)
+            if target[row] != ignore_index:
+                value, spread = Float32.nan, Float32.nan
+                if target_column(target, row, vocabulary) >= 0:
+                    value = LN_2 * ((target_logit[row] - largest) - log2_total)
+                    spread = LN_2 * (log2_total - moment / total)
+            log_prob[row] = value
+            entropy[row] = spread

@@ -1,0 +1,166 @@
+"""Launches of linear_log_prob: the forward's two kernels, and the backward's three products for a part of the logits.
+
+The registered operators ``cute_kernels::log_prob_forward`` and ``log_prob_backward`` run the same functions for traced
+graphs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect
+from cute_kernels._op import mutating_op
+from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.gemm.config import GemmConfig, choose_log_prob, vocabulary_tile
+from cute_kernels.gemm.launch import operand_major, run_gemm
+
+# Tokens whose statistics are in memory at a time: 12 bytes a token and tile of the vocabulary
+STATISTICS_TOKENS = 16384
+# Gradients of logits that are in memory at a time: of all tokens, and of a multiple of so many columns of the logits
+GRADIENT_ELEMENTS = 2**26
+GRADIENT_COLUMNS = 2048
+
+
+def run_forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    log_prob: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    temperature: float,
+) -> None:
+    """Fill log_prob, entropy and lse (M,), fp32, of x (M, K), weight (V, K) and target (M,).
+
+    Raises:
+        ValueError: x or weight have rows that TMA cannot read.
+    """
+    from cute_kernels.gemm.kernel_log_prob import log_prob as log_prob_kernel
+    from cute_kernels.gemm.kernel_log_prob import log_prob_statistics
+
+    major = weight_major(x, weight)
+    arch, v = arch_of(x.get_device()), weight.shape[0]
+    dtype, target_dtype = cutlass_dtype(x.dtype), index_dtype(target)
+    finish = log_prob_kernel(arch, target_dtype)
+    for first in range(0, x.shape[0], STATISTICS_TOKENS):
+        some = slice(first, first + STATISTICS_TOKENS)
+        x_some, target_some = x[some], target[some]
+        m = x_some.shape[0]
+        config = choose_log_prob(arch, m)
+        if m < config.tile[0]:
+            # A box beyond the last row costs more than one that is read
+            k = x.shape[1]
+            x_some = x.new_zeros(config.tile[0], k + -k % 8)[:, :k]
+            x_some[:m] = x[some]
+        statistics = x.new_empty(3, -(-v // vocabulary_tile(arch)), m, dtype=torch.float32)
+        target_logit = x.new_empty(m, dtype=torch.float32)
+        log_prob_statistics(arch, dtype, target_dtype, major, config)(
+            x_some,
+            weight if major == "k" else weight.t(),
+            target_some,
+            statistics,
+            target_logit,
+            math.log2(math.e) / temperature,
+            num_ctas(config, m, v, x.get_device()),
+        )
+        finish(statistics, target_some, target_logit, log_prob[some], entropy[some], lse[some], v, ignore_index)
+
+
+def run_backward(
+    dlog_prob: Tensor,
+    dentropy: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    accumulate: bool,
+) -> None:
+    """Fill dx (M, K) and dweight (V, K), or with ``accumulate`` add to the latter, from gradients (M,), fp32.
+
+    The gradients of logits are made and used in parts of columns. dx starts in fp32 from what the parts before have
+    come to: its sum over the vocabulary is in the order of one product, whatever the parts.
+    """
+    from cute_kernels.gemm.kernel_log_prob import log_prob_gradient
+
+    major = weight_major(x, weight)
+    m, v, device = x.shape[0], weight.shape[0], x.get_device()
+    if not m:
+        if dweight is not None and not accumulate:
+            dweight.zero_()
+        return
+    arch = arch_of(device)
+    config = choose_log_prob(arch, m)
+    gradient = log_prob_gradient(arch, cutlass_dtype(x.dtype), index_dtype(target), major, dentropy is not None, config)
+    columns = max(GRADIENT_ELEMENTS // m // GRADIENT_COLUMNS, 1) * GRADIENT_COLUMNS
+    dlogits = x.new_empty(m, min(columns, v + -v % 8))  # rows that TMA can read
+    sums = dx if dx is None or columns >= v else torch.empty_like(dx, dtype=torch.float32)
+    for first in range(0, v, columns):
+        some = slice(first, min(first + columns, v))
+        weight_some, dlogits_some = weight[some], dlogits[:, : some.stop - first]
+        gradient(
+            x,
+            weight_some if major == "k" else weight_some.t(),
+            target,
+            lse,
+            entropy,
+            dlog_prob,
+            dlog_prob if dentropy is None else dentropy,
+            dlogits_some,
+            ignore_index,
+            v,
+            first,
+            math.log2(math.e) / temperature,
+            1.0 / temperature,
+            num_ctas(config, m, some.stop - first, device),
+        )
+        if sums is not None:
+            run_gemm(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
+        if dweight is not None:
+            run_gemm(dlogits_some, x, dweight[some], accumulate=accumulate, trans_a=True, trans_b=True)
+    if sums is not dx:
+        dx.copy_(sums)
+
+
+forward_op = mutating_op(
+    "log_prob_forward",
+    "Tensor x, Tensor weight, Tensor target, Tensor(a!) log_prob, Tensor(b!) entropy, Tensor(c!) lse, "
+    "int ignore_index, float temperature",
+    run_forward,
+)
+backward_op = mutating_op(
+    "log_prob_backward",
+    "Tensor dlog_prob, Tensor? dentropy, Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor entropy, "
+    "Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, bool accumulate",
+    run_backward,
+)
+
+
+def weight_major(x: Tensor, weight: Tensor) -> str:
+    """The dimension that the weight's neighbours lie along, "k" or "n"; both operands have rows for TMA."""
+    for name, t, majors in (("x", x, ("k",)), ("weight", weight, ("k", "rows"))):
+        got = f"shape {tuple(t.shape)}, strides {t.stride()}, address {t.data_ptr():#x}"
+        expect(operand_major(t) in majors, "linear_log_prob", name, "have rows that start on 16 bytes", got)
+    return "k" if operand_major(weight) == "k" else "n"
+
+
+def index_dtype(target: Tensor):
+    """The compiler's name of int32 or int64."""
+    from cutlass import Int32, Int64
+
+    return Int64 if target.dtype is torch.int64 else Int32
+
+
+def num_ctas(config: GemmConfig, m: int, n: int, device_index: int) -> int:
+    """CTAs that walk over the tiles of a product (m, n)."""
+    (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
+    clusters = -(-m // (tile_m * cluster_m)) * -(-n // (tile_n * cluster_n))
+    return min(clusters, sm_count(device_index) // (cluster_m * cluster_n)) * cluster_m * cluster_n

@@ -1,0 +1,114 @@
+"""linear_log_prob on torch tensors: the public function, allocation, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+
+from cute_kernels._autograd import as_rows, first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels._check import expect
+from cute_kernels._op import is_plain
+from cute_kernels.gemm import reference_log_prob
+from cute_kernels.gemm.checks import check_log_prob
+from cute_kernels.gemm.launch_log_prob import backward_op, forward_op, run_backward, run_forward
+
+
+def linear_log_prob(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token's target, and entropy, under the logits ``x weight^T / temperature``.
+
+    No (tokens, V) tensor is in memory: the forward keeps 12 bytes of each 128 logits (SM100: 64) for up to 16384 tokens
+    at a time, the backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on).
+
+    Args:
+        x: (..., K) bf16 or fp16, rows contiguous, each starting on 16 bytes; the leading dimensions must collapse to
+            rows of one stride.
+        weight: (V, K) of x's dtype, rows or columns contiguous, each starting on 16 bytes.
+        target: (...) int64 or int32: the column of each token's logits.
+        ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
+        temperature: what logits are divided by, from 1e-6 to 1e6.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
+            all logits.
+
+    Returns:
+        (log_prob, entropy), each (...) fp32, in nats. Both NaN, without a gradient, where the target is neither a
+        column nor ``ignore_index``.
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
+    fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its
+    log-probability, its entropy and its row of dx have the same bits whatever the number of tokens, its place and the
+    others. In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over
+    the vocabulary in ascending order, dweight over the tokens in theirs; from ``weight.main_grad`` (fp32) if that
+    exists, and ``weight.grad`` then stays None: micro-batches split at multiples of 16 tokens give the bits of one.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, over tiles of fixed columns.
+    """
+    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
+        expect(backend in (None, "reference"), "linear_log_prob", "backend", "be None or 'reference'", repr(backend))
+        return reference_log_prob.linear_log_prob(x, weight, target, ignore_index=ignore_index, temperature=temperature)
+    check_log_prob(x, weight, target, ignore_index, temperature)
+    options = (is_plain(x, weight, target), ignore_index, float(temperature))
+    if forward_ad._current_level >= 0 or (is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return _LinearLogProb.apply(x, weight, target, options)
+    return _forward(x, weight, target, *options)[:2]
+
+
+def _forward(x, weight, target, eager, ignore_index, temperature) -> tuple[Tensor, Tensor, Tensor]:
+    log_prob, entropy, lse = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+    rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1)
+    run = run_forward if eager else forward_op
+    run(rows, weight, targets, log_prob.view(-1), entropy.view(-1), lse.view(-1), ignore_index, temperature)
+    return log_prob, entropy, lse
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, target, options):
+        log_prob, entropy, lse = _forward(x, weight, target, *options)
+        ctx.save_for_backward(x, weight, target, lse, entropy)
+        ctx.options = options[1:]
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        ctx.set_materialize_grads(False)
+        return log_prob, entropy
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dlog_prob, dentropy):
+        x, weight, target, lse, entropy = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_weight = needs_gradient(needs_weight, weight, ctx.main_grad)
+        if (dlog_prob is None and dentropy is None) or not (needs_x or needs_weight):
+            return None, None, None, None
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        dweight = result = None
+        if needs_weight:
+            dweight, result = gradient_buffer("linear_log_prob", "weight", weight, ctx.main_grad)
+        if dlog_prob is None:
+            dlog_prob = torch.zeros_like(dentropy)
+        run = run_backward if is_plain(x, weight, dlog_prob, dentropy) else backward_op
+        run(
+            dlog_prob.reshape(-1).contiguous(),
+            None if dentropy is None else dentropy.reshape(-1).contiguous(),
+            as_rows("linear_log_prob", "x", x),
+            weight,
+            target.reshape(-1),
+            lse.view(-1),
+            entropy.view(-1),
+            None if dx is None else as_rows("linear_log_prob", "dx", dx),
+            dweight,
+            *ctx.options,
+            needs_weight and result is None,
+        )
+        return dx, result, None, None

@@ -1,0 +1,34 @@
+"""linear_log_prob in plain torch: the specification of the kernels, and what runs without a supported GPU.
+
+z = x W^T / temperature;  log_prob = z[target] - ln sum_j exp(z_j);  entropy = -sum_j p_j ln p_j with p = softmax(z).
+
+In fp32 (fp64 tensors, which the kernels do not take, in fp64), with all logits in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels._autograd import widened, without_autocast
+from cute_kernels.gemm.checks import check_log_prob
+
+
+def linear_log_prob(
+    x: Tensor, weight: Tensor, target: Tensor, *, ignore_index: int = -100, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each token; see ``cute_kernels.linear_log_prob``."""
+    is_fp64 = isinstance(x, Tensor) and x.dtype is torch.float64
+    check_log_prob(x, weight, target, ignore_index, temperature, is_fp64)
+    wide = torch.float64 if is_fp64 else torch.float32
+    with without_autocast(x):
+        logits = x.to(wide) @ widened("linear_log_prob", "weight", weight, wide).t()
+    log_p = torch.log_softmax(logits / temperature, -1)
+    is_column = (target >= 0) & (target < weight.shape[0])
+    columns = torch.where(is_column, target, 0).long().unsqueeze(-1)
+    log_prob = log_p.gather(-1, columns).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    # What a target names that is no column has no value; what is ignored has none to speak of
+    elsewhere = torch.where(target == ignore_index, 0.0, float("nan")).to(wide)
+    counts = is_column & (target != ignore_index)
+    return torch.where(counts, log_prob, elsewhere), torch.where(counts, entropy, elsewhere)

@@ -1,0 +1,81 @@
+"""bench_log_prob on the CPU: all providers against its own truth, what is counted, how it is shown."""
+
+import contextlib
+
+import pytest
+import torch
+
+from bench import bench_log_prob, harness, report
+from bench.bench_log_prob import COMPILED, FLOOR, OURS, TORCH, LogProb
+from tests.cpu.test_bench import ENVIRONMENT, StandIn
+
+SIZE = LogProb(40, 130, 64)
+
+
+def test_cases():
+    names = [case.name for size in bench_log_prob.log_probs() for case in size.cases]
+    assert len(set(names)) == len(names) == 2 * 3 + 5
+    forward, backward = SIZE.cases
+    assert backward.flops == 3 * forward.flops == 6 * 40 * 130 * 64
+    assert forward.bytes == 2 * 64 * 170 + 8 * 40
+
+
+def test_truth_some_tokens_at_a_time(monkeypatch):
+    """The gradients written out are autograd's, whatever the parts."""
+    inputs = bench_log_prob.make_inputs(SIZE, "cpu")
+    monkeypatch.setattr(bench_log_prob, "ROWS", 16)
+    exact = bench_log_prob.truth(inputs)
+    x, weight = (t.detach().double().requires_grad_() for t in (inputs.x, inputs.weight))
+    log_p = torch.log_softmax(x @ weight.t(), -1)
+    log_prob, entropy = log_p.gather(1, inputs.target[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    dx, dw = torch.autograd.grad((log_prob, entropy), (x, weight), (inputs.g.double(), inputs.h.double()))
+    for found, wanted in zip(
+        (*exact["fwd"].values(), *exact["bwd"].values()), (log_prob, entropy, dx, dw), strict=True
+    ):
+        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_all_providers_are_right(capsys):
+    providers = [OURS, TORCH, FLOOR]
+    found = bench_log_prob.measure_log_prob(SIZE, ["fwd", "bwd"], providers, StandIn(), repetitions=3, breakdown=False)
+    assert [m.case.direction for m in found] == ["fwd", "bwd"]
+    for m in found:
+        assert m.failures == {} and set(m.results) == set(providers)
+        assert m.results[FLOOR].error == {} and len(m.results[OURS].error) == 2
+    bench_log_prob.print_table(found)
+    shown = capsys.readouterr().out
+    assert "3.000  0.90 ok" in shown
+    lines = [line for m in found for line in harness.lines(m, ENVIRONMENT)]
+    table = report.log_prob_table(lines)
+    assert "| 40x130x64 | train |" in table and "| bare_products/ours |" in table and "| 3.000 |" in table
+
+
+def test_a_wrong_result_is_a_failure(monkeypatch):
+    real = bench_log_prob.cute_kernels.linear_log_prob
+    monkeypatch.setattr(
+        bench_log_prob.cute_kernels, "linear_log_prob", lambda x, w, t: tuple(1.1 * r for r in real(x, w, t))
+    )
+    for m in bench_log_prob.measure_log_prob(
+        SIZE, ["fwd", "bwd"], [OURS, TORCH], StandIn(), repetitions=3, breakdown=False
+    ):
+        assert m.failures[OURS].startswith("wrong result") and OURS not in m.results
+
+
+def test_the_compiled_peer_is_the_same_function():
+    inputs = bench_log_prob.make_inputs(SIZE, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **options: function)
+        assert bench_log_prob.function_of(COMPILED) is bench_log_prob.with_logits
+    assert len(bench_log_prob.calls(TORCH, inputs, "bwd")()) == 2
+
+
+def test_run_writes(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
+    monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
+    path = tmp_path / "one.jsonl"
+    bench_log_prob.run([SIZE], [OURS], pattern="fwd", commit="abc", outputs=[path])
+    assert {(line["family"], line["direction"], line["provider"]) for line in report.read_lines(path)} == {
+        ("log_prob", "fwd", OURS),
+        ("log_prob", "fwd", TORCH),
+    }

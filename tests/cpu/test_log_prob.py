@@ -1,0 +1,226 @@
+"""linear_log_prob without a GPU: the reference, bad arguments, and its kernels compiled for both architectures."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cute_kernels import linear_log_prob
+from cute_kernels.gemm import launch_log_prob as launch
+from cute_kernels.gemm import prewarm
+from cute_kernels.gemm.config import log_prob_candidates, vocabulary_tile
+from tests.cpu.test_compile import check_record
+from tests.gemm_cases import BF16, seeded_generator
+from tests.log_prob_cases import IGNORED, Case, log_prob_stand_in, make_inputs, oracle, run
+from tests.ptx import compile_in, kernels_in
+
+# The reference
+
+
+@pytest.fixture
+def generator(request):
+    return seeded_generator(request.node.nodeid, "cpu")
+
+
+def test_reference_against_the_oracle(generator):
+    """The oracle has the gradients written out; torch's autograd finds the reference's."""
+    case = Case(40, 129, 64, temperature=0.7)
+    inputs = make_inputs(case, generator)
+    for leaf in ("x", "weight", "g", "h"):
+        setattr(inputs, leaf, getattr(inputs, leaf).detach().double())
+    inputs.x.requires_grad_(), inputs.weight.requires_grad_()
+    found, truth = run(linear_log_prob, case, inputs), oracle(Case(40, 129, 64, BF16, 0.7), inputs)
+    for name, value in {**truth.values, **{n: exact.value for n, exact in truth.gradients.items()}}.items():
+        assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-13), name
+
+
+def test_reference_against_torch(generator):
+    """Negated it is torch's cross entropy, and with all its gradients."""
+    case = Case(40, 129, 64)
+    inputs = make_inputs(case, generator)
+    x, weight = inputs.x.detach().float(), inputs.weight.detach().float()
+    loss = F.cross_entropy(x @ weight.t(), inputs.target, reduction="none", ignore_index=IGNORED)
+    log_prob, entropy = linear_log_prob(inputs.x, inputs.weight, inputs.target)
+    assert torch.allclose(-log_prob, loss, rtol=1e-5, atol=1e-5)
+    wanted = torch.distributions.Categorical(logits=x @ weight.t()).entropy()
+    counts = inputs.target != IGNORED
+    assert torch.allclose(entropy, wanted * counts, rtol=1e-5, atol=1e-5)
+
+
+def test_reference_gradcheck(generator):
+    x = torch.randn(5, 8, generator=generator, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(11, 8, generator=generator, dtype=torch.double, requires_grad=True)
+    target = torch.tensor([0, 10, 3, IGNORED, 7])
+    assert torch.autograd.gradcheck(lambda x, w: linear_log_prob(x, w, target, temperature=1.3), (x, weight))
+
+
+def test_reference_adds_to_main_grad(generator):
+    inputs = make_inputs(Case(40, 129, 64), generator)
+    wanted = run(linear_log_prob, Case(40, 129, 64), inputs)["dw"]
+    inputs.weight.main_grad = torch.ones(129, 64)
+    assert "dw" not in run(linear_log_prob, Case(40, 129, 64), inputs)
+    assert torch.allclose(inputs.weight.main_grad, 1 + wanted.float(), rtol=1e-2, atol=1e-2)
+
+
+# Bad arguments
+
+
+def good() -> dict:
+    return {
+        "x": torch.zeros(4, 64, dtype=BF16),
+        "weight": torch.zeros(32, 64, dtype=BF16),
+        "target": torch.zeros(4, dtype=torch.int64),
+    }
+
+
+BAD = {
+    "x is a list": ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, got list"),
+    "fp32": ({"x": torch.zeros(4, 64)}, TypeError, "x must have dtype bfloat16, float16, got torch.float32"),
+    "no dimension": (
+        {"x": torch.zeros((), dtype=BF16)},
+        ValueError,
+        "x must have at least one dimension, got shape ()",
+    ),
+    "other dtypes": (
+        {"weight": torch.zeros(32, 64, dtype=torch.float16)},
+        TypeError,
+        "weight must have dtype torch.bfloat16, got torch.float16",
+    ),
+    "a vector": (
+        {"weight": torch.zeros(64, dtype=BF16)},
+        ValueError,
+        "weight must be a matrix (V, K), got shape (64,)",
+    ),
+    "other widths": ({"weight": torch.zeros(32, 72, dtype=BF16)}, ValueError, "weight must have 64 columns, got shape"),
+    "no column": (
+        {"weight": torch.zeros(0, 64, dtype=BF16)},
+        ValueError,
+        "weight must have at least one row, got shape",
+    ),
+    "another device": (
+        {"weight": torch.zeros(32, 64, dtype=BF16, device="meta")},
+        ValueError,
+        "weight must be on cpu, got meta",
+    ),
+    "targets in fp32": (
+        {"target": torch.zeros(4)},
+        TypeError,
+        "target must have dtype int64, int32, got torch.float32",
+    ),
+    "other tokens": (
+        {"target": torch.zeros(5, dtype=torch.int64)},
+        ValueError,
+        "target must have shape (4,), got (5,)",
+    ),
+    "a bool": ({"ignore_index": True}, TypeError, "ignore_index must be an int, got True of type bool"),
+    "a string": ({"temperature": "1"}, TypeError, "temperature must be a float, got '1' of type str"),
+    "zero": ({"temperature": 0.0}, ValueError, "temperature must be between 1e-06 and 1000000.0, got 0.0"),
+    "NaN": ({"temperature": float("nan")}, ValueError, "temperature must be between 1e-06 and 1000000.0, got nan"),
+    "a backend": ({"backend": "cuda"}, ValueError, "backend must be None or 'reference', got 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("path", ["reference", "kernels"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name, path):
+    changes, error, message = BAD[name]
+    with pytest.raises(error) as caught:
+        if path == "reference":
+            linear_log_prob(**(good() | changes))
+        else:
+            with log_prob_stand_in() as jobs:
+                linear_log_prob(**(good() | changes))
+            assert not jobs
+    assert str(caught.value).startswith(f"linear_log_prob: {message}")
+
+
+def test_rows_off_16_bytes():
+    """The kernels' alone: no copies, no slower path."""
+    storage = torch.zeros(33, 144, dtype=BF16)
+    for name, t in (
+        ("x", storage[:4, 1:65]),
+        ("x", storage[:4, :128:2]),
+        ("x", torch.zeros(4, 60, dtype=BF16)),
+        ("weight", storage[:32, 1:65]),
+        ("weight", storage[:32, :128:2]),
+    ):
+        arguments = good() | {name: t}
+        if t.shape[1] == 60:
+            arguments["weight"] = torch.zeros(32, 64, dtype=BF16)[:, :60]
+        with log_prob_stand_in(), pytest.raises(ValueError) as caught:
+            linear_log_prob(**arguments)
+        message = f"linear_log_prob: {name} must have rows that start on 16 bytes, got shape {tuple(t.shape)}, strides"
+        assert str(caught.value).startswith(message)
+
+
+# The kernels
+
+
+def builders(arch: str) -> list[tuple]:
+    """All that calls of bf16 with a row-major weight ask for."""
+    with log_prob_stand_in(arch) as jobs:
+        for m in (40, 100, 300):
+            for entropy in (True, False):
+                case = Case(m, 264, 64, entropy=entropy)
+                run(linear_log_prob, case, make_inputs(case, torch.Generator()))
+    return [job for job in dict.fromkeys(jobs) if "log_prob" in job[0].__name__]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+def test_kernels_compile(arch):
+    """No spills, no local memory; with the weight's columns and int32 targets, too."""
+    from cutlass import Int32
+
+    found = builders(arch)
+    assert len(found) == 1 + 3 * len(set(log_prob_candidates(arch)))
+    for builder, arguments in found:
+        check_record(builder.obtain(*arguments).record)
+        if len(arguments) > 2:
+            other = [
+                Int32 if a.__class__ is type and a.__name__ == "Int64" else "n" if a == "k" else a for a in arguments
+            ]
+            check_record(builder.obtain(*other).record)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
+    table = [job for job in prewarm.specializations(arch) if "log_prob" in job[0].__name__]
+    assert len(set(table)) == len(table) and set(table) == set(builders(arch))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_tile_of_the_vocabulary_divides_the_tiles_of_kernels(arch):
+    """All add up the same columns first."""
+    assert all(config.tile[1] % vocabulary_tile(arch) == 0 for config in log_prob_candidates(arch))
+
+
+def test_the_instructions_that_are_meant(tmp_path):
+    """Tensor cores fed by TMA; of the statistics no exponential but to the base of 2, and nothing stored by TMA."""
+    program = """
+from cutlass import BFloat16, Int64
+from cute_kernels.gemm.config import log_prob_candidates
+from cute_kernels.gemm.kernel_log_prob import log_prob_gradient, log_prob_statistics
+
+config = log_prob_candidates("{arch}")[-1]
+log_prob_{kernel}("{arch}", BFloat16, Int64, "k", {has_dentropy} config)
+"""
+    for arch, product in (("sm_90a", "wgmma.mma_async"), ("sm_100a", "tcgen05.mma")):
+        for kernel, has_dentropy in (("statistics", ""), ("gradient", "True,")):
+            folder = tmp_path / arch / kernel
+            folder.mkdir(parents=True)
+            compile_in(folder, program.format(arch=arch, kernel=kernel, has_dentropy=has_dentropy))
+            (text,) = kernels_in(folder)
+            assert product in text and "cp.async.bulk.tensor" in text and "ex2.approx" in text
+            stores = "cp.async.bulk.tensor.2d.global.shared" in text
+            assert stores == (kernel == "gradient") and not re.search(r"\b(red|atom)\.", text)
+
+
+def test_the_schemas_name_what_is_written():
+    for operator, outputs in (
+        (launch.forward_op, {"log_prob", "entropy", "lse"}),
+        (launch.backward_op, {"dx", "dweight"}),
+    ):
+        arguments = operator._schema.arguments
+        written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        assert written == outputs and not operator._schema.returns

@@ -1,0 +1,55 @@
+"""The kernels' path of linear_log_prob on the CPU, plain torch in place of the kernels; the tests are the GPU's own."""
+
+import inspect
+
+import pytest
+
+from cute_kernels.gemm import op_log_prob
+from tests.gpu.gemm.test_log_prob import (  # noqa: F401
+    test_a_token_does_not_know_its_batch,
+    test_against_fp64,
+    test_checkpoint,
+    test_compile,
+    test_dimensions,
+    test_every_kernel_has_the_same_bits,
+    test_frozen,
+    test_micro_batches_add_up_in_main_grad,
+    test_one_result_alone,
+    test_opcheck,
+    test_parts_change_no_bit,
+    test_second_derivatives_are_refused,
+    test_targets_that_are_no_column,
+)
+from tests.log_prob_cases import log_prob_stand_in
+from tests.norm_cases import seeded_generator
+
+
+@pytest.fixture(autouse=True)
+def path_of_the_kernels():
+    with log_prob_stand_in() as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def device():
+    return "cpu"
+
+
+@pytest.fixture
+def compile_backend():
+    return "aot_eager"
+
+
+@pytest.fixture
+def generator(request):
+    return seeded_generator(request.node.nodeid, "cpu")
+
+
+@pytest.fixture
+def traced_log_prob():
+    """The function as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
+    source, condition = inspect.getsource(op_log_prob.linear_log_prob), "not x.is_cuda"
+    assert source.count(condition) == 1
+    namespace = dict(vars(op_log_prob))
+    exec(source.replace(condition, "False"), namespace)
+    return namespace["linear_log_prob"]

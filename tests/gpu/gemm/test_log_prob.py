@@ -1,0 +1,317 @@
+"""linear_log_prob: results against fp64, rows bit by bit in other batches, autograd, and the torch bridge."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cute_kernels import linear_log_prob
+from cute_kernels.gemm import launch_log_prob as launch
+from cute_kernels.gemm.config import log_prob_candidates
+from cute_kernels.gemm.launch_log_prob import backward_op, forward_op
+from jit_cache import stats
+from tests.gemm_cases import BF16, FP16, FP32, Recorder, assert_same_bits, check, here, kernel_name
+from tests.gpu.sanitizer import assert_clean, needs_sanitizer
+from tests.log_prob_cases import IGNORED, Case, make_inputs, oracle, run
+
+CASES = [
+    Case(300, 1000, 200),
+    Case(1, 1, 8),
+    Case(5, 129, 64),
+    Case(65, 127, 72, FP16),
+    Case(100, 300, 200, temperature=0.7, index=torch.int32),
+    Case(257, 520, 136, FP16, temperature=1.7),
+    Case(130, 264, 64, weight_by_columns=True),
+    Case(70, 8200, 64, entropy=False),
+    Case(40, 264, 60, gap=4),
+]
+# Of gradients that are sums of rounded factors and are rounded themselves: a rounding's rms error is 0.42 steps
+RMS = {BF16: 3e-3, FP16: 4e-4}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_fp64(case, generator):
+    inputs = make_inputs(case, generator)
+    found, truth = run(linear_log_prob, case, inputs), oracle(case, inputs)
+    for name, value in truth.values.items():
+        result = found[name]
+        assert result.dtype is FP32 and result.shape == (case.m,)
+        assert ((result.double() - value).abs() <= truth.bounds[name]).all(), name
+        assert (result[inputs.target == IGNORED] == 0.0).all()
+        assert (result.double() - value).norm() <= 2e-6 * (1 + value.abs()).norm(), name
+    check({name: found[name] for name in ("dx", "dw")}, truth.gradients)
+    assert (found["dx"][inputs.target == IGNORED] == 0.0).all()
+    for name in ("dx", "dw") if case.v > 1 else ():
+        value = truth.gradients[name].value
+        assert (found[name].double() - value).norm() <= RMS[case.dtype] * value.norm(), name
+
+
+def test_dimensions(generator):
+    """Tokens in any number of dimensions, of any stride; none at all."""
+    case = Case(24, 264, 64)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    wide = torch.full((2, 3, 4, 72), float("nan"), dtype=BF16, device=inputs.x.device)
+    wide[..., :64] = inputs.x.detach().view(2, 3, 4, 64)
+    shaped = replace(inputs, x=wide[..., :64].requires_grad_(), target=inputs.target.view(2, 3, 4))
+    shaped = replace(shaped, g=inputs.g.view(2, 3, 4), h=inputs.h.view(2, 3, 4))
+    found = run(linear_log_prob, case, shaped)
+    assert found["log_prob"].shape == (2, 3, 4) and found["dx"].shape == (2, 3, 4, 64)
+    for name, result in wanted.items():
+        assert_same_bits(found[name].reshape(result.shape), result, name)
+    nothing = run(linear_log_prob, Case(0, 264, 64), make_inputs(Case(0, 264, 64), generator))
+    assert nothing["log_prob"].shape == (0,) and nothing["dx"].shape == (0, 64) and not nothing["dw"].any()
+
+
+def test_targets_that_are_no_column(generator):
+    """Neither a column nor ignored: NaN, without a gradient; also 2^32 columns further on. What is ignored may be 0."""
+    case = Case(40, 264, 64)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    inputs.target[:4] = torch.tensor([264, -1, 2**32 + 5, -(2**40)])
+    found = run(linear_log_prob, case, inputs)
+    assert found["log_prob"][:4].isnan().all() and found["entropy"][:4].isnan().all()
+    assert (found["dx"][:4] == 0.0).all() and found["dw"].isfinite().all()
+    for name in ("log_prob", "entropy", "dx"):
+        assert_same_bits(found[name][4:], wanted[name][4:], name)
+    inputs.target[:8] = 0
+    log_prob, _ = linear_log_prob(inputs.x, inputs.weight, inputs.target, ignore_index=0)
+    (dx,) = torch.autograd.grad(log_prob[:8].sum(), inputs.x)
+    assert (log_prob[:8] == 0.0).all() and (dx == 0.0).all()
+
+
+def test_a_token_does_not_know_its_batch(generator):
+    """T1 to T5: alone, among others, elsewhere, beside NaN and infinities, by each kernel that a batch may get."""
+    case = Case(700, 1000, 72)
+    inputs = make_inputs(case, generator)
+    whole = run(linear_log_prob, case, inputs)
+
+    def some(index, **changes):
+        part = {name: getattr(inputs, name).detach()[index] for name in ("x", "target", "g", "h")}
+        return replace(inputs, **{**part, **changes}, weight=inputs.weight.detach())
+
+    for m in (1, 2, 5, 16, 33, 63, 64, 65, 100, 128, 129, 256, 257, 500):
+        index = torch.randperm(case.m, generator=generator, device=inputs.x.device)[:m]
+        part = some(index)
+        part.x.requires_grad_()
+        for name, result in run(linear_log_prob, case, part).items():
+            assert_same_bits(result, whole[name][index], f"{name}, {m} tokens")
+    clean = torch.arange(case.m, device=inputs.x.device) % 3 == 1
+    for value in (0.0, 3e38, float("inf"), float("nan")):
+        part = some(slice(None), x=torch.where(clean[:, None], inputs.x.detach(), value).to(BF16))
+        part.x.requires_grad_()
+        for name, result in run(linear_log_prob, case, part).items():
+            assert_same_bits(result[clean], whole[name][clean], f"{name} beside {value}")
+            if value != value and name in ("log_prob", "entropy"):
+                counts = ~clean & (inputs.target != IGNORED)
+                assert result[counts].isnan().all()
+
+
+@pytest.mark.parametrize("num_sms", [132, 4])
+@pytest.mark.parametrize("config", dict.fromkeys(log_prob_candidates(here())), ids=lambda c: kernel_name((c, False)))
+def test_every_kernel_has_the_same_bits(config, num_sms, generator, monkeypatch):
+    """With an SM for each tile, and with few, so that a CTA has many; few tokens and many."""
+    for case in (Case(40, 1000, 136), Case(300, 1033, 200)):
+        inputs = make_inputs(case, generator)
+        wanted = run(linear_log_prob, case, inputs)
+        monkeypatch.setattr(launch, "sm_count", lambda index: num_sms)
+        with mock.patch.object(launch, "choose_log_prob", lambda arch, m: config):
+            found = run(linear_log_prob, case, inputs)
+        for name, result in wanted.items():
+            assert_same_bits(found[name], result, name)
+
+
+def test_parts_change_no_bit(generator, monkeypatch):
+    """Tokens of a launch, and columns whose gradients are in memory at a time."""
+    case = Case(300, 2500, 136)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    monkeypatch.setattr(launch, "STATISTICS_TOKENS", 100)
+    for columns in (128, 1024):
+        monkeypatch.setattr(launch, "GRADIENT_COLUMNS", columns)
+        monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", 1)
+        for name, result in run(linear_log_prob, case, inputs).items():
+            assert_same_bits(result, wanted[name], name)
+
+
+def test_micro_batches_add_up_in_main_grad(generator, device):
+    """B0, B1, B3: the same again; ignored tokens behind; batches of multiples of 16 tokens."""
+    case = Case(144, 520, 64)
+    inputs = make_inputs(case, generator)
+
+    def main_grad(*slices):
+        weight = inputs.weight.detach().requires_grad_()
+        weight.main_grad = torch.ones(case.v, case.k, device=device)
+        for some in slices:
+            part = {name: getattr(inputs, name).detach()[some] for name in ("x", "target", "g", "h")}
+            found = run(linear_log_prob, case, replace(inputs, **part, weight=weight))
+            assert "dw" not in found and weight.grad is None
+        return weight.main_grad
+
+    whole = main_grad(slice(None))
+    assert_same_bits(main_grad(slice(None)), whole, "again")
+    assert_same_bits(main_grad(slice(0, 16), slice(16, 112), slice(112, None)), whole, "micro-batches")
+    inputs.target[96:] = IGNORED
+    assert_same_bits(main_grad(slice(None)), main_grad(slice(0, 96)), "ignored behind")
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_frozen(wanted, generator, device):
+    """One gradient alone; the main_grad of a frozen weight stays, and one whose gradient was not asked for."""
+    case = Case(40, 264, 64)
+    inputs = make_inputs(case, generator)
+    both = run(linear_log_prob, case, inputs)
+    frozen = inputs.weight if wanted == "x" else inputs.x
+    frozen.requires_grad_(False)
+    inputs.weight.main_grad = torch.full((264, 64), 7.0, device=device) if wanted == "x" else None
+    found = run(linear_log_prob, case, inputs)
+    name = {"x": "dx", "weight": "dw"}[wanted]
+    assert_same_bits(found[name], both[name])
+    assert wanted != "x" or (inputs.weight.main_grad == 7.0).all()
+
+
+def test_one_result_alone(generator):
+    """A gradient of the entropy or of the log-probability only, an expanded one, and none of either."""
+    case = Case(40, 264, 64)
+    inputs = make_inputs(case, generator)
+    zero = torch.zeros_like(inputs.g)
+    for results, g, h in ((slice(0, 1), inputs.g, zero), (slice(1, 2), zero, inputs.h)):
+        chosen = (inputs.g, inputs.h)[results]
+        calls = linear_log_prob(inputs.x, inputs.weight, inputs.target)
+        alone = torch.autograd.grad(calls[results], (inputs.x, inputs.weight), chosen)
+        both = run(linear_log_prob, case, replace(inputs, g=g, h=h))
+        for found, name in zip(alone, ("dx", "dw"), strict=True):
+            assert torch.equal(found, both[name]), name  # a product with 0 may have the other sign
+    summed = torch.autograd.grad(linear_log_prob(inputs.x, inputs.weight, inputs.target)[0].sum(), inputs.x)[0]
+    ones = torch.autograd.grad(linear_log_prob(inputs.x, inputs.weight, inputs.target)[0], inputs.x, zero + 1)[0]
+    assert_same_bits(summed, ones)
+
+
+def test_checkpoint(generator):
+    case = Case(40, 264, 64)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    found = run(lambda *t, **o: checkpoint(linear_log_prob, *t, use_reentrant=False, **o), case, inputs)
+    for name, result in wanted.items():
+        assert_same_bits(found[name], result, name)
+
+
+def test_second_derivatives_are_refused(generator):
+    inputs = make_inputs(Case(40, 264, 64), generator)
+    with pytest.raises(RuntimeError, match="LinearLogProb has no second derivative, got create_graph=True"):
+        torch.autograd.grad(
+            linear_log_prob(inputs.x, inputs.weight, inputs.target)[0].sum(), inputs.x, create_graph=True
+        )
+
+
+def test_compile(traced_log_prob, generator, compile_backend):
+    """One graph, forward and backward; eager mode's bits, also for numbers of tokens that take other kernels."""
+    torch._dynamo.reset()
+    compiled = torch.compile(traced_log_prob, fullgraph=True, backend=compile_backend)
+    for m in (65, 3, 300):
+        case = Case(m, 264, 64, temperature=0.7)
+        inputs = make_inputs(case, generator)
+        wanted = run(linear_log_prob, case, inputs)
+        before = stats().compiles
+        for name, result in run(compiled, case, inputs).items():
+            assert_same_bits(result, wanted[name], name)
+        assert stats().compiles == before
+
+
+def test_opcheck(generator):
+    """Every call that a forward and a backward make: the schema names what is written, fakes and functionalisation."""
+    case = Case(40, 264, 64)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    with Recorder() as recorder:
+        found = run(linear_log_prob, case, inputs)
+    for name, result in wanted.items():
+        assert_same_bits(found[name], result, name)
+    assert [function for function, _ in recorder.calls] == [forward_op, backward_op]
+    for function, arguments in recorder.calls:
+        torch.library.opcheck(function, arguments)
+
+
+def test_another_number_of_tokens_compiles_nothing(generator):
+    """Within a kernel's class, and for another vocabulary and width."""
+    for m, v, k in ((7, 264, 64), (100, 264, 64), (300, 264, 64)):
+        run(linear_log_prob, Case(m, v, k), make_inputs(Case(m, v, k), generator))
+    before = stats().compiles
+    for m, v, k in ((9, 1000, 128), (64, 77, 8), (127, 264, 64), (1000, 520, 72)):
+        run(linear_log_prob, Case(m, v, k), make_inputs(Case(m, v, k), generator))
+    assert stats().compiles == before
+
+
+# What the CPU does not show
+
+
+@pytest.fixture
+def traced_log_prob():
+    return linear_log_prob
+
+
+def test_graph(generator):
+    """Forward and backward captured, and replayed on other values: eager mode's bits."""
+    case = Case(300, 5000, 136)
+    inputs = make_inputs(case, generator)
+    run(linear_log_prob, case, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(linear_log_prob, case, inputs)
+    other = make_inputs(case, generator)
+    with torch.no_grad():
+        for name in ("x", "weight", "target", "g", "h"):
+            getattr(inputs, name).copy_(getattr(other, name))
+    graph.replay()
+    for name, result in run(linear_log_prob, case, other).items():
+        assert_same_bits(found[name], result, name)
+
+
+def test_no_logits_in_memory(generator):
+    """At 4096 tokens of 65,536 columns, bf16: logits would be 512 MiB; what is there beside results is 216 at most."""
+    case = Case(4096, 65536, 512, entropy=False)
+    inputs = make_inputs(case, generator)
+    run(linear_log_prob, case, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(linear_log_prob, case, inputs)
+    results = 2 * 512 * (4096 + 65536)
+    assert torch.cuda.max_memory_allocated() - before - results <= 216 * 2**20
+
+
+def test_a_thousand_repeats(generator):
+    case = Case(300, 1033, 200)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    for _ in range(1000):
+        found = run(linear_log_prob, case, inputs)
+        assert all(torch.equal(found[name], result) for name, result in wanted.items())
+
+
+PROGRAM = """
+import torch
+from cute_kernels import linear_log_prob
+from cute_kernels.gemm import launch_log_prob
+launch_log_prob.sm_count = lambda index: 2
+launch_log_prob.GRADIENT_COLUMNS, launch_log_prob.GRADIENT_ELEMENTS = 256, 1
+for m in (13, 70, 264):
+    x = torch.randn(m, 72, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(393, 72, device="cuda").bfloat16().requires_grad_()
+    target = torch.randint(-1, 393, (m,), device="cuda")
+    log_prob, entropy = linear_log_prob(x, weight, target, ignore_index=-1)
+    (log_prob + entropy).sum().backward()
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@needs_sanitizer
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool):
+    run(linear_log_prob, Case(300, 264, 72), make_inputs(Case(300, 264, 72), torch.Generator("cuda")))
+    assert_clean(tool, PROGRAM, "log_prob")

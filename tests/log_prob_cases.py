@@ -1,0 +1,192 @@
+"""What the tests of linear_log_prob share: inputs, an fp64 oracle with bounds, a stand-in for the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from cute_kernels.gemm import launch_log_prob as launch
+from cute_kernels.gemm.config import vocabulary_tile
+from tests.entry import check_entry
+from tests.gemm_cases import BF16, FP32_EPS, Exact, randn, stand_in, steps_of
+from tests.norm_cases import name_of, strided
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on (m, k) tokens and a vocabulary of v; one target in seven is ignored."""
+
+    m: int
+    v: int
+    k: int
+    dtype: torch.dtype = BF16
+    temperature: float = 1.0
+    index: torch.dtype = torch.int64
+    weight_by_columns: bool = False
+    gap: int = 0  # elements between the rows of x and weight, NaN
+    entropy: bool = True  # whether it has a gradient
+
+    def __str__(self) -> str:
+        words = [f"{self.m}x{self.v}x{self.k}", name_of(self.dtype)]
+        words += [f"temperature_{self.temperature}"] * (self.temperature != 1.0)
+        words += ["int32"] * (self.index is torch.int32) + ["by_columns"] * self.weight_by_columns
+        words += [f"gap_{self.gap}"] * (self.gap > 0)
+        return "-".join(words + ["no_dentropy"] * (not self.entropy))
+
+
+@dataclass
+class Inputs:
+    """Tensors of a call, x and weight require grad; g and h: the gradients of log_prob and entropy."""
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    g: Tensor
+    h: Tensor
+
+
+def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """Logits of standard deviation 2 before the temperature: some tokens are likely, most are not."""
+    x = randn(case.m, case.k, generator=generator).to(case.dtype)
+    weight = (2 * case.k**-0.5 * randn(case.v, case.k, generator=generator)).to(case.dtype)
+    if case.gap:
+        x, weight = strided(x, case.gap), strided(weight, case.gap)
+    if case.weight_by_columns:
+        weight = weight.t().contiguous().t()
+    target = torch.randint(case.v, (case.m,), generator=generator, device=x.device)
+    target[3::7] = IGNORED
+    g, h = randn(case.m, generator=generator), randn(case.m, generator=generator)
+    return Inputs(x.requires_grad_(), weight.requires_grad_(), target.to(case.index), g, h)
+
+
+def run(function: Callable, case: Case, inputs: Inputs) -> dict[str, Tensor]:
+    """log_prob, entropy and the gradients of x and weight, without one that went to a main_grad."""
+    results = function(inputs.x, inputs.weight, inputs.target, temperature=case.temperature)
+    count = 1 + case.entropy
+    leaves = [t for t in (inputs.x, inputs.weight) if t.requires_grad]
+    gradients = torch.autograd.grad(results[:count], leaves, (inputs.g, inputs.h)[:count], allow_unused=True)
+    named = {"dx" if leaf is inputs.x else "dw": d for leaf, d in zip(leaves, gradients, strict=True) if d is not None}
+    return {"log_prob": results[0].detach(), "entropy": results[1].detach(), **named}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Results in fp64; ``bounds`` of the errors of log_prob and entropy; gradients as ``check`` takes them."""
+
+    values: dict[str, Tensor]
+    bounds: dict[str, Tensor]
+    gradients: dict[str, Exact]
+
+
+def oracle(case: Case, inputs: Inputs) -> Truth:
+    """With bounds: a logit's sum is off by a step of fp32 for each k16, all else by a few roundings."""
+    x, weight, g, h = (t.detach().double() for t in (inputs.x, inputs.weight, inputs.g, inputs.h))
+    target, counts = inputs.target.long().clamp_min(0), inputs.target != IGNORED
+    log_p = torch.log_softmax(x @ weight.t() / case.temperature, -1)
+    p, log_prob = log_p.exp(), log_p.gather(1, target[:, None]).squeeze(1)
+    entropy = -(p * log_p).sum(1)
+    h = h if case.entropy else torch.zeros_like(h)
+    one = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
+    spread = log_p + entropy[:, None]
+    dz = (g[:, None] * (one - p) - h[:, None] * p * spread) * counts[:, None] / case.temperature
+    terms = x.abs() @ weight.abs().t() / case.temperature
+    logit_error = (steps_of(case.k) + 8) * FP32_EPS * terms.amax(1)
+    size = (g[:, None].abs() * (one + p) + h[:, None].abs() * p * (log_p.abs() + entropy[:, None])) / case.temperature
+    info = torch.finfo(case.dtype)
+    rounding = 0.5 * info.eps * dz.abs().clamp_min(info.smallest_normal)
+    margin = rounding + size * (4 * logit_error + 16 * FP32_EPS * (1 + entropy))[:, None]
+    values = {"log_prob": log_prob * counts, "entropy": entropy * counts}
+    bounds = {
+        "log_prob": 2 * logit_error + 16 * FP32_EPS * (1 + log_prob.abs()),
+        "entropy": 2 * (1 + entropy) * logit_error + 32 * FP32_EPS * (1 + entropy),
+    }
+    gradients = {
+        "dx": Exact(dz @ weight, dz.abs() @ weight.abs(), steps_of(case.v), margin @ weight.abs()),
+        "dw": Exact(dz.t() @ x, dz.t().abs() @ x.abs(), steps_of(case.m), margin.t() @ x.abs()),
+    }
+    return Truth(values, bounds, gradients)
+
+
+@contextlib.contextmanager
+def log_prob_stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
+    """``gemm_cases.stand_in`` with these kernels, too, in plain torch; yields all builder calls."""
+    from cute_kernels.gemm import kernel_log_prob as kernels
+
+    def replaced(name: str, compute: Callable, jobs: list) -> Callable:
+        builder = getattr(kernels, name)
+
+        def build(*arguments):
+            jobs.append((builder, arguments))
+            static, program = inspect.signature(builder.build).bind(*arguments).arguments, builder.build(*arguments)
+
+            def function(*values):
+                check_entry(program, values)
+                compute(static, *values)
+
+            return function
+
+        return build
+
+    functions = {"log_prob_statistics": _statistics, "log_prob": _log_prob, "log_prob_gradient": _gradient}
+    with stand_in(arch) as jobs, contextlib.ExitStack() as stack:
+        for name, compute in functions.items():
+            stack.enter_context(mock.patch.object(kernels, name, replaced(name, compute, jobs)))
+        stack.enter_context(mock.patch.object(launch, "arch_of", lambda index: arch))
+        stack.enter_context(mock.patch.object(launch, "sm_count", lambda index: 132))
+        library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
+        library.impl("log_prob_forward", launch.run_forward, "CPU")
+        library.impl("log_prob_backward", launch.run_backward, "CPU")
+        yield jobs
+
+
+def _logits(static: dict, x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """To the base of 2, in fp64: what torch's sums owe to the number of rows is then gone with the rounding to fp32."""
+    weight = weight if static["weight_major"] == "k" else weight.t()
+    return scale * (x.double() @ weight.double().t())
+
+
+def _statistics(static, x, weight, target, statistics, target_logit, scale, num_ctas) -> None:
+    z, width = _logits(static, x, weight, scale)[: len(target)], vocabulary_tile(static["arch"])
+    assert statistics.shape == (3, -(-z.shape[1] // width), len(target)) and num_ctas >= 1
+    for tile, part in enumerate(z.split(width, 1)):
+        largest = part.amax(1)
+        u = part - largest[:, None]
+        statistics[:, tile] = torch.stack((largest, u.exp2().sum(1), (u * u.exp2()).sum(1)))
+    good = (target >= 0) & (target < z.shape[1])
+    target_logit[good] = z[good].gather(1, target[good].long()[:, None]).squeeze(1).float()
+
+
+def _log_prob(static, statistics, target, target_logit, log_prob, entropy, lse, vocabulary, ignore_index) -> None:
+    largest, total, moment = statistics.double()
+    base = largest.amax(0)
+    e = (largest - base).exp2()
+    moment = (e * ((largest - base) * total + moment)).sum(0)
+    total = (e * total).sum(0)
+    lse.copy_(math.log(2) * (base + total.log2()))
+    log_prob.copy_(math.log(2) * (target_logit - base - total.log2()))
+    entropy.copy_(math.log(2) * (total.log2() - moment / total))
+    for result in (log_prob, entropy):
+        result[(target < 0) | (target >= vocabulary)] = math.nan
+        result[target == ignore_index] = 0.0
+
+
+def _gradient(
+    static, x, weight, target, lse, entropy, g, h, dlogits, ignore_index, vocabulary, first, scale, inverse, num_ctas
+) -> None:
+    u = _logits(static, x, weight, scale) - lse.double()[:, None] / math.log(2)
+    p, column = u.exp2(), torch.arange(first, first + dlogits.shape[1])
+    factor = g.double()[:, None]
+    if static["has_dentropy"]:
+        factor = factor + h[:, None] * (math.log(2) * u + entropy[:, None])
+    gradient = inverse * ((column == target[:, None]) * g[:, None] - p * factor)
+    counts = (target >= 0) & (target < vocabulary) & (target != ignore_index)
+    dlogits.copy_(torch.where(counts[:, None], gradient, 0.0))
