@@ -322,6 +322,7 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.dict(launch._plans, clear=True))
+        stack.enter_context(mock.patch.dict(launch.calls, clear=True))
         library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
         library.impl("gemm", launch.run_traced, "CPU")
         library.impl("activation_backward", launch.run_activation_backward, "CPU")

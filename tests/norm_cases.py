@@ -348,6 +348,7 @@ def stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.dict(launch._plans, clear=True))
+        stack.enter_context(mock.patch.dict(launch.calls, clear=True))
         library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
         library.impl("norm_forward", launch.run_forward, "CPU")
         library.impl("norm_backward", launch.run_backward, "CPU")

@@ -1,10 +1,13 @@
 """Plans and launches of the matrix products: from a call's signature to a compiled kernel, then one dict lookup.
 
+A call whose tensors are on 16 bytes finds what to allocate and launch in ``calls``, by a shorter key.
+
 The registered operator ``cute_kernels::gemm`` runs the same function for traced graphs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import Plans, allocator, mutating_op
+from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
 from cute_kernels.gemm.config import GemmConfig, choose
@@ -31,11 +34,12 @@ class Plan:
 
 
 _plans = Plans()
+calls = Calls()
 _forced: list[tuple[GemmConfig | None, bool]] = []
 _observers: list[list] = []
 
 
-def new_product(
+def plan_product(
     op: str,
     a: Tensor,
     b: Tensor,
@@ -43,16 +47,15 @@ def new_product(
     activation: str | None,
     out_dtype: torch.dtype | None,
     keeps_z: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(d, z) in new memory: d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K), z: before the activation.
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """``product(a, b, bias)`` of plain tensors of these sizes and strides: allocates, launches, returns (d, z).
 
-    Eager mode only. ``op``, "mm", whose b is (K, N), or "linear", says whose arguments are checked where none of this
-    signature have been.
-    Host time is what this is for: what is allocated here follows from the key, so is not part of it; b's dtype and
-    device are asked for by the kernel's entry at each call, which refuses others than a's in words of its own; and the
-    key is written out (CPU, no kernel: linear 9.4 us by way of ``run_gemm``, 5.5 us so).
+    d (..., N) = act(a b^T + bias) from a (..., K) and b (N, K), z: before the activation. ``op``, "mm", whose b is
+    (K, N), or "linear", says whose arguments are checked where none of this signature have been. a is a matrix, or
+    contiguous and not empty. b's dtype and device are asked for by the kernel's entry at each call, which refuses
+    others than a's in words of its own.
 
-    Raises: as the op's check; what the entry raises.
+    Raises: as the op's check.
     """
     shape, dtype, shape_b, is_mm = a.shape, a.dtype, b.shape, op == "mm"
     key = (
@@ -69,27 +72,50 @@ def new_product(
         out_dtype,
         keeps_z,
     )
-    plan = _plans.get(key)
-    if plan is None or _forced:
+    product = _plans.get(key)
+    if product is None or _forced:
         if is_mm:
             check_mm(a, b, out_dtype, None)
         else:
             check_linear(a, b, bias, out_dtype, activation, None)
-    n = shape_b[1] if is_mm else shape_b[0]
-    sizes, strides = (shape[0], n), (n or 1, 1)
-    allocate = allocator(a) if plan is None else plan.allocate
-    d = allocate(sizes, strides, out_dtype or dtype)
-    z = allocate(sizes, strides, out_dtype or dtype) if keeps_z else None
-    if plan is None or _forced:
-        plan = _remember(key, a, b, d, z, bias, None, activation, False, False, is_mm)
-    if plan is not None:
-        if _observers:
-            _observe(plan, a, b, False, is_mm)
-        if plan.transposed:
-            plan.function(b, a, d, z, bias, None, plan.num_ctas)
+        product = _product(a, b, bias, activation, out_dtype or dtype, keeps_z, is_mm)
+        if not _forced and 0 not in (*shape, *shape_b):  # else no entry is asked
+            _plans[key] = product
+    return product
+
+
+def _product(a, b, bias, activation, out_dtype, keeps_z, is_mm) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    *batch, k = a.shape
+    m, n = math.prod(batch), b.shape[1] if is_mm else b.shape[0]
+    allocate, sizes, strides = allocator(a), (m, n), (n or 1, 1)
+    matrix = outer = None
+    if len(batch) != 1:
+        matrix = (m, k), (k, 1)
+        outer = (*batch, n), contiguous_strides((*batch, n))
+        a = alias(a, *matrix)
+    d = allocate(sizes, strides, out_dtype)
+    outputs = d, d if keeps_z else None
+    plan = _plan_of(a, b, *outputs, bias, None, activation, False, False, is_mm)
+
+    def product(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if matrix is not None:
+            a = alias(a, *matrix)
+        d = allocate(sizes, strides, out_dtype)
+        z = allocate(sizes, strides, out_dtype) if keeps_z else None
+        if plan is None:
+            _empty_sums(d, z, bias, activation, False)
         else:
-            plan.function(a, b, d, z, bias, None, plan.num_ctas)
-    return d, z
+            if _observers:
+                _observe(plan, a, b, False, is_mm)
+            if plan.transposed:
+                plan.function(b, a, d, z, bias, None, plan.num_ctas)
+            else:
+                plan.function(a, b, d, z, bias, None, plan.num_ctas)
+        if outer is not None:
+            d, z = alias(d, *outer), None if z is None else alias(z, *outer)
+        return d, z
+
+    return product
 
 
 def run_gemm(
@@ -139,9 +165,11 @@ def run_gemm(
     if plan is None or _forced:
         if check is not None:
             check[0](*check[1])
-        plan = _remember(key, a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b)
+        plan = _plan_of(a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b)
         if plan is None:
-            return
+            return _empty_sums(d, z, bias, activation, accumulate)
+        if not _forced:
+            _plans[key] = plan
     if _observers:
         _observe(plan, a, b, trans_a, trans_b)
     if plan.transposed:
@@ -210,18 +238,12 @@ def _observe(plan: Plan, a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> 
         launches.append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
 
 
-def _remember(key: tuple, a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b) -> Plan | None:
-    """The plan of a signature that has been checked; None, and d and z are filled, where there is nothing to sum."""
+def _plan_of(a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b) -> Plan | None:
+    """The plan of tensors that have been checked; None where there is nothing to sum."""
     a, b = a.t() if trans_a else a, b.t() if trans_b else b
-    if a.shape[0] == 0 or b.shape[0] == 0:
+    if 0 in (*a.shape, b.shape[0]):
         return None
-    if a.shape[1] == 0:
-        _empty_sums(d, z, bias, activation, accumulate)
-        return None
-    plan = _plan(a, b, d, z, bias, valid_k, activation, accumulate, (trans_a, trans_b))
-    if not _forced:
-        _plans[key] = plan
-    return plan
+    return _plan(a, b, d, z, bias, valid_k, activation, accumulate, (trans_a, trans_b))
 
 
 def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, bool]) -> Plan:
@@ -314,8 +336,8 @@ def _rows_aligned(t: Tensor) -> bool:
 
 
 def _empty_sums(d: Tensor, z: Tensor | None, bias: Tensor | None, activation: str | None, accumulate: bool) -> None:
-    """A product over no k: the bias alone."""
-    if accumulate:
+    """A product over no k, the bias alone; or of no rows or columns."""
+    if accumulate or not d.numel():
         return
     sums = torch.zeros((), dtype=torch.float32, device=d.device) if bias is None else bias.float()
     if z is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels._autograd import (
     as_rows,
@@ -19,17 +19,21 @@ from cute_kernels._autograd import (
     needs_gradient,
 )
 from cute_kernels._check import expect
-from cute_kernels._op import alias, is_plain
+from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import MAX_SIZE, check_linear, check_mm, check_separate
 from cute_kernels.gemm.launch import (
+    _forced,
     activation_backward_op,
+    calls,
     gemm_op,
-    new_product,
     operand_major,
+    plan_product,
     run_activation_backward,
     run_gemm,
 )
+
+KEEPING_Z = ("silu", "gelu")
 
 
 def mm(
@@ -67,15 +71,27 @@ def mm(
         expect(backend in (None, "reference"), "mm", "backend", "be None or 'reference'", repr(backend))
         return reference.mm(a, b, out_dtype=out_dtype, out=out)
     try:
+        call = key = None
+        if out is None and not is_dynamo_compiling() and not _forced:
+            key = ("mm", a.shape, b.shape, out_dtype, is_grad_enabled())
+            call = calls.find(key, a, b)
+        if call is not None:
+            product, differentiates = call
+            return _apply_mm(a, b, (product, out_dtype)) if differentiates else product(a, b, None)[0]
         eager = is_plain(a, b, out)
         differentiates = is_grad_enabled() and (a.requires_grad or b.requires_grad)
-        if differentiates or (out is None and forward_ad._current_level >= 0):  # autograd refuses tangents
-            if out is not None:
-                check_mm(a, b, out_dtype, out)
-            arguments = (a, b, (eager, out_dtype))
-            return (_apply_mm if eager else _MmFunction.apply)(*arguments)
+        differentiates = differentiates or (out is None and forward_ad._current_level >= 0)  # autograd refuses tangents
+        if differentiates and out is not None:
+            check_mm(a, b, out_dtype, out)
         if out is None:
-            return _mm_forward(a, b, eager, out_dtype)
+            product = plan_product("mm", a, b, None, None, out_dtype, False) if eager else None
+            if differentiates:
+                result = (_apply_mm if eager else _MmFunction.apply)(a, b, (product, out_dtype))
+            else:
+                result = _mm_forward(a, b, product, out_dtype)
+            if eager and key is not None:
+                calls.remember(key, (product, differentiates), a, b)
+            return result
         # What a plan's key does not hold
         if out_dtype is not None or out.requires_grad or forward_ad._current_level >= 0 or (eager and out.is_neg()):
             check_mm(a, b, out_dtype, out)
@@ -134,38 +150,49 @@ def linear(
     if num_valid_tokens is not None:  # what the forward's signature does not hold
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
     try:
-        eager = is_plain(x, weight, bias)
-        if forward_ad._current_level >= 0 or (
-            is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
-        ):
-            arguments = (x, weight, bias, num_valid_tokens, (eager, out_dtype, activation))
-            return (_apply_linear if eager else _LinearFunction.apply)(*arguments)
-        return _linear_forward(x, weight, bias, eager, out_dtype, activation, False)[0]
+        call = key = None
+        if not is_dynamo_compiling() and not _forced:
+            nested = None if bias is None else bias.is_nested
+            key = ("linear", x.shape, weight.shape, nested, out_dtype, activation, is_grad_enabled())
+            call = calls.find(key, x, weight, bias)
+        if call is not None:
+            eager, (product, differentiates) = True, call
+        else:
+            eager = is_plain(x, weight, bias)
+            differentiates = forward_ad._current_level >= 0 or (
+                is_grad_enabled()
+                and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+            )
+            product = None
+            if eager and (x.dim() == 2 or (x.is_contiguous() and x.numel())):
+                keeps_z = differentiates and activation in KEEPING_Z
+                product = plan_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
+        if differentiates:
+            arguments = (x, weight, bias, num_valid_tokens, (product, out_dtype, activation))
+            y = (_apply_linear if eager else _LinearFunction.apply)(*arguments)
+        elif product is None:
+            y = _linear_forward(x, weight, bias, out_dtype, activation, False)[0]
+        else:
+            y = product(x, weight, bias)[0]
+        if call is None and product is not None and key is not None:
+            calls.remember(key, (product, differentiates), x, weight, bias)
+        return y
     except Exception:  # no tensor, of no strides or dimensions, no dtype, rows of no one stride, what the entry refuses
         check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
         raise
 
 
-def _mm_forward(a: Tensor, b: Tensor, eager: bool, out_dtype: torch.dtype | None) -> Tensor:
-    if eager:
-        return new_product("mm", a, b, None, None, out_dtype, False)[0]
+def _mm_forward(a: Tensor, b: Tensor, product: Callable | None, out_dtype: torch.dtype | None) -> Tensor:
+    if product is not None:
+        return product(a, b, None)[0]
     check_mm(a, b, out_dtype, None)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
     gemm_op(a, b, out, trans_b=True)
     return out
 
 
-def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> tuple[Tensor, Tensor | None]:
+def _linear_forward(x, weight, bias, out_dtype, activation, keeps_z) -> tuple[Tensor, Tensor | None]:
     """y and, if it is kept, what the activation is applied to."""
-    if eager and x.dim() == 2:
-        return new_product("linear", x, weight, bias, activation, out_dtype, keeps_z)
-    if eager and x.is_contiguous() and (elements := x.numel()):
-        *batch, k = x.shape
-        rows = alias(x, (elements // k, k), (k, 1))
-        y, z = new_product("linear", rows, weight, bias, activation, out_dtype, keeps_z)
-        shape = (*batch, y.shape[1])
-        strides = _contiguous_strides(shape)
-        return alias(y, shape, strides), None if z is None else alias(z, shape, strides)
     rows = as_rows("linear", "x", x)
     m, n = rows.shape[0], weight.shape[0]
     if m > MAX_SIZE:  # before there is an output of that size
@@ -178,17 +205,13 @@ def _linear_forward(x, weight, bias, eager, out_dtype, activation, keeps_z) -> t
     return y, z
 
 
-@functools.lru_cache(maxsize=4096)
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
 class _MmFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, options):
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
-        ctx.by_columns = b.stride(0) == 1 and b.stride(1) != 1
+        along_rows, along_columns = b.stride()
+        ctx.by_columns = along_rows == 1 and along_columns != 1
         return _mm_forward(a, b, *options)
 
     @staticmethod
@@ -214,8 +237,11 @@ class _MmFunction(torch.autograd.Function):
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, num_valid_tokens, options):
-        activation = options[-1]
-        y, z = _linear_forward(x, weight, bias, *options, activation in ("silu", "gelu"))
+        product, out_dtype, activation = options
+        if product is None:
+            y, z = _linear_forward(x, weight, bias, out_dtype, activation, activation in KEEPING_Z)
+        else:
+            y, z = product(x, weight, bias)
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, weight, bias, y if activation == "relu" else z, num_valid_tokens)
         ctx.activation = activation

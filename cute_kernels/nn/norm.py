@@ -13,7 +13,7 @@ from cute_kernels._check import expect
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_memory
 from cute_kernels.norm import layer_norm, rms_norm
-from cute_kernels.norm.launch import normalize
+from cute_kernels.norm.launch import plan_forward
 
 
 class _Norm(nn.Module):
@@ -131,12 +131,13 @@ class RMSNorm(_Norm):
         y = self(x)
         weight, rows = self.weight, x.detach()
         statistics = x.new_empty((1, x.shape[:-1].numel()), dtype=torch.float32)
-        facts = True, "rms", self.eps, self.weight_offset, self.save, self.out_dtype, False, True
+        facts = "rms", self.eps, self.weight_offset, self.save, self.out_dtype, False, True
 
         def refill(out: Tensor) -> None:
             if weight is not None:
                 expect_memory("RMSNorm: weight", weight)
-            normalize(*facts, rows, weight, None, None, (out, None, statistics))
+            tensors = rows, weight, None, None
+            plan_forward(*facts, *tensors)(*tensors, (out, None, statistics))
 
         recompute.discard((y,), refill)
         return y

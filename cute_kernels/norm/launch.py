@@ -1,8 +1,9 @@
 """Plans, outputs and launches: from a call's signature to a compiled kernel, once; from then on one dict lookup.
 
 A plan is found by everything a kernel is specialised on (dtypes, width, strides and alignment class, device), so a new
-number of rows finds the same plan. The registered operators ``cute_kernels::norm_forward`` and ``norm_backward`` run
-the same functions for traced graphs.
+number of rows finds the same plan. A call whose tensors are on 16 bytes finds what to allocate and launch in ``calls``,
+by a shorter key. The registered operators ``cute_kernels::norm_forward`` and ``norm_backward`` run the same functions
+for traced graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import as_rows
 from cute_kernels._check import expect
-from cute_kernels._op import Plans, alias, allocator, mutating_op
+from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
@@ -24,6 +25,8 @@ from cute_kernels.norm.config import NormConfig, backward_config, forward_config
 
 # From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
 RESIDENT_ROWS = 2**29
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # y, h, statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,10 @@ class Plan:
 
 
 _plans = Plans()
+calls = Calls()
 
 
-def normalize(
-    eager: bool,
+def plan_forward(
     kind: str,
     eps: float,
     weight_offset: float,
@@ -53,87 +56,121 @@ def normalize(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    outputs: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, h, statistics), those of ``outputs`` if given; h and the statistics are None where they are not kept.
+) -> Callable[..., Outputs]:
+    """``forward(x, weight, bias, residual)`` of plain tensors of these sizes and strides: allocates, launches.
 
-    ``statistics``: fp32 (1, rows), rstd; or (2, rows), rstd and mean. ``eager``: run the kernel, not the registered
-    operator. The arguments are checked where none of this signature have been; what is fixed of weight and bias beside
-    it (shape, contiguity, device) the kernel's entry asks for at each call, and refuses in words of its own; without
-    rows no entry is asked. One function with its key written out: in three it takes 0.5 us more of 5.5 (CPU, rms_norm).
+    What it returns, (y, h, statistics), is what ``outputs`` holds if that is given; h and the statistics are None where
+    they are not kept. ``statistics``: fp32 (1, rows), rstd; or (2, rows), rstd and mean.
 
-    Raises: as ``check_norm``; UnsupportedDeviceError; what the entry raises.
+    The arguments are checked where none of this signature have been; what is fixed of weight and bias beside it (shape,
+    contiguity, device) the kernel's entry asks for at each call, and refuses in words of its own; without rows no entry
+    is asked.
+
+    Raises: as ``check_norm``; UnsupportedDeviceError.
     """
-    shape, contiguous = x.shape, x.is_contiguous()
-    dtype, device_index = x.dtype, x.get_device()
-    is_matrix = len(shape) == 2
-    x2, residual2 = x, residual
-    if is_matrix:
-        rows, n = shape
-    else:
-        op, n = f"{kind}_norm", shape[-1]
-        rows = x.numel() // n
-        x2 = alias(x, (rows, n), (n, 1)) if eager and contiguous else as_rows(op, "x", x)
-        residual2 = None if residual is None else as_rows(op, "residual", residual)
-    num_statistics = 0 if not keeps_statistics else 2 if kind == "layer" and save == "input" else 1
-    plan = None
-    if eager:
-        key = (
-            kind,
-            eps,
-            weight_offset,
-            save,
-            out_dtype,
-            keeps_h,
-            keeps_statistics,
-            dtype,
-            n if contiguous else _strides_key(x2),
-            x.data_ptr() & 15,
-            device_index,
-            None if weight is None else weight.dtype,
-            None if bias is None else bias.dtype,
-            ((0 if weight is None else weight.data_ptr()) | (0 if bias is None else bias.data_ptr())) & 15,
-            None if residual2 is None else _rows_key(residual2),
-        )
-        plan = _plans.get(key)
+    op, shape, dtype, contiguous = f"{kind}_norm", x.shape, x.dtype, x.is_contiguous()
+    key = (
+        kind,
+        eps,
+        weight_offset,
+        save,
+        out_dtype,
+        keeps_h,
+        keeps_statistics,
+        dtype,
+        shape[-1] if contiguous else _strides_key(as_rows(op, "x", x)),
+        x.data_ptr() & 15,
+        x.get_device(),
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        ((0 if weight is None else weight.data_ptr()) | (0 if bias is None else bias.data_ptr())) & 15,
+        None if residual is None else _rows_key(as_rows(op, "residual", residual)),
+    )
+    plan = _plans.get(key)
+    rows = shape[0] if len(shape) == 2 else x.numel() // shape[-1]
     floats = type(eps) is float and type(weight_offset) is float  # 1 and True are equal to 1.0, and so a key's part is
     if plan is None or not floats or not rows or (residual is not None and residual.shape != shape):
-        check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
-        if eager and plan is None:
-            facts = (kind, weight_offset, out_dtype or dtype, keeps_h, num_statistics)
-            plan = _plans[key] = _plan_forward(*facts, x2, residual2, weight, bias)
+        check_norm(op, x, weight, bias, residual, eps, weight_offset, save, out_dtype)
+    num_statistics = _num_statistics(kind, save) if keeps_statistics else 0
+    if plan is None:
+        streams = as_rows(op, "x", x), None if residual is None else as_rows(op, "residual", residual)
+        facts = (kind, weight_offset, out_dtype or dtype, keeps_h, num_statistics)
+        plan = _plans[key] = _plan_forward(*facts, *streams, weight, bias)
+    clusters = -(-rows // plan.rows_per_cluster)
+    if clusters > plan.max_clusters:
+        if rows >= RESIDENT_ROWS:  # a plan knows no number of rows
+            expect(rows <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", rows)
+            clusters = plan.max_clusters
+        elif clusters < plan.persistent_clusters:
+            clusters = plan.max_clusters
+    function, allocate, y_dtype = plan.function, plan.allocate, out_dtype or dtype
+    sizes, strides, matrix = tuple(shape), (shape[-1], 1), None
+    if len(shape) != 2:
+        strides, matrix = contiguous_strides(sizes), (rows, shape[-1])
+    statistics_layout = ((num_statistics, rows), (rows, 1), torch.float32) if num_statistics else None
+    h_dtype = residual.dtype if keeps_h else None
 
-    if outputs is not None:
-        y, h, statistics = outputs
-    elif eager and contiguous:
-        sizes, strides = ((rows, n), (n, 1)) if is_matrix else (tuple(shape), x.stride())
-        y = plan.allocate(sizes, strides, out_dtype or dtype)
-        h = plan.allocate(sizes, strides, residual.dtype) if keeps_h else None
-        statistics = None
-        if keeps_statistics:
-            statistics = plan.allocate((num_statistics, rows), (rows, 1), torch.float32)
-    else:
-        y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
-        h = torch.empty_like(residual, memory_format=torch.contiguous_format) if keeps_h else None
-        statistics = x.new_empty(num_statistics, rows, dtype=torch.float32) if keeps_statistics else None
-    y2, h2 = y, h
-    if not is_matrix:
-        if eager:
-            y2, h2 = alias(y, (rows, n), (n, 1)), None if h is None else alias(h, (rows, n), (n, 1))
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        outputs: Outputs | None = None,
+    ) -> Outputs:
+        if outputs is None:
+            y = allocate(sizes, strides, y_dtype)
+            h = None if h_dtype is None else allocate(sizes, strides, h_dtype)
+            statistics = None if statistics_layout is None else allocate(*statistics_layout)
         else:
-            y2, h2 = as_rows(op, "y", y), None if h is None else as_rows(op, "h", h)
-    if plan is not None and rows:
-        clusters = -(-rows // plan.rows_per_cluster)
-        if clusters > plan.max_clusters:
-            if rows >= RESIDENT_ROWS:  # a plan knows no number of rows
-                expect(rows <= MAX_ROWS, f"{kind}_norm", "x", f"have at most {MAX_ROWS} rows", rows)
-                clusters = plan.max_clusters
-            elif clusters < plan.persistent_clusters:
-                clusters = plan.max_clusters
-        plan.function(x2, residual2, weight, bias, y2, h2, statistics, eps, clusters)
-    elif not eager:
-        forward_op(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
+            y, h, statistics = outputs
+        x2, residual2, y2, h2 = x, residual, y, h
+        if matrix is not None:
+            x2, y2 = _as_matrix(x, matrix), alias(y, matrix, (matrix[1], 1))
+            residual2 = None if residual is None else _as_matrix(residual, matrix)
+            h2 = None if h is None else alias(h, matrix, (matrix[1], 1))
+        if clusters:
+            function(x2, residual2, weight, bias, y2, h2, statistics, eps, clusters)
+        return y, h, statistics
+
+    return forward
+
+
+def _as_matrix(t: Tensor, shape: tuple[int, int]) -> Tensor:
+    return alias(t, shape, (shape[1], 1)) if t.is_contiguous() else t.view(shape)
+
+
+def launch_operator(
+    kind: str,
+    eps: float,
+    weight_offset: float,
+    save: str,
+    out_dtype: torch.dtype | None,
+    keeps_h: bool,
+    keeps_statistics: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Outputs:
+    """(y, h, statistics) by the registered operator.
+
+    Raises: as ``check_norm``.
+    """
+    op = f"{kind}_norm"
+    check_norm(op, x, weight, bias, residual, eps, weight_offset, save, out_dtype)
+    x2, residual2 = as_rows(op, "x", x), None if residual is None else as_rows(op, "residual", residual)
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+    h = torch.empty_like(residual, memory_format=torch.contiguous_format) if keeps_h else None
+    statistics = None
+    if keeps_statistics:
+        statistics = x.new_empty(_num_statistics(kind, save), x2.shape[0], dtype=torch.float32)
+    y2, h2 = as_rows(op, "y", y), None if h is None else as_rows(op, "h", h)
+    forward_op(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
     return y, h, statistics
+
+
+def _num_statistics(kind: str, save: str) -> int:
+    return 2 if kind == "layer" and save == "input" else 1
 
 
 def run_forward(
@@ -148,13 +185,13 @@ def run_forward(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """``normalize`` of matrices, into y, h and statistics."""
+    """A forward of matrices, into y, h and statistics."""
     if not x.shape[0]:
         return
     save = "output" if kind == "layer" and statistics is not None and statistics.shape[0] == 1 else "input"
     keeps = (h is not None, statistics is not None)
-    outputs = (y, h, statistics)
-    normalize(True, kind, eps, weight_offset, save, y.dtype, *keeps, x, weight, bias, residual, outputs)
+    forward = plan_forward(kind, eps, weight_offset, save, y.dtype, *keeps, x, weight, bias, residual)
+    forward(x, weight, bias, residual, (y, h, statistics))
 
 
 def run_backward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels._autograd import (
     as_rows,
@@ -18,7 +19,7 @@ from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.norm import reference
 from cute_kernels.norm.checks import check_norm
-from cute_kernels.norm.launch import backward_op, normalize, run_backward
+from cute_kernels.norm.launch import backward_op, calls, launch_operator, plan_forward, run_backward
 
 Norm = Tensor | tuple[Tensor, Tensor]
 
@@ -129,25 +130,56 @@ def _check_backend(op: str, backend: str | None) -> None:
 
 def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
     try:
-        eager = is_plain(x, weight, bias, residual)
-        if forward_ad._current_level >= 0 or (  # a tangent might be wanted, which autograd refuses
-            is_grad_enabled()
-            and (
-                x.requires_grad
-                or (weight is not None and weight.requires_grad)
-                or (bias is not None and bias.requires_grad)
-                or (residual is not None and residual.requires_grad)
+        call = key = None
+        if (weight is not None or (bias is None and residual is None)) and not is_dynamo_compiling():
+            key = (
+                kind,
+                eps,
+                weight_offset,
+                type(eps) is type(weight_offset) is float,  # 1 and True are equal to 1.0
+                save,
+                out_dtype,
+                return_residual,
+                x.shape,
+                None if weight is None else weight.is_nested,
+                None if bias is None else bias.is_nested,
+                None if residual is None else residual.is_nested,
+                is_grad_enabled(),
             )
-        ):
-            arguments = (x, weight, bias, residual, (eager, kind, eps, weight_offset, save, out_dtype))
-            y = (_apply if eager else _NormFunction.apply)(*arguments)
+            third, fourth = bias, residual
+            if bias is None:
+                third, fourth = residual, None
+            call = calls.find(key, x, weight, third, fourth)
+        if call is not None:
+            differentiates, options = call
+            forward = options[0]
+        else:
+            eager = is_plain(x, weight, bias, residual)
+            differentiates = forward_ad._current_level >= 0 or (  # a tangent might be wanted, which autograd refuses
+                is_grad_enabled()
+                and (
+                    x.requires_grad
+                    or (weight is not None and weight.requires_grad)
+                    or (bias is not None and bias.requires_grad)
+                    or (residual is not None and residual.requires_grad)
+                )
+            )
+            keeps_h = residual is not None and (differentiates or return_residual)
+            facts = (kind, eps, weight_offset, save, out_dtype, keeps_h, differentiates, x, weight, bias, residual)
+            forward = plan_forward(*facts) if eager else None
+            residual_dtype = None if residual is None else residual.dtype
+            options = (forward, kind, eps, weight_offset, save, out_dtype, x.dtype, residual_dtype)
+        if differentiates:
+            apply = _NormFunction.apply if forward is None else _apply
+            y = apply(x, weight, bias, residual, options)
             if residual is not None:
                 y, h = y
+        elif forward is None:
+            y, h, _ = launch_operator(*facts)
         else:
-            keeps_h = return_residual and residual is not None
-            y, h, _ = normalize(
-                eager, kind, eps, weight_offset, save, out_dtype, keeps_h, False, x, weight, bias, residual
-            )
+            y, h, _ = forward(x, weight, bias, residual)
+        if call is None and forward is not None and key is not None:
+            calls.remember(key, (differentiates, options), x, weight, third, fourth)
     except Exception:  # an argument that is no tensor, an x without dimensions, no key, what the kernel's entry refuses
         check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
         raise
@@ -157,22 +189,16 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, options):
-        eager, kind, eps, weight_offset, save, out_dtype = options
-        y, h, statistics = normalize(
-            eager, kind, eps, weight_offset, save, out_dtype, residual is not None, True, x, weight, bias, residual
-        )
+        forward, kind, eps, weight_offset, save, out_dtype, _, _ = options
+        if forward is None:
+            facts = (kind, eps, weight_offset, save, out_dtype, residual is not None, True)
+            y, h, statistics = launch_operator(*facts, x, weight, bias, residual)
+        else:
+            y, h, statistics = forward(x, weight, bias, residual)
         saved = y if save == "output" else x if residual is None else h
         ctx.save_for_backward(saved, weight, bias, statistics)
-        ctx.call = (
-            kind,
-            save,
-            eps,
-            weight_offset,
-            x.dtype,
-            None if residual is None else residual.dtype,
-            None if weight is None else getattr(weight, "main_grad", None),
-            None if bias is None else getattr(bias, "main_grad", None),
-        )
+        ctx.options = options
+        ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, h)
 
@@ -180,7 +206,8 @@ class _NormFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dy, dh_out=None):
         saved, weight, bias, statistics = ctx.saved_tensors
-        kind, save, eps, weight_offset, x_dtype, residual_dtype, w_main_grad, b_main_grad = ctx.call
+        _, kind, eps, weight_offset, save, _, x_dtype, residual_dtype = ctx.options
+        w_main_grad, b_main_grad = ctx.main_grads
         needs_x, needs_w, needs_b, needs_residual, _ = ctx.needs_input_grad
         needs_w = needs_gradient(needs_w, weight, w_main_grad)
         needs_b = needs_gradient(needs_b, bias, b_main_grad)

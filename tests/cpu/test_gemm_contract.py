@@ -6,7 +6,6 @@ Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place
 import contextlib
 import inspect
 import re
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -396,8 +395,10 @@ def test_a_tensor_subclass_goes_to_the_dispatcher():
     def refuse(*arguments):
         raise ValueError("memory was given to a kernel")
 
-    for key, plan in launch._plans.items():
-        launch._plans[key] = replace(plan, function=refuse)
+    launch._plans.update(dict.fromkeys(launch._plans, refuse))
+    assert len(launch.calls) == 2
+    for key, guarded in launch.calls.items():
+        launch.calls[key] = tuple((check, (refuse, False)) for check, _ in guarded)
     for call in (
         lambda: linear(good_x, Wrapped(good_weight)),
         lambda: linear(good_x, good_weight, Wrapped(zeros(N))),
@@ -406,6 +407,38 @@ def test_a_tensor_subclass_goes_to_the_dispatcher():
     ):
         with torch.no_grad(), pytest.raises(AssertionError, match="dispatched"):
             call()
+
+
+@pytest.mark.parametrize("op", [mm, linear], ids=["mm", "linear"])
+def test_bad_argument_beside_no_rows(op):
+    """No kernel is asked then, which might refuse it."""
+    arguments = good(op) | {"a" if op is mm else "x": zeros(0, K)}
+    for _ in range(2):
+        assert op(**arguments).shape == (0, N)
+        name = "b" if op is mm else "weight"
+        with pytest.raises(
+            TypeError, match=f"^{op.__name__}: {name} must have dtype torch.bfloat16, got torch.float16"
+        ):
+            op(**arguments | {name: arguments[name].to(FP16)})
+
+
+def test_no_guard_is_asked_of_a_nested_tensor():
+    """Which would end the process."""
+    if not zeros(1).is_cuda:
+        pytest.skip("the reference has no guards")
+    arguments = good(linear)
+    linear(**arguments)
+
+    def guard(*tensors):
+        raise AssertionError("a guard was asked")
+
+    ((key, guarded),) = launch.calls.items()
+    launch.calls[key] = tuple((guard, found) for _, found in guarded)
+    for name, t in arguments.items():
+        with pytest.raises(RuntimeError, match="[Nn]ested"):
+            linear(**arguments | {name: torch._nested_tensor_from_tensor_list([t, t])})
+    with pytest.raises(AssertionError, match="a guard was asked"):
+        linear(**arguments)
 
 
 def test_provenance_names_what_computed():
@@ -424,10 +457,11 @@ def test_provenance_names_what_computed():
     assert entry.kernel.startswith("gemm (tile") and entry.versions["torch"] == torch.__version__
     (entry,) = provenance(mm, zeros(M, 3 * K)[:, ::3], b)
     assert entry.kernel == "gemm (any stride)" and entry.contract == "serial_k16"
+    assert provenance(mm, a, b) == tuple(inner)  # of a call that is known, too
     with mock.patch.object(launch, "arch_of", lambda index: "sm_100a"):
-        launch._plans.clear()
+        launch._plans.clear(), launch.calls.clear()
         entries = provenance(mm, a, b) + provenance(mm, zeros(M, 3 * K)[:, ::3], b)
-    launch._plans.clear()
+    launch._plans.clear(), launch.calls.clear()
     assert [entry.contract for entry in entries] == ["serial_k16, unproven"] * 2
 
 

@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from cute_kernels import linear, mm
-from cute_kernels.gemm import op
+from cute_kernels.gemm import launch, op
 from cute_kernels.gemm.config import candidates
-from cute_kernels.gemm.launch import gemm_op
+from cute_kernels.gemm.launch import forced, gemm_op
 from tests.gemm_cases import (
     FP16,
     FP32,
@@ -180,3 +180,51 @@ def test_a_sign_that_is_not_in_memory_of_one_column_or_element(generator):
     bias, weight = one.reshape(1), randn(1, 40, generator=generator).to(FP16)
     assert bias.is_neg() and bias.is_contiguous()
     assert_same_bits(linear(x, weight, bias), linear(x, weight, bias.resolve_neg()))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_known_call_looks_no_plan_up(grad, generator, monkeypatch):
+    """It has the bits of the first; where anything differs, and inside ``forced``, the plan is looked up."""
+    lookups = []
+    plan_product = op.plan_product
+    monkeypatch.setattr(op, "plan_product", lambda *arguments: (lookups.append(1), plan_product(*arguments))[1])
+    x, weight = (randn(*shape, generator=generator).to(FP16).requires_grad_(grad) for shape in ((6, 64), (48, 64)))
+    bias = randn(48, generator=generator)
+
+    def is_known(function, *arguments, **options):
+        before = len(lookups)
+        function(*arguments, **options)
+        return len(lookups) == before
+
+    for function, arguments, options in (
+        (mm, (x, weight.t()), {}),
+        (mm, (x, weight.t()), {"out_dtype": FP32}),
+        (mm, (x, weight.t().contiguous()), {}),
+        (linear, (x, weight), {}),
+        (linear, (x, weight, bias), {}),
+        (linear, (x, weight, bias), {"activation": "gelu"}),
+        (linear, (x, weight, bias), {"activation": "relu"}),
+        (linear, (x, weight, bias.to(FP16)), {}),
+        (linear, (x.view(2, 3, 64), weight), {}),
+        (linear, (x[0], weight), {}),
+    ):
+        lookups.clear()
+        wanted = function(*arguments, **options)
+        assert lookups.pop() and not lookups
+        found = function(*arguments, **options)
+        assert not lookups and found.requires_grad == wanted.requires_grad == grad
+        assert found.data_ptr() != wanted.data_ptr() and found.stride() == wanted.stride()
+        assert_same_bits(found, wanted)
+        with torch.no_grad():
+            assert not is_known(function, *arguments, **options) and is_known(function, *arguments, **options)
+    assert is_known(linear, x.detach(), weight) != grad
+    with forced(None, False):
+        assert not is_known(linear, x, weight) and not is_known(mm, x, weight.t())
+
+
+def test_a_call_in_a_dual_level_is_not_known():
+    """There all calls go through autograd."""
+    x = torch.zeros(8, 16, dtype=torch.bfloat16)
+    with forward_ad.dual_level():
+        mm(x, x.t()), linear(x, x.clone())
+    assert not launch.calls

@@ -52,6 +52,8 @@ def test_a_tensor_subclass_goes_to_the_dispatcher(name):
         kernel_path("layer", **arguments)
         for key, plan in launch._plans.items():
             launch._plans[key] = replace(plan, function=refuse)
+        ((key, guarded),) = launch.calls.items()
+        launch.calls[key] = tuple((check, (False, (refuse,))) for check, _ in guarded)
         with pytest.raises(AssertionError, match="dispatched"):
             kernel_path("layer", **arguments | {name: Wrapped(arguments[name])})
 
@@ -148,6 +150,36 @@ def test_bad_argument_beside_no_rows(norm, name):
         norm(kind, **arguments)
         with pytest.raises(ValueError, match=rf"^{kind}_norm: {name} must have shape \(48,\), got \(47,\)$"):
             norm(kind, **arguments | {name: zeros(47, dtype=torch.float32)})
+
+
+@pytest.mark.parametrize("number", [1, True], ids=str)
+@pytest.mark.parametrize("name", ["eps", "weight_offset"])
+def test_a_number_that_equals_that_of_a_good_call(norm, name, number):
+    arguments = good() | {name: 1.0}
+    norm("rms", **arguments)
+    with pytest.raises(
+        ValueError, match=f"^rms_norm: {name} must be a .* got {number} of type {type(number).__name__}$"
+    ):
+        norm("rms", **arguments | {name: number})
+
+
+def test_no_guard_is_asked_of_a_nested_tensor():
+    """Which would end the process."""
+    arguments = good() | {"residual": zeros(ROWS, N)}
+
+    def guard(*tensors):
+        raise AssertionError("a guard was asked")
+
+    with stand_in():
+        kernel_path("layer", **arguments)
+        ((key, guarded),) = launch.calls.items()
+        launch.calls[key] = tuple((guard, found) for _, found in guarded)
+        for name in ("x", "weight", "bias", "residual"):
+            nested = torch._nested_tensor_from_tensor_list([arguments[name]] * 2)
+            with pytest.raises(RuntimeError, match="[Nn]ested"):
+                kernel_path("layer", **arguments | {name: nested})
+        with pytest.raises(AssertionError, match="a guard was asked"):
+            kernel_path("layer", **arguments)
 
 
 @pytest.mark.parametrize("x", [None, 1.0, [[1.0]]], ids=["None", "float", "list"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cute_kernels.norm import launch, prewarm
+from cute_kernels.norm import launch, op, prewarm
 from tests.norm_cases import (
     BF16,
     FP16,
@@ -166,6 +166,7 @@ def test_so_many_rows_that_indices_of_tiles_would_overflow(jobs, monkeypatch):
         }
         with monkeypatch.context() as patch:
             patch.setattr(launch, "_plans", plans)
+            launch.calls.clear()
             kernel_path("rms", x)
         return grids.pop()
 
@@ -186,3 +187,64 @@ def test_no_rows_of_a_wider_matrix_leave_the_plan_of_contiguous_rows(jobs):
     kernel_path("rms", torch.zeros(9, 80, dtype=BF16)[:0, :64])
     kernel_path("rms", torch.zeros(9, 64, dtype=BF16))
     assert set(jobs) == built
+
+
+def test_a_known_call_looks_no_plan_up(jobs, monkeypatch):
+    """In each mode its own result; where anything differs, the plan is looked up."""
+    plain = make_inputs(BASE, seeded_generator("plans", "cpu"))
+    tensors = {"weight": plain.weight, "residual": plain.residual}
+    lookups = []
+    plan_forward = op.plan_forward
+    monkeypatch.setattr(op, "plan_forward", lambda *arguments: (lookups.append(1), plan_forward(*arguments))[1])
+    changes = (
+        {},
+        {"weight": plain.weight.detach()},
+        {"weight": plain.weight.float()},
+        {"weight": None},
+        {"residual": None},
+        {"residual": plain.residual.float()},
+        {"bias": plain.weight.detach().clone()},
+        {"x": plain.x[:5], "residual": plain.residual[:5]},
+        {"x": plain.x[None], "residual": plain.residual[None]},
+        {"eps": 0.5},
+        {"weight_offset": 1.0},
+        {"out_dtype": FP32},
+        {"return_residual": True},
+    )
+    for change in changes:
+        arguments = {"x": plain.x, **tensors, **change}
+        if change == {"weight": None}:
+            del arguments["residual"]
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                results = []
+                for wanted in (1, 0, 0):
+                    lookups.clear()
+                    results.append(kernel_path("rms", **arguments))
+                    assert len(lookups) == wanted, (change, grad)
+                first, *others = (result if isinstance(result, tuple) else (result,) for result in results)
+                for other in others:
+                    for a, b in zip(first, other, strict=True):
+                        assert torch.equal(a, b) and a.requires_grad == b.requires_grad == grad
+                        assert (a.stride(), a.dtype) == (b.stride(), b.dtype)
+                        assert a.data_ptr() != b.data_ptr()
+
+
+def test_a_row_of_a_wider_matrix_has_an_output_of_its_own_width(jobs):
+    """A single row's stride says nothing."""
+    x = torch.zeros(9, 80)[:1, :64]
+    assert x.is_contiguous() and x.stride() == (80, 1)
+    for _ in range(2):
+        assert kernel_path("rms", x).stride() == (64, 1)
+
+
+def test_a_call_in_a_dual_level_is_not_known(jobs):
+    """There all calls go through autograd."""
+    x, weight = torch.zeros(9, 64), torch.zeros(64)
+    with forward_ad.dual_level():
+        kernel_path("rms", x, weight)
+    assert not launch.calls
+    kernel_path("rms", x, weight)
+    assert launch.calls
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        kernel_path("rms", forward_ad.make_dual(x, torch.ones_like(x)), weight)

@@ -4,9 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import _op
-from cute_kernels._op import Plans, allocator
+from cute_kernels._op import Calls, Plans, allocator
 from cute_kernels.gemm import launch as gemm
 from cute_kernels.mhc import launch as mhc
 from cute_kernels.mxfp8 import launch as mxfp8
@@ -17,10 +20,80 @@ from cute_kernels.norm import launch as norm
 def test_plans_are_forgotten_in_time(family, monkeypatch):
     monkeypatch.setattr(_op, "MAX_PLANS", 4)
     plans = type(family._plans)()
+    assert type(getattr(family, "calls", Calls())) is Calls and issubclass(Calls, Plans)
     for size in range(12):
         plans[size,] = size
         assert plans[size,] == size and len(plans) <= 4
     assert type(plans) is Plans
+
+
+def vectors(count: int) -> list[torch.Tensor]:
+    """Some that are alike, but that each has another size."""
+    return [torch.zeros(64, 3 + i) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_call_alike_is_known(count):
+    calls, tensors = Calls(), vectors(count)
+    calls.remember(("key",), "found", *tensors)
+    assert calls.find(("key",), *tensors) == calls.find(("key",), *vectors(count)) == "found"
+    assert calls.find(("other",), *tensors) is None
+    for i, t in enumerate(tensors):
+        for other in (
+            t.double(),
+            t[:5],
+            t[None],
+            torch.zeros(64, 2 * t.shape[1])[:, ::2],
+            torch.zeros(64 * t.shape[1] + 1)[1:].view(t.shape),  # off 16 bytes
+            t.clone().requires_grad_(),
+            torch.nn.Parameter(t, requires_grad=False),
+            t.to("meta"),
+            torch.zeros(t.shape, dtype=torch.complex64).conj().imag,
+        ):
+            assert calls.find(("key",), *tensors[:i], other, *tensors[i + 1 :]) is None
+    off = [torch.zeros(64 * t.shape[1] + 1)[1:].view(t.shape) for t in tensors]
+    calls.remember(("off",), "found", *off)
+    assert ("off",) not in calls
+
+
+def test_no_call_is_known_where_torch_would_see_it():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    calls, (x, weight) = Calls(), vectors(2)
+    calls.remember(("key",), "found", x, weight)
+
+    def find(x=x):
+        return calls.find(("key",), x, weight)
+
+    for mode in (Mode(), FakeTensorMode(), torch.autocast("cpu"), torch.inference_mode(), forward_ad.dual_level()):
+        with mode:
+            assert find() is None
+    seen = []
+    for transform in (torch.func.functionalize, torch.vmap):
+        transform(lambda x: (seen.append((find(x), find())), x * 2)[1])(x)
+    assert seen == [(None, None)] * 2 and find() == "found"
+
+
+def test_what_is_no_key_is_no_known_call():
+    """A symbolic size has no hash, as a list has none."""
+    assert Calls().find(([],), *vectors(2)) is None
+
+
+def test_a_tensor_given_twice_is_no_known_call():
+    """No guard accepts it, and each call would add one."""
+    calls, (x,) = Calls(), vectors(1)
+    calls.remember(("key",), "found", x, x)
+    assert not calls
+
+
+def test_guards_of_one_key_are_forgotten_in_time():
+    calls = Calls()
+    for rows in range(1, 12):
+        calls.remember(("key",), rows, torch.zeros(rows, 8))
+    assert len(calls["key",]) == _op.MAX_GUARDS
+    assert calls.find(("key",), torch.zeros(11, 8)) == 11 and calls.find(("key",), torch.zeros(1, 8)) is None
 
 
 class OfDevice:
