@@ -74,6 +74,9 @@ def test_no_call_is_known_where_torch_would_see_it():
     for transform in (torch.func.functionalize, torch.vmap):
         transform(lambda x: (seen.append((find(x), find())), x * 2)[1])(x)
     assert seen == [(None, None)] * 2 and find() == "found"
+    with forward_ad.dual_level():
+        calls.remember(("dual",), "found", x, weight)
+    assert ("dual",) not in calls
 
 
 def test_what_is_no_key_is_no_known_call():
