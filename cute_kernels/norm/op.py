@@ -139,7 +139,7 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
                 type(eps) is type(weight_offset) is float,  # 1 and True are equal to 1.0
                 save,
                 out_dtype,
-                return_residual,
+                not return_residual,
                 x.shape,
                 None if weight is None else weight.is_nested,
                 None if bias is None else bias.is_nested,
@@ -164,7 +164,7 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
                     or (residual is not None and residual.requires_grad)
                 )
             )
-            keeps_h = residual is not None and (differentiates or return_residual)
+            keeps_h = residual is not None and (differentiates or bool(return_residual))
             facts = (kind, eps, weight_offset, save, out_dtype, keeps_h, differentiates, x, weight, bias, residual)
             forward = plan_forward(*facts) if eager else None
             residual_dtype = None if residual is None else residual.dtype

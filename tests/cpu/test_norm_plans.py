@@ -230,6 +230,14 @@ def test_a_known_call_looks_no_plan_up(jobs, monkeypatch):
                         assert a.data_ptr() != b.data_ptr()
 
 
+def test_what_has_no_hash_may_still_be_true(jobs):
+    """Not every option need be part of a key as it is."""
+    x, weight = torch.zeros(9, 64), torch.zeros(64)
+    with torch.no_grad():
+        y, h = kernel_path("rms", x, weight, residual=x.clone(), return_residual=[1])
+    assert y.shape == h.shape == x.shape and torch.is_tensor(kernel_path("rms", x, weight, return_residual=[]))
+
+
 def test_a_row_of_a_wider_matrix_has_an_output_of_its_own_width(jobs):
     """A single row's stride says nothing."""
     x = torch.zeros(9, 80)[:1, :64]
