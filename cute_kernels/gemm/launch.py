@@ -106,7 +106,7 @@ def _product(a, b, bias, activation, out_dtype, keeps_z, is_mm) -> Callable[...,
             _empty_sums(d, z, bias, activation, False)
         else:
             if _observers:
-                _observe(plan, a, b, False, is_mm)
+                observe(plan, a, b, False, is_mm)
             if plan.transposed:
                 plan.function(b, a, d, z, bias, None, plan.num_ctas)
             else:
@@ -171,7 +171,7 @@ def run_gemm(
         if not _forced:
             _plans[key] = plan
     if _observers:
-        _observe(plan, a, b, trans_a, trans_b)
+        observe(plan, a, b, trans_a, trans_b)
     if plan.transposed:
         plan.function(b, a, d, z, bias, valid_k, plan.num_ctas)
     else:
@@ -232,7 +232,8 @@ def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
         _observers[:] = [other for other in _observers if other is not launches]
 
 
-def _observe(plan: Plan, a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> None:
+def observe(plan: Plan, a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> None:
+    """Tell ``observed`` of a launch."""
     a, b = a.t() if trans_a else a, b.t() if trans_b else b
     for launches in _observers:
         launches.append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))

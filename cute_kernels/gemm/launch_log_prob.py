@@ -7,15 +7,16 @@ graphs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cute_kernels._check import expect
-from cute_kernels._op import mutating_op
+from cute_kernels._op import allocator, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.config import GemmConfig, choose_log_prob, vocabulary_tile
-from cute_kernels.gemm.launch import operand_major, run_gemm
+from cute_kernels.gemm.launch import Plan, observe, operand_major, run_gemm
 
 # Tokens whose statistics are in memory at a time: 12 bytes a token and tile of the vocabulary
 STATISTICS_TOKENS = 16384
@@ -58,15 +59,9 @@ def run_forward(
             x_some[:m] = x[some]
         statistics = x.new_empty(3, -(-v // vocabulary_tile(arch)), m, dtype=torch.float32)
         target_logit = x.new_empty(m, dtype=torch.float32)
-        log_prob_statistics(arch, dtype, target_dtype, major, config)(
-            x_some,
-            weight if major == "k" else weight.t(),
-            target_some,
-            statistics,
-            target_logit,
-            math.log2(math.e) / temperature,
-            num_ctas(config, m, v, x.get_device()),
-        )
+        multiply = log_prob_statistics(arch, dtype, target_dtype, major, config)
+        scale = math.log2(math.e) / temperature
+        launch(multiply, config, x_some, weight, major, target_some, statistics, target_logit, scale)
         finish(statistics, target_some, target_logit, log_prob[some], entropy[some], lse[some], v, ignore_index)
 
 
@@ -92,12 +87,12 @@ def run_backward(
     from cute_kernels.gemm.kernel_log_prob import log_prob_gradient
 
     major = weight_major(x, weight)
-    m, v, device = x.shape[0], weight.shape[0], x.get_device()
+    m, v = x.shape[0], weight.shape[0]
     if not m:
         if dweight is not None and not accumulate:
             dweight.zero_()
         return
-    arch = arch_of(device)
+    arch = arch_of(x.get_device())
     config = choose_log_prob(arch, m)
     gradient = log_prob_gradient(arch, cutlass_dtype(x.dtype), index_dtype(target), major, dentropy is not None, config)
     columns = max(GRADIENT_ELEMENTS // m // GRADIENT_COLUMNS, 1) * GRADIENT_COLUMNS
@@ -106,22 +101,10 @@ def run_backward(
     for first in range(0, v, columns):
         some = slice(first, min(first + columns, v))
         weight_some, dlogits_some = weight[some], dlogits[:, : some.stop - first]
-        gradient(
-            x,
-            weight_some if major == "k" else weight_some.t(),
-            target,
-            lse,
-            entropy,
-            dlog_prob,
-            dlog_prob if dentropy is None else dentropy,
-            dlogits_some,
-            ignore_index,
-            v,
-            first,
-            math.log2(math.e) / temperature,
-            1.0 / temperature,
-            num_ctas(config, m, some.stop - first, device),
-        )
+        gradients = dlog_prob, dlog_prob if dentropy is None else dentropy, dlogits_some
+        scales = math.log2(math.e) / temperature, 1.0 / temperature
+        of_rows = target, lse, entropy, *gradients
+        launch(gradient, config, x, weight_some, major, *of_rows, ignore_index, v, first, *scales)
         if sums is not None:
             run_gemm(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
         if dweight is not None:
@@ -159,8 +142,13 @@ def index_dtype(target: Tensor):
     return Int64 if target.dtype is torch.int64 else Int32
 
 
-def num_ctas(config: GemmConfig, m: int, n: int, device_index: int) -> int:
-    """CTAs that walk over the tiles of a product (m, n)."""
+def launch(
+    function: Callable[..., None], config: GemmConfig, x: Tensor, weight: Tensor, major: str, *arguments: object
+) -> None:
+    """A product of x and weight whose tiles as many CTAs walk over as are resident."""
     (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
-    clusters = -(-m // (tile_m * cluster_m)) * -(-n // (tile_n * cluster_n))
-    return min(clusters, sm_count(device_index) // (cluster_m * cluster_n)) * cluster_m * cluster_n
+    clusters = -(-x.shape[0] // (tile_m * cluster_m)) * -(-weight.shape[0] // (tile_n * cluster_n))
+    clusters = min(clusters, sm_count(x.get_device()) // (cluster_m * cluster_n))
+    plan = Plan(function, clusters * cluster_m * cluster_n, False, config, allocator(x))
+    observe(plan, x, weight)
+    function(x, weight if major == "k" else weight.t(), *arguments, plan.num_ctas)

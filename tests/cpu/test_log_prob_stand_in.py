@@ -17,6 +17,7 @@ from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_one_result_alone,
     test_opcheck,
     test_parts_change_no_bit,
+    test_provenance,
     test_second_derivatives_are_refused,
     test_targets_that_are_no_column,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cute_kernels import linear_log_prob
+from cute_kernels import linear_log_prob, provenance
 from cute_kernels.gemm import launch_log_prob as launch
 from cute_kernels.gemm.config import log_prob_candidates
 from cute_kernels.gemm.launch_log_prob import backward_op, forward_op
@@ -198,6 +198,15 @@ def test_checkpoint(generator):
         assert_same_bits(found[name], result, name)
 
 
+def test_provenance(generator):
+    """Its products are named: of the logits, these again, and of their gradients."""
+    case = Case(130, 264, 64)
+    inputs = make_inputs(case, generator)
+    entries = provenance(run, linear_log_prob, case, inputs)
+    assert [entry.shape for entry in entries] == [(130, 264, 64), (130, 264, 64), (130, 64, 264), (264, 64, 130)]
+    assert all(entry.contract.startswith("serial_k16") for entry in entries)
+
+
 def test_second_derivatives_are_refused(generator):
     inputs = make_inputs(Case(40, 264, 64), generator)
     with pytest.raises(RuntimeError, match="LinearLogProb has no second derivative, got create_graph=True"):
@@ -299,7 +308,7 @@ def test_a_thousand_repeats(generator):
 
 PROGRAM = """
 import torch
-from cute_kernels import linear_log_prob
+from cute_kernels import linear_log_prob, provenance
 from cute_kernels.gemm import launch_log_prob
 launch_log_prob.sm_count = lambda index: 2
 launch_log_prob.GRADIENT_COLUMNS, launch_log_prob.GRADIENT_ELEMENTS = 256, 1
