@@ -6,12 +6,16 @@
     python -m bench.bench_log_prob --list                           the names of the cases
 
 A case's name is op.direction.shape.dtype.variant, like linear_log_prob.bwd.4096x151936x4096.bfloat16.train. The shape
-is tokens x vocabulary x width. Variants: train (both results have a gradient), decode (few tokens, forward alone).
+is tokens x vocabulary x width. Variants: train (both results have a gradient), decode (few tokens, forward alone), loss
+(the mean of the negated log-probabilities, forward and backward in one call, direction "step").
 
 bare_products is no peer: cuBLAS's products alone, that of the logits forward; backward these again, and the two that
-their gradients go into. It computes no exponential, and has logits of bf16 in memory that it does not count.
+their gradients go into; of a step all four. It computes no exponential, and its logits are not counted as memory.
 torch: F.linear in bf16, then log_softmax, gather and entropy in fp32. The backwards of torch and torch_compile have the
 logits that the forward left, so multiply twice where we do thrice.
+quack and Liger have the loss alone: they find all gradients in the forward, which needs three products, since a mean's
+gradient is the same for all tokens; ours may differ from token to token, as those of reinforcement learning do, and
+takes four. quack is not tuned.
 """
 
 from __future__ import annotations
@@ -33,6 +37,10 @@ from bench import harness
 TRAIN = ((4096, 32000, 4096), (4096, 151936, 4096), (8192, 128256, 4096))
 DECODE = tuple((m, 151936, 4096) for m in (1, 16, 64, 128, 256))
 OURS, TORCH, COMPILED, FLOOR = "cute_kernels", "torch", "torch_compile", "bare_products"
+QUACK, LIGER = "quack", "liger"
+PACKAGES = {QUACK: ("quack",), LIGER: ("liger_kernel",)}
+DIRECTIONS = {"train": ("fwd", "bwd"), "decode": ("fwd",), "loss": ("step",)}
+PRODUCTS = {"fwd": 1, "bwd": 3, "step": 4}
 GOAL = 0.9  # of the bare product's speed, forward
 ROWS = 512  # tokens whose logits are in memory in fp64
 
@@ -48,7 +56,6 @@ class LogProb:
 
     def case(self, direction: str) -> harness.Case:
         inputs = self.m * self.k + self.v * self.k
-        products = 1 if direction == "fwd" else 3
         return harness.Case(
             family="log_prob",
             op="linear_log_prob",
@@ -57,23 +64,24 @@ class LogProb:
             dtype="bfloat16",
             variant=self.variant,
             bytes=2 * inputs * (1 if direction == "fwd" else 2) + 8 * self.m,
-            flops=2 * products * self.m * self.v * self.k,
+            flops=2 * PRODUCTS[direction] * self.m * self.v * self.k,
         )
 
     @property
     def cases(self) -> list[harness.Case]:
-        return [self.case(direction) for direction in (("fwd", "bwd") if self.variant == "train" else ("fwd",))]
+        return [self.case(direction) for direction in DIRECTIONS[self.variant]]
 
 
 def log_probs(quick: bool = False) -> list[LogProb]:
     if quick:
         return [LogProb(*TRAIN[0]), LogProb(*DECODE[2], "decode")]
-    return [*(LogProb(*shape) for shape in TRAIN), *(LogProb(*shape, "decode") for shape in DECODE)]
+    shapes = {"train": TRAIN, "loss": TRAIN, "decode": DECODE}
+    return [LogProb(*shape, variant) for variant, its in shapes.items() for shape in its]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """x and weight require grad; g and h: the gradients of log_prob and entropy."""
+    """x and weight require grad; g and h: the gradients of log_prob and entropy, of a loss -1 / tokens and 0."""
 
     x: Tensor
     weight: Tensor
@@ -92,6 +100,9 @@ def make_inputs(size: LogProb, device: str) -> Inputs:
     x = normal(size.m, size.k, dtype=torch.bfloat16).requires_grad_()
     weight = normal(size.v, size.k, std=2 * size.k**-0.5, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(size.v, (size.m,), generator=generator, device=device)
+    if size.variant == "loss":
+        g = torch.full((size.m,), -1.0 / size.m, device=device)
+        return Inputs(x, weight, target, g, torch.zeros_like(g))
     return Inputs(x, weight, target, normal(size.m), normal(size.m))
 
 
@@ -111,7 +122,12 @@ def truth(inputs: Inputs) -> dict[str, dict[str, Tensor]]:
         dx.append(dz @ weight)
         dw += dz.t() @ x
     log_prob, entropy = (torch.cat(column) for column in zip(*values, strict=True))
-    return {"fwd": {"log_prob": log_prob, "entropy": entropy}, "bwd": {"dx": torch.cat(dx), "dw": dw}}
+    gradients = {"dx": torch.cat(dx), "dw": dw}
+    return {
+        "fwd": {"log_prob": log_prob, "entropy": entropy},
+        "bwd": gradients,
+        "step": {"loss": -log_prob.mean(), **gradients},
+    }
 
 
 def with_logits(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,15 +136,57 @@ def with_logits(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tens
     return log_p.gather(1, target[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
-def function_of(provider: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    if provider != COMPILED:
-        return {OURS: cute_kernels.linear_log_prob, TORCH: with_logits}[provider]
+def loss_with_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), target)
+
+
+def our_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -cute_kernels.linear_log_prob(x, weight, target)[0].mean()
+
+
+def compiled(function: Callable) -> Callable:
     torch._dynamo.reset()
-    return torch.compile(with_logits, dynamic=False, fullgraph=True)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call:
-    function = function_of(provider)
+def quack_loss() -> Callable[..., Tensor]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return functools.partial(chunked_linear_cross_entropy, tuned=False)
+
+
+def liger_loss() -> Callable[..., Tensor]:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda x, weight, target: loss(weight, x, target)
+
+
+FUNCTIONS: Mapping[str, Callable[[], Callable]] = {
+    OURS: lambda: cute_kernels.linear_log_prob,
+    TORCH: lambda: with_logits,
+    COMPILED: lambda: compiled(with_logits),
+}
+LOSSES: Mapping[str, Callable[[], Callable[..., Tensor]]] = {
+    OURS: lambda: our_loss,
+    TORCH: lambda: loss_with_logits,
+    COMPILED: lambda: compiled(loss_with_logits),
+    QUACK: quack_loss,
+    LIGER: liger_loss,
+}
+
+
+def step(loss_function: Callable[..., Tensor], inputs: Inputs) -> Sequence[Tensor]:
+    loss = loss_function(inputs.x, inputs.weight, inputs.target)
+    return loss.detach(), *torch.autograd.grad(loss, (inputs.x, inputs.weight))
+
+
+def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call | None:
+    if direction == "step":
+        return functools.partial(step, LOSSES[provider](), inputs)
+    if provider not in FUNCTIONS:
+        return None
+    function = FUNCTIONS[provider]()
     forward, make_backward = harness.autograd_calls(
         lambda x, weight: function(x, weight, inputs.target), (inputs.x, inputs.weight), (inputs.g, inputs.h)
     )
@@ -141,8 +199,9 @@ def bare_products(inputs: Inputs, direction: str) -> harness.Call:
     outputs = (logits,) if direction == "fwd" else (logits, torch.empty_like(x), torch.empty_like(weight))
 
     def call() -> Sequence[Tensor]:
-        torch.mm(x, weight.t(), out=logits)
-        if direction == "bwd":
+        for _ in range(2 if direction == "step" else 1):
+            torch.mm(x, weight.t(), out=logits)
+        if direction != "fwd":
             torch.mm(logits, weight, out=outputs[1])
             torch.mm(logits.t(), x, out=outputs[2])
         return outputs
@@ -154,6 +213,8 @@ PROVIDERS: Mapping[str, Callable[[Inputs, str], harness.Call]] = {
     OURS: functools.partial(calls, OURS),
     TORCH: functools.partial(calls, TORCH),
     COMPILED: functools.partial(calls, COMPILED),
+    QUACK: functools.partial(calls, QUACK),
+    LIGER: functools.partial(calls, LIGER),
     FLOOR: bare_products,
 }
 
@@ -171,6 +232,14 @@ def measure_log_prob(
     return found
 
 
+def compile_own_kernels(sizes: Sequence[LogProb], device: harness.Device) -> None:
+    """Before quack is imported, which changes classes of the compiler."""
+    for size in sizes:
+        inputs = make_inputs(size, device.name)
+        for case in size.cases:
+            calls(OURS, inputs, case.direction)()
+
+
 def run(cases: Sequence[LogProb], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
     return harness.run(
@@ -179,6 +248,8 @@ def run(cases: Sequence[LogProb], providers: Sequence[str], **settings: Any) -> 
         [*providers, TORCH],  # torch's error is the yardstick
         # A product that is limited by power slows what runs after it: another random order each round
         lambda: harness.CudaDevice(warm_up_seconds=0.5, shuffled=True),
+        packages=PACKAGES,
+        compile_own_kernels=compile_own_kernels,
         **settings,
     )
 
@@ -186,7 +257,7 @@ def run(cases: Sequence[LogProb], providers: Sequence[str], **settings: Any) -> 
 def print_table(measurements: Sequence[harness.Measurement]) -> None:
     """One row a case: times, the bare products' over ours, peak memory."""
     table = Table(box=None, pad_edge=False)
-    for column in ("dir", "tokens x vocabulary x width"):
+    for column in ("direction", "tokens x vocabulary x width"):
         table.add_column(column, no_wrap=True)
     for column in (*PROVIDERS, "products/ours", "goal", "ours MiB", "torch MiB", "error"):
         table.add_column(column, justify="right", no_wrap=True)

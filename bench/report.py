@@ -367,8 +367,9 @@ def log_prob_table(lines: Sequence[Line]) -> str:
 def log_prob_introduction(lines: Sequence[Line]) -> str:
     return (
         "Shapes are tokens x vocabulary x width. `bare_products` are cuBLAS's alone: of the logits forward; backward\n"
-        "these again, and the two that their gradients go into. The logits of torch and torch.compile are in memory,\n"
-        "and their backwards find them there. `peak`: MiB of one call.\n"
+        "these again, and the two that their gradients go into; all four of a step, a mean loss with its gradients.\n"
+        "The logits of torch and torch.compile are in memory, and their backwards find them there. `peak`: MiB of one\n"
+        "call.\n"
     )
 
 

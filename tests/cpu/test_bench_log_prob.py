@@ -14,9 +14,11 @@ SIZE = LogProb(40, 130, 64)
 
 def test_cases():
     names = [case.name for size in bench_log_prob.log_probs() for case in size.cases]
-    assert len(set(names)) == len(names) == 2 * 3 + 5
+    assert len(set(names)) == len(names) == 2 * 3 + 3 + 5
     forward, backward = SIZE.cases
     assert backward.flops == 3 * forward.flops == 6 * 40 * 130 * 64
+    (step,) = LogProb(40, 130, 64, "loss").cases
+    assert step.direction == "step" and step.flops == 4 * forward.flops
     assert forward.bytes == 2 * 64 * 170 + 8 * 40
 
 
@@ -50,6 +52,16 @@ def test_all_providers_are_right(capsys):
     assert "| 40x130x64 | train |" in table and "| bare_products/ours |" in table and "| 3.000 |" in table
 
 
+def test_a_step_of_a_loss():
+    """Ours and torch's are right, and the bare products are not looked at; a peer without the op is left out."""
+    size, providers = LogProb(40, 130, 64, "loss"), [OURS, TORCH, FLOOR]
+    (m,) = bench_log_prob.measure_log_prob(size, ["step"], providers, StandIn(), repetitions=3, breakdown=False)
+    assert m.failures == {} and set(m.results) == set(providers)
+    assert set(m.results[OURS].error) == {"loss", "dx", "dw"}
+    inputs = bench_log_prob.make_inputs(SIZE, "cpu")
+    assert bench_log_prob.calls(bench_log_prob.QUACK, inputs, "fwd") is None
+
+
 def test_a_wrong_result_is_a_failure(monkeypatch):
     real = bench_log_prob.cute_kernels.linear_log_prob
     monkeypatch.setattr(
@@ -65,7 +77,8 @@ def test_the_compiled_peer_is_the_same_function():
     inputs = bench_log_prob.make_inputs(SIZE, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: function)
-        assert bench_log_prob.function_of(COMPILED) is bench_log_prob.with_logits
+        assert bench_log_prob.FUNCTIONS[COMPILED]() is bench_log_prob.with_logits
+        assert bench_log_prob.LOSSES[COMPILED]() is bench_log_prob.loss_with_logits
     assert len(bench_log_prob.calls(TORCH, inputs, "bwd")()) == 2
 
 
