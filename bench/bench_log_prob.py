@@ -13,9 +13,9 @@ bare_products is no peer: cuBLAS's products alone, that of the logits forward; b
 their gradients go into; of a step all four. It computes no exponential, and its logits are not counted as memory.
 torch: F.linear in bf16, then log_softmax, gather and entropy in fp32. The backwards of torch and torch_compile have the
 logits that the forward left, so multiply twice where we do thrice.
-quack and Liger have the loss alone: they find all gradients in the forward, which needs three products, since a mean's
-gradient is the same for all tokens; ours may differ from token to token, as those of reinforcement learning do, and
-takes four. quack is not tuned.
+Peers that find all gradients of a mean loss in its forward, by three products, are not here: quack 0.6.5's fails under
+this DSL, and Liger 0.8.5's asks the GPU for a number, so no graph can hold it. Ours may have another gradient for each
+token, as reinforcement learning has, and takes four products.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from bench import harness
 TRAIN = ((4096, 32000, 4096), (4096, 151936, 4096), (8192, 128256, 4096))
 DECODE = tuple((m, 151936, 4096) for m in (1, 16, 64, 128, 256))
 OURS, TORCH, COMPILED, FLOOR = "cute_kernels", "torch", "torch_compile", "bare_products"
-QUACK, LIGER = "quack", "liger"
-PACKAGES = {QUACK: ("quack",), LIGER: ("liger_kernel",)}
 DIRECTIONS = {"train": ("fwd", "bwd"), "decode": ("fwd",), "loss": ("step",)}
 PRODUCTS = {"fwd": 1, "bwd": 3, "step": 4}
 GOAL = 0.9  # of the bare product's speed, forward
@@ -149,19 +147,6 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def quack_loss() -> Callable[..., Tensor]:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return functools.partial(chunked_linear_cross_entropy, tuned=False)
-
-
-def liger_loss() -> Callable[..., Tensor]:
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss()
-    return lambda x, weight, target: loss(weight, x, target)
-
-
 FUNCTIONS: Mapping[str, Callable[[], Callable]] = {
     OURS: lambda: cute_kernels.linear_log_prob,
     TORCH: lambda: with_logits,
@@ -171,8 +156,6 @@ LOSSES: Mapping[str, Callable[[], Callable[..., Tensor]]] = {
     OURS: lambda: our_loss,
     TORCH: lambda: loss_with_logits,
     COMPILED: lambda: compiled(loss_with_logits),
-    QUACK: quack_loss,
-    LIGER: liger_loss,
 }
 
 
@@ -181,11 +164,9 @@ def step(loss_function: Callable[..., Tensor], inputs: Inputs) -> Sequence[Tenso
     return loss.detach(), *torch.autograd.grad(loss, (inputs.x, inputs.weight))
 
 
-def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call | None:
+def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call:
     if direction == "step":
         return functools.partial(step, LOSSES[provider](), inputs)
-    if provider not in FUNCTIONS:
-        return None
     function = FUNCTIONS[provider]()
     forward, make_backward = harness.autograd_calls(
         lambda x, weight: function(x, weight, inputs.target), (inputs.x, inputs.weight), (inputs.g, inputs.h)
@@ -213,8 +194,6 @@ PROVIDERS: Mapping[str, Callable[[Inputs, str], harness.Call]] = {
     OURS: functools.partial(calls, OURS),
     TORCH: functools.partial(calls, TORCH),
     COMPILED: functools.partial(calls, COMPILED),
-    QUACK: functools.partial(calls, QUACK),
-    LIGER: functools.partial(calls, LIGER),
     FLOOR: bare_products,
 }
 
@@ -232,14 +211,6 @@ def measure_log_prob(
     return found
 
 
-def compile_own_kernels(sizes: Sequence[LogProb], device: harness.Device) -> None:
-    """Before quack is imported, which changes classes of the compiler."""
-    for size in sizes:
-        inputs = make_inputs(size, device.name)
-        for case in size.cases:
-            calls(OURS, inputs, case.direction)()
-
-
 def run(cases: Sequence[LogProb], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
     return harness.run(
@@ -248,8 +219,6 @@ def run(cases: Sequence[LogProb], providers: Sequence[str], **settings: Any) -> 
         [*providers, TORCH],  # torch's error is the yardstick
         # A product that is limited by power slows what runs after it: another random order each round
         lambda: harness.CudaDevice(warm_up_seconds=0.5, shuffled=True),
-        packages=PACKAGES,
-        compile_own_kernels=compile_own_kernels,
         **settings,
     )
 

@@ -622,6 +622,7 @@ def test_command_without_gpu(without_gpu, capsys, tmp_path):
         "layer_norm",
         "mm",
         "linear",
+        "linear_log_prob",
         "mhc.hyper_connection",
     } | modules
     assert {result["transform"] for entry in entries for result in entry["report"]["results"]} == {"B0"}
