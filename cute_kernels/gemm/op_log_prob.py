@@ -32,7 +32,7 @@ def linear_log_prob(
         x: (..., K) bf16 or fp16, rows contiguous, each starting on 16 bytes; the leading dimensions must collapse to
             rows of one stride.
         weight: (V, K) of x's dtype, rows or columns contiguous, each starting on 16 bytes.
-        target: (...) int64 or int32: the column of each token's logits.
+        target: (...) int64 or int32: the column of each token's logits. Copied unless contiguous.
         ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
         temperature: what logits are divided by, from 1e-6 to 1e6.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
@@ -67,7 +67,7 @@ def linear_log_prob(
 
 def _forward(x, weight, target, eager, ignore_index, temperature) -> tuple[Tensor, Tensor, Tensor]:
     log_prob, entropy, lse = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
-    rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1)
+    rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1).contiguous()
     run = run_forward if eager else forward_op
     run(rows, weight, targets, log_prob.view(-1), entropy.view(-1), lse.view(-1), ignore_index, temperature)
     return log_prob, entropy, lse
@@ -103,7 +103,7 @@ class _LinearLogProb(torch.autograd.Function):
             None if dentropy is None else dentropy.reshape(-1).contiguous(),
             as_rows("linear_log_prob", "x", x),
             weight,
-            target.reshape(-1),
+            target.reshape(-1).contiguous(),
             lse.view(-1),
             entropy.view(-1),
             None if dx is None else as_rows("linear_log_prob", "dx", dx),

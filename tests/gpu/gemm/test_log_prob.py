@@ -61,6 +61,11 @@ def test_dimensions(generator):
     assert found["log_prob"].shape == (2, 3, 4) and found["dx"].shape == (2, 3, 4, 64)
     for name, result in wanted.items():
         assert_same_bits(found[name].reshape(result.shape), result, name)
+    apart = torch.stack((inputs.target, inputs.target + 1), 1)[:, 0]
+    for name, result in run(linear_log_prob, case, replace(inputs, target=apart)).items():
+        assert_same_bits(result, wanted[name], f"{name}, targets apart")
+    one = linear_log_prob(inputs.x[5], inputs.weight, inputs.target[5])
+    assert one[0].shape == () and torch.equal(one[0], wanted["log_prob"][5])
     nothing = run(linear_log_prob, Case(0, 264, 64), make_inputs(Case(0, 264, 64), generator))
     assert nothing["log_prob"].shape == (0,) and nothing["dx"].shape == (0, 64) and not nothing["dw"].any()
 
