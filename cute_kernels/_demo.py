@@ -23,6 +23,7 @@ TOKENS = 8192
 MODELS = {"Llama-3-8B": 4096, "Qwen3-32B": 5120, "DeepSeek-V3": 7168}  # hidden sizes
 FEED_FORWARD = {"Llama-3-8B": 14336, "Qwen3-32B": 25600, "DeepSeek-V3": 18432}  # of dense layers
 EXPERT_WEIGHTS = {"DeepSeek-V3": (8, 2048, 7168)}  # a GPU's experts, outputs, inputs
+VOCABULARIES = {"Llama-3-8B": (4096, 128256, 4096)}  # tokens, vocabulary, hidden size
 CONNECTIONS = {"DeepSeek-V3": (4096, 7168)}  # tokens, channels of each of four streams
 DECODE_TOKENS = 16
 REPETITIONS = 30
@@ -73,7 +74,8 @@ def _measure_models(console: Console) -> bool:
     from cute_kernels.__main__ import bench_module
 
     try:
-        bench_norm, bench_gemm, bench_mhc, bench_mxfp8 = map(bench_module, ("norm", "gemm", "mhc", "mxfp8"))
+        names = ("norm", "gemm", "log_prob", "mhc", "mxfp8")
+        bench_norm, bench_gemm, bench_log_prob, bench_mhc, bench_mxfp8 = map(bench_module, names)
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         return False
@@ -85,6 +87,7 @@ def _measure_models(console: Console) -> bool:
         [
             _measure_norms(console, bench_norm),
             _measure_gemms(console, bench_gemm),
+            _measure_log_probs(console, bench_log_prob),
             _measure_connections(console, bench_mhc),
             _measure_quantizers(console, bench_mxfp8),
             _check_batches(console),
@@ -128,6 +131,32 @@ def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
         found,
     )
     return ok and len(found) == len(cases)
+
+
+def _measure_log_probs(console: Console, bench_log_prob: ModuleType) -> bool:
+    """Log-probabilities over a model's vocabulary, beside torch, whose logits are in memory."""
+    cases = {bench_log_prob.LogProb(*shape): model for model, shape in VOCABULARIES.items()}
+    providers = ["cute_kernels", "torch", bench_log_prob.FLOOR]
+    found = bench_log_prob.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
+    models = {case.shape: model for size, model in cases.items() for case in size.cases}
+    peaks = {
+        name: lambda m, name=name: f"{m.results[name].peak_bytes / 2**20:.0f}" if name in m.results else "-"
+        for name in providers[:2]
+    }
+    return _show(
+        console,
+        "linear_log_prob: tokens x vocabulary x inputs, bf16, cold L2",
+        {"model": lambda m: models[m.case.shape], **DIRECTION, **SHAPE},
+        {
+            **ERROR,
+            **TIME,
+            "x torch": _times("torch"),
+            "x cuBLAS's products alone": _times(bench_log_prob.FLOOR),
+            "MiB": peaks["cute_kernels"],
+            "torch's": peaks["torch"],
+        },
+        found,
+    )
 
 
 def _measure_connections(console: Console, bench_mhc: ModuleType) -> bool:
@@ -311,6 +340,12 @@ def _check_references(console: Console) -> bool:
         alpha, beta = torch.full((3,), 0.5), torch.zeros(24)
         return module.hyper_connection(x, torch.sin, phi, alpha, beta, **options)
 
+    def log_prob(*tensors: Tensor) -> Tensor:
+        return cute_kernels.linear_log_prob(*tensors, torch.arange(rows) % outputs)[0]
+
+    def exact_log_prob(*tensors: Tensor) -> Tensor:
+        return log_prob(*(tensor.double() for tensor in tensors))
+
     def exact_linear(*tensors: Tensor, **options: str) -> Tensor:
         return gemm.linear(*(tensor.double() for tensor in tensors), **options)
 
@@ -320,6 +355,7 @@ def _check_references(console: Console) -> bool:
         ("rms_norm", cute_kernels.rms_norm, partial(norm.rms_norm, **fp64), (x, scale), every, 1),
         ("layer_norm", cute_kernels.layer_norm, partial(norm.layer_norm, **fp64), (x, scale, shift), every, 1),
         ("linear", cute_kernels.linear, exact_linear, (x, weight), checks.INPUTS, 1),
+        ("linear_log_prob", log_prob, exact_log_prob, (x, weight), checks.INPUTS, 1),
         ("linear, bias, gelu", *gelu_linears, (x, weight, bias), checks.INPUTS, 2),
         (
             "hyper_connection",

@@ -16,6 +16,7 @@ from bench import bench_norm, harness
 from cute_kernels import __main__ as cli
 from cute_kernels import _demo, _env
 from cute_kernels.gemm import reference as gemm_reference
+from cute_kernels.gemm import reference_log_prob as log_prob_reference
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.mhc import reference as mhc_reference
 from cute_kernels.mxfp8 import reference as mxfp8_reference
@@ -181,6 +182,7 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(_demo, "TOKENS", 32)
     monkeypatch.setattr(_demo, "EXPERT_WEIGHTS", {"Experts": (2, 64, 96)})
     monkeypatch.setattr(_demo, "CONNECTIONS", {"Streams": (32, 64)})
+    monkeypatch.setattr(_demo, "VOCABULARIES", {"Words": (32, 130, 64)})
     monkeypatch.setattr(_demo, "_check_batches", lambda console: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
@@ -196,6 +198,9 @@ def test_demo_with_gpu(monkeypatch, capsys):
     connections = [line for line in lines if line[:1] == ["Streams"]]
     assert [row[1:3] for row in connections] == [["fwd", "32x4x64"], ["bwd", "32x4x64"]]
     assert all(1e-3 < float(row[3]) < 4e-3 and row[4] == "10.0" for row in connections)
+    words = [line for line in lines if line[:1] == ["Words"]]
+    assert [row[1:3] for row in words] == [["fwd", "32x130x64"], ["bwd", "32x130x64"]]
+    assert all(float(row[3]) < 3e-3 and row[4:7] == ["10.0", "2.00", "3.00"] for row in words)
     norms, gemms = rows[:4], rows[4:]
     assert [row[1:4] for row in norms] == [
         [op, direction, "32x64"] for op in ("rms_norm", "layer_norm") for direction in ("fwd", "bwd")
@@ -241,8 +246,8 @@ def test_a_kernel_s_tile_is_shown():
 def test_references_are_within_their_limits(capsys):
     assert _demo._check_references(Console(width=120))
     text = capsys.readouterr().out
-    ops = ("rms_norm", "layer_norm", "linear", "linear, bias, gelu", "hyper_connection", "quantize_rowwise")
-    assert all(op in text for op in ops)
+    ops = ("rms_norm", "layer_norm", "linear", "linear, bias, gelu", "linear_log_prob")
+    assert all(op in text for op in (*ops, "hyper_connection", "quantize_rowwise"))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +255,7 @@ def test_references_are_within_their_limits(capsys):
     [
         ("rms_norm", lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1)),
         ("linear", lambda x, weight, *bias, **options: gemm_reference.linear(x, 1.01 * weight, *bias, **options)),
+        ("linear_log_prob", lambda x, weight, target: log_prob_reference.linear_log_prob(1.01 * x, weight, target)),
         ("mhc.hyper_connection", lambda x, f, phi, *rest: mhc_reference.hyper_connection(x, f, 1.01 * phi, *rest)),
         ("quantize_rowwise", lambda x: mxfp8_reference.quantize_rowwise(1.1 * x)),
     ],
