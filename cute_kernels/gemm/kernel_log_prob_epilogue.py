@@ -1,16 +1,73 @@
-"""What linear_log_prob does with logits in registers, on either architecture; exponentials are to the base of 2.
+"""What the kernels of linear_log_prob share on either architecture: entries, and what is done with logits in registers.
 
-Where a product is added it is a fused multiply-add by name: what the compiler fuses by itself depends on what stands
-around, and the kernels for few and for many tokens must agree bit by bit.
+Exponentials are to the base of 2. Where a product is added it is a fused multiply-add by name: what the compiler fuses by
+itself depends on what stands around, and kernels for few and for many tokens must agree bit by bit.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.gemm.kernel_epilogue import transpose
 
 MASKED = -1e20  # in place of logits beyond the last column: nothing after exp2, and no infinity to subtract
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
+
+
+class StatisticsEntry:
+    """The entry of ``log_prob_statistics``, before a product's class among the bases."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        target: cute.Tensor,
+        statistics: cute.Tensor,
+        target_logit: cute.Tensor,
+        scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        self.dtype, self.out = x.element_type, Float32
+        if const_expr(self.majors[1] == "n"):
+            weight = transpose(weight)
+        # Where the logits would lie: the walk over the tiles asks for its shape alone
+        shape = cute.make_layout((x.shape[0], weight.shape[0]), stride=(0, 0))
+        logits = cute.make_tensor(statistics.iterator, shape)
+        rows = target, statistics, target_logit, scale
+        self.multiply(x, weight, logits, None, None, None, rows, num_ctas, stream)
+
+
+class GradientEntry:
+    """The entry of ``log_prob_gradient``, before a product's class among the bases."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        target: cute.Tensor,
+        lse: cute.Tensor,
+        entropy: cute.Tensor,
+        dlog_prob: cute.Tensor,
+        dentropy: cute.Tensor,
+        dlogits: cute.Tensor,
+        ignore_index: Int64,
+        vocabulary: Int32,
+        first_column: Int32,
+        scale: Float32,
+        inverse_temperature: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        self.dtype, self.out = x.element_type, dlogits.element_type
+        if const_expr(self.majors[1] == "n"):
+            weight = transpose(weight)
+        of_targets = ignore_index, vocabulary, first_column
+        rows = target, lse, entropy, dlog_prob, dentropy, *of_targets, scale, inverse_temperature
+        self.multiply(x, weight, dlogits, None, None, None, rows, num_ctas, stream)
 
 
 @cute.jit

@@ -6,12 +6,13 @@ yet.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32
 
 from cute_kernels.gemm.config import GemmConfig, vocabulary_tile
-from cute_kernels.gemm.kernel_epilogue import transpose
 from cute_kernels.gemm.kernel_log_prob_epilogue import (
     MASKED,
+    GradientEntry,
+    StatisticsEntry,
     differentiate,
     keep_statistics,
     keep_target_logit,
@@ -22,7 +23,7 @@ from cute_kernels.gemm.kernel_log_prob_epilogue import (
 from cute_kernels.gemm.kernel_sm100 import GemmSm100
 
 
-class StatisticsSm100(GemmSm100):
+class StatisticsSm100(StatisticsEntry, GemmSm100):
     """See ``log_prob_statistics`` in kernel_log_prob.py."""
 
     def __init__(self, weight_major: str, config: GemmConfig):
@@ -33,40 +34,11 @@ class StatisticsSm100(GemmSm100):
         return self.tile[0], vocabulary_tile("sm_100a")
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        target: cute.Tensor,
-        statistics: cute.Tensor,
-        target_logit: cute.Tensor,
-        scale: Float32,
-        num_ctas: Int32,
-        stream,
-    ):
-        self.dtype, self.out = x.element_type, Float32
-        if const_expr(self.majors[1] == "n"):
-            weight = transpose(weight)
-        # Where the logits would lie: the walk over the tiles asks for its shape alone
-        shape = cute.make_layout((x.shape[0], weight.shape[0]), stride=(0, 0))
-        logits = cute.make_tensor(statistics.iterator, shape)
-        rows = (target, statistics, target_logit, scale)
-        self.multiply(x, weight, logits, None, None, None, rows, num_ctas, stream)
-
-    @cute.jit
     def finish(
         self,
-        load_copy,
-        sums,
-        coordinates,
-        bias,
-        sD,
-        tma_d,
-        mD,
-        tma_z,
-        mZ,
-        d,
-        z,
+        sums: cute.Tensor,
+        coordinates: cute.Tensor,
+        out: tuple,
         m: Int32,
         n: Int32,
         p: Int32,
@@ -75,7 +47,8 @@ class StatisticsSm100(GemmSm100):
         rows: tuple,
     ):
         target, _, _, scale = rows
-        width, vocabulary = self.part()[1], d.shape[1]
+        vocabulary = out[-2].shape[1]  # of where logits would lie
+        width = self.part()[1]
         tile = n * (self.tile[1] // width) + p
         columns, row = columns_of(coordinates, tile * width), m * self.tile[0] + coordinates[0][0]
         if (tile + 1) * width > vocabulary:
@@ -91,7 +64,7 @@ class StatisticsSm100(GemmSm100):
         return num_stored
 
 
-class GradientSm100(GemmSm100):
+class GradientSm100(GradientEntry, GemmSm100):
     """See ``log_prob_gradient`` in kernel_log_prob.py."""
 
     def __init__(self, weight_major: str, has_dentropy: bool, config: GemmConfig):
@@ -99,45 +72,11 @@ class GradientSm100(GemmSm100):
         self.has_dentropy = has_dentropy
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        target: cute.Tensor,
-        lse: cute.Tensor,
-        entropy: cute.Tensor,
-        dlog_prob: cute.Tensor,
-        dentropy: cute.Tensor,
-        dlogits: cute.Tensor,
-        ignore_index: Int64,
-        vocabulary: Int32,
-        first_column: Int32,
-        scale: Float32,
-        inverse_temperature: Float32,
-        num_ctas: Int32,
-        stream,
-    ):
-        self.dtype, self.out = x.element_type, dlogits.element_type
-        if const_expr(self.majors[1] == "n"):
-            weight = transpose(weight)
-        of_targets = ignore_index, vocabulary, first_column
-        rows = (target, lse, entropy, dlog_prob, dentropy, *of_targets, scale, inverse_temperature)
-        self.multiply(x, weight, dlogits, None, None, None, rows, num_ctas, stream)
-
-    @cute.jit
     def finish(
         self,
-        load_copy,
-        sums,
-        coordinates,
-        bias,
-        sD,
-        tma_d,
-        mD,
-        tma_z,
-        mZ,
-        d,
-        z,
+        sums: cute.Tensor,
+        coordinates: cute.Tensor,
+        out: tuple,
         m: Int32,
         n: Int32,
         p: Int32,
@@ -147,8 +86,7 @@ class GradientSm100(GemmSm100):
     ):
         columns = columns_of(coordinates, n * self.tile[1] + p * self.part()[1])
         differentiate(sums, columns, m * self.tile[0] + coordinates[0][0], rows, self.has_dentropy)
-        at = (m, n * (self.tile[1] // self.part()[1]) + p)
-        return self.store(load_copy, sums, sD, tma_d, mD, tma_z, mZ, at, thread, num_stored)
+        return GemmSm100.finish(self, sums, coordinates, out, m, n, p, thread, num_stored, rows)
 
 
 @cute.jit

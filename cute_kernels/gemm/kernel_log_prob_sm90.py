@@ -8,12 +8,13 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.kernel_epilogue import transpose
 from cute_kernels.gemm.kernel_log_prob_epilogue import (
     MASKED,
+    GradientEntry,
+    StatisticsEntry,
     differentiate,
     keep_statistics,
     keep_target_logit,
@@ -26,7 +27,7 @@ from cute_kernels.gemm.kernel_sm90 import GemmSm90
 QUAD = 4  # lanes that share a row
 
 
-class StatisticsSm90(GemmSm90):
+class StatisticsSm90(StatisticsEntry, GemmSm90):
     """See ``log_prob_statistics`` in kernel_log_prob.py."""
 
     def __init__(self, weight_major: str, config: GemmConfig):
@@ -34,40 +35,11 @@ class StatisticsSm90(GemmSm90):
         self.staged = False  # no tile is stored
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        target: cute.Tensor,
-        statistics: cute.Tensor,
-        target_logit: cute.Tensor,
-        scale: Float32,
-        num_ctas: Int32,
-        stream,
-    ):
-        self.dtype, self.out = x.element_type, Float32
-        if const_expr(self.majors[1] == "n"):
-            weight = transpose(weight)
-        # Where the logits would lie: the walk over the tiles asks for its shape alone
-        shape = cute.make_layout((x.shape[0], weight.shape[0]), stride=(0, 0))
-        logits = cute.make_tensor(statistics.iterator, shape)
-        rows = (target, statistics, target_logit, scale)
-        self.multiply(x, weight, logits, None, None, None, rows, num_ctas, stream)
-
-    @cute.jit
     def finish(
         self,
-        tiled_mma,
-        sums,
-        tCcD,
-        bias,
-        sD,
-        tma_d,
-        mD,
-        tma_z,
-        mZ,
-        d,
-        z,
+        sums: cute.Tensor,
+        tCcD: cute.Tensor,
+        out: tuple,
         m: Int32,
         n: Int32,
         thread: Int32,
@@ -76,7 +48,8 @@ class StatisticsSm90(GemmSm90):
         rows: tuple,
     ):
         target, _, _, scale = rows
-        first_m, first_n, vocabulary = m * self.tile[0], n * self.tile[1], d.shape[1]
+        vocabulary = out[-2].shape[1]  # of where logits would lie
+        first_m, first_n = m * self.tile[0], n * self.tile[1]
         if first_n + self.tile[1] > vocabulary:
             for i in cutlass.range_constexpr(cute.size(sums)):
                 if first_n + tCcD[i][1] >= vocabulary:
@@ -96,7 +69,7 @@ class StatisticsSm90(GemmSm90):
         return num_stored
 
 
-class GradientSm90(GemmSm90):
+class GradientSm90(GradientEntry, GemmSm90):
     """See ``log_prob_gradient`` in kernel_log_prob.py."""
 
     def __init__(self, weight_major: str, has_dentropy: bool, config: GemmConfig):
@@ -104,45 +77,11 @@ class GradientSm90(GemmSm90):
         self.has_dentropy = has_dentropy
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        target: cute.Tensor,
-        lse: cute.Tensor,
-        entropy: cute.Tensor,
-        dlog_prob: cute.Tensor,
-        dentropy: cute.Tensor,
-        dlogits: cute.Tensor,
-        ignore_index: Int64,
-        vocabulary: Int32,
-        first_column: Int32,
-        scale: Float32,
-        inverse_temperature: Float32,
-        num_ctas: Int32,
-        stream,
-    ):
-        self.dtype, self.out = x.element_type, dlogits.element_type
-        if const_expr(self.majors[1] == "n"):
-            weight = transpose(weight)
-        of_targets = ignore_index, vocabulary, first_column
-        rows = (target, lse, entropy, dlog_prob, dentropy, *of_targets, scale, inverse_temperature)
-        self.multiply(x, weight, dlogits, None, None, None, rows, num_ctas, stream)
-
-    @cute.jit
     def finish(
         self,
-        tiled_mma,
-        sums,
-        tCcD,
-        bias,
-        sD,
-        tma_d,
-        mD,
-        tma_z,
-        mZ,
-        d,
-        z,
+        sums: cute.Tensor,
+        tCcD: cute.Tensor,
+        out: tuple,
         m: Int32,
         n: Int32,
         thread: Int32,
@@ -155,7 +94,7 @@ class GradientSm90(GemmSm90):
             differentiate(logits, columns, row, rows, self.has_dentropy)
             for i in cutlass.range_constexpr(cute.size(logits)):
                 sums[(i % 2, r % 2, i // 2), r // 2, 0] = logits[i]
-        return self.store(tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored)
+        return GemmSm90.finish(self, sums, tCcD, out, m, n, thread, turn, num_stored, rows)
 
 
 def rows_of(sums: cute.Tensor) -> int:

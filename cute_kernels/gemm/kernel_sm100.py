@@ -348,9 +348,8 @@ class GemmSm100:
                     if const_expr(valid_k is not None and not self.accumulate):
                         if k_tiles == 0:  # nothing was summed: the accumulator holds what it held
                             sums.fill(0.0)
-                    num_stored = self.finish(
-                        load_copy, sums, tTRcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, p, tidx, num_stored, rows
-                    )
+                    out = load_copy, bias, sD, tma_d, mD, tma_z, mZ, d, z
+                    num_stored = self.finish(sums, tTRcD, out, m, n, p, tidx, num_stored, rows)
                 if const_expr(self.accumulate):
                     later = index + ACCUMULATORS * step
                     self.start(tDtD, d, later, tiles_m, tiles_n, divisors, rank_m, rank_n, sums_state.index, tidx)
@@ -368,17 +367,9 @@ class GemmSm100:
     @cute.jit
     def finish(
         self,
-        load_copy,
-        sums,
-        coordinates,
-        bias,
-        sD,
-        tma_d,
-        mD,
-        tma_z,
-        mZ,
-        d,
-        z,
+        sums: cute.Tensor,
+        coordinates: cute.Tensor,
+        out: tuple,
         m: Int32,
         n: Int32,
         p: Int32,
@@ -388,8 +379,9 @@ class GemmSm100:
     ):
         """What is done with the sums of part ``p`` of tile (m, n); returns how many parts have been stored so far.
 
-        ``rows``: what a kernel derived from this one knows of each row of d; here nothing.
+        ``out``: where to, and by what. ``rows``: what a kernel derived from this one knows of each row of d.
         """
+        load_copy, bias, sD, tma_d, mD, tma_z, mZ, d, z = out
         first_n = n * self.tile[1] + p * self.part()[1]
         if const_expr(bias is not None):
             if const_expr(self.transposed):

@@ -367,9 +367,8 @@ class GemmSm90:
                 if const_expr(self.turns > 1):
                     release.advance(k_tiles)
 
-                num_stored = self.finish(
-                    tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored, rows
-                )
+                out = tiled_mma, bias, sD, tma_d, mD, tma_z, mZ, d, z
+                num_stored = self.finish(sums, tCcD, out, m, n, thread, turn, num_stored, rows)
             if const_expr(self.tma_store):
                 if thread < 32:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -377,17 +376,9 @@ class GemmSm90:
     @cute.jit
     def finish(
         self,
-        tiled_mma,
-        sums,
-        tCcD,
-        bias,
-        sD,
-        tma_d,
-        mD,
-        tma_z,
-        mZ,
-        d,
-        z,
+        sums: cute.Tensor,
+        tCcD: cute.Tensor,
+        out: tuple,
         m: Int32,
         n: Int32,
         thread: Int32,
@@ -397,8 +388,9 @@ class GemmSm90:
     ):
         """What is done with the sums of tile (m, n); returns how many parts have been stored so far.
 
-        ``rows``: what a kernel derived from this one knows of each row of d; here nothing.
+        ``out``: where to, and by what. ``rows``: what a kernel derived from this one knows of each row of d.
         """
+        tiled_mma, bias, sD, tma_d, mD, tma_z, mZ, d, z = out
         if const_expr(self.staged):
             num_stored = self.store(
                 tiled_mma, sums, tCcD, bias, sD, tma_d, mD, tma_z, mZ, d, z, m, n, thread, turn, num_stored
