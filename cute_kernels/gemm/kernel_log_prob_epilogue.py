@@ -1,7 +1,7 @@
 """What the kernels of linear_log_prob share on either architecture: entries, and what is done with logits in registers.
 
-Exponentials are to the base of 2. Where a product is added it is a fused multiply-add by name: what the compiler fuses by
-itself depends on what stands around, and kernels for few and for many tokens must agree bit by bit.
+Exponentials are to the base of 2. Where a product is added it is a fused multiply-add by name: what the compiler fuses
+by itself depends on what stands around, and kernels for few and for many tokens must agree bit by bit.
 """
 
 import cutlass

@@ -152,8 +152,8 @@ def linear(
     try:
         call = key = None
         if not is_dynamo_compiling() and not _forced:
-            nested = None if bias is None else bias.is_nested
-            key = ("linear", x.shape, weight.shape, nested, out_dtype, activation, is_grad_enabled())
+            bias_shape = None if bias is None else bias.shape
+            key = ("linear", x.shape, weight.shape, bias_shape, out_dtype, activation, is_grad_enabled())
             call = calls.find(key, x, weight, bias)
         if call is not None:
             eager, (product, differentiates) = True, call

@@ -141,9 +141,9 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
                 out_dtype,
                 not return_residual,
                 x.shape,
-                None if weight is None else weight.is_nested,
-                None if bias is None else bias.is_nested,
-                None if residual is None else residual.is_nested,
+                None if weight is None else weight.shape,
+                None if bias is None else bias.shape,
+                None if residual is None else residual.shape,
                 is_grad_enabled(),
             )
             third, fourth = bias, residual

@@ -190,7 +190,7 @@ def test_no_rows_of_a_wider_matrix_leave_the_plan_of_contiguous_rows(jobs):
 
 
 def test_a_known_call_looks_no_plan_up(jobs, monkeypatch):
-    """In each mode its own result; where anything differs, the plan is looked up."""
+    """In each mode its own result; where anything differs, the plan is looked up, of a new key twice."""
     plain = make_inputs(BASE, seeded_generator("plans", "cpu"))
     tensors = {"weight": plain.weight, "residual": plain.residual}
     lookups = []
@@ -217,11 +217,12 @@ def test_a_known_call_looks_no_plan_up(jobs, monkeypatch):
             del arguments["residual"]
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                results = []
-                for wanted in (1, 0, 0):
+                results, counts = [], []
+                for _ in range(4):
                     lookups.clear()
                     results.append(kernel_path("rms", **arguments))
-                    assert len(lookups) == wanted, (change, grad)
+                    counts.append(len(lookups))
+                assert counts in ([1, 1, 0, 0], [1, 0, 0, 0]), (change, grad)
                 first, *others = (result if isinstance(result, tuple) else (result,) for result in results)
                 for other in others:
                     for a, b in zip(first, other, strict=True):
@@ -250,9 +251,10 @@ def test_a_call_in_a_dual_level_is_not_known(jobs):
     """There all calls go through autograd."""
     x, weight = torch.zeros(9, 64), torch.zeros(64)
     with forward_ad.dual_level():
-        kernel_path("rms", x, weight)
-    assert not launch.calls
+        for _ in range(2):
+            kernel_path("rms", x, weight)
+    assert not any(launch.calls.values())
     kernel_path("rms", x, weight)
-    assert launch.calls
+    assert any(launch.calls.values())
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
         kernel_path("rms", forward_ad.make_dual(x, torch.ones_like(x)), weight)

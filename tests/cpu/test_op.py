@@ -32,10 +32,16 @@ def vectors(count: int) -> list[torch.Tensor]:
     return [torch.zeros(64, 3 + i) for i in range(count)]
 
 
+def remember(calls: Calls, key: tuple, found: object, *tensors: torch.Tensor) -> None:
+    """As two calls do: of the first only the key is kept."""
+    for _ in range(2):
+        calls.remember(key, found, *tensors)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_call_alike_is_known(count):
     calls, tensors = Calls(), vectors(count)
-    calls.remember(("key",), "found", *tensors)
+    remember(calls, ("key",), "found", *tensors)
     assert calls.find(("key",), *tensors) == calls.find(("key",), *vectors(count)) == "found"
     assert calls.find(("other",), *tensors) is None
     for i, t in enumerate(tensors):
@@ -52,8 +58,17 @@ def test_a_call_alike_is_known(count):
         ):
             assert calls.find(("key",), *tensors[:i], other, *tensors[i + 1 :]) is None
     off = [torch.zeros(64 * t.shape[1] + 1)[1:].view(t.shape) for t in tensors]
-    calls.remember(("off",), "found", *off)
-    assert ("off",) not in calls
+    remember(calls, ("off",), "found", *off)
+    assert calls["off",] == ()
+
+
+def test_what_comes_once_costs_no_guard(monkeypatch):
+    """The sizes of batches that differ all the time: a key is kept of each, nothing else."""
+    monkeypatch.setattr(_op, "TensorGuards", lambda *args, **options: pytest.fail("a guard was made"))
+    calls = Calls()
+    for rows in range(1, 40):
+        calls.remember(("key", rows), object(), torch.zeros(rows, 8))
+    assert len(calls) == 39 and set(calls.values()) == {()}
 
 
 def test_no_call_is_known_where_torch_would_see_it():
@@ -62,7 +77,7 @@ def test_no_call_is_known_where_torch_would_see_it():
             return function(*args, **(kwargs or {}))
 
     calls, (x, weight) = Calls(), vectors(2)
-    calls.remember(("key",), "found", x, weight)
+    remember(calls, ("key",), "found", x, weight)
 
     def find(x=x):
         return calls.find(("key",), x, weight)
@@ -75,8 +90,8 @@ def test_no_call_is_known_where_torch_would_see_it():
         transform(lambda x: (seen.append((find(x), find())), x * 2)[1])(x)
     assert seen == [(None, None)] * 2 and find() == "found"
     with forward_ad.dual_level():
-        calls.remember(("dual",), "found", x, weight)
-    assert ("dual",) not in calls
+        remember(calls, ("dual",), "found", x, weight)
+    assert calls["dual",] == ()
 
 
 def test_what_is_no_key_is_no_known_call():
@@ -84,19 +99,29 @@ def test_what_is_no_key_is_no_known_call():
     assert Calls().find(([],), *vectors(2)) is None
 
 
-def test_a_tensor_given_twice_is_no_known_call():
-    """No guard accepts it, and each call would add one."""
+def test_a_tensor_given_twice_is_no_known_call(monkeypatch):
+    """No guard accepts it: none is made."""
     calls, (x,) = Calls(), vectors(1)
-    calls.remember(("key",), "found", x, x)
-    assert not calls
+    monkeypatch.setattr(_op, "TensorGuards", lambda *args, **options: pytest.fail("a guard was made"))
+    remember(calls, ("key",), "found", x, x)
+    assert calls["key",] == ()
 
 
-def test_guards_of_one_key_are_forgotten_in_time():
+def test_the_first_guards_of_one_key_stay():
+    """Were the last ones to stay, more calls than that in turn would find none and make one each."""
     calls = Calls()
-    for rows in range(1, 12):
+    for rows in (1, *range(1, 12)):
         calls.remember(("key",), rows, torch.zeros(rows, 8))
     assert len(calls["key",]) == _op.MAX_GUARDS
-    assert calls.find(("key",), torch.zeros(11, 8)) == 11 and calls.find(("key",), torch.zeros(1, 8)) is None
+    assert calls.find(("key",), torch.zeros(11, 8)) is None and calls.find(("key",), torch.zeros(1, 8)) == 1
+
+
+def test_another_guard_of_a_key_forgets_no_other_key(monkeypatch):
+    monkeypatch.setattr(_op, "MAX_PLANS", 4)
+    calls = Calls()
+    for rows in range(1, 5):
+        remember(calls, ("key", rows), rows, torch.zeros(rows, 8))
+    assert all(calls.find(("key", rows), torch.zeros(rows, 8)) == rows for rows in range(1, 5))
 
 
 class OfDevice:
