@@ -26,7 +26,8 @@ def linear_log_prob(
     """Log-probability of each token's target, and entropy, under the logits ``x weight^T / temperature``.
 
     No (tokens, V) tensor is in memory: the forward keeps 12 bytes of each 128 logits (SM100: 64) for up to 16384 tokens
-    at a time, the backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on).
+    at a time, the backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on),
+    beside dx in fp32.
 
     Args:
         x: (..., K) bf16 or fp16, rows contiguous, each starting on 16 bytes; the leading dimensions must collapse to
