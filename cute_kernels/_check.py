@@ -29,13 +29,14 @@ def expect_size(op: str, argument: str, size: object) -> None:
 
 def expect_int(op: str, argument: str, value: object) -> None:
     """Raise TypeError unless ``value`` is an int; a bool is none."""
-    expect(type(value) is int, op, argument, "be an int", f"{value!r} of type {type(value).__name__}", TypeError)
+    if type(value) is not int:  # a trace cannot write down a value that is symbolic
+        expect(False, op, argument, "be an int", f"{value!r} of type {type(value).__name__}", TypeError)
 
 
 def expect_float(op: str, argument: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a float or an int; a bool is none."""
-    good = type(value) in (int, float)
-    expect(good, op, argument, "be a float", f"{value!r} of type {type(value).__name__}", TypeError)
+    if type(value) not in (int, float):  # as in expect_int
+        expect(False, op, argument, "be a float", f"{value!r} of type {type(value).__name__}", TypeError)
 
 
 def expect_dtype(op: str, argument: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:

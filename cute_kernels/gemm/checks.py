@@ -14,7 +14,7 @@ from cute_kernels._check import FLOATS, expect, expect_dtype, expect_float, expe
 INPUTS = (torch.bfloat16, torch.float16)
 FP64 = (torch.float64,)
 ACTIVATIONS = (None, "relu", "silu", "gelu")
-TEMPERATURES = 1e-6, 1e6  # logits over these stay finite
+TEMPERATURES = 1e-2, 1e6  # below, the rounding of a logit over it is seen in a probability
 MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile
 
 
@@ -168,6 +168,7 @@ def check_log_prob(
     expect(weight.device == x.device, op, "weight", f"be on {x.device}", weight.device)
     expect_like(op, "target", target, tuple(x.shape[:-1]), x.device)
     expect_int(op, "ignore_index", ignore_index)
+    expect(-(2**63) <= ignore_index < 2**63, op, "ignore_index", "be an int of 64 bits", ignore_index)
     expect_float(op, "temperature", temperature)
     low, high = TEMPERATURES
     expect(low <= temperature <= high, op, "temperature", f"be between {low} and {high}", temperature)

@@ -63,6 +63,7 @@ def run_forward(
         scale = math.log2(math.e) / temperature
         launch(multiply, config, x_some, weight, major, target_some, statistics, target_logit, scale)
         finish(statistics, target_some, target_logit, log_prob[some], entropy[some], lse[some], v, ignore_index)
+        del statistics, target_logit, x_some  # before the next ones are allocated
 
 
 def run_backward(

@@ -35,7 +35,7 @@ def linear_log_prob(
         weight: (V, K) of x's dtype, rows or columns contiguous, each starting on 16 bytes.
         target: (...) int64 or int32: the column of each token's logits. Copied unless contiguous.
         ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
-        temperature: what logits are divided by, from 1e-6 to 1e6.
+        temperature: what logits are divided by, from 1e-2 to 1e6.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
             all logits.
 
@@ -46,6 +46,10 @@ def linear_log_prob(
     Raises:
         TypeError, ValueError: naming argument, expected and got.
         UnsupportedDeviceError: a GPU without kernels.
+
+    The x of ignored tokens must be finite for dweight to be. Logits below -1e20 count as none. In fp16 a mean loss wants
+    to be scaled: gradients of logits underflow. Probabilities are as exact as the largest logit over the temperature is
+    in fp32; a log-probability may be above 0 by that error.
 
     Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
     fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its
@@ -100,8 +104,8 @@ class _LinearLogProb(torch.autograd.Function):
             dlog_prob = torch.zeros_like(dentropy)
         run = run_backward if is_plain(x, weight, dlog_prob, dentropy) else backward_op
         run(
-            dlog_prob.reshape(-1).contiguous(),
-            None if dentropy is None else dentropy.reshape(-1).contiguous(),
+            dlog_prob.reshape(-1).contiguous().resolve_neg(),  # of one token a sign may be left to the reader
+            None if dentropy is None else dentropy.reshape(-1).contiguous().resolve_neg(),
             as_rows("linear_log_prob", "x", x),
             weight,
             target.reshape(-1).contiguous(),

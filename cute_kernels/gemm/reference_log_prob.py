@@ -23,12 +23,14 @@ def linear_log_prob(
     wide = torch.float64 if is_fp64 else torch.float32
     with without_autocast(x):
         logits = x.to(wide) @ widened("linear_log_prob", "weight", weight, wide).t()
-    log_p = torch.log_softmax(logits / temperature, -1)
+    target = target.long()  # torch compares an int32 with ignore_index modulo 2^32
     is_column = (target >= 0) & (target < weight.shape[0])
-    columns = torch.where(is_column, target, 0).long().unsqueeze(-1)
+    counts = is_column & (target != ignore_index)
+    # What is ignored has no gradient, whatever its logits are
+    log_p = torch.log_softmax((logits / temperature).masked_fill(~counts.unsqueeze(-1), 0.0), -1)
+    columns = torch.where(is_column, target, 0).unsqueeze(-1)
     log_prob = log_p.gather(-1, columns).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     # What a target names that is no column has no value; what is ignored has none to speak of
     elsewhere = torch.where(target == ignore_index, 0.0, float("nan")).to(wide)
-    counts = is_column & (target != ignore_index)
     return torch.where(counts, log_prob, elsewhere), torch.where(counts, entropy, elsewhere)

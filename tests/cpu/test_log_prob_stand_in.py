@@ -6,6 +6,7 @@ import pytest
 
 from cute_kernels.gemm import op_log_prob
 from tests.gpu.gemm.test_log_prob import (  # noqa: F401
+    test_a_gradient_that_is_negated_lazily,
     test_a_token_does_not_know_its_batch,
     test_against_fp64,
     test_checkpoint,

@@ -232,6 +232,21 @@ def test_compile(traced_log_prob, generator, compile_backend):
         for name, result in run(compiled, case, inputs).items():
             assert_same_bits(result, wanted[name], name)
         assert stats().compiles == before
+    another = Case(300, 264, 64, temperature=1.3)
+    wanted = run(linear_log_prob, another, inputs)
+    for name, result in run(compiled, another, inputs).items():
+        assert_same_bits(result, wanted[name], f"{name} at another temperature")
+
+
+def test_a_gradient_that_is_negated_lazily(generator):
+    """Of one token: the imaginary part of a conjugate, whose sign is not in memory."""
+    case = Case(1, 264, 64)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    lazy = [torch.complex(t, -t).conj().imag for t in (inputs.g, inputs.h)]
+    assert all(t.is_neg() and t.is_contiguous() for t in lazy)
+    for name, result in run(linear_log_prob, case, replace(inputs, g=lazy[0], h=lazy[1])).items():
+        assert_same_bits(result, wanted[name], name)
 
 
 def test_opcheck(generator):
