@@ -47,9 +47,9 @@ def linear_log_prob(
         TypeError, ValueError: naming argument, expected and got.
         UnsupportedDeviceError: a GPU without kernels.
 
-    The x of ignored tokens must be finite for dweight to be. Logits below -1e20 count as none. In fp16 a mean loss wants
-    to be scaled: gradients of logits underflow. Probabilities are as exact as the largest logit over the temperature is
-    in fp32; a log-probability may be above 0 by that error.
+    The x of ignored tokens must be finite for dweight to be. Logits below -1e20 count as none. In fp16 scale the loss:
+    gradients of logits underflow. Probabilities are as exact as the largest logit over the temperature is in fp32; a
+    log-probability may be above 0 by that error.
 
     Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
     fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its
