@@ -1,6 +1,7 @@
 """linear_log_prob without a GPU: the reference, bad arguments, and its kernels compiled for both architectures."""
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -170,6 +171,27 @@ def test_rows_off_16_bytes():
             linear_log_prob(**arguments)
         message = f"linear_log_prob: {name} must have rows that start on 16 bytes, got shape {tuple(t.shape)}, strides"
         assert str(caught.value).startswith(message)
+
+
+def test_the_statistics_of_some_tokens_at_a_time(monkeypatch, generator):
+    """Those of the ones before are gone when the next ones are allocated."""
+    seen, real = [], launch.launch
+
+    def spied(function, config, x, weight, major, target, statistics, *rest):
+        seen.append(weakref.ref(statistics))
+        real(function, config, x, weight, major, target, statistics, *rest)
+
+    def allocated_for(arch):
+        assert all(reference() is None for reference in seen)
+        return vocabulary_tile(arch)
+
+    monkeypatch.setattr(launch, "vocabulary_tile", allocated_for)
+    monkeypatch.setattr(launch, "launch", spied)
+    monkeypatch.setattr(launch, "STATISTICS_TOKENS", 100)
+    inputs = make_inputs(Case(300, 264, 64), generator)
+    with log_prob_stand_in(), torch.no_grad():
+        linear_log_prob(inputs.x, inputs.weight, inputs.target)
+    assert len(seen) == 3
 
 
 # The kernels
