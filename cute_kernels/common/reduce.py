@@ -90,6 +90,32 @@ class RowSum:
         return mean, spread
 
     @cute.jit
+    def scaled_sum(self, largest: Float32, total: Float32, messages, mbars, team, round_index):
+        """(largest, total) of a row whose threads each hold theirs, total a sum of exp(v - largest).
+
+        Sums are brought to the larger of two maxima by exp(largest - larger), a warp's first, then a row's.
+        """
+        widest = cute.arch.warp_reduction(largest, cute.arch.fmax, threads_in_group=self.width)
+        total = rounded_product(total, cute.math.exp(largest - widest))
+        total = cute.arch.warp_reduction(total, operator.add, threads_in_group=self.width)
+        if const_expr(self.warps_per_row > 1):
+            self._exchange([widest, total], messages, mbars, team, round_index)
+            gathered = self._gather(2, messages, team, round_index)
+            warps = const_expr(range(self._gathered()))
+            if const_expr(self.warps_per_row > 16):
+                lane = cute.arch.lane_idx()
+                for w in warps:  # beyond the last warp there is a sum of 0, to no maximum
+                    if w * WARP_SIZE + lane >= self.warps_per_row:
+                        gathered[0, w] = widest
+            widest = gathered[0, 0]
+            for w in warps[1:]:
+                widest = cute.arch.fmax(widest, gathered[0, w])
+            if const_expr(self.warps_per_row > 16):
+                widest = cute.arch.warp_reduction(widest, cute.arch.fmax)
+            total = self._add([gathered[1, w] * cute.math.exp(gathered[0, w] - widest) for w in warps])
+        return widest, total
+
+    @cute.jit
     def _exchange(self, values, messages, mbars, team: Int32, round_index: Int32):
         """Publish a warp's values to the row's warps and wait for theirs."""
         layout = self.layout
@@ -152,6 +178,12 @@ def team_barrier(layout: cutlass.Constexpr, team: Int32):
         cute.arch.barrier()
     else:
         cute.arch.barrier(barrier_id=team + 1, number_of_threads=layout.team_threads)
+
+
+@cute.jit
+def rounded_product(a: Float32, b: Float32) -> Float32:
+    """a b, which no sum that it goes into is fused with: lanes that add each other's products would get other bits."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 WARP_SIZE = 32
 SUM_COLUMNS = 32  # columns of one CTA of SumRows; the buffer of partial rows is padded to it
+RING_BYTES = 200 * 1024  # of the 227 KB of shared memory of an SM, leaving room for the messages of the row sums
+MAX_CLUSTER = 16
+MIN_WARPS = 7  # fewer do not hide the latency of a row's reduction
+MIN_FILL = 0.9  # of a row's elements over those that its threads could hold
+MANY_CTAS = 48  # an SM, from which on a kernel that only streams rows does not stay resident
 
 
 @dataclass(frozen=True)
@@ -102,3 +108,97 @@ class RowLayout:
     def slot_bytes(self, itemsizes: tuple[int, ...]) -> int:
         """Bytes of shared memory of one stage of one team."""
         return sum(self.tile_rows * self.pitch(size) * size for size in itemsizes)
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Geometry of a kernel, and how many of its CTAs an SM holds."""
+
+    layout: RowLayout
+    ctas_per_sm: int
+
+    @property
+    def rows_per_cluster(self) -> int:
+        """Rows that a cluster holds at once."""
+        return self.layout.teams * self.layout.tile_rows
+
+    def max_clusters(self, num_sms: int) -> int:
+        """Clusters that are resident at once; SMs of a GPC that do not make up a cluster of 4 or more stay empty.
+
+        H200, one CTA an SM: 132 CTAs in clusters of 1 and 2, 30 clusters of 4, 15 of 8, 7 of 16; of 8 this gives 14.
+        """
+        clusters = num_sms * self.ctas_per_sm // self.layout.cluster
+        return max(1, clusters if self.layout.cluster <= 2 else clusters * 10 // 11)
+
+    def persistent_clusters(self, num_sms: int, many_ctas: int = MANY_CTAS) -> float:
+        """Clusters of rows up to which a kernel launches at most ``max_clusters`` that walk over them.
+
+        Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;
+        resident teams drift apart. H200, bf16, us, resident and not: layer 262144x1024 288, 264; 131072x2048 276, 261;
+        32768x1024 38.1, 37.6; 16384x1024 21.2, 21.6; rms 262144x1024 272, 260; 32768x1024 36.4, 37.1. Rows of several
+        warps lose by it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one stage has nothing in
+        flight for the next tile.
+        """
+        if self.layout.threads_per_row > WARP_SIZE:
+            return math.inf
+        return 0 if self.layout.stages == 1 else many_ctas * num_sms
+
+
+def clusters_for(n: int, columns: int) -> int:
+    """Smallest cluster (a power of two) whose CTAs have at most so many columns each, if there is one."""
+    return min(MAX_CLUSTER, 1 << (-(-n // columns) - 1).bit_length())
+
+
+def row_layout(n: int, vec: int, aligned: bool, packed: bool, cluster: int, warps: dict[int, int]) -> RowLayout:
+    """Geometry of one stage; ``warps``: elements a thread may hold -> warps a CTA can have, the preferred first."""
+    elements = max(warps)
+    if n <= WARP_SIZE * elements:
+        return _narrow(n, vec, aligned, packed, elements, warps[elements])
+    return _wide(n, vec, aligned, cluster, warps)
+
+
+def _narrow(n: int, vec: int, aligned: bool, packed: bool, elements: int, warps: int) -> RowLayout:
+    """Rows of up to one warp: several rows a warp and several a thread, so that a thread has up to ``elements``."""
+    vectors = -(-n // vec)
+    threads = WARP_SIZE
+    rows_per_thread = 1
+    if aligned:
+        threads = min(WARP_SIZE, 1 << (vectors - 1).bit_length())
+        chunks = -(-vectors // threads)
+        rows_per_thread = max(1, elements // (chunks * vec))
+        if not packed:
+            rows_per_thread = min(rows_per_thread, threads)  # a lane requests a row: a tile has 32 at most
+    packed = packed and threads < WARP_SIZE or packed and rows_per_thread > 1
+    return RowLayout(n, vec, threads, rows_per_thread, warps, 1, 1, aligned, packed)
+
+
+def _wide(n: int, vec: int, aligned: bool, cluster: int, warps: dict[int, int]) -> RowLayout:
+    """Rows of a warp and more: teams of whole warps, over the CTAs of a cluster."""
+    while cluster <= MAX_CLUSTER:
+        columns = n if cluster == 1 else -(-n // (cluster * 8)) * 8
+        layouts = []
+        for elements, max_warps in warps.items():
+            threads = -(-columns // (elements * WARP_SIZE)) * WARP_SIZE
+            teams = max_warps * WARP_SIZE // threads
+            if teams:
+                layouts.append(
+                    (columns / (threads * elements), RowLayout(n, vec, threads, 1, teams, 1, cluster, aligned, False))
+                )
+        for fill, layout in layouts:
+            if fill >= MIN_FILL and layout.threads >= min(MIN_WARPS, min(warps.values())) * WARP_SIZE:
+                return layout
+        if layouts:
+            return max(layouts, key=lambda candidate: candidate[0] * candidate[1].threads)[1]
+        cluster *= 2
+    # Wider than registers can hold: read each row twice from shared memory, 16 warps of 32 elements
+    return RowLayout(n, vec, 512, 1, 1, 1, MAX_CLUSTER, aligned, False, reload=True)
+
+
+def with_stages(layout: RowLayout, itemsizes: tuple[int, ...], ring_bytes: int, max_stages: int) -> RowLayout:
+    """As many stages as fit: at least two, with fewer teams if need be; one where a single row leaves no room."""
+    teams = layout.teams
+    slot = layout.slot_bytes(itemsizes)
+    while teams > 1 and teams * slot * min(2, max_stages) > ring_bytes:
+        teams -= 1
+    stages = max(1, min(max_stages, ring_bytes // (teams * slot)))
+    return replace(layout, teams=teams, stages=stages)

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
+from cute_kernels.common.row_layout import (
+    MANY_CTAS,
+    RING_BYTES,
+    RowConfig,
+    clusters_for,
+    row_layout,
+    with_stages,
+)
 
-RING_BYTES = 200 * 1024  # of the 227 KB of shared memory of an SM, leaving room for the messages of the row sums
-MAX_CLUSTER = 16
 MAX_STAGES = 4
-MIN_WARPS = 7  # fewer do not hide the latency of a row's reduction
-MIN_FILL = 0.9  # of a row's elements over those that its threads could hold
-MANY_CTAS = 48  # an SM, from which on the forward does not stay resident
 
 
 @dataclass(frozen=True)
-class NormConfig:
-    """Geometry of a kernel, how many of its CTAs an SM holds, whether they keep weight and bias in shared memory."""
+class NormConfig(RowConfig):
+    """Also whether its CTAs keep weight and bias in shared memory."""
 
-    layout: RowLayout
-    ctas_per_sm: int
     shares_columns: bool = False
 
-    @property
-    def rows_per_cluster(self) -> int:
-        """Rows that a cluster holds at once."""
-        return self.layout.teams * self.layout.tile_rows
 
-    def max_clusters(self, num_sms: int) -> int:
-        """Clusters that are resident at once; SMs of a GPC that do not make up a cluster of 4 or more stay empty.
-
-        H200, one CTA an SM: 132 CTAs in clusters of 1 and 2, 30 clusters of 4, 15 of 8, 7 of 16; of 8 this gives 14.
-        """
-        clusters = num_sms * self.ctas_per_sm // self.layout.cluster
-        return max(1, clusters if self.layout.cluster <= 2 else clusters * 10 // 11)
-
-    def persistent_clusters(self, kind: str, num_sms: int) -> float:
-        """Clusters of rows up to which the forward launches at most ``max_clusters`` that walk over them.
-
-        Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;
-        resident teams drift apart. H200, bf16, us, resident and not: layer 262144x1024 288, 264; 131072x2048 276, 261;
-        32768x1024 38.1, 37.6; 16384x1024 21.2, 21.6; rms 262144x1024 272, 260; 32768x1024 36.4, 37.1. Rows of several
-        warps lose by it, as each CTA loads weight and bias: layer 5461x6144 40, 54. A ring of one stage has nothing in
-        flight for the next tile.
-        """
-        if self.layout.threads_per_row > WARP_SIZE:
-            return math.inf
-        if self.layout.stages == 1:
-            return 0
-        return (MANY_CTAS // 2 if kind == "layer" and self.layout.n <= 1024 else MANY_CTAS) * num_sms
+def many_ctas(kind: str, n: int) -> int:
+    """From how many CTAs an SM on the forward does not stay resident (RowConfig.persistent_clusters)."""
+    return MANY_CTAS // 2 if kind == "layer" and n <= 1024 else MANY_CTAS
 
 
 def forward_config(
@@ -84,7 +60,7 @@ def forward_config(
         warps, ctas_per_sm = {most: 8}, 2
     else:
         warps, ctas_per_sm = {most: 16}, 1
-    cluster = 1 if n <= 16384 else _clusters(n, 4096)
+    cluster = 1 if n <= 16384 else clusters_for(n, 4096)
     return _config(n, itemsizes, vec, aligned, packed, cluster, warps, ctas_per_sm, stages, column_bytes)
 
 
@@ -117,12 +93,7 @@ def backward_config(
         warps = {32: most, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
     elif kind == "rms" and 8192 < n <= 16384:
         columns = 2048
-    return _config(n, itemsizes, vec, aligned, packed, _clusters(n, columns), warps, ctas_per_sm)
-
-
-def _clusters(n: int, columns: int) -> int:
-    """Smallest cluster (a power of two) whose CTAs have at most so many columns each, if there is one."""
-    return min(MAX_CLUSTER, 1 << (-(-n // columns) - 1).bit_length())
+    return _config(n, itemsizes, vec, aligned, packed, clusters_for(n, columns), warps, ctas_per_sm)
 
 
 def _config(
@@ -137,64 +108,13 @@ def _config(
     max_stages: int = MAX_STAGES,
     column_bytes: int = 0,
 ) -> NormConfig:
-    """``warps``: elements a thread may hold -> warps a CTA can then have, in order of preference.
+    """``warps``: as in ``row_layout``.
 
     ``column_bytes``: of what is kept in shared memory beside the ring, where a stage of the ring is left room.
     """
-    elements = max(warps)
-    if n <= WARP_SIZE * elements:
-        layout = _narrow(n, vec, aligned, packed, elements, warps[elements])
-    else:
-        layout = _wide(n, vec, aligned, cluster, warps)
+    layout = row_layout(n, vec, aligned, packed, cluster, warps)
     ring_bytes = RING_BYTES // ctas_per_sm
     columns = column_bytes * layout.chunks * layout.threads_per_row * vec
     shares_columns = 0 < columns <= ring_bytes - layout.slot_bytes(itemsizes)
-    layout = _with_stages(layout, itemsizes, ring_bytes - columns * shares_columns, max_stages)
+    layout = with_stages(layout, itemsizes, ring_bytes - columns * shares_columns, max_stages)
     return NormConfig(layout, ctas_per_sm, shares_columns)
-
-
-def _narrow(n: int, vec: int, aligned: bool, packed: bool, elements: int, warps: int) -> RowLayout:
-    """Rows of up to one warp: several rows a warp and several a thread, so that a thread has up to ``elements``."""
-    vectors = -(-n // vec)
-    threads = WARP_SIZE
-    rows_per_thread = 1
-    if aligned:
-        threads = min(WARP_SIZE, 1 << (vectors - 1).bit_length())
-        chunks = -(-vectors // threads)
-        rows_per_thread = max(1, elements // (chunks * vec))
-        if not packed:
-            rows_per_thread = min(rows_per_thread, threads)  # a lane requests a row: a tile has 32 at most
-    packed = packed and threads < WARP_SIZE or packed and rows_per_thread > 1
-    return RowLayout(n, vec, threads, rows_per_thread, warps, 1, 1, aligned, packed)
-
-
-def _wide(n: int, vec: int, aligned: bool, cluster: int, warps: dict[int, int]) -> RowLayout:
-    """Rows of a warp and more: teams of whole warps, over the CTAs of a cluster."""
-    while cluster <= MAX_CLUSTER:
-        columns = n if cluster == 1 else -(-n // (cluster * 8)) * 8
-        layouts = []
-        for elements, max_warps in warps.items():
-            threads = -(-columns // (elements * WARP_SIZE)) * WARP_SIZE
-            teams = max_warps * WARP_SIZE // threads
-            if teams:
-                layouts.append(
-                    (columns / (threads * elements), RowLayout(n, vec, threads, 1, teams, 1, cluster, aligned, False))
-                )
-        for fill, layout in layouts:
-            if fill >= MIN_FILL and layout.threads >= min(MIN_WARPS, min(warps.values())) * WARP_SIZE:
-                return layout
-        if layouts:
-            return max(layouts, key=lambda candidate: candidate[0] * candidate[1].threads)[1]
-        cluster *= 2
-    # Wider than registers can hold: read each row twice from shared memory, 16 warps of 32 elements
-    return RowLayout(n, vec, 512, 1, 1, 1, MAX_CLUSTER, aligned, False, reload=True)
-
-
-def _with_stages(layout: RowLayout, itemsizes: tuple[int, ...], ring_bytes: int, max_stages: int) -> RowLayout:
-    """As many stages as fit: at least two, with fewer teams if need be; one where a single row leaves no room."""
-    teams = layout.teams
-    slot = layout.slot_bytes(itemsizes)
-    while teams > 1 and teams * slot * min(2, max_stages) > ring_bytes:
-        teams -= 1
-    stages = max(1, min(max_stages, ring_bytes // (teams * slot)))
-    return replace(layout, teams=teams, stages=stages)

@@ -8,7 +8,6 @@ for traced graphs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,10 +17,11 @@ from torch import Tensor
 from cute_kernels._autograd import as_rows
 from cute_kernels._check import expect
 from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
+from cute_kernels._rows import geometry, resolved, rows_key, strides_key
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
-from cute_kernels.norm.config import NormConfig, backward_config, forward_config
+from cute_kernels.norm.config import NormConfig, backward_config, forward_config, many_ctas
 
 # From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
 RESIDENT_ROWS = 2**29
@@ -78,13 +78,13 @@ def plan_forward(
         keeps_h,
         keeps_statistics,
         dtype,
-        shape[-1] if contiguous else _strides_key(as_rows(op, "x", x)),
+        shape[-1] if contiguous else strides_key(as_rows(op, "x", x)),
         x.data_ptr() & 15,
         x.get_device(),
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
         ((0 if weight is None else weight.data_ptr()) | (0 if bias is None else bias.data_ptr())) & 15,
-        None if residual is None else _rows_key(as_rows(op, "residual", residual)),
+        None if residual is None else rows_key(as_rows(op, "residual", residual)),
     )
     plan = _plans.get(key)
     rows = shape[0] if len(shape) == 2 else x.numel() // shape[-1]
@@ -227,9 +227,9 @@ def run_backward(
         weight_offset,
         accumulate_w,
         accumulate_b,
-        _rows_key(saved),
-        _rows_key(dy),
-        None if dh_out is None else _rows_key(dh_out),
+        rows_key(saved),
+        rows_key(dy),
+        None if dh_out is None else rows_key(dh_out),
         None if weight is None else _vector_key(weight),
         None if bias is None else _vector_key(bias),
         None if dx is None else dx.dtype,
@@ -266,18 +266,6 @@ backward_op = mutating_op(
 )
 
 
-def _rows_key(t: Tensor) -> tuple:
-    """All that a kernel is specialised on and all that is checked of a matrix, but for its number of rows."""
-    if t.is_contiguous():
-        return t.dtype, t.shape[-1], t.get_device(), t.data_ptr() & 15
-    return t.dtype, _strides_key(t), t.get_device(), t.data_ptr() & 15
-
-
-def _strides_key(t: Tensor) -> tuple:
-    """Of a matrix that is not contiguous: its columns, strides and whether it is more than a row."""
-    return t.shape[-1], t.stride(), t.shape[0] > 1
-
-
 def _vector_key(t: Tensor) -> tuple:
     return t.dtype, t.shape, t.get_device(), t.data_ptr() & 15, t.is_contiguous()
 
@@ -288,9 +276,9 @@ def _plan_forward(kind, weight_offset, y_dtype, keeps_h, num_statistics, x, resi
     index, n = x.get_device(), x.shape[-1]
     streams = [x] if residual is None else [x, residual]
     arch = arch_of(index)
-    geometry = _geometry(n, streams, [y_dtype])
+    facts = geometry(n, streams, [y_dtype])
     column_bytes = sum(t.element_size() for t in (weight, bias) if t is not None)
-    config = forward_config(arch, kind, n, tuple(t.element_size() for t in streams), column_bytes, *geometry)
+    config = forward_config(arch, kind, n, tuple(t.element_size() for t in streams), column_bytes, *facts)
     function = norm_forward(
         arch,
         kind,
@@ -311,8 +299,8 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
     index, n = saved.get_device(), saved.shape[-1]
     streams = [t for t in (saved, dy, dh_out) if t is not None]
     arch = arch_of(index)
-    geometry = _geometry(n, streams, [t.dtype for t in gradients[:2] if t is not None])
-    config = backward_config(arch, kind, save, n, tuple(t.element_size() for t in streams), *geometry)
+    facts = geometry(n, streams, [t.dtype for t in gradients[:2] if t is not None])
+    config = backward_config(arch, kind, save, n, tuple(t.element_size() for t in streams), *facts)
     function = norm_backward(
         arch,
         kind,
@@ -328,40 +316,14 @@ def _plan_backward(kind, save, weight_offset, accumulate, saved, dy, dh_out, wei
 
 def _plan(function, kind: str, config: NormConfig, like: Tensor) -> Plan:
     num_sms = sm_count(like.get_device())
-    persistent = config.persistent_clusters(kind, num_sms)
+    persistent = config.persistent_clusters(num_sms, many_ctas(kind, config.layout.n))
     if config.layout.n == 1:
-        function = _resolved(function)
+        function = resolved(function)
     return Plan(function, config.rows_per_cluster, config.max_clusters(num_sms), persistent, allocator(like))
-
-
-def _resolved(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` of tensors as torch reads them: one column may be a conjugate's imaginary part, negated lazily."""
-
-    def run(*arguments: object) -> None:
-        function(*(value.resolve_neg() if isinstance(value, Tensor) else value for value in arguments))
-
-    return run
 
 
 def _dtypes(*tensors: Tensor | None) -> list:
     return [None if t is None else cutlass_dtype(t.dtype) for t in tensors]
-
-
-def _geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tuple[int, bool, bool]:
-    """(elements that move together, rows start and end on 16 bytes, rows of all matrices are back to back).
-
-    16 bytes of the widest dtype move together: a wider access would leave half of each 32-byte sector to the next
-    instruction (H200, 8192x4096 fp32 forward: 89 us with 32 bytes a thread).
-    """
-    vec = 16 // max(dtype.itemsize for dtype in (*outputs, *(t.dtype for t in streams)))
-    aligned = True
-    for t in streams:
-        itemsize = t.element_size()
-        stride = t.stride(0) if t.shape[0] > 1 else n
-        vec = math.gcd(vec, n, stride, t.data_ptr() // itemsize)
-        aligned = aligned and all(size % 16 == 0 for size in (n * itemsize, stride * itemsize, t.data_ptr()))
-    packed = aligned and all(t.stride(0) == n or t.shape[0] <= 1 for t in streams)
-    return vec, aligned, packed
 
 
 def _column_alignment(*vectors: Tensor | None) -> int:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.common.row_layout import WARP_SIZE
+from cute_kernels.common.row_layout import RING_BYTES, WARP_SIZE
 from cute_kernels.norm import prewarm
 from cute_kernels.norm.checks import MAX_COLUMNS
-from cute_kernels.norm.config import RING_BYTES, NormConfig, backward_config, forward_config
+from cute_kernels.norm.config import NormConfig, backward_config, forward_config, many_ctas
 
 SM_SHARED_MEMORY = 228 * 1024
 RESERVED_SHARED_MEMORY = 1024  # of each CTA, by the system
@@ -113,7 +113,7 @@ def check_config(
         assert clusters >= 1 and (clusters - 1) * layout.cluster < num_sms * config.ctas_per_sm
         one_tile = layout.stages == 1 and layout.threads_per_row <= WARP_SIZE
         for kind in ("rms", "layer"):
-            persistent = config.persistent_clusters(kind, num_sms)
+            persistent = config.persistent_clusters(num_sms, many_ctas(kind, n))
             assert persistent == 0 if one_tile else persistent > clusters
     # Each row of a tile has one lane that writes its mean and rstd, 32 rows at a time
     passes = min(layout.rows_per_thread, layout.threads_per_row)

@@ -1,0 +1,46 @@
+"""The argument contract of softmax, log_softmax, sum and mean, shared by the kernels and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels._check import expect, expect_dtype, expect_tensor
+from cute_kernels.reduction.config import MAX_COLUMNS
+
+MAX_ROWS = 2**31 - 2**24  # as of the norms
+
+
+def check_softmax(op: str, x: Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    expect_tensor(op, "x", x)
+    expect_dtype(op, "x", x.dtype)
+    expect(x.dim() >= 1, op, "x", "have at least one dimension", f"shape {tuple(x.shape)}")
+    n = x.shape[-1]
+    expect(n <= MAX_COLUMNS, op, "x", f"have at most {MAX_COLUMNS} columns", n)
+    expect(n <= 1 or x.stride(-1) == 1, op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
+    expect(not n or x.numel() // n <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", x.numel() // max(n, 1))
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype)
+
+
+def check_sum(
+    op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, out_dtype: torch.dtype | None
+) -> tuple[int, ...]:
+    """The dimensions to sum over, ascending; raises TypeError or ValueError, naming argument, expected and got."""
+    expect_tensor(op, "x", x)
+    expect_dtype(op, "x", x.dtype)
+    expect(isinstance(keepdim, bool), op, "keepdim", "be a bool", type(keepdim).__name__, TypeError)
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype)
+    if dim is None:
+        return tuple(range(x.dim()))
+    dims = (dim,) if type(dim) is int else dim
+    good = isinstance(dims, (tuple, list)) and all(type(d) is int for d in dims)
+    expect(good, op, "dim", "be None, an int or ints", repr(dim), TypeError)
+    expect(all(-x.dim() <= d < x.dim() for d in dims), op, "dim", f"be of {x.dim()} dimensions", dim)
+    dims = sorted(d % x.dim() for d in dims)
+    expect(len({*dims}) == len(dims), op, "dim", "name each dimension once", dim)
+    return tuple(dims)

@@ -1,0 +1,173 @@
+"""softmax, log_softmax, sum and mean on torch tensors: the public functions, allocation, autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels._autograd import as_rows, first_derivative_only, gradient_rows
+from cute_kernels._check import expect
+from cute_kernels._op import is_plain
+from cute_kernels.reduction import reference
+from cute_kernels.reduction.checks import check_softmax, check_sum
+from cute_kernels.reduction.launch import (
+    run_softmax,
+    run_softmax_backward,
+    run_sum,
+    softmax_backward_op,
+    softmax_op,
+    sum_op,
+)
+
+
+def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension.
+
+    Args:
+        x: (..., N) bf16, fp16 or fp32; N up to 262,144; last dimension contiguous; the leading dimensions must collapse
+            to rows of one stride.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        x's shape.
+
+    Raises:
+        TypeError, ValueError: naming argument, expected and got.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics: fp32 arithmetic, one rounding at the end. A row of the result, and of the gradient of x, has the same bits
+    whatever the number of rows and its place among them, in matrices of the same dtypes and the same alignment of rows.
+    A row that is -inf throughout, or has +inf or NaN in it, becomes NaN. An incoming gradient without contiguous rows
+    is copied.
+    """
+    return _softmax("softmax", x, out_dtype, backend)
+
+
+def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+    """``x - max(x) - log(sum(exp(x - max(x))))`` over the last dimension; all else as in ``softmax``."""
+    return _softmax("log_softmax", x, out_dtype, backend)
+
+
+def _softmax(op: str, x: Tensor, out_dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
+        expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
+        return getattr(reference, op)(x, out_dtype=out_dtype)
+    check_softmax(op, x, out_dtype)
+    return _SoftmaxFunction.apply(x, op, out_dtype or x.dtype)
+
+
+class _SoftmaxFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, op, dtype):
+        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        rows, y_rows = as_rows(op, "x", x), as_rows(op, "y", y)
+        (run_softmax if is_plain(x) else softmax_op)(rows, y_rows, op == "log_softmax")
+        ctx.save_for_backward(y)
+        ctx.call = op, x.dtype
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dy):
+        (y,), (op, dtype) = ctx.saved_tensors, ctx.call
+        dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
+        run = run_softmax_backward if is_plain(y, dy) else softmax_backward_op
+        run(as_rows(op, "y", y), gradient_rows(dy), as_rows(op, "dx", dx), op == "log_softmax")
+        return dx, None, None
+
+
+def sum(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Sum over dimensions.
+
+    Args:
+        x: bf16, fp16 or fp32 of any strides; a copy is made where dimensions that are summed together, or those before
+            or behind them, do not collapse to one, or the last ones are not contiguous.
+        dim: dimensions to sum over; None: all.
+        keepdim: whether they stay, of size 1.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        x's shape without the dimensions summed over.
+
+    Raises: as ``softmax``.
+
+    Numerics: fp32 sums, one rounding at the end. The order of a sum is that of its length, its place in x's shape (the
+    last dimensions or others), and the alignment of rows; it does not depend on the number of sums.
+    """
+    return _reduce("sum", x, dim, keepdim, out_dtype, backend)
+
+
+def mean(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Mean over dimensions: their sum times 1 / their number, in fp32; all else as in ``sum``."""
+    return _reduce("mean", x, dim, keepdim, out_dtype, backend)
+
+
+def _reduce(op: str, x: Tensor, dim, keepdim: bool, out_dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
+        expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
+        return getattr(reference, op)(x, dim, keepdim=keepdim, out_dtype=out_dtype)
+    dims = check_sum(op, x, dim, keepdim, out_dtype)
+    count = math.prod(x.shape[d] for d in dims)
+    scale = 1.0 if op == "sum" else 1.0 / count if count else math.nan
+    y = _SumFunction.apply(x, dims, scale, out_dtype or x.dtype)
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+    return y.view(shape) if keepdim else y
+
+
+class _SumFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dims, scale, dtype):
+        ctx.call = x.shape, x.dtype, dims, scale
+        return sum_dimensions(x, dims, scale, dtype)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dy):
+        shape, dtype, dims, scale = ctx.call
+        dx = dy if scale == 1.0 else dy.float() * scale
+        dx = dx.to(dtype).view([1 if d in dims else size for d, size in enumerate(shape)])
+        return dx.expand(shape), None, None, None
+
+
+def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
+    """``scale`` times the sums over ``dims``, ascending: neighbours together, the last ones first."""
+    runs: list[list[int]] = []
+    for d in dims:
+        if runs and runs[-1][-1] == d - 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    if not runs:
+        return (x.float() * scale).to(dtype)
+    shape = list(x.shape)
+    for i, run in enumerate(reversed(runs)):
+        first, behind = run[0], run[-1] + 1
+        sizes = math.prod(shape[:first]), math.prod(shape[first:behind]), math.prod(shape[behind:])
+        x = x.reshape(sizes)
+        if sizes[2] > 1 and x.stride(2) != 1:
+            x = x.contiguous()
+        last = i == len(runs) - 1
+        y = x.new_empty(sizes[0], sizes[2], dtype=dtype if last else torch.float32)
+        (run_sum if is_plain(x) else sum_op)(x, y, scale if last else 1.0)
+        del shape[first:behind]
+        x = y
+    return x.view(shape)

@@ -1,0 +1,25 @@
+"""The kernels that the collected tests name are compiled beforehand, in parallel."""
+
+import pytest
+import torch
+
+from cute_kernels import reduction
+from jit_cache import prewarm
+from tests.gemm_cases import here
+from tests.gpu.reduction.test_reduction import SUMS
+from tests.reduction_cases import BF16, FP32, SoftmaxCase, kernels_of, stand_in
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reduction_compiled_beforehand(request):
+    if not torch.cuda.is_available():
+        return
+    values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
+    values += [v for value in values if isinstance(value, list) for v in value]
+    jobs = kernels_of([value for value in dict.fromkeys(v for v in values if isinstance(v, SoftmaxCase))], here())
+    with stand_in(here()) as more:
+        for shape, dim in SUMS:
+            for dtype in (BF16, FP32):
+                for out in (BF16, FP32):
+                    reduction.sum(torch.zeros(shape, dtype=dtype), dim, out_dtype=out)
+    prewarm(list(dict.fromkeys(jobs + more)))  # what fails to compile fails again where it is used
