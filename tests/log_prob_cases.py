@@ -34,10 +34,12 @@ class Case:
     weight_by_columns: bool = False
     gap: int = 0  # elements between the rows of x and weight, NaN
     entropy: bool = True  # whether it has a gradient
+    exact: bool = False  # logits without rounding, far from 0, and likely targets; see exact_inputs
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.v}x{self.k}", name_of(self.dtype)]
         words += [f"temperature_{self.temperature}"] * (self.temperature != 1.0)
+        words += ["exact"] * self.exact
         words += ["int32"] * (self.index is torch.int32) + ["by_columns"] * self.weight_by_columns
         words += [f"gap_{self.gap}"] * (self.gap > 0)
         return "-".join(words + ["no_dentropy"] * (not self.entropy))
@@ -56,16 +58,39 @@ class Inputs:
 
 def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
     """Logits of standard deviation 2 before the temperature: some tokens are likely, most are not."""
-    x = randn(case.m, case.k, generator=generator).to(case.dtype)
-    weight = (2 * case.k**-0.5 * randn(case.v, case.k, generator=generator)).to(case.dtype)
+    if case.exact:
+        x, weight, target = exact_inputs(case, generator)
+    else:
+        x = randn(case.m, case.k, generator=generator)
+        weight = 2 * case.k**-0.5 * randn(case.v, case.k, generator=generator)
+        target = torch.randint(case.v, (case.m,), generator=generator, device=x.device)
+    x, weight = x.to(case.dtype), weight.to(case.dtype)
     if case.gap:
         x, weight = strided(x, case.gap), strided(weight, case.gap)
     if case.weight_by_columns:
         weight = weight.t().contiguous().t()
-    target = torch.randint(case.v, (case.m,), generator=generator, device=x.device)
     target[3::7] = IGNORED
     g, h = randn(case.m, generator=generator), randn(case.m, generator=generator)
     return Inputs(x.requires_grad_(), weight.requires_grad_(), target.to(case.index), g, h)
+
+
+def exact_inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight, target: logits are a step times integers of 19 bits, 2^18 and up to a thousand more or less.
+
+    The step is the power of 2 below the temperature. Of four tokens two are as usual; the second is sure of its target;
+    the third halves its probability between two equal rows of the weight, the first and the last one.
+    """
+    x, weight = (
+        torch.randint(-1, 2, (rows, case.k), generator=generator, device=generator.device).float()
+        for rows in (case.m, case.v)
+    )
+    target = torch.randint(1, case.v - 1, (case.m,), generator=generator, device=generator.device)
+    target[2::4] = 0
+    weight[-1] = weight[0]
+    for likely in (slice(1, None, 4), slice(2, None, 4)):
+        x[likely] = 4 * weight[target[likely]]
+    x[:, 0], weight[:, 0] = 2.0**18, 1.0
+    return x, weight * 2.0 ** math.floor(math.log2(case.temperature)), target
 
 
 def run(function: Callable, case: Case, inputs: Inputs) -> dict[str, Tensor]:
@@ -88,7 +113,7 @@ class Truth:
 
 
 def oracle(case: Case, inputs: Inputs) -> Truth:
-    """With bounds: a logit's sum is off by a step of fp32 for each k16, all else by a few roundings."""
+    """With bounds: a logit's sum is off by a step of fp32 for each k16 unless exact, all else by a few roundings."""
     x, weight, g, h = (t.detach().double() for t in (inputs.x, inputs.weight, inputs.g, inputs.h))
     target, counts = inputs.target.long().clamp_min(0), inputs.target != IGNORED
     log_p = torch.log_softmax(x @ weight.t() / case.temperature, -1)
@@ -99,11 +124,12 @@ def oracle(case: Case, inputs: Inputs) -> Truth:
     spread = log_p + entropy[:, None]
     dz = (g[:, None] * (one - p) - h[:, None] * p * spread) * counts[:, None] / case.temperature
     terms = x.abs() @ weight.abs().t() / case.temperature
-    logit_error = (steps_of(case.k) + 8) * FP32_EPS * terms.amax(1)
+    logit_error = 0 * entropy if case.exact else (steps_of(case.k) + 8) * FP32_EPS * terms.amax(1)
     size = (g[:, None].abs() * (one + p) + h[:, None].abs() * p * (log_p.abs() + entropy[:, None])) / case.temperature
     info = torch.finfo(case.dtype)
     rounding = 0.5 * info.eps * dz.abs().clamp_min(info.smallest_normal)
-    margin = rounding + size * (4 * logit_error + 16 * FP32_EPS * (1 + entropy))[:, None]
+    p_error = (4 * logit_error + 16 * FP32_EPS * (1 + entropy))[:, None] + 2 * FP32_EPS * log_p.abs()
+    margin = rounding + size * p_error
     values = {"log_prob": log_prob * counts, "entropy": entropy * counts}
     bounds = {
         "log_prob": 2 * logit_error + 16 * FP32_EPS * (1 + log_prob.abs()),
@@ -148,45 +174,48 @@ def log_prob_stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
         yield jobs
 
 
-def _logits(static: dict, x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """To the base of 2, in fp64: what torch's sums owe to the number of rows is then gone with the rounding to fp32."""
+def _logits(static: dict, x: Tensor, weight: Tensor) -> Tensor:
+    """In fp32, of fp64 sums: what those owe to the number of rows is gone with the rounding. As fp64."""
     weight = weight if static["weight_major"] == "k" else weight.t()
-    return scale * (x.double() @ weight.double().t())
+    return (x.double() @ weight.double().t()).float().double()
 
 
 def _statistics(static, x, weight, target, statistics, target_logit, scale, num_ctas) -> None:
-    z, width = _logits(static, x, weight, scale)[: len(target)], vocabulary_tile(static["arch"])
-    assert statistics.shape == (3, -(-z.shape[1] // width), len(target)) and num_ctas >= 1
-    for tile, part in enumerate(z.split(width, 1)):
+    logits, width = _logits(static, x, weight)[: len(target)], vocabulary_tile(static["arch"])
+    assert statistics.shape == (3, -(-logits.shape[1] // width), len(target)) and num_ctas >= 1
+    for tile, part in enumerate(logits.split(width, 1)):
         largest = part.amax(1)
-        u = part - largest[:, None]
+        u = scale * (part - largest[:, None])
         statistics[:, tile] = torch.stack((largest, u.exp2().sum(1), (u * u.exp2()).sum(1)))
-    good = (target >= 0) & (target < z.shape[1])
-    target_logit[good] = z[good].gather(1, target[good].long()[:, None]).squeeze(1).float()
+    good = (target >= 0) & (target < logits.shape[1])
+    target_logit[good] = logits[good].gather(1, target[good].long()[:, None]).squeeze(1).float()
 
 
-def _log_prob(static, statistics, target, target_logit, log_prob, entropy, lse, vocabulary, ignore_index) -> None:
-    largest, total, moment = statistics.double()
-    base = largest.amax(0)
-    e = (largest - base).exp2()
-    moment = (e * ((largest - base) * total + moment)).sum(0)
-    total = (e * total).sum(0)
-    lse.copy_(math.log(2) * (base + total.log2()))
-    log_prob.copy_(math.log(2) * (target_logit - base - total.log2()))
+def _log_prob(
+    static, statistics, target, target_logit, log_prob, entropy, row_statistics, vocabulary, ignore_index, scale
+) -> None:
+    of_tiles, total, moment = statistics.double()
+    largest = of_tiles.amax(0)
+    shift = scale * (of_tiles - largest)
+    moment = (shift.exp2() * (shift * total + moment)).sum(0)
+    total = (shift.exp2() * total).sum(0)
+    log_prob.copy_(math.log(2) * (scale * (target_logit - largest) - total.log2()))
     entropy.copy_(math.log(2) * (total.log2() - moment / total))
     for result in (log_prob, entropy):
         result[(target < 0) | (target >= vocabulary)] = math.nan
         result[target == ignore_index] = 0.0
+    row_statistics.copy_(torch.stack((largest, total.log2(), entropy.double()), 1))
 
 
 def _gradient(
-    static, x, weight, target, lse, entropy, g, h, dlogits, ignore_index, vocabulary, first, scale, inverse, num_ctas
+    static, x, weight, target, row_statistics, g, h, dlogits, ignore_index, vocabulary, first, scale, inverse, num_ctas
 ) -> None:
-    u = _logits(static, x, weight, scale) - lse.double()[:, None] / math.log(2)
+    largest, log2_total, entropy = row_statistics.double().t().unsqueeze(-1)
+    u = scale * (_logits(static, x, weight) - largest) - log2_total
     p, column = u.exp2(), torch.arange(first, first + dlogits.shape[1])
     factor = g.double()[:, None]
     if static["has_dentropy"]:
-        factor = factor + h[:, None] * (math.log(2) * u + entropy[:, None])
+        factor = factor + h[:, None] * (math.log(2) * u + entropy)
     gradient = inverse * ((column == target[:, None]) * g[:, None] - p * factor)
     counts = (target >= 0) & (target < vocabulary) & (target != ignore_index)
     dlogits.copy_(torch.where(counts[:, None], gradient, 0.0))

@@ -22,10 +22,10 @@ GROUPS = 64  # of tiles, whose numbers are added apart: tile t belongs to group 
 
 @compiled
 def log_prob_statistics(arch: str, dtype: Dtype, target: Dtype, weight_major: str, config: GemmConfig) -> Program:
-    """Of logits z = scale x weight^T, x (M, K), weight (V, K), for each row and tile t of ``vocabulary_tile`` columns:
+    """Of logits x weight^T, x (M, K), weight (V, K), for each row and tile t of ``vocabulary_tile`` columns:
 
-    statistics[:, t, row] = (largest z, sum of 2^(z - largest), sum of (z - largest) 2^(z - largest)); and
-    target_logit[row], the z of its target, where that is a column. x may have more rows than the others.
+    statistics[:, t, row] = (largest logit, sum of 2^u, sum of u 2^u), u = scale (logit - largest); and
+    target_logit[row], that of its target, where that is a column. x may have more rows than the others.
     """
     rows, m, v, k, tiles = (cute.sym_int() for _ in range(5))
     if arch.startswith("sm_9"):
@@ -51,9 +51,10 @@ def log_prob_statistics(arch: str, dtype: Dtype, target: Dtype, weight_major: st
 
 @compiled
 def log_prob(arch: str, target: Dtype) -> Program:
-    """(log-probability of the target, entropy, ln of the sum of exp) of each row, from its statistics.
+    """Log-probability of the target and entropy of each row, from its tiles' statistics.
 
-    Where the target is ``ignore_index`` the former two are 0; where it is no column, NaN.
+    Where the target is ``ignore_index`` both are 0; where it is no column, NaN. row_statistics[row] = (largest logit,
+    log2 of the sum of 2^u, entropy), u as in ``log_prob_statistics``, for the backward.
     """
     m, tiles = cute.sym_int(), cute.sym_int()
     return Program(
@@ -61,9 +62,12 @@ def log_prob(arch: str, target: Dtype) -> Program:
         cube(tiles, m),
         vector(target, m),
         vector(Float32, m),
-        *(vector(Float32, m) for _ in range(3)),
+        vector(Float32, m),
+        vector(Float32, m),
+        symbolic_matrix(Float32, (m, 3), False),
         Int32(1),
         Int64(1),
+        Float32(1.0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -91,7 +95,9 @@ def log_prob_gradient(
         symbolic_matrix(dtype, (m, k), True),
         symbolic_matrix(dtype, (v, k) if weight_major == "k" else (k, v), True),
         vector(target, m),
-        *(vector(Float32, m) for _ in range(4)),
+        symbolic_matrix(Float32, (m, 3), False),
+        vector(Float32, m),
+        vector(Float32, m),
         symbolic_matrix(dtype, (m, v), True),
         Int64(1),
         Int32(1),
@@ -127,12 +133,14 @@ class LogProb:
         target_logit: cute.Tensor,
         log_prob: cute.Tensor,
         entropy: cute.Tensor,
-        lse: cute.Tensor,
+        row_statistics: cute.Tensor,
         vocabulary: Int32,
         ignore_index: Int64,
+        scale: Float32,
         stream,
     ):
-        self.kernel(statistics, target, target_logit, log_prob, entropy, lse, vocabulary, ignore_index).launch(
+        rows = target, target_logit, log_prob, entropy, row_statistics
+        self.kernel(statistics, *rows, vocabulary, ignore_index, scale).launch(
             grid=[cute.ceil_div(statistics.shape[2], ROWS), 1, 1],
             block=[ROWS * GROUPS, 1, 1],
             stream=stream,
@@ -147,9 +155,10 @@ class LogProb:
         target_logit: cute.Tensor,
         log_prob: cute.Tensor,
         entropy: cute.Tensor,
-        lse: cute.Tensor,
+        row_statistics: cute.Tensor,
         vocabulary: Int32,
         ignore_index: Int64,
+        scale: Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
@@ -170,7 +179,7 @@ class LogProb:
 
         total, moment = Float32(0.0), Float32(0.0)
         for tile in cutlass.range(group, num_tiles, GROUPS, unroll=4):
-            shift = statistics[0, tile, at] - largest
+            shift = (statistics[0, tile, at] - largest) * scale
             e = cute.math.exp2(shift, fastmath=True)
             part = statistics[1, tile, at]
             total = cute.math.fma(e, part, total)
@@ -183,12 +192,14 @@ class LogProb:
                 total = total + shared[tidx, g, 1]
                 moment = moment + shared[tidx, g, 2]
             log2_total = cute.math.log2(total)
-            lse[row] = LN_2 * (largest + log2_total)
             value, spread = Float32(0.0), Float32(0.0)
             if target[row] != ignore_index:
                 value, spread = Float32.nan, Float32.nan
                 if target_column(target, row, vocabulary) >= 0:
-                    value = LN_2 * ((target_logit[row] - largest) - log2_total)
+                    value = LN_2 * cute.math.fma(target_logit[row] - largest, scale, -log2_total)
                     spread = LN_2 * (log2_total - moment / total)
             log_prob[row] = value
             entropy[row] = spread
+            row_statistics[row, 0] = largest
+            row_statistics[row, 1] = log2_total
+            row_statistics[row, 2] = spread

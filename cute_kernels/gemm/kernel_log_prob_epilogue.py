@@ -1,7 +1,8 @@
 """What the kernels of linear_log_prob share on either architecture: entries, and what is done with logits in registers.
 
-Exponentials are to the base of 2. Where a product is added it is a fused multiply-add by name: what the compiler fuses
-by itself depends on what stands around, and kernels for few and for many tokens must agree bit by bit.
+Exponentials are to the base of 2, of differences to a largest logit. The scale comes after the difference, so that its
+product is rounded where it is small. Where a product is added it is a fused multiply-add by name: what the compiler
+fuses by itself depends on what stands around, and kernels for few and for many tokens must agree bit by bit.
 """
 
 import cutlass
@@ -12,7 +13,6 @@ from cute_kernels.gemm.kernel_epilogue import transpose
 
 MASKED = -1e20  # in place of logits beyond the last column: nothing after exp2, and no infinity to subtract
 LN_2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 
 
 class StatisticsEntry:
@@ -49,8 +49,7 @@ class GradientEntry:
         x: cute.Tensor,
         weight: cute.Tensor,
         target: cute.Tensor,
-        lse: cute.Tensor,
-        entropy: cute.Tensor,
+        row_statistics: cute.Tensor,
         dlog_prob: cute.Tensor,
         dentropy: cute.Tensor,
         dlogits: cute.Tensor,
@@ -66,7 +65,7 @@ class GradientEntry:
         if const_expr(self.majors[1] == "n"):
             weight = transpose(weight)
         of_targets = ignore_index, vocabulary, first_column
-        rows = target, lse, entropy, dlog_prob, dentropy, *of_targets, scale, inverse_temperature
+        rows = target, row_statistics, dlog_prob, dentropy, *of_targets, scale, inverse_temperature
         self.multiply(x, weight, dlogits, None, None, None, rows, num_ctas, stream)
 
 
@@ -90,11 +89,11 @@ def largest_of(logits: cute.Tensor) -> Float32:
 
 
 @cute.jit
-def sums_of(logits: cute.Tensor, scale: Float32, base: Float32):
-    """(sum of e, sum of e u) over a fragment, in its order; u = scale logit - base, e = 2^u."""
+def sums_of(logits: cute.Tensor, scale: Float32, largest: Float32):
+    """(sum of e, sum of e u) over a fragment, in its order; u = scale (logit - largest), e = 2^u."""
     total, moment = Float32(0.0), Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(logits)):
-        u = cute.math.fma(logits[i], scale, -base)
+        u = (logits[i] - largest) * scale
         e = cute.math.exp2(u, fastmath=True)
         total = total + e
         moment = cute.math.fma(e, u, moment)
@@ -102,11 +101,11 @@ def sums_of(logits: cute.Tensor, scale: Float32, base: Float32):
 
 
 @cute.jit
-def keep_statistics(rows: tuple, row: Int32, tile: Int32, base: Float32, total: Float32, moment: Float32):
+def keep_statistics(rows: tuple, row: Int32, tile: Int32, largest: Float32, total: Float32, moment: Float32):
     """Store what a tile of columns holds of a row: its largest logit, and the two sums of ``sums_of``."""
     _, statistics, _, _ = rows
     if row < statistics.shape[2] and tile < statistics.shape[1]:
-        statistics[0, tile, row] = base
+        statistics[0, tile, row] = largest
         statistics[1, tile, row] = total
         statistics[2, tile, row] = moment
 
@@ -114,11 +113,11 @@ def keep_statistics(rows: tuple, row: Int32, tile: Int32, base: Float32, total: 
 @cute.jit
 def keep_target_logit(rows: tuple, logits: cute.Tensor, columns: cute.Tensor, row: Int32, column: Int32):
     """Store the logit of a row's target, if this thread has it; ``columns``: those of the fragment."""
-    _, _, target_logit, scale = rows
+    _, _, target_logit, _ = rows
     if row < target_logit.shape[0]:
         for i in cutlass.range_constexpr(cute.size(logits)):
             if columns[i] == column:
-                target_logit[row] = logits[i] * scale
+                target_logit[row] = logits[i]
 
 
 @cute.jit
@@ -131,20 +130,20 @@ def differentiate(
     d logit_j = (g (j is the target) - p_j (g + h (ln p_j + H))) / temperature, and ln p = u ln 2, linear in u;
     0 where there is no target, whatever the logits are.
     """
-    target, lse, entropy, g, h, ignore_index, vocabulary, first_column, scale, inverse_temperature = rows
+    target, row_statistics, g, h, ignore_index, vocabulary, first_column, scale, inverse_temperature = rows
     last = cutlass.min(row, target.shape[0] - 1)
     column = target_column(target, last, vocabulary)
     if target[last] == ignore_index:
         column = Int32(-1)
+    largest, log2_total = row_statistics[last, 0], row_statistics[last, 1]
     of_target = g[last] * inverse_temperature
     constant, slope = -of_target, Float32(0.0)
     if const_expr(has_dentropy):
         share = h[last] * inverse_temperature
-        constant = -cute.math.fma(share, entropy[last], of_target)
+        constant = -cute.math.fma(share, row_statistics[last, 2], of_target)
         slope = share * -LN_2
-    base = lse[last] * LOG2_E
     for i in cutlass.range_constexpr(cute.size(logits)):
-        u = cute.math.fma(logits[i], scale, -base)
+        u = cute.math.fma(logits[i] - largest, scale, -log2_total)
         p = cute.math.exp2(u, fastmath=True)
         factor = constant
         if const_expr(has_dentropy):

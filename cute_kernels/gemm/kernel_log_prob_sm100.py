@@ -55,9 +55,9 @@ class StatisticsSm100(StatisticsEntry, GemmSm100):
             for i in cutlass.range_constexpr(cute.size(sums)):
                 if columns[i] >= vocabulary:
                     sums[i] = Float32(MASKED)
-        base = largest_of(sums) * scale
-        total, moment = sums_of(sums, scale, base)
-        keep_statistics(rows, row, tile, base, total, moment)
+        largest = largest_of(sums)
+        total, moment = sums_of(sums, scale, largest)
+        keep_statistics(rows, row, tile, largest, total, moment)
         column = target_column(target, row, vocabulary)
         if column >= tile * width and column < (tile + 1) * width:
             keep_target_logit(rows, sums, columns, row, column)

@@ -57,12 +57,11 @@ class StatisticsSm90(StatisticsEntry, GemmSm90):
         for r in cutlass.range_constexpr(rows_of(sums)):
             logits, columns, row = row_of(sums, tCcD, r, first_m, first_n)
             largest = cute.arch.warp_reduction(largest_of(logits), cute.arch.fmax, threads_in_group=QUAD)
-            base = largest * scale
-            total, moment = sums_of(logits, scale, base)
+            total, moment = sums_of(logits, scale, largest)
             total = cute.arch.warp_reduction(total, operator.add, threads_in_group=QUAD)
             moment = cute.arch.warp_reduction(moment, operator.add, threads_in_group=QUAD)
             if thread % QUAD == 0:
-                keep_statistics(rows, row, n, base, total, moment)
+                keep_statistics(rows, row, n, largest, total, moment)
             column = target_column(target, row, vocabulary)
             if column >= first_n and column < first_n + self.tile[1]:
                 keep_target_logit(rows, logits, columns, row, column)

@@ -31,11 +31,11 @@ def run_forward(
     target: Tensor,
     log_prob: Tensor,
     entropy: Tensor,
-    lse: Tensor,
+    row_statistics: Tensor,
     ignore_index: int,
     temperature: float,
 ) -> None:
-    """Fill log_prob, entropy and lse (M,), fp32, of x (M, K), weight (V, K) and target (M,).
+    """Fill log_prob, entropy (M,) and row_statistics (M, 3), fp32, of x (M, K), weight (V, K) and target (M,).
 
     Raises:
         ValueError: x or weight have rows that TMA cannot read.
@@ -47,6 +47,7 @@ def run_forward(
     arch, v = arch_of(x.get_device()), weight.shape[0]
     dtype, target_dtype = cutlass_dtype(x.dtype), index_dtype(target)
     finish = log_prob_kernel(arch, target_dtype)
+    scale = math.log2(math.e) / temperature
     for first in range(0, x.shape[0], STATISTICS_TOKENS):
         some = slice(first, first + STATISTICS_TOKENS)
         x_some, target_some = x[some], target[some]
@@ -60,9 +61,9 @@ def run_forward(
         statistics = x.new_empty(3, -(-v // vocabulary_tile(arch)), m, dtype=torch.float32)
         target_logit = x.new_empty(m, dtype=torch.float32)
         multiply = log_prob_statistics(arch, dtype, target_dtype, major, config)
-        scale = math.log2(math.e) / temperature
         launch(multiply, config, x_some, weight, major, target_some, statistics, target_logit, scale)
-        finish(statistics, target_some, target_logit, log_prob[some], entropy[some], lse[some], v, ignore_index)
+        results = log_prob[some], entropy[some], row_statistics[some]
+        finish(statistics, target_some, target_logit, *results, v, ignore_index, scale)
         del statistics, target_logit, x_some  # before the next ones are allocated
 
 
@@ -72,8 +73,7 @@ def run_backward(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
+    row_statistics: Tensor,
     dx: Tensor | None,
     dweight: Tensor | None,
     ignore_index: int,
@@ -104,7 +104,7 @@ def run_backward(
         weight_some, dlogits_some = weight[some], dlogits[:, : some.stop - first]
         gradients = dlog_prob, dlog_prob if dentropy is None else dentropy, dlogits_some
         scales = math.log2(math.e) / temperature, 1.0 / temperature
-        of_rows = target, lse, entropy, *gradients
+        of_rows = target, row_statistics, *gradients
         launch(gradient, config, x, weight_some, major, *of_rows, ignore_index, v, first, *scales)
         if sums is not None:
             run_gemm(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
@@ -116,13 +116,13 @@ def run_backward(
 
 forward_op = mutating_op(
     "log_prob_forward",
-    "Tensor x, Tensor weight, Tensor target, Tensor(a!) log_prob, Tensor(b!) entropy, Tensor(c!) lse, "
+    "Tensor x, Tensor weight, Tensor target, Tensor(a!) log_prob, Tensor(b!) entropy, Tensor(c!) row_statistics, "
     "int ignore_index, float temperature",
     run_forward,
 )
 backward_op = mutating_op(
     "log_prob_backward",
-    "Tensor dlog_prob, Tensor? dentropy, Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor entropy, "
+    "Tensor dlog_prob, Tensor? dentropy, Tensor x, Tensor weight, Tensor target, Tensor row_statistics, "
     "Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, bool accumulate",
     run_backward,
 )

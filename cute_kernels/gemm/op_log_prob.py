@@ -35,7 +35,7 @@ def linear_log_prob(
         weight: (V, K) of x's dtype, rows or columns contiguous, each starting on 16 bytes.
         target: (...) int64 or int32: the column of each token's logits. Copied unless contiguous.
         ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
-        temperature: what logits are divided by, from 1e-2 to 1e6.
+        temperature: what logits are divided by, from 1e-6 to 1e6.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
             all logits.
 
@@ -48,8 +48,9 @@ def linear_log_prob(
         UnsupportedDeviceError: a GPU without kernels.
 
     The x of ignored tokens must be finite for dweight to be. Logits below -1e20 count as none. In fp16 scale the loss:
-    gradients of logits underflow. Probabilities are as exact as the largest logit over the temperature is in fp32; a
-    log-probability may be above 0 by that error.
+    gradients of logits underflow, or overflow at small temperatures. The temperature divides a logit's difference to
+    the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is never
+    above 0, an entropy never below.
 
     Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
     fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its
@@ -71,18 +72,19 @@ def linear_log_prob(
 
 
 def _forward(x, weight, target, eager, ignore_index, temperature) -> tuple[Tensor, Tensor, Tensor]:
-    log_prob, entropy, lse = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
     rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1).contiguous()
+    log_prob, entropy = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
+    row_statistics = x.new_empty(rows.shape[0], 3, dtype=torch.float32)
     run = run_forward if eager else forward_op
-    run(rows, weight, targets, log_prob.view(-1), entropy.view(-1), lse.view(-1), ignore_index, temperature)
-    return log_prob, entropy, lse
+    run(rows, weight, targets, log_prob.view(-1), entropy.view(-1), row_statistics, ignore_index, temperature)
+    return log_prob, entropy, row_statistics
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, options):
-        log_prob, entropy, lse = _forward(x, weight, target, *options)
-        ctx.save_for_backward(x, weight, target, lse, entropy)
+        log_prob, entropy, row_statistics = _forward(x, weight, target, *options)
+        ctx.save_for_backward(x, weight, target, row_statistics)
         ctx.options = options[1:]
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
@@ -91,7 +93,7 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dlog_prob, dentropy):
-        x, weight, target, lse, entropy = ctx.saved_tensors
+        x, weight, target, row_statistics = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         needs_weight = needs_gradient(needs_weight, weight, ctx.main_grad)
         if (dlog_prob is None and dentropy is None) or not (needs_x or needs_weight):
@@ -109,8 +111,7 @@ class _LinearLogProb(torch.autograd.Function):
             as_rows("linear_log_prob", "x", x),
             weight,
             target.reshape(-1).contiguous(),
-            lse.view(-1),
-            entropy.view(-1),
+            row_statistics,
             None if dx is None else as_rows("linear_log_prob", "dx", dx),
             dweight,
             *ctx.options,

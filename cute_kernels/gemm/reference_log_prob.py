@@ -26,8 +26,10 @@ def linear_log_prob(
     target = target.long()  # torch compares an int32 with ignore_index modulo 2^32
     is_column = (target >= 0) & (target < weight.shape[0])
     counts = is_column & (target != ignore_index)
+    # The quotient's rounding is then small where probabilities are large, at any temperature
+    z = (logits - logits.detach().amax(-1, keepdim=True)) / temperature
     # What is ignored has no gradient, whatever its logits are
-    log_p = torch.log_softmax((logits / temperature).masked_fill(~counts.unsqueeze(-1), 0.0), -1)
+    log_p = torch.log_softmax(z.masked_fill(~counts.unsqueeze(-1), 0.0), -1)
     columns = torch.where(is_column, target, 0).unsqueeze(-1)
     log_prob = log_p.gather(-1, columns).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)

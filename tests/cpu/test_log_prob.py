@@ -12,7 +12,7 @@ from cute_kernels.gemm import launch_log_prob as launch
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config import log_prob_candidates, vocabulary_tile
 from tests.cpu.test_compile import check_record
-from tests.gemm_cases import BF16, seeded_generator
+from tests.gemm_cases import BF16, check, seeded_generator
 from tests.log_prob_cases import IGNORED, Case, log_prob_stand_in, make_inputs, oracle, run
 from tests.ptx import compile_in, kernels_in
 
@@ -47,6 +47,16 @@ def test_reference_against_torch(generator):
     wanted = torch.distributions.Categorical(logits=x @ weight.t()).entropy()
     counts = inputs.target != IGNORED
     assert torch.allclose(entropy, wanted * counts, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 7e-3, 1e-6])
+def test_reference_is_as_exact_at_any_temperature(temperature, generator):
+    case = Case(100, 129, 64, temperature=temperature, exact=True)
+    inputs = make_inputs(case, generator)
+    found, truth = run(linear_log_prob, case, inputs), oracle(case, inputs)
+    for name, value in truth.values.items():
+        assert ((found[name].double() - value).abs() <= truth.bounds[name]).all(), name
+    check({name: found[name] for name in ("dx", "dw")}, truth.gradients)
 
 
 def test_reference_gradcheck(generator):
@@ -134,8 +144,8 @@ BAD = {
         "ignore_index must be an int of 64 bits, got 11805",
     ),
     "a string": ({"temperature": "1"}, TypeError, "temperature must be a float, got '1' of type str"),
-    "zero": ({"temperature": 0.0}, ValueError, "temperature must be between 0.01 and 1000000.0, got 0.0"),
-    "NaN": ({"temperature": float("nan")}, ValueError, "temperature must be between 0.01 and 1000000.0, got nan"),
+    "zero": ({"temperature": 0.0}, ValueError, "temperature must be between 1e-06 and 1000000.0, got 0.0"),
+    "NaN": ({"temperature": float("nan")}, ValueError, "temperature must be between 1e-06 and 1000000.0, got nan"),
     "a backend": ({"backend": "cuda"}, ValueError, "backend must be None or 'reference', got 'cuda'"),
 }
 
@@ -256,7 +266,7 @@ log_prob_{kernel}("{arch}", BFloat16, Int64, "k", {has_dentropy} config)
 
 def test_the_schemas_name_what_is_written():
     for operator, outputs in (
-        (launch.forward_op, {"log_prob", "entropy", "lse"}),
+        (launch.forward_op, {"log_prob", "entropy", "row_statistics"}),
         (launch.backward_op, {"dx", "dweight"}),
     ):
         arguments = operator._schema.arguments

@@ -8,6 +8,7 @@ from cute_kernels.gemm import op_log_prob
 from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_a_gradient_that_is_negated_lazily,
     test_a_token_does_not_know_its_batch,
+    test_a_token_that_is_sure,
     test_against_fp64,
     test_checkpoint,
     test_compile,
@@ -19,6 +20,7 @@ from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_opcheck,
     test_parts_change_no_bit,
     test_provenance,
+    test_results_may_be_written_over,
     test_second_derivatives_are_refused,
     test_targets_that_are_no_column,
 )

@@ -1,5 +1,6 @@
 """linear_log_prob: results against fp64, rows bit by bit in other batches, autograd, and the torch bridge."""
 
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -26,6 +27,10 @@ CASES = [
     Case(130, 264, 64, weight_by_columns=True),
     Case(70, 8200, 64, entropy=False),
     Case(40, 264, 60, gap=4),
+    Case(5, 129, 64, temperature=1e6),
+    Case(40, 264, 64, exact=True),
+    Case(100, 520, 64, temperature=1e-2, exact=True),
+    Case(300, 1033, 72, temperature=1e-6, exact=True),
 ]
 # Of gradients that are sums of rounded factors and are rounded themselves: a rounding's rms error is 0.42 steps
 RMS = {BF16: 3e-3, FP16: 4e-4}
@@ -48,6 +53,19 @@ def test_against_fp64(case, generator):
         assert (found[name].double() - value).norm() <= RMS[case.dtype] * value.norm(), name
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1e-2, 1e-6])
+def test_a_token_that_is_sure(temperature, generator):
+    """Its log-probability is 0, that of two equal logits -ln 2, at any temperature; nothing is beyond its range."""
+    case = Case(300, 520, 64, temperature=temperature, exact=True)
+    inputs = make_inputs(case, generator)
+    found = run(linear_log_prob, case, inputs)
+    assert (found["log_prob"] <= 0.0).all() and (found["entropy"] >= 0.0).all()
+    assert not found["log_prob"][1::4].any()
+    assert all((found[name][1::4].abs() <= 1e-9).all() for name in ("entropy", "dx"))
+    halved = found["log_prob"][2::4][inputs.target[2::4] != IGNORED]
+    assert len(halved) and (halved == -torch.tensor(math.log(2))).all()
+
+
 def test_dimensions(generator):
     """Tokens in any number of dimensions, of any stride; none at all."""
     case = Case(24, 264, 64)
@@ -68,6 +86,17 @@ def test_dimensions(generator):
     assert one[0].shape == () and torch.equal(one[0], wanted["log_prob"][5])
     nothing = run(linear_log_prob, Case(0, 264, 64), make_inputs(Case(0, 264, 64), generator))
     assert nothing["log_prob"].shape == (0,) and nothing["dx"].shape == (0, 64) and not nothing["dw"].any()
+
+
+def test_results_may_be_written_over(generator):
+    """Between forward and backward: the backward has what it needs to itself."""
+    case = Case(40, 264, 64, entropy=False)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    log_prob, entropy = linear_log_prob(inputs.x, inputs.weight, inputs.target)
+    entropy.zero_()
+    log_prob.detach().zero_()
+    assert_same_bits(torch.autograd.grad(log_prob, inputs.x, inputs.g)[0], wanted["dx"])
 
 
 def test_targets_that_are_no_column(generator):
