@@ -43,7 +43,7 @@ def run_forward(
     from cute_kernels.gemm.kernel_log_prob import log_prob as log_prob_kernel
     from cute_kernels.gemm.kernel_log_prob import log_prob_statistics
 
-    major = weight_major(x, weight)
+    x, weight, major = operands(x, weight)
     arch, v = arch_of(x.get_device()), weight.shape[0]
     dtype, target_dtype = cutlass_dtype(x.dtype), index_dtype(target)
     finish = log_prob_kernel(arch, target_dtype)
@@ -87,12 +87,12 @@ def run_backward(
     """
     from cute_kernels.gemm.kernel_log_prob import log_prob_gradient
 
-    major = weight_major(x, weight)
-    m, v = x.shape[0], weight.shape[0]
-    if not m:
+    if not x.numel():
         if dweight is not None and not accumulate:
             dweight.zero_()
         return
+    x, weight, major = operands(x, weight)
+    m, v = x.shape[0], weight.shape[0]
     arch = arch_of(x.get_device())
     config = choose_log_prob(arch, m)
     gradient = log_prob_gradient(arch, cutlass_dtype(x.dtype), index_dtype(target), major, dentropy is not None, config)
@@ -128,12 +128,24 @@ backward_op = mutating_op(
 )
 
 
-def weight_major(x: Tensor, weight: Tensor) -> str:
-    """The dimension that the weight's neighbours lie along, "k" or "n"; both operands have rows for TMA."""
+def operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, str]:
+    """x and weight with rows for TMA, and the dimension that the weight's neighbours lie along, "k" or "n".
+
+    A single row has no stride to speak of, and gets one. A product over no k is one over zeros.
+
+    Raises:
+        ValueError: they have rows that TMA cannot read.
+    """
+    k = x.shape[1]
+    if not k:
+        return x.new_zeros(x.shape[0], 8), weight.new_zeros(weight.shape[0], 8), "k"
+    x, weight = (
+        t.as_strided(t.shape, (k + -k % 8, 1)) if t.shape[0] <= 1 and t.stride(1) == 1 else t for t in (x, weight)
+    )
     for name, t, majors in (("x", x, ("k",)), ("weight", weight, ("k", "rows"))):
         got = f"shape {tuple(t.shape)}, strides {t.stride()}, address {t.data_ptr():#x}"
         expect(operand_major(t) in majors, "linear_log_prob", name, "have rows that start on 16 bytes", got)
-    return "k" if operand_major(weight) == "k" else "n"
+    return x, weight, "k" if operand_major(weight) == "k" else "n"
 
 
 def index_dtype(target: Tensor):

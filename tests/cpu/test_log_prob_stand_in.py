@@ -7,6 +7,7 @@ import pytest
 from cute_kernels.gemm import op_log_prob
 from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_a_gradient_that_is_negated_lazily,
+    test_a_row_has_no_stride,
     test_a_token_does_not_know_its_batch,
     test_a_token_that_is_sure,
     test_against_fp64,
@@ -16,6 +17,7 @@ from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_every_kernel_has_the_same_bits,
     test_frozen,
     test_micro_batches_add_up_in_main_grad,
+    test_no_k,
     test_one_result_alone,
     test_opcheck,
     test_parts_change_no_bit,

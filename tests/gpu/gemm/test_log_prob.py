@@ -88,6 +88,38 @@ def test_dimensions(generator):
     assert nothing["log_prob"].shape == (0,) and nothing["dx"].shape == (0, 64) and not nothing["dw"].any()
 
 
+def test_a_row_has_no_stride(generator):
+    """One token, or none, of a padded matrix, and a vocabulary of one."""
+    case = Case(40, 264, 60, gap=4)
+    inputs = make_inputs(case, generator)
+    wanted = run(linear_log_prob, case, inputs)
+    rows = {name: getattr(inputs, name).detach()[5] for name in ("x", "target", "g", "h")}
+    rows["x"].requires_grad_()
+    found = run(linear_log_prob, case, replace(inputs, **rows))
+    for name in ("log_prob", "entropy", "dx"):
+        assert_same_bits(found[name], wanted[name][5], name)
+    none = {name: getattr(inputs, name).detach()[:0].reshape(2, 0) for name in ("target", "g", "h")}
+    x = inputs.x.detach().new_empty(2, 0, 60).requires_grad_()
+    found = run(linear_log_prob, case, replace(inputs, x=x, **none))
+    assert found["log_prob"].shape == (2, 0) and found["dx"].shape == (2, 0, 60) and not found["dw"].any()
+    weight = inputs.weight.detach()[5].clone().view(1, 60).requires_grad_()
+    target = torch.where(inputs.target == IGNORED, IGNORED, 0)
+    found = run(linear_log_prob, case, replace(inputs, weight=weight, target=target))
+    assert not any(result.any() for result in found.values())
+
+
+def test_no_k(generator):
+    """All logits are 0."""
+    case = Case(40, 264, 0)
+    inputs = make_inputs(Case(40, 264, 8), generator)
+    x, weight = (t.detach()[:, :0].contiguous().requires_grad_() for t in (inputs.x, inputs.weight))
+    found = run(linear_log_prob, case, replace(inputs, x=x, weight=weight))
+    counts = inputs.target != IGNORED
+    assert torch.allclose(found["log_prob"], -math.log(264) * counts)
+    assert torch.allclose(found["entropy"], math.log(264) * counts)
+    assert found["dx"].shape == (40, 0) and found["dw"].shape == (264, 0)
+
+
 def test_results_may_be_written_over(generator):
     """Between forward and backward: the backward has what it needs to itself."""
     case = Case(40, 264, 64, entropy=False)
