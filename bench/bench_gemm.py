@@ -1,4 +1,4 @@
-"""mm and linear, forward and both gradients, beside cuBLAS, quack and a batch-invariant Triton kernel.
+"""mm, bmm and linear, forward and both gradients, beside cuBLAS, quack and a batch-invariant Triton kernel.
 
     python -m bench.bench_gemm                                        every case, results printed
     python -m bench.bench_gemm --filter 'dB' --reps 30                cases whose name matches
@@ -9,16 +9,18 @@
 A case's name is op.direction.shape.dtype.variant, like mm.dA.4096x12288x4096.bfloat16.prefill. The shape is the
 forward's MxNxK of y (M, N) = x (M, K) weight (N, K)^T; dA = dy weight, dB = dy^T x. Variants: prefill; decode (few
 rows: the time is that of reading the weights); bias_gelu (linear with both in the epilogue); accumulate (dB added to
-an fp32 main_grad).
+an fp32 main_grad); batch (bmm of LxMxNxK, L such products).
 
 What differs from the other families:
-- The yardstick is cuBLAS (torch.mm), for speed and for errors. Ratios are its time over ours: above 1 we are faster.
+- The yardstick is cuBLAS (torch.mm, torch.bmm), for speed and for errors. Ratios are its time over ours: above 1 we
+  are faster.
 - A product that is limited by power slows what runs after it: every round takes the providers in another random
   order, after half a second of warm-up. Nothing is timed in a block of its own. Fewer than 20 repetitions say little.
-- Errors are against fp64 on 64 random rows (all columns) and 64 random columns (all rows) of the output, so every
-  tile is looked at; on all of an output of up to 64 rows. The rest must be finite: it held NaN before.
-- All write into an output that exists (linear allocates its own). Inputs are random normal bf16, scaled so that the
-  outputs are O(1).
+- Errors are against fp64 on 64 random rows (all columns) and 64 random columns (all rows) of the output, of a batch of
+  each entry, so every tile is looked at; on all of an output of up to 64 rows. The rest must be finite: it held NaN
+  before.
+- All write into an output that exists (linear and bmm allocate their own). Inputs are random normal bf16, scaled so
+  that the outputs are O(1).
 - read_floor is no product: it reads the weights of a decode case and does nothing else, in the fastest of the ways
   that triton_gemm.FLOOR_CANDIDATES has.
 - quack's tuner tries its 44 configurations for each shape, with its shorter timer (triton's do_bench, cold L2, 30 ms
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,6 +61,8 @@ DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DECODE_LAYERS = (*LAYERS, (1024, 4096))
 BIAS_GELU = ((4096, 14336, 4096), (16, 14336, 4096))
 ACCUMULATE = ((4096, 4096, 4096), (4096, 14336, 4096))
+# (L, M, N, K): attention's scores, what they weigh, of few tokens, and large ones
+BATCH = ((64, 1024, 1024, 128), (64, 1024, 128, 1024), (256, 16, 1024, 128), (8, 4096, 4096, 4096))
 
 DIRECTIONS = ("fwd", "dA", "dB")
 YARDSTICK = "cublas"
@@ -73,13 +78,19 @@ GOAL_DECODE, GOAL_FLOOR = 1.0, 1.10
 
 @dataclass(frozen=True)
 class Gemm:
-    """One product; m, n, k are the forward's whatever the direction."""
+    """One product; m, n, k are the forward's whatever the direction. ``entries``: of a batch, so many of them."""
 
     m: int
     n: int
     k: int
     direction: str = "fwd"
     variant: str = "prefill"
+    entries: int | None = None
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The leading dimensions of all tensors."""
+        return () if self.entries is None else (self.entries,)
 
     @property
     def product(self) -> tuple[int, int, int]:
@@ -94,13 +105,13 @@ class Gemm:
     def case(self) -> harness.Case:
         return harness.Case(
             family="gemm",
-            op="mm" if self.variant in ("prefill", "decode") else "linear",
+            op={"prefill": "mm", "decode": "mm", "batch": "bmm"}.get(self.variant, "linear"),
             direction=self.direction,
-            shape=f"{self.m}x{self.n}x{self.k}",
+            shape="x".join(map(str, (*self.batch, self.m, self.n, self.k))),
             dtype="bfloat16",
             variant=self.variant,
             bytes=minimal_bytes(self),
-            flops=2 * self.m * self.n * self.k,
+            flops=2 * math.prod(self.batch) * self.m * self.n * self.k,
         )
 
 
@@ -108,11 +119,12 @@ def minimal_bytes(gemm: Gemm) -> int:
     """Both factors read once, the result written once (accumulate: an fp32 result, read and written)."""
     rows, cols, summed = gemm.product
     result = rows * cols * (8 if gemm.variant == "accumulate" else 2)
-    return 2 * (rows + cols) * summed + result + (2 * gemm.n if gemm.variant == "bias_gelu" else 0)
+    one = 2 * (rows + cols) * summed + result + (2 * gemm.n if gemm.variant == "bias_gelu" else 0)
+    return math.prod(gemm.batch) * one
 
 
 def gemms(quick: bool = False) -> list[Gemm]:
-    """Every case: prefill, its gradients, decode, epilogues."""
+    """Every case: prefill, its gradients, decode, epilogues, batches."""
     if quick:
         return [
             Gemm(4096, 4096, 4096),
@@ -127,12 +139,13 @@ def gemms(quick: bool = False) -> list[Gemm]:
         *(Gemm(m, n, k, variant="decode") for n, k in DECODE_LAYERS for m in DECODE_TOKENS),
         *(Gemm(*shape, variant="bias_gelu") for shape in BIAS_GELU),
         *(Gemm(*shape, "dB", "accumulate") for shape in ACCUMULATE),
+        *(Gemm(*shape, variant="batch", entries=entries) for entries, *shape in BATCH),
     ]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The factors of the product, a (rows, summed) and b (summed, columns), as views of x, weight and dy.
+    """The factors of the product, a (..., rows, summed) and b (..., summed, columns), as views of x, weight and dy.
 
     bias: (n,), bias_gelu only; start: what main_grad holds before the product is added, accumulate only.
     """
@@ -144,7 +157,8 @@ class Inputs:
 
     def new_out(self) -> Tensor:
         """Where the result goes; what is accumulated into starts as `start`."""
-        return self.a.new_empty((self.a.shape[0], self.b.shape[1])) if self.start is None else self.start.clone()
+        shape = (*self.a.shape[:-1], self.b.shape[-1])
+        return self.a.new_empty(shape) if self.start is None else self.start.clone()
 
 
 def make_inputs(gemm: Gemm, device: str = "cuda") -> Inputs:
@@ -156,8 +170,8 @@ def make_inputs(gemm: Gemm, device: str = "cuda") -> Inputs:
 
     m, n, k = gemm.m, gemm.n, gemm.k
     if gemm.direction == "fwd":
-        x, weight = normal(m, k), normal(n, k, std=scale)
-        return Inputs(x, weight.t(), bias=normal(n) if gemm.variant == "bias_gelu" else None)
+        x, weight = normal(*gemm.batch, m, k), normal(*gemm.batch, n, k, std=scale)
+        return Inputs(x, weight.mT, bias=normal(n) if gemm.variant == "bias_gelu" else None)
     if gemm.direction == "dA":
         return Inputs(normal(m, n), normal(n, k, std=scale))
     dy, x = normal(m, n, std=scale), normal(m, k)
@@ -171,7 +185,7 @@ class Sample:
     def __init__(self, gemm: Gemm, device: str) -> None:
         rows, cols, _ = gemm.product
         generator = torch.Generator().manual_seed(harness.seed(f"sample {gemm.case.name}"))
-        self.shape = (rows, cols)
+        self.shape = (*gemm.batch, rows, cols)
         self.rows = torch.randperm(rows, generator=generator)[:SAMPLED].sort().values.to(device)
         self.cols = torch.randperm(cols, generator=generator)[:SAMPLED].sort().values.to(device)
         if rows <= SAMPLED:
@@ -181,7 +195,7 @@ class Sample:
         """The rows, then the columns, in one dimension; NaN if the output holds one anywhere."""
         if output.shape != self.shape:
             return output
-        found = torch.cat((output[self.rows].flatten(), output[:, self.cols].flatten()))
+        found = torch.cat((output[..., self.rows, :].flatten(), output[..., self.cols].flatten()))
         return found if torch.isfinite(output).all() else torch.full_like(found, float("nan"))
 
     def truth(self, inputs: Inputs) -> Tensor:
@@ -192,10 +206,10 @@ class Sample:
             return result if bias is None else F.gelu(result + bias.double())
 
         a, b, bias, start = inputs.a, inputs.b, inputs.bias, inputs.start
-        of_rows = exact(a[self.rows], b, bias, None if start is None else start[self.rows])
+        of_rows = exact(a[..., self.rows, :], b, bias, None if start is None else start[self.rows])
         of_cols = exact(
             a,
-            b[:, self.cols],
+            b[..., self.cols],
             None if bias is None else bias[self.cols],
             None if start is None else start[:, self.cols],
         )
@@ -222,6 +236,8 @@ def _cute_kernels(gemm: Gemm, inputs: Inputs) -> harness.Call | None:
             return (weight.main_grad,)
 
         return accumulate
+    if gemm.variant == "batch":
+        return lambda: (cute_kernels.bmm(inputs.a, inputs.b),)
     out = inputs.new_out()
     return lambda: (cute_kernels.mm(inputs.a, inputs.b, out=out),)
 
@@ -232,10 +248,14 @@ def _cublas(gemm: Gemm, inputs: Inputs) -> harness.Call | None:
         return lambda: (torch._addmm_activation(inputs.bias, a, b, use_gelu=True, out=out),)
     if gemm.variant == "accumulate":
         return lambda: (torch.addmm(out, a, b, out_dtype=torch.float32, out=out),)
+    if gemm.variant == "batch":
+        return lambda: (torch.bmm(a, b, out=out),)
     return lambda: (torch.mm(a, b, out=out),)
 
 
 def _quack(gemm: Gemm, inputs: Inputs, tuned: bool = True) -> harness.Call | None:
+    if gemm.variant == "batch":
+        return None
     import triton
     from quack import gemm_interface as quack
 

@@ -179,8 +179,8 @@ def gemm_introduction(lines: Sequence[Line]) -> str:
         rows.append([s.direction, s.variant, str(s.cases), f"{s.mean:.3f}", least, floor, s.verdict])
     return (
         "Shapes are MxNxK of the forward, y (M, N) = x (M, K) weight (N, K)^T; dA = dy weight, dB = dy^T x.\n"
-        "`cublas` is `torch.mm`; `cublas/ours` above 1: ours is faster. `read_floor` only reads the weights.\n"
-        "Errors are taken on 64 rows and 64 columns.\n\n" + _markdown(rows)
+        "Of `bmm` LxMxNxK. `cublas` is `torch.mm`, or `torch.bmm`; `cublas/ours` above 1: ours is faster.\n"
+        "`read_floor` only reads the weights. Errors are taken on 64 rows and 64 columns.\n\n" + _markdown(rows)
     )
 
 

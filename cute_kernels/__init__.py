@@ -5,7 +5,7 @@ Importing it imports neither the compiler nor initialises CUDA; a kernel compile
 
 from cute_kernels import mhc
 from cute_kernels._target import UnsupportedDeviceError
-from cute_kernels.gemm import Provenance, linear, linear_log_prob, mm, provenance
+from cute_kernels.gemm import Provenance, bmm, linear, linear_log_prob, mm, provenance
 from cute_kernels.invariance import check_invariance
 from cute_kernels.mxfp8 import (
     dequantize,
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Provenance",
     "UnsupportedDeviceError",
+    "bmm",
     "check_invariance",
     "dequantize",
     "from_blocked",

@@ -138,6 +138,8 @@ def _subjects(has_gpu: bool) -> list[Subject]:
         subjects += _norms(width)
     for n, k in ((4096, 4096), (1024, 4096), (4096, 14336)) if has_gpu else ((128, 256),):
         subjects += _products(n, k)
+    for n, k in ((1024, 128), (128, 1024), (33, 60)) if has_gpu else ((24, 16),):
+        subjects += _batches(n, k)
     for v, k in ((32000, 4096), (50257, 768)) if has_gpu else ((130, 64),):
         subjects.append(_log_prob(v, k))
     for channels in (1280, 4096) if has_gpu else (64,):
@@ -223,6 +225,21 @@ def _products(n: int, k: int) -> list[Subject]:
         found.append(Subject("linear", f"{shape}, bias, {activation}", fused(activation, True)))
     found += [Subject("nn.Linear", shape + ", main_grad" * with_it, module(with_it)) for with_it in (False, True)]
     return found
+
+
+def _batches(n: int, k: int) -> list[Subject]:
+    """Products of batches with (k, n): rows of three entries that lie between each other's; whole entries."""
+    import cute_kernels
+
+    def of_rows(m: Make):
+        b = m.normal(3, k, n)
+        return lambda a: cute_kernels.bmm(a.transpose(0, 1), b).transpose(0, 1), (m.normal(m.rows, 3, k),)
+
+    def of_entries(m: Make):
+        return cute_kernels.bmm, (m.normal(m.rows, 7, k), m.normal(m.rows, k, n))
+
+    found = [("rows", of_rows), ("entries", of_entries)]
+    return [Subject("bmm", f"{n}x{k}, {name}", make, ROW_TRANSFORMS) for name, make in found]
 
 
 def _log_prob(v: int, k: int) -> Subject:

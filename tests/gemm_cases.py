@@ -117,6 +117,60 @@ def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return Inputs(x, weight, bias, matrix(case.m, case.n, case.out or case.dtype, case.dy_gap))
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One call of ``bmm``; how each operand lies: "k", "m" or "n", the dimension with neighbours.
+
+    ``expanded``: operands that are one entry again and again. ``between``: the entries' rows lie between each other's.
+    ``gap``: elements behind each row or column, and rows or columns behind each entry, NaN.
+    """
+
+    entries: int
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = BF16
+    out: torch.dtype | None = None
+    layout: tuple[str, str] = ("k", "n")
+    expanded: str = ""
+    between: bool = False
+    gap: int = 0
+
+    def __str__(self) -> str:
+        words = [f"{self.entries}x{self.m}x{self.n}x{self.k}", name_of(self.dtype), "".join(self.layout)]
+        if self.out is not None:
+            words.append(f"out_{name_of(self.out)}")
+        words += [f"expanded_{self.expanded}"] * bool(self.expanded) + ["between"] * self.between
+        return "-".join(words + [f"gap_{self.gap}"] * (self.gap > 0))
+
+
+def make_batch(case: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """a (L, M, K) and b (L, K, N), numbers whose sums show the order of summation."""
+
+    def operand(name: str, rows: int, columns: int, by_rows: bool) -> Tensor:
+        entries = 1 if name in case.expanded else case.entries
+        shape = (entries, rows, columns) if by_rows else (entries, columns, rows)
+        make = wide_range if case.dtype is BF16 else randn  # fp16 has no wide range
+        values = make(*shape, generator=generator).to(case.dtype)
+        memory = [size + case.gap * (i > 0) for i, size in enumerate(shape)]
+        if case.between:
+            memory = [memory[1], memory[0], memory[2]]
+        t = torch.full(memory, float("nan"), dtype=case.dtype, device=generator.device)
+        t = (t.transpose(0, 1) if case.between else t)[:, : shape[1], : shape[2]].copy_(values)
+        return (t if by_rows else t.mT).expand(case.entries, rows, columns)
+
+    a_major, b_major = case.layout
+    return operand("a", case.m, case.k, a_major == "k"), operand("b", case.k, case.n, b_major == "n")
+
+
+def run_batch(product: Callable, a: Tensor, b: Tensor, dout: Tensor, **options) -> dict[str, Tensor]:
+    """The product and both gradients, of ``mm`` or ``bmm``, on memory of these very strides."""
+    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+    out = product(a, b, **options)
+    da, db = torch.autograd.grad(out, (a, b), dout)
+    return {"out": out.detach(), "da": da, "db": db}
+
+
 def randn(*shape: int, generator: torch.Generator, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
 
@@ -343,26 +397,30 @@ def _serial_k16(static: dict, a, b, d, z, bias, valid_k, num_ctas) -> None:
     """d = act(a b^T + bias): one fp32 accumulator an element, 16 products a step, ascending."""
     from cute_kernels._target import cutlass_dtype
 
-    assert num_ctas >= 1 and a.dim() == b.dim() == d.dim() == 2
-    a = a if static["a_major"] == "k" else a.t()
-    b = b if static["b_major"] == "k" else b.t()
+    assert num_ctas >= 1 and a.dim() == b.dim() == d.dim() == (3 if static["batched"] else 2)
+    a = a if static["a_major"] == "k" else a.mT
+    b = b if static["b_major"] == "k" else b.mT
     if static["transposed"]:
         a, b = b, a  # d lies as the call gave it
-    assert a.shape[1] == b.shape[1] and d.shape == (a.shape[0], b.shape[0])
+    assert a.shape[-1] == b.shape[-1] and d.shape[-2:] == (a.shape[-2], b.shape[-2])
+    if static["batched"]:  # TMA is given one entry where there is but one
+        assert all(len(t) == len(d) or (len(t) == 1 and static["config"] is not None) for t in (a, b))
     for name, tensor in (("dtype", a), ("dtype", b), ("out", d), ("bias", bias)):
         assert static[name] is (None if tensor is None else cutlass_dtype(tensor.dtype)), name
     assert static["keeps_z"] == (z is not None) and static["counts_k"] == (valid_k is not None)
     if static["config"] is not None:
         majors = static["a_major"], static["b_major"]
         for operand, major in zip((a, b), majors[::-1] if static["transposed"] else majors, strict=True):
-            assert operand.stride(1 if major == "k" else 0) == 1 and operand.data_ptr() % 16 == 0
-    assert d.stride(1) == 1 or d.shape[1] == 1
+            assert operand.stride(-1 if major == "k" else -2) == 1 and operand.data_ptr() % 16 == 0
+            assert all(stride % 8 == 0 for stride in operand.stride()[:-2])
+            assert operand.dim() == 2 or len(d) == 1 or operand.stride(0) > 0
+    assert d.stride(-1) == 1 or d.shape[-1] == 1
     assert d.dtype is FP32 or not static["accumulate"]
-    k = a.shape[1] if valid_k is None else max(0, min(a.shape[1], valid_k.item()))
+    k = a.shape[-1] if valid_k is None else max(0, min(a.shape[-1], valid_k.item()))
     total = d.clone() if static["accumulate"] else torch.zeros(d.shape)
     for first in range(0, k, 16):
         last = min(k, first + 16)
-        total = (total.double() + a[:, first:last].double() @ b[:, first:last].double().t()).float()
+        total = (total.double() + a[..., first:last].double() @ b[..., first:last].double().mT).float()
     if bias is not None:
         total = total + bias.float()
     if z is not None:

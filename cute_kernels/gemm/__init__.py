@@ -1,7 +1,8 @@
-"""Deterministic, batch-invariant products: mm, linear, linear_log_prob; provenance says which kernel computed them."""
+"""Deterministic, batch-invariant products: mm, bmm, linear, linear_log_prob; provenance says what computed them."""
 
 from cute_kernels.gemm.op import linear, mm
+from cute_kernels.gemm.op_bmm import bmm
 from cute_kernels.gemm.op_log_prob import linear_log_prob
 from cute_kernels.gemm.provenance import Provenance, provenance
 
-__all__ = ["Provenance", "linear", "linear_log_prob", "mm", "provenance"]
+__all__ = ["Provenance", "bmm", "linear", "linear_log_prob", "mm", "provenance"]

@@ -1,4 +1,4 @@
-"""The argument contract of mm, linear and linear_log_prob, shared by the kernels and the references."""
+"""The argument contract of mm, bmm, linear and linear_log_prob, shared by the kernels and the references."""
 
 from __future__ import annotations
 
@@ -22,24 +22,7 @@ MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last elem
 
 def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None, fp64: bool = False) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: the reference's, of fp64 operands."""
-    inputs, floats = (FP64, FLOATS + FP64) if fp64 else (INPUTS, FLOATS)
-    for name, t in (("a", a), ("b", b)):
-        expect_tensor("mm", name, t)
-        expect_dtype("mm", name, t.dtype, inputs)
-        expect(t.dim() == 2, "mm", name, "be a matrix", f"shape {tuple(t.shape)}")
-        expect(
-            all(size <= MAX_SIZE for size in t.shape),
-            "mm",
-            name,
-            f"have dimensions of at most {MAX_SIZE}",
-            f"{tuple(t.shape)}",
-        )
-    expect(b.dtype == a.dtype, "mm", "b", f"have dtype {a.dtype}", b.dtype, TypeError)
-    if b.shape[0] != a.shape[1]:  # a message with a symbolic size in it makes that a constant of the graph
-        expect(False, "mm", "b", f"have {a.shape[1]} rows", f"shape {tuple(b.shape)}")
-    expect(b.device == a.device, "mm", "b", f"be on {a.device}", b.device)
-    if out_dtype is not None:
-        expect_dtype("mm", "out_dtype", out_dtype, floats)
+    floats = _check_operands("mm", a, b, out_dtype, 2, "be a matrix", fp64)
     if out is not None:
         expect_tensor("mm", "out", out)
         dtype = out_dtype or a.dtype
@@ -61,6 +44,38 @@ def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | 
             expect(no_tangent, "mm", "out", "be None where a tangent is wanted", "a tensor")
 
 
+def check_bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, fp64: bool = False) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: as in ``check_mm``."""
+    _check_operands("bmm", a, b, out_dtype, 3, "be a batch of matrices", fp64)
+    entries = a.shape[0]
+    if b.shape[0] != entries:  # as there
+        expect(False, "bmm", "b", f"have {entries} matrices", f"shape {tuple(b.shape)}")
+    # 32 bits count tiles, of which none has less than a row or a column to itself
+    for name, t, what, size in (("a", a, "rows", a.shape[1]), ("b", b, "columns", b.shape[2])):
+        if entries * size > MAX_SIZE:
+            expect(False, "bmm", name, f"have at most {MAX_SIZE} {what}", f"{entries * size} in shape {tuple(t.shape)}")
+
+
+def _check_operands(
+    op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, dims: int, expected: str, fp64: bool
+) -> tuple[torch.dtype, ...]:
+    """Of a product, matrices or batches of them; returns the dtypes that a result may have."""
+    inputs, floats = (FP64, FLOATS + FP64) if fp64 else (INPUTS, FLOATS)
+    for name, t in (("a", a), ("b", b)):
+        expect_tensor(op, name, t)
+        expect_dtype(op, name, t.dtype, inputs)
+        expect(t.dim() == dims, op, name, expected, f"shape {tuple(t.shape)}")
+        fits = all(size <= MAX_SIZE for size in t.shape)
+        expect(fits, op, name, f"have dimensions of at most {MAX_SIZE}", f"{tuple(t.shape)}")
+    expect(b.dtype == a.dtype, op, "b", f"have dtype {a.dtype}", b.dtype, TypeError)
+    if b.shape[-2] != a.shape[-1]:  # a message with a symbolic size in it makes that a constant of the graph
+        expect(False, op, "b", f"have {a.shape[-1]} rows", f"shape {tuple(b.shape)}")
+    expect(b.device == a.device, op, "b", f"be on {a.device}", b.device)
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype, floats)
+    return floats
+
+
 def check_separate(out: Tensor, *operands: Tensor) -> None:
     """Raise ValueError where a product would be written over an operand that is still read."""
     for name, operand in zip(("a", "b"), operands, strict=True):
@@ -69,7 +84,7 @@ def check_separate(out: Tensor, *operands: Tensor) -> None:
 
 
 def _may_overlap(out: Tensor, operand: Tensor) -> bool:
-    """Whether two matrices may have an element in common; not if they are other columns of one matrix."""
+    """Whether two tensors may have an element in common; not if they are matrices, other columns of one matrix."""
     if not (out.numel() and operand.numel()):
         return False
     size = out.element_size()
@@ -78,7 +93,7 @@ def _may_overlap(out: Tensor, operand: Tensor) -> bool:
     if last <= other_first or other_last <= first:
         return False
     pitch, widths = out.stride(0) * size, []
-    if pitch == 0:  # of one row
+    if out.dim() == 3 or pitch == 0:  # a batch, one row
         return True
     for t in (out, operand):
         rows, columns = (0, 1) if t.stride(1) == 1 else (1, 0)

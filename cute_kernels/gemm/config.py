@@ -126,11 +126,14 @@ def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     return (None, *dict.fromkeys(many_tokens(arch) + few_tokens_along_m(arch) + few_tokens_along_n(arch)))
 
 
-def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "store") -> tuple[GemmConfig, bool]:
-    """(kernel, whether it computes the transposed product) for aligned operands of m and n rows.
+def choose(
+    arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "store", entries: int = 1
+) -> tuple[GemmConfig, bool]:
+    """(kernel, whether it computes the transposed product) for aligned operands of m and n rows, or so many of a batch.
 
     ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K.
-    ``tokens`` is the smaller of the two, ``weights`` the other. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
+    ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
+    batches nothing was measured. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
     all before the weights had a priority in L2 (and DECODE_32_TOKENS_M 8 stages, not 9):
     8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
     11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096 DECODE_16
@@ -142,7 +145,7 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "sto
     (128, 256) 50.2 (49.3); 128x14336x4096 (128, 112) 42.6, in steps of 64 43.2 (43.1); 128x32000x4096 (128, 128) 79.9,
     in steps of 64 81.3 (81.3).
     """
-    tokens, weights = min(m, n), max(m, n)
+    tokens, weights = min(m, n), max(m, n) * entries
     transposed = m < n
     narrow = weights <= 8 * num_sms
     if tokens <= 8:
@@ -152,7 +155,7 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "sto
             return DECODE_8, transposed
         return (DECODE_8_TOKENS_M if tokens <= 64 else DECODE_16), not transposed
     if 32 < m <= 64 and m < n and arch == "sm_90a":
-        return min(DECODE_64_TOKENS, key=lambda config: _cost(config, m, n, num_sms)), False
+        return min(DECODE_64_TOKENS, key=lambda config: _cost(config, m, n, num_sms, entries)), False
     if tokens <= 16:
         return DECODE_16, transposed
     if tokens <= 32 or tokens <= 128 and weights <= 2048:
@@ -170,10 +173,12 @@ def choose(arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "sto
     if tokens <= 256 and weights <= (8192 if k > 8192 else 32 * num_sms):
         return DECODE_128_PAIR, transposed
     if arch != "sm_90a":
-        return min(PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
+        return min(PREFILL, key=lambda config: _cost(config, m, n, num_sms, entries)), False
     if tokens <= 256:
-        return min(DECODE_WIDE + PREFILL, key=lambda config: _cost(config, m, n, num_sms)), False
-    return min(PREFILL + PING_PONG, key=lambda config: _cost_of_many(config, m, n, k, num_sms, epilogue)), False
+        return min(DECODE_WIDE + PREFILL, key=lambda config: _cost(config, m, n, num_sms, entries)), False
+    return min(
+        PREFILL + PING_PONG, key=lambda config: _cost_of_many(config, m, n, k, num_sms, epilogue, entries)
+    ), False
 
 
 def vocabulary_tile(arch: str) -> int:
@@ -194,22 +199,22 @@ def choose_log_prob(arch: str, m: int) -> GemmConfig:
     return few if m <= 64 else some if m <= 128 else many
 
 
-def _waves(config: GemmConfig, m: int, n: int, num_sms: int) -> int:
+def _waves(config: GemmConfig, m: int, n: int, num_sms: int, entries: int) -> int:
     """Tiles that the busiest CTA computes."""
     (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
-    clusters = -(-m // (tile_m * cluster_m)) * -(-n // (tile_n * cluster_n))
+    clusters = entries * -(-m // (tile_m * cluster_m)) * -(-n // (tile_n * cluster_n))
     return -(-clusters // (num_sms // (cluster_m * cluster_n)))
 
 
-def _cost(config: GemmConfig, m: int, n: int, num_sms: int) -> float:
+def _cost(config: GemmConfig, m: int, n: int, num_sms: int, entries: int) -> float:
     """Time of the busiest CTA, in units of its tensor cores' time for a tile of 128 x 256.
 
     A tile costs 0.06 beside its arithmetic. H200, us (cuBLAS): 256x4096x4096 with (128, 64) 23.1, (128, 256) 46 (24.9).
     """
-    return _waves(config, m, n, num_sms) * (config.tile[0] * config.tile[1] / 32768 + 0.06)
+    return _waves(config, m, n, num_sms, entries) * (config.tile[0] * config.tile[1] / 32768 + 0.06)
 
 
-def _cost_of_many(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epilogue: str) -> float:
+def _cost_of_many(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epilogue: str, entries: int) -> float:
     """Time of the busiest CTA of more than 256 tokens on SM90, in that of its tensor cores for a k of 128 x 256.
 
     What is done with a tile's sums is hidden but for the last tile's where warpgroups take turns. A narrower tile reads
@@ -219,7 +224,7 @@ def _cost_of_many(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epil
     4096x14336x4096 721, 727, 711, 729; 8192x4096x4096 412, 421, 419, 425. More in bench/NOTES.md, none with few k.
     """
     tile_m, tile_n, _ = config.tile
-    waves, area = _waves(config, m, n, num_sms), tile_m * tile_n / 32768
+    waves, area = _waves(config, m, n, num_sms, entries), tile_m * tile_n / 32768
     reads = 1 + 13 * (1 / tile_n - 1 / 256)
     hides = config.ping_pong and waves > 1
     return waves * area * k * reads + EPILOGUE_K[epilogue] * (area if hides else waves)

@@ -25,6 +25,7 @@ def gemm(
     transposed: bool,
     accumulate: bool,
     counts_k: bool,
+    batched: bool,
     tma_store: bool,
     config: Optional[GemmConfig],
 ) -> Program:
@@ -34,10 +35,15 @@ def gemm(
     "m" (K, M), of "n" (K, N). ``transposed``: d and z are given as (N, M). The bias lies along the last dimension of
     what is given.
     ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32).
-    ``counts_k``: only as many k as a device int32 says are summed. ``config`` None: the kernel for operands of any
-    stride and alignment.
+    ``counts_k``: only as many k as a device int32 says are summed. ``batched``: of batches (L, ...), entry by entry, a
+    plain product alone; an operand of one entry is multiplied with every entry of the other. ``config`` None: the
+    kernel for operands of any stride and alignment.
     """
+    if batched and (bias is not None or activation is not None or keeps_z or accumulate or counts_k):
+        raise ValueError("a batched product has no bias, activation or z, adds to nothing and counts no k")
     m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    # Of a, b and d, which need not be the same
+    batches = [(cute.sym_int(),) if batched else () for _ in range(3)]
     aligned = config is not None
     if config is None:
         from cute_kernels.gemm.kernel_any import GemmAny
@@ -52,12 +58,15 @@ def gemm(
 
         kernel = GemmSm100(activation, a_major, b_major, transposed, accumulate, tma_store, config)
     output = (n, m) if transposed else (m, n)
+    a_shape = (*batches[0], m, k) if a_major == "k" else (*batches[0], k, m)
+    b_shape = (*batches[1], n, k) if b_major == "k" else (*batches[1], k, n)
+    d_shape = (*batches[2], *output)
     return Program(
         kernel,
-        symbolic_matrix(dtype, (m, k) if a_major == "k" else (k, m), aligned, any_stride=not aligned),
-        symbolic_matrix(dtype, (n, k) if b_major == "k" else (k, n), aligned, any_stride=not aligned),
-        symbolic_matrix(out, output, tma_store),
-        symbolic_matrix(out, output, tma_store) if keeps_z else None,
+        symbolic_matrix(dtype, a_shape, aligned, any_stride=not aligned),
+        symbolic_matrix(dtype, b_shape, aligned, any_stride=not aligned),
+        symbolic_matrix(out, d_shape, tma_store),
+        symbolic_matrix(out, d_shape, tma_store) if keeps_z else None,
         None
         if bias is None
         else cute.runtime.make_fake_compact_tensor(bias, output[1:], assumed_align=bias.width // 8),
@@ -68,9 +77,13 @@ def gemm(
 
 
 def symbolic_matrix(dtype: Dtype, shape, aligned: bool, any_stride: bool = False):
-    """A matrix as the compiler sees it, row-major; ``aligned``: its base and its rows start on 16 bytes."""
+    """A matrix, or a batch of some, as the compiler sees it, row-major.
+
+    ``aligned``: its base and its rows start on 16 bytes.
+    """
     itemsize = dtype.width // 8
-    if any_stride:
-        return cute.runtime.make_fake_tensor(dtype, shape, (cute.sym_int64(), cute.sym_int64()), assumed_align=itemsize)
-    stride = cute.sym_int64(divisibility=16 // itemsize if aligned else 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, (stride, 1), assumed_align=16 if aligned else itemsize)
+    divisor = 16 // itemsize if aligned else 1
+    strides = [cute.sym_int64(divisibility=1 if any_stride else divisor) for _ in shape]
+    if not any_stride:
+        strides[-1] = 1
+    return cute.runtime.make_fake_tensor(dtype, shape, tuple(strides), assumed_align=16 if aligned else itemsize)

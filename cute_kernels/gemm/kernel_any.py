@@ -14,7 +14,17 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.gemm.kernel_epilogue import add_bias, load_sums, store_sums, tile_divisors, tile_of
+from cute_kernels.gemm.kernel_epilogue import (
+    add_bias,
+    batch_last,
+    entry_and_tile,
+    entry_of,
+    load_sums,
+    num_tiles,
+    store_sums,
+    tile_divisors,
+    tile_of,
+)
 
 TILE = (64, 64, 32)
 GROUP = 8
@@ -43,7 +53,8 @@ class GemmAny:
     ):
         op = warp.MmaF16BF16Op(a.element_type, Float32, (16, 8, 16))
         tiled_mma = cute.make_tiled_mma(op, cute.make_layout((4, 2, 1)))
-        divisors = tile_divisors(*(cute.ceil_div(d.shape[i], TILE[i]) for i in range(2)), GROUP)
+        a, b, d = batch_last(a), batch_last(b), batch_last(d)
+        divisors = tile_divisors(*(cute.ceil_div(d.shape[i], TILE[i]) for i in range(2)), GROUP, cute.rank(d) == 3)
         self.kernel(tiled_mma, a, b, d, z, bias, valid_k, divisors).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
@@ -79,16 +90,18 @@ class GemmAny:
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)
         tiles_m, tiles_n = cute.ceil_div(d.shape[0], tile_m), cute.ceil_div(d.shape[1], tile_n)
-        for index in cutlass.range(bidx, tiles_m * tiles_n, grid):
-            m, n = tile_of(index, tiles_m, divisors, GROUP)
+        for index in cutlass.range(bidx, num_tiles(tiles_m, tiles_n, d), grid):
+            entry, tile = entry_and_tile(index, divisors)
+            m, n = tile_of(tile, tiles_m, divisors, GROUP)
+            gA, gB, gD = entry_of(a, entry, divisors), entry_of(b, entry, divisors), entry_of(d, entry, divisors)
             if const_expr(self.accumulate):
-                load_sums(sums, tCcD, d, m * tile_m, n * tile_n)
+                load_sums(sums, tCcD, gD, m * tile_m, n * tile_n)
             else:
                 sums.fill(0.0)
             for k in cutlass.range(cute.ceil_div(num_k, tile_k)):
                 cute.arch.barrier()
-                self.load(sA, a, m * tile_m, k * tile_k, num_k, tidx)
-                self.load(sB, b, n * tile_n, k * tile_k, num_k, tidx)
+                self.load(sA, gA, m * tile_m, k * tile_k, num_k, tidx)
+                self.load(sB, gB, n * tile_n, k * tile_k, num_k, tidx)
                 cute.arch.barrier()
                 cute.autovec_copy(tCsA, tCrA)
                 cute.autovec_copy(tCsB, tCrB)
@@ -96,7 +109,7 @@ class GemmAny:
                     cute.gemm(tiled_mma, sums, tCrA[None, None, k16], tCrB[None, None, k16], sums)
             if const_expr(bias is not None):
                 add_bias(sums, tCcD, bias, n * tile_n, 1)
-            store_sums(sums, tCcD, d, z, m * tile_m, n * tile_n, self.activation)
+            store_sums(sums, tCcD, gD, z, m * tile_m, n * tile_n, self.activation)
 
     @cute.jit
     def load(self, target: cute.Tensor, source: cute.Tensor, first: Int32, first_k: Int32, num_k: Int32, tidx: Int32):

@@ -26,14 +26,17 @@ GELU_END = 40.0
 LOG2_E = 1.4426950408889634
 
 
-def tile_divisors(tiles_m, tiles_n, group: int) -> tuple:
+def tile_divisors(tiles_m, tiles_n, group: int, batched: bool = False) -> tuple:
     """What ``tile_of`` divides by, for the launch to prepare: tiles of a group, and rows of tiles of the last group.
+
+    Then, of a batch, what ``entry_and_tile`` divides by: the tiles of an entry.
 
     Divided by what only the kernel knows, a tile's place takes two divisions of 40 instructions in a row, before its
     first load and, since the compiler puts them off, after its last product.
     """
     last_rows = (tiles_m - 1) % group + 1
-    return tuple(cute.fast_divmod_create_divisor_v2(d) for d in (group * tiles_n, last_rows))
+    divisors = (group * tiles_n, last_rows, *((tiles_m * tiles_n,) if batched else ()))
+    return tuple(cute.fast_divmod_create_divisor_v2(d) for d in divisors)
 
 
 @cute.jit
@@ -53,9 +56,57 @@ def tile_of(index: Int32, tiles_m: Int32, divisors: tuple, group: cutlass.Conste
 
 
 @cute.jit
+def entry_and_tile(index: Int32, divisors: tuple):
+    """(entry of the batch, index of a tile within it): an entry's tiles are walked before the next one's."""
+    entry, tile = Int32(0), index
+    if const_expr(len(divisors) == 3):
+        entry, tile = divmod(index, divisors[2])
+    return entry, tile
+
+
+@cute.jit
+def num_tiles(tiles_m: Int32, tiles_n: Int32, d: cute.Tensor):
+    """Tiles of ``d``, a matrix or a batch of some that have so many each."""
+    tiles = tiles_m * tiles_n
+    if const_expr(cute.rank(d) == 3):
+        tiles = tiles * d.shape[2]
+    return tiles
+
+
+@cute.jit
+def entry_of(batch: Optional[cute.Tensor], entry: Int32, divisors: tuple):
+    """One entry of a batch, which its last mode counts; without a batch the tensor itself.
+
+    A batch of one entry is that for all.
+    """
+    if const_expr(batch is not None and len(divisors) == 3):
+        at = [None] * (cute.rank(batch) - 1)
+        batch = batch[(*at, cutlass.min(entry, cute.size(batch, mode=[len(at)]) - 1))]
+    return batch
+
+
+@cute.jit
+def is_read_once(operand: cute.Tensor, tiles: Int32, d: cute.Tensor):
+    """Whether no two tiles of ``d`` need the same of an operand; ``tiles``: those of an entry that do."""
+    once = tiles == 1
+    if const_expr(cute.rank(d) == 3):
+        once = once & (operand.shape[2] == d.shape[2])
+    return once
+
+
+@cute.jit
 def transpose(matrix: cute.Tensor):
     """The same elements, rows and columns exchanged."""
-    return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0]))
+    rest = list(range(2, cute.rank(matrix)))
+    return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0, *rest]))
+
+
+@cute.jit
+def batch_last(batch: cute.Tensor):
+    """A batch's entries (L, rows, columns) as (rows, columns, L); a matrix as it is."""
+    if const_expr(cute.rank(batch) == 3):
+        batch = cute.make_tensor(batch.iterator, cute.select(batch.layout, mode=[1, 2, 0]))
+    return batch
 
 
 @cute.jit

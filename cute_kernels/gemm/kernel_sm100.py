@@ -26,7 +26,12 @@ from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.gemm.kernel_epilogue import (
     activate,
     add_bias,
+    batch_last,
+    entry_and_tile,
+    entry_of,
+    is_read_once,
     load_sums,
+    num_tiles,
     store_sums,
     tile_divisors,
     tile_of,
@@ -91,6 +96,7 @@ class GemmSm100:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
+        a, b, d = batch_last(a), batch_last(b), batch_last(d)
         if const_expr(self.majors[0] == "m"):
             a = transpose(a)
         if const_expr(self.majors[1] == "n"):
@@ -113,7 +119,7 @@ class GemmSm100:
         num_ctas: Int32,
         stream,
     ):
-        """Launch, of a (M, K), b (N, K) and d (M, N). ``rows``: as in ``finish``."""
+        """Launch, of a (M, K), b (N, K) and d (M, N), or of batches (..., L). ``rows``: as in ``finish``."""
         self.a_major = LayoutEnum.from_tensor(a).mma_major_mode()
         self.b_major = LayoutEnum.from_tensor(b).mma_major_mode()
         tiled_mma = sm100.make_trivial_tiled_mma(
@@ -140,7 +146,7 @@ class GemmSm100:
         tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
         self.kernel(
             tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
-            tile_divisors(tiles_m, tiles_n, self.group), rows,
+            tile_divisors(tiles_m, tiles_n, self.group, cute.rank(d) == 3), rows,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -249,8 +255,8 @@ class GemmSm100:
 
         if warp == LOAD_WARP:
             thr_mma = tiled_mma.get_slice(0)
-            tCgA = thr_mma.partition_A(cute.local_tile(mA, (tile_m, tile_k), (None, None)))
-            tCgB = thr_mma.partition_B(cute.local_tile(mB, (tile_n, tile_k), (None, None)))
+            tCgA = thr_mma.partition_A(cute.local_tile(mA, (tile_m, tile_k), (None,) * cute.rank(mA)))
+            tCgB = thr_mma.partition_B(cute.local_tile(mB, (tile_n, tile_k), (None,) * cute.rank(mB)))
             tAsA, tAgA = cpasync.tma_partition(
                 tma_a, rank_n, cute.make_layout(cluster_n), cute.group_modes(sA, 0, 3), cute.group_modes(tCgA, 0, 3)
             )
@@ -263,18 +269,20 @@ class GemmSm100:
             if const_expr(cluster_m > 1):
                 b_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=1)
             # Weights that are read once make room first; the tokens may be wanted again
-            a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(tiles_m == 1)
+            a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
             if const_expr(self.transposed):
-                a_policy, b_policy = evict_first_if(tiles_n == 1), Int64(EVICT_NORMAL)
+                a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-            for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                m, n = tile_of(index, tiles_m, divisors, self.group)
+            for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
+                entry, tile = entry_and_tile(index, divisors)
+                m, n = tile_of(tile, tiles_m, divisors, self.group)
+                tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
                 for k in cutlass.range(k_tiles, unroll=1):
                     ring.producer_acquire(state)
                     full = ring.producer_get_barrier(state)
                     cute.copy(
                         tma_a,
-                        tAgA[None, m * cluster_m + rank_m, k],
+                        tAgA_entry[None, m * cluster_m + rank_m, k],
                         tAsA[None, state.index],
                         tma_bar_ptr=full,
                         mcast_mask=a_mask,
@@ -282,7 +290,7 @@ class GemmSm100:
                     )
                     cute.copy(
                         tma_b,
-                        tBgB[None, n * cluster_n + rank_n, k],
+                        tBgB_entry[None, n * cluster_n + rank_n, k],
                         tBsB[None, state.index],
                         tma_bar_ptr=full,
                         mcast_mask=b_mask,
@@ -300,7 +308,7 @@ class GemmSm100:
             # An accumulator is free from the beginning, unless it is to start from d: the first wait is for that
             role = pipeline.PipelineUserType.Consumer if self.accumulate else pipeline.PipelineUserType.Producer
             sums_state = pipeline.make_pipeline_state(role, ACCUMULATORS)
-            for _index in cutlass.range(first_tile, tiles_m * tiles_n, step):
+            for _index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
                 accumulators.producer_acquire(sums_state)
                 tensor_memory_fence("after")
                 tiled_mma.set(tcgen05.Field.ACCUMULATE, self.accumulate)
@@ -335,10 +343,12 @@ class GemmSm100:
                     sums_state.advance()
                 sums_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
             num_stored = Int32(0)
-            for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                m, n = tile_of(index, tiles_m, divisors, self.group)
+            for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
+                entry, tile = entry_and_tile(index, divisors)
+                m, n = tile_of(tile, tiles_m, divisors, self.group)
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
+                mD_entry, d_entry = entry_of(mD, entry, divisors), entry_of(d, entry, divisors)
                 accumulators.consumer_wait(sums_state)
                 tensor_memory_fence("after")
                 for p in cutlass.range(self.num_parts(d, n), unroll=1):
@@ -348,7 +358,7 @@ class GemmSm100:
                     if const_expr(valid_k is not None and not self.accumulate):
                         if k_tiles == 0:  # nothing was summed: the accumulator holds what it held
                             sums.fill(0.0)
-                    out = load_copy, bias, sD, tma_d, mD, tma_z, mZ, d, z
+                    out = load_copy, bias, sD, tma_d, mD_entry, tma_z, mZ, d_entry, z
                     num_stored = self.finish(sums, tTRcD, out, m, n, p, tidx, num_stored, rows)
                 if const_expr(self.accumulate):
                     later = index + ACCUMULATORS * step

@@ -33,7 +33,12 @@ from cute_kernels.gemm.config import SHARED_MEMORY, STORE_STAGES, GemmConfig
 from cute_kernels.gemm.kernel_epilogue import (
     activate,
     add_bias,
+    batch_last,
+    entry_and_tile,
+    entry_of,
+    is_read_once,
     load_sums,
+    num_tiles,
     store_sums,
     tile_divisors,
     tile_of,
@@ -101,6 +106,7 @@ class GemmSm90:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
+        a, b, d = batch_last(a), batch_last(b), batch_last(d)
         if const_expr(self.majors[0] == "m"):
             a = transpose(a)
         if const_expr(self.majors[1] == "n"):
@@ -123,7 +129,7 @@ class GemmSm90:
         num_ctas: Int32,
         stream,
     ):
-        """Launch, of a (M, K), b (N, K) and d (M, N). ``rows``: as in ``finish``."""
+        """Launch, of a (M, K), b (N, K) and d (M, N), or of batches (..., L). ``rows``: as in ``finish``."""
         tile_m, tile_n, tile_k = self.tile
         a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
         tiled_mma = sm90.make_trivial_tiled_mma(
@@ -150,7 +156,7 @@ class GemmSm90:
         tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
         self.kernel(
             tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
-            tile_divisors(tiles_m, tiles_n, self.group), rows,
+            tile_divisors(tiles_m, tiles_n, self.group, cute.rank(d) == 3), rows,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.consumers + 1) * WARPGROUP, 1, 1],
@@ -266,8 +272,8 @@ class GemmSm90:
             if const_expr(self.consumers > 1):
                 cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
-                gA = cute.local_tile(mA, (tile_m, tile_k), (None, None))
-                gB = cute.local_tile(mB, (tile_n, tile_k), (None, None))
+                gA = cute.local_tile(mA, (tile_m, tile_k), (None,) * cute.rank(mA))
+                gB = cute.local_tile(mB, (tile_n, tile_k), (None,) * cute.rank(mB))
                 tAsA, tAgA = cpasync.tma_partition(
                     tma_a, rank_n, cute.make_layout(cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
                 )
@@ -280,18 +286,20 @@ class GemmSm90:
                 if const_expr(cluster_m > 1):
                     b_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=0)
                 # Weights that are read once make room first; the tokens may be wanted again
-                a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(tiles_m == 1)
+                a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
                 if const_expr(self.transposed):
-                    a_policy, b_policy = evict_first_if(tiles_n == 1), Int64(EVICT_NORMAL)
+                    a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
                 state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-                for index in cutlass.range(first_tile, tiles_m * tiles_n, step):
-                    m, n = tile_of(index, tiles_m, divisors, self.group)
+                for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
+                    entry, tile = entry_and_tile(index, divisors)
+                    m, n = tile_of(tile, tiles_m, divisors, self.group)
+                    tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
                     for k in cutlass.range(k_tiles):
                         ring.producer_acquire(state)
                         full = ring.producer_get_barrier(state)
                         cute.copy(
                             tma_a,
-                            tAgA[None, m * cluster_m + rank_m, k],
+                            tAgA_entry[None, m * cluster_m + rank_m, k],
                             tAsA[None, state.index],
                             tma_bar_ptr=full,
                             mcast_mask=a_mask,
@@ -299,7 +307,7 @@ class GemmSm90:
                         )
                         cute.copy(
                             tma_b,
-                            tBgB[None, n * cluster_n + rank_n, k],
+                            tBgB_entry[None, n * cluster_n + rank_n, k],
                             tBsB[None, state.index],
                             tma_bar_ptr=full,
                             mcast_mask=b_mask,
@@ -325,8 +333,9 @@ class GemmSm90:
             if const_expr(self.turns > 1):
                 state.advance(turn * k_tiles)
                 release.advance(turn * k_tiles)
-            for index in cutlass.range(first_tile + turn * step, tiles_m * tiles_n, self.turns * step):
-                m, n = tile_of(index, tiles_m, divisors, self.group)
+            for index in cutlass.range(first_tile + turn * step, num_tiles(tiles_m, tiles_n, d), self.turns * step):
+                entry, tile = entry_and_tile(index, divisors)
+                m, n = tile_of(tile, tiles_m, divisors, self.group)
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
                 if const_expr(self.accumulate):
@@ -357,7 +366,7 @@ class GemmSm90:
                         ring.consumer_release(release)
                         release.advance()
                 if const_expr(self.turns > 1):
-                    if index + step < tiles_m * tiles_n:
+                    if index + step < num_tiles(tiles_m, tiles_n, d):
                         cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - turn, number_of_threads=2 * WARPGROUP)
                     state.advance(k_tiles)  # beyond the other's tile
                 if const_expr(self.in_flight == 1):
@@ -367,7 +376,8 @@ class GemmSm90:
                 if const_expr(self.turns > 1):
                     release.advance(k_tiles)
 
-                out = tiled_mma, bias, sD, tma_d, mD, tma_z, mZ, d, z
+                mD_entry, d_entry = entry_of(mD, entry, divisors), entry_of(d, entry, divisors)
+                out = tiled_mma, bias, sD, tma_d, mD_entry, tma_z, mZ, d_entry, z
                 num_stored = self.finish(sums, tCcD, out, m, n, thread, turn, num_stored, rows)
             if const_expr(self.tma_store):
                 if thread < 32:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
-from cute_kernels.gemm.checks import check_linear, check_mm, check_separate
+from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate
 from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.gemm.reference import activate
 
@@ -51,13 +51,13 @@ def plan_product(
     """``product(a, b, bias)`` of plain tensors of these sizes and strides: allocates, launches, returns (d, z).
 
     d (..., N) = act(a b^T + bias) from a (..., K) and b (N, K), z: before the activation. ``op``, "mm", whose b is
-    (K, N), or "linear", says whose arguments are checked where none of this signature have been. a is a matrix, or
-    contiguous and not empty. b's dtype and device are asked for by the kernel's entry at each call, which refuses
-    others than a's in words of its own.
+    (K, N), "bmm", whose b is (L, K, N), or "linear", says whose arguments are checked where none of this signature have
+    been. a is a matrix, of "bmm" a batch; or contiguous and not empty. b's dtype and device are asked for by the
+    kernel's entry at each call, which refuses others than a's in words of its own.
 
     Raises: as the op's check.
     """
-    shape, dtype, shape_b, is_mm = a.shape, a.dtype, b.shape, op == "mm"
+    shape, dtype, shape_b = a.shape, a.dtype, b.shape
     key = (
         op,
         shape,
@@ -74,28 +74,34 @@ def plan_product(
     )
     product = _plans.get(key)
     if product is None or _forced:
-        if is_mm:
+        if op == "mm":
             check_mm(a, b, out_dtype, None)
+        elif op == "bmm":
+            check_bmm(a, b, out_dtype)
         else:
             check_linear(a, b, bias, out_dtype, activation, None)
-        product = _product(a, b, bias, activation, out_dtype or dtype, keeps_z, is_mm)
+        product = _product(op, a, b, bias, activation, out_dtype or dtype, keeps_z)
         if not _forced and 0 not in (*shape, *shape_b):  # else no entry is asked
             _plans[key] = product
     return product
 
 
-def _product(a, b, bias, activation, out_dtype, keeps_z, is_mm) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _product(op, a, b, bias, activation, out_dtype, keeps_z) -> Callable[..., tuple[Tensor, Tensor | None]]:
     *batch, k = a.shape
-    m, n = math.prod(batch), b.shape[1] if is_mm else b.shape[0]
+    trans_b = op != "linear"
+    m, n = math.prod(batch), b.shape[-1 if trans_b else 0]
     allocate, sizes, strides = allocator(a), (m, n), (n or 1, 1)
     matrix = outer = None
-    if len(batch) != 1:
+    if op == "bmm":
+        sizes = (*batch, n)
+        strides = contiguous_strides(sizes)
+    elif len(batch) != 1:
         matrix = (m, k), (k, 1)
         outer = (*batch, n), contiguous_strides((*batch, n))
         a = alias(a, *matrix)
     d = allocate(sizes, strides, out_dtype)
     outputs = d, d if keeps_z else None
-    plan = _plan_of(a, b, *outputs, bias, None, activation, False, False, is_mm)
+    plan = _plan_of(a, b, *outputs, bias, None, activation, False, False, trans_b)
 
     def product(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if matrix is not None:
@@ -106,7 +112,7 @@ def _product(a, b, bias, activation, out_dtype, keeps_z, is_mm) -> Callable[...,
             _empty_sums(d, z, bias, activation, False)
         else:
             if _observers:
-                observe(plan, a, b, False, is_mm)
+                observe(plan, a, b, False, trans_b)
             if plan.transposed:
                 plan.function(b, a, d, z, bias, None, plan.num_ctas)
             else:
@@ -133,9 +139,10 @@ def run_gemm(
 ) -> None:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K) of any strides; z: before the activation.
 
+    Or d (L, M, N) = a b^T of each entry of a (L, M, K) and b (L, N, K).
     ``accumulate``: the sums start from d (fp32). ``valid_k`` (int32, one element): how many k are summed. ``trans_*``:
-    a is (K, M), b is (K, N). ``check``, a function and its arguments, is called where no call of this signature has
-    been checked.
+    a is (..., K, M), b is (..., K, N). ``check``, a function and its arguments, is called where no call of this
+    signature has been checked.
     """
     key = (
         a.shape,
@@ -222,8 +229,8 @@ def forced(config: GemmConfig | None, transposed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
-    """The (plan, (M, N, K), device) of the products inside, in order."""
+def observed() -> Iterator[list[tuple[Plan, tuple[int, ...], int]]]:
+    """The (plan, (M, N, K), device) of the products inside, in order; of batches (L, M, N, K)."""
     launches: list = []
     _observers.append(launches)
     try:
@@ -234,27 +241,30 @@ def observed() -> Iterator[list[tuple[Plan, tuple[int, int, int], int]]]:
 
 def observe(plan: Plan, a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> None:
     """Tell ``observed`` of a launch."""
-    a, b = a.t() if trans_a else a, b.t() if trans_b else b
+    a, b = a.mT if trans_a else a, b.mT if trans_b else b
+    *rows, k = a.shape
     for launches in _observers:
-        launches.append((plan, (a.shape[0], b.shape[0], a.shape[1]), a.get_device()))
+        launches.append((plan, (*rows, b.shape[-2], k), a.get_device()))
 
 
 def _plan_of(a, b, d, z, bias, valid_k, activation, accumulate, trans_a, trans_b) -> Plan | None:
     """The plan of tensors that have been checked; None where there is nothing to sum."""
-    a, b = a.t() if trans_a else a, b.t() if trans_b else b
-    if 0 in (*a.shape, b.shape[0]):
+    a, b = a.mT if trans_a else a, b.mT if trans_b else b
+    if 0 in (*a.shape, b.shape[-2]):
         return None
     return _plan(a, b, d, z, bias, valid_k, activation, accumulate, (trans_a, trans_b))
 
 
 def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, bool]) -> Plan:
-    """Of a (M, K) and b (N, K); ``trans``: which of them the calls give the other way round."""
+    """Of a (M, K) and b (N, K), or batches of them; ``trans``: which of them the calls give the other way round."""
     from cute_kernels.gemm.kernel import gemm
 
     index = a.get_device()
     arch, num_sms = arch_of(index), sm_count(index)
     epilogue = "accumulate" if accumulate else "store" if activation is None else "activate"
-    config, transposed = choose(arch, *a.shape[:1], *b.shape, num_sms, epilogue)
+    *batch, m, k = a.shape
+    n, entries = b.shape[-2], math.prod(batch)
+    config, transposed = choose(arch, m, n, k, num_sms, epilogue, entries)
     if _forced:
         config, transposed = _forced[-1]
     majors = operand_major(a), operand_major(b)
@@ -268,10 +278,12 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, 
         cluster = config.cluster[0] * config.cluster[1]
     outputs = [t for t in (d, z) if t is not None]
     tma_store = config is not None and config.stores_by_tma(arch, transposed) and all(_rows_aligned(t) for t in outputs)
-    m, n = (b.shape[0], a.shape[0]) if transposed else (a.shape[0], b.shape[0])
     turned = [(major == "rows") != given for major, given in zip(majors, trans, strict=True)]
+    # A batch of stride 0 is given to the kernels for TMA as its one entry
+    shared = [config is not None and t.dim() == 3 and t.stride(0) == 0 for t in (a, b)]
     if transposed:
-        majors, turned = majors[::-1], turned[::-1]
+        m, n = n, m
+        majors, turned, shared = majors[::-1], turned[::-1], shared[::-1]
     function = gemm(
         arch,
         cutlass_dtype(a.dtype),
@@ -284,14 +296,17 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, 
         transposed,
         accumulate,
         valid_k is not None,
+        bool(batch),
         tma_store,
         config,
     )
-    clusters = min(-(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
+    clusters = min(entries * -(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
     if config is None or (bias is not None and bias.numel() == 1):
         function = _resolved(function)
     if any(turned):
         function = _turned(function, *turned)
+    if any(shared):
+        function = _of_entries(function, *shared)
     return Plan(function, clusters * cluster, transposed, config, allocator(a))
 
 
@@ -315,25 +330,43 @@ def _turned(function: Callable[..., None], a_turned: bool, b_turned: bool) -> Ca
     """``function`` of operands that lie the other way round than it takes them: the contiguous dimension last."""
 
     def run(a: Tensor, b: Tensor, *rest: object) -> None:
-        function(a.t() if a_turned else a, b.t() if b_turned else b, *rest)
+        function(a.mT if a_turned else a, b.mT if b_turned else b, *rest)
 
     return run
 
 
+def _of_entries(function: Callable[..., None], a_shared: bool, b_shared: bool) -> Callable[..., None]:
+    """``function`` of batches that are one entry again and again: of that entry."""
+
+    def run(a: Tensor, b: Tensor, *rest: object) -> None:
+        function(_one_entry(a) if a_shared else a, _one_entry(b) if b_shared else b, *rest)
+
+    return run
+
+
+def _one_entry(t: Tensor) -> Tensor:
+    """The first entry of a batch, as a batch; its stride, which leads nowhere, is on 16 bytes if the rows' is."""
+    stride = max(size * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
+    return alias(t, (1, *t.shape[1:]), (stride, *t.stride()[1:]))
+
+
 def operand_major(t: Tensor) -> str | None:
-    """The dimension of an operand (rows, k) that TMA reads along, "k" or "rows"; None if it cannot."""
-    if t.data_ptr() % 16 == 0:
-        unit = 16 // t.element_size()
-        if t.stride(1) == 1 and t.stride(0) % unit == 0 and t.stride(0) >= t.shape[1]:
+    """The dimension of an operand (..., rows, k) that TMA reads along, "k" or "rows"; None if it cannot."""
+    unit = 16 // t.element_size()
+    if t.data_ptr() % 16 == 0 and (t.dim() == 2 or t.stride(0) % unit == 0):
+        (rows, k), (of_rows, of_k) = t.shape[-2:], t.stride()[-2:]
+        if of_k == 1 and of_rows % unit == 0 and of_rows >= k:
             return "k"
-        if t.stride(0) == 1 and t.stride(1) % unit == 0 and t.stride(1) >= t.shape[0]:
+        if of_rows == 1 and of_k % unit == 0 and of_k >= rows:
             return "rows"
     return None
 
 
 def _rows_aligned(t: Tensor) -> bool:
-    """Whether TMA can store to the rows of ``t``."""
-    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(0) >= t.shape[1]
+    """Whether TMA can store to the rows of ``t``, a matrix or a batch."""
+    *strides, _ = t.stride()
+    aligned = all(stride * t.element_size() % 16 == 0 for stride in strides)
+    return t.data_ptr() % 16 == 0 and aligned and t.stride(-2) >= t.shape[-1]
 
 
 def _empty_sums(d: Tensor, z: Tensor | None, bias: Tensor | None, activation: str | None, accumulate: bool) -> None:

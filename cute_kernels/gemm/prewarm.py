@@ -1,4 +1,4 @@
-"""The matrix products that an installation needs: bf16 linear layers, forward and backward, any shape."""
+"""The matrix products that an installation needs, forward and backward: bf16 linear layers of any shape, batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels._target import expect_arch
-from cute_kernels.gemm.config import few_tokens_along_m, few_tokens_along_n, log_prob_candidates, many_tokens
+from cute_kernels.gemm.config import choose, few_tokens_along_m, few_tokens_along_n, log_prob_candidates, many_tokens
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, no activation."""
+    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, no activation.
+
+    Of batches those of 64 x 1024 x 1024 x 128.
+    """
     expect_arch(arch)
     from cutlass import BFloat16 as bf16
     from cutlass import Float32, Int64
@@ -25,11 +28,15 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     configs += [(config, (forward, dx)) for config in few_tokens_along_m(arch)]
     for config, products in configs:
         for a_major, b_major, out, accumulate in products:
-            static = (arch, bf16, out, None, None, False, a_major, b_major, False, accumulate, False)
+            static = (arch, bf16, out, None, None, False, a_major, b_major, False, accumulate, False, False)
             yield gemm, (*static, config.stores_by_tma(arch, False), config)
     for config in few_tokens_along_n(arch):
         for a_major in ("k", "m"):  # of the weight
-            yield gemm, (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, config)
+            yield gemm, (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, False, config)
+    config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
+    for a_major, b_major in (("k", "k"), ("k", "n"), ("m", "n")):
+        static = (arch, bf16, bf16, None, None, False, a_major, b_major, False, False, False, True)
+        yield gemm, (*static, config.stores_by_tma(arch, False), config)
     yield log_prob, (arch, Int64)
     for config in dict.fromkeys(log_prob_candidates(arch)):
         yield log_prob_statistics, (arch, bf16, Int64, "k", config)

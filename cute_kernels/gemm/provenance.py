@@ -23,7 +23,7 @@ class Provenance:
 
     contract: str
     kernel: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     arch: str
     versions: dict[str, str]
 
@@ -31,8 +31,8 @@ class Provenance:
 def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenance, ...]:
     """Call ``function(*args, **kwargs)`` and say what computed its matrix products, one entry each, in order.
 
-    ``shape`` is (M, N, K) as the kernel sees it. Products over nothing, replays of CUDA graphs, and work on CPU tensors
-    launch none of our kernels and have no entry.
+    ``shape`` is (M, N, K), of a batch (L, M, N, K), as the kernel sees it. Products over nothing, replays of CUDA
+    graphs, and work on CPU tensors launch none of our kernels and have no entry.
 
     Raises:
         TypeError: function cannot be called; and whatever it raises.

@@ -1,4 +1,4 @@
-"""mm and linear in plain torch: the specification of the kernels, and what runs without a supported GPU.
+"""mm, bmm and linear in plain torch: the specification of the kernels, and what runs without a supported GPU.
 
 z = x W^T + bias;  y = act(z);   backward, with z rounded to y's dtype:
 dz = dy act'(z), rounded to y's dtype, then to x's;  dx = dz W;  dW = dz^T x;  dbias = sum of dz over tokens.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient, without_autocast
-from cute_kernels.gemm.checks import check_linear, check_mm
+from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -26,6 +26,12 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
         return _Linear.apply(a, b.t(), None, out_dtype or a.dtype, None, None)
     with torch.no_grad():
         return out.copy_(_product(a.to(_wide(a)), b.to(_wide(a))))
+
+
+def bmm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``a @ b`` of batches; see ``cute_kernels.bmm``."""
+    check_bmm(a, b, out_dtype, _is_fp64(a))
+    return _Bmm.apply(a, b, out_dtype or a.dtype)
 
 
 def linear(
@@ -40,6 +46,25 @@ def linear(
     """``act(x @ weight.T + bias)``; see ``cute_kernels.linear``."""
     check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens, _is_fp64(x))
     return _Linear.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
+
+
+class _Bmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, out_dtype):
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+        return _product(a.to(_wide(a)), b.to(_wide(a))).to(out_dtype)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dout):
+        a, b = ctx.saved_tensors
+        like = a if b is None else b
+        dtype, wide = like.dtype, _wide(like)
+        dout = dout.to(dtype).to(wide)
+        da = _product(dout, b.to(wide).mT).to(dtype) if ctx.needs_input_grad[0] else None
+        db = _product(a.to(wide).mT, dout).to(dtype) if ctx.needs_input_grad[1] else None
+        return da, db, None
 
 
 class _Linear(torch.autograd.Function):

@@ -11,6 +11,7 @@ from bench import bench_gemm, harness, report
 from bench.bench_gemm import FLOOR, Gemm
 from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn
 
+BATCH = Gemm(70, 80, 48, variant="batch", entries=3)
 SMALL = [Gemm(96, 80, 48), Gemm(96, 80, 48, "dA"), Gemm(96, 80, 48, "dB"), Gemm(3, 80, 48, variant="decode")]
 
 
@@ -27,7 +28,7 @@ measure = functools.partial(bench_gemm.measure_gemm, device=InPlace(), repetitio
 def test_cases_are_those_of_the_specification():
     cases = bench_gemm.gemms()
     names = [gemm.case.name for gemm in cases]
-    assert len(set(names)) == len(names) == 80
+    assert len(set(names)) == len(names) == 84
 
     def count(pattern):
         return sum(re.fullmatch(pattern, name) is not None for name in names)
@@ -36,6 +37,8 @@ def test_cases_are_those_of_the_specification():
     assert count(r"mm\.d[AB]\..*\.prefill") == 12
     assert count(r"mm\.fwd\..*\.decode") == 9 * 6
     assert count(r"linear\..*") == 4
+    assert count(r"bmm\.fwd\..*\.batch") == 4
+    assert "bmm.fwd.64x1024x128x1024.bfloat16.batch" in names
     assert "mm.fwd.4096x151936x4096.bfloat16.prefill" in names
     assert "mm.dB.4096x4096x14336.bfloat16.prefill" in names
     assert "mm.fwd.256x1024x4096.bfloat16.decode" in names
@@ -47,6 +50,8 @@ def test_minimal_bytes_and_flops():
     assert {Gemm(2, 3, 5, direction).case.bytes for direction in bench_gemm.DIRECTIONS} == {62}
     assert {Gemm(2, 3, 5, direction).case.flops for direction in bench_gemm.DIRECTIONS} == {60}
     assert bench_gemm.minimal_bytes(Gemm(2, 3, 5, variant="bias_gelu")) == 62 + 6
+    batch = Gemm(2, 3, 5, variant="batch", entries=7).case
+    assert (batch.bytes, batch.flops, batch.shape) == (7 * 62, 7 * 60, "7x2x3x5")
     assert bench_gemm.minimal_bytes(Gemm(2, 3, 5, "dB", "accumulate")) == 62 - 2 * 15 + 8 * 15
 
 
@@ -80,10 +85,21 @@ def test_sample(rows, cols):
     assert harness.relative_rms(sample(exact.t().contiguous()), truth) == float("inf")
 
 
-@pytest.mark.parametrize("gemm", [*SMALL, Gemm(96, 80, 48, variant="bias_gelu")])
+def test_sample_of_a_batch():
+    """Of each entry; what all of them have is one tensor of numbers, in which a wrong entry is seen."""
+    inputs, sample = bench_gemm.make_inputs(BATCH, "cpu"), bench_gemm.Sample(BATCH, "cpu")
+    assert inputs.a.shape == (3, 70, 48) and inputs.b.shape == (3, 48, 80) and inputs.b.mT.is_contiguous()
+    exact, truth = inputs.a.double() @ inputs.b.double(), sample.truth(inputs)
+    assert truth.numel() == 3 * (64 * 80 + 70 * 64)
+    assert harness.relative_rms(sample(exact), truth) < 1e-12
+    assert harness.relative_rms(sample(exact[[0, 1, 1]]), truth) > 0.1
+
+
+@pytest.mark.parametrize("gemm", [*SMALL, BATCH, Gemm(96, 80, 48, variant="bias_gelu")])
 def test_providers_agree_with_fp64(gemm):
     """Ours (the reference, on the CPU) and torch compute the same."""
-    device = StandIn() if gemm.variant == "bias_gelu" else InPlace()  # linear returns another tensor each time
+    own = gemm.variant in ("bias_gelu", "batch")  # linear and bmm return another tensor each time
+    device = StandIn() if own else InPlace()
     found = measure(gemm, ["cute_kernels", "cublas"], device=device)
     assert found.failures == {}
     assert list(found.results) == ["cute_kernels", "cublas"]

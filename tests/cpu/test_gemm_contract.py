@@ -1,4 +1,4 @@
-"""Bad input to mm and linear: the error's type, and a message with op, argument, expected and got.
+"""Bad input to mm, bmm and linear: the error's type, and a message with op, argument, expected and got.
 
 Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place of the kernels.
 """
@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cute_kernels import UnsupportedDeviceError, linear, mm, nn, provenance
+from cute_kernels import UnsupportedDeviceError, bmm, linear, mm, nn, provenance
 from cute_kernels.gemm import launch, op, reference
 from tests.entry import Wrapped
 from tests.gemm_cases import BF16, FP16, FP32, randn, seeded_generator, stand_in
 
-M, N, K = 4, 32, 64
+L, M, N, K = 3, 4, 32, 64
 
 
 @pytest.fixture(params=["reference", "kernels"], autouse=True)
@@ -36,6 +36,8 @@ def zeros(*shape, dtype=BF16, device="cpu"):
 def good(op) -> dict:
     if op is mm:
         return {"a": zeros(M, K), "b": zeros(K, N)}
+    if op is bmm:
+        return {"a": zeros(L, M, K), "b": zeros(L, K, N)}
     return {"x": zeros(M, K), "weight": zeros(N, K), "bias": zeros(N)}
 
 
@@ -89,6 +91,34 @@ MM_ERRORS = [
     ),
     (ValueError, {"a": A_LINE}, "a must have dimensions of at most 2147483136, got (2147483647, 1)"),
 ]
+BMM_ERRORS = [
+    (TypeError, {"a": None}, "a must be a torch.Tensor, got NoneType"),
+    (TypeError, {"b": [[1.0]]}, "b must be a torch.Tensor, got list"),
+    (TypeError, {"a": zeros(L, M, K).to_sparse()}, "a must have layout torch.strided, got torch.sparse_coo"),
+    (TypeError, {"a": zeros(L, M, K, dtype=FP32)}, "a must have dtype bfloat16, float16, got torch.float32"),
+    (TypeError, {"b": zeros(L, K, N, dtype=FP16)}, "b must have dtype torch.bfloat16, got torch.float16"),
+    (ValueError, {"a": zeros(M, K)}, "a must be a batch of matrices, got shape (4, 64)"),
+    (ValueError, {"b": zeros(K, N)}, "b must be a batch of matrices, got shape (64, 32)"),
+    (ValueError, {"b": zeros(1, K, N)}, "b must have 3 matrices, got shape (1, 64, 32)"),
+    (ValueError, {"b": zeros(L, N, K)}, "b must have 64 rows, got shape (3, 32, 64)"),
+    (ValueError, {"b": zeros(L, K, N, device="meta")}, "b must be on cpu, got meta"),
+    (
+        TypeError,
+        {"out_dtype": torch.float64},
+        "out_dtype must have dtype bfloat16, float16, float32, got torch.float64",
+    ),
+    (
+        ValueError,
+        {"a": zeros(1, 1, 0).expand(2**16, 2**15, 0), "b": zeros(1, 0, 1).expand(2**16, 0, 1)},
+        "a must have at most 2147483136 rows, got 2147483648 in shape (65536, 32768, 0)",
+    ),
+    (
+        ValueError,
+        {"a": zeros(1, 1, 0).expand(2**16, 1, 0), "b": zeros(1, 0, 1).expand(2**16, 0, 2**15)},
+        "b must have at most 2147483136 columns, got 2147483648 in shape (65536, 0, 32768)",
+    ),
+    (ValueError, {"backend": "torch"}, "backend must be None or 'reference', got 'torch'"),
+]
 LINEAR_ERRORS = [
     (TypeError, {"x": 1.0}, "x must be a torch.Tensor, got float"),
     (TypeError, {"weight": None}, "weight must be a torch.Tensor, got NoneType"),
@@ -141,7 +171,8 @@ COUNT_ERRORS = [
         "num_valid_tokens must be on cpu, got meta",
     ),
 ]
-ERRORS = [(mm, *row) for row in MM_ERRORS] + [(linear, *row) for row in LINEAR_ERRORS + COUNT_ERRORS]
+ERRORS = [(mm, *row) for row in MM_ERRORS] + [(bmm, *row) for row in BMM_ERRORS]
+ERRORS += [(linear, *row) for row in LINEAR_ERRORS + COUNT_ERRORS]
 
 
 def shortened(text: str) -> str:
@@ -273,12 +304,13 @@ def test_no_fallback(monkeypatch):
     def unsupported(index):
         raise UnsupportedDeviceError("cute_kernels: cuda:0 has compute capability 8.0")
 
-    for name in ("mm", "linear"):
+    for name in ("mm", "bmm", "linear"):
         monkeypatch.setattr(reference, name, refuse)
     odd = zeros(M, 3 * K)[:, ::3], zeros(3 * K, N)[::3]
     for a, b in ((zeros(M, K), zeros(K, N)), odd):
         mm(a.requires_grad_(), b).sum().backward()
         linear(a, b.t(), activation="silu").sum().backward()
+        bmm(a[None], b[None]).sum().backward()
     monkeypatch.setattr(launch, "arch_of", unsupported)
     for call in (lambda: mm(zeros(M + 1, K), zeros(K, N)), lambda: linear(zeros(M + 1, K), zeros(N, K))):
         with pytest.raises(UnsupportedDeviceError, match=r"compute capability 8\.0"):
@@ -409,13 +441,14 @@ def test_a_tensor_subclass_goes_to_the_dispatcher():
             call()
 
 
-@pytest.mark.parametrize("op", [mm, linear], ids=["mm", "linear"])
+@pytest.mark.parametrize("op", [mm, bmm, linear], ids=["mm", "bmm", "linear"])
 def test_bad_argument_beside_no_rows(op):
     """No kernel is asked then, which might refuse it."""
-    arguments = good(op) | {"a" if op is mm else "x": zeros(0, K)}
+    shape = (L, 0, K) if op is bmm else (0, K)
+    arguments = good(op) | {"x" if op is linear else "a": zeros(*shape)}
     for _ in range(2):
-        assert op(**arguments).shape == (0, N)
-        name = "b" if op is mm else "weight"
+        assert op(**arguments).shape == (*shape[:-1], N)
+        name = "weight" if op is linear else "b"
         with pytest.raises(
             TypeError, match=f"^{op.__name__}: {name} must have dtype torch.bfloat16, got torch.float16"
         ):

@@ -622,6 +622,7 @@ def test_command_without_gpu(without_gpu, capsys, tmp_path):
         "layer_norm",
         "mm",
         "linear",
+        "bmm",
         "linear_log_prob",
         "mhc.hyper_connection",
     } | modules

@@ -3,10 +3,22 @@
 import pytest
 import torch
 
-from cute_kernels import linear, mm
+from cute_kernels import bmm, linear, mm
 from cute_kernels.gemm.launch import forced
 from jit_cache import prewarm
-from tests.gemm_cases import BF16, FP32, LAYOUTS, Case, here, kernels_of, operands, stand_in
+from tests.gemm_cases import (
+    BF16,
+    FP32,
+    LAYOUTS,
+    Batch,
+    Case,
+    here,
+    kernels_of,
+    make_batch,
+    operands,
+    run_batch,
+    stand_in,
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,14 +28,19 @@ def gemm_compiled_beforehand(request):
     values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
     jobs = kernels_of([value for value in dict.fromkeys(v for v in values if isinstance(v, Case))], here())
     with stand_in(here(), computes=False) as more:
-        for config, transposed in {item.callspec.params["kernel"] for item in of_every_kernel(request.session.items)}:
+        for config, transposed in of_every_kernel(request.session.items, "kernel"):
             with forced(config, transposed):
                 each_layout()
+        for config, transposed in of_every_kernel(request.session.items, "batch_kernel"):
+            with forced(config, transposed):
+                each_batch()
+        for case in dict.fromkeys(value for value in values if isinstance(value, Batch)):
+            both_products(case)
     prewarm(list(dict.fromkeys(jobs + more)))  # what fails to compile fails again where it is used
 
 
-def of_every_kernel(items):
-    return [item for item in items if hasattr(item, "callspec") and "kernel" in item.callspec.params]
+def of_every_kernel(items, name):
+    return {item.callspec.params[name] for item in items if hasattr(item, "callspec") and name in item.callspec.params}
 
 
 def each_layout():
@@ -39,6 +56,23 @@ def each_layout():
     linear(a.detach().requires_grad_(), b.detach(), torch.zeros(16), activation="gelu").backward(a)
 
 
+def each_batch():
+    """What test_bmm.py asks of every kernel."""
+    a, b = torch.zeros(16, 16, dtype=BF16), torch.zeros(16, 16, dtype=BF16)
+    for layout in LAYOUTS:
+        for out in (FP32, BF16):
+            bmm(*(t[None] for t in operands(a, b, layout)), out_dtype=out)
+    bmm(a[None], torch.zeros(1, 17, 16, dtype=BF16).mT, out_dtype=FP32)
+
+
+def both_products(case):
+    """A case of test_bmm.py by ``bmm``, and one entry of it by ``mm``."""
+    a, b = make_batch(case, torch.Generator())
+    dout = torch.zeros(case.entries, case.m, case.n, dtype=case.out or case.dtype)
+    run_batch(bmm, a, b, dout, out_dtype=case.out)
+    run_batch(mm, a[0], b[0], dout[0], out_dtype=case.out)
+
+
 @pytest.fixture
 def traced_linear():
     return linear
@@ -47,3 +81,8 @@ def traced_linear():
 @pytest.fixture
 def traced_mm():
     return mm
+
+
+@pytest.fixture
+def traced_bmm():
+    return bmm
