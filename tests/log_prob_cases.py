@@ -143,7 +143,7 @@ def oracle(case: Case, inputs: Inputs) -> Truth:
 
 
 @contextlib.contextmanager
-def log_prob_stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
+def log_prob_stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
     """``gemm_cases.stand_in`` with these kernels, too, in plain torch; yields all builder calls."""
     from cute_kernels.gemm import kernel_log_prob as kernels
 
@@ -156,14 +156,15 @@ def log_prob_stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
 
             def function(*values):
                 check_entry(program, values)
-                compute(static, *values)
+                if computes:
+                    compute(static, *values)
 
             return function
 
         return build
 
     functions = {"log_prob_statistics": _statistics, "log_prob": _log_prob, "log_prob_gradient": _gradient}
-    with stand_in(arch) as jobs, contextlib.ExitStack() as stack:
+    with stand_in(arch, computes) as jobs, contextlib.ExitStack() as stack:
         for name, compute in functions.items():
             stack.enter_context(mock.patch.object(kernels, name, replaced(name, compute, jobs)))
         stack.enter_context(mock.patch.object(launch, "arch_of", lambda index: arch))

@@ -65,12 +65,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> Tensor:
         """(..., N) from x (..., K)."""
-        weight, bias = self.weight, self.bias
-        expect_whole("Linear", weight, bias)
-        if weight.dtype is torch.float32 and getattr(x, "dtype", None) in (torch.bfloat16, torch.float16):
-            weight = weight.to(x.dtype)
-            if getattr(self.weight, "main_grad", None) is not None:
-                weight.main_grad, weight.cast_of = self.weight.main_grad, self.weight
+        weight, bias = self._weight_for(x), self.bias
         return linear(
             x,
             weight,
@@ -80,6 +75,16 @@ class Linear(nn.Module):
             num_valid_tokens=num_valid_tokens,
             backend=self.backend,
         )
+
+    def _weight_for(self, x: Tensor) -> Tensor:
+        """The weight in x's dtype; a cast one has the main_grad of what it was cast of."""
+        weight = self.weight
+        expect_whole("Linear", weight, self.bias)
+        if weight.dtype is torch.float32 and getattr(x, "dtype", None) in (torch.bfloat16, torch.float16):
+            weight = weight.to(x.dtype)
+            if getattr(self.weight, "main_grad", None) is not None:
+                weight.main_grad, weight.cast_of = self.weight.main_grad, self.weight
+        return weight
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cute_kernels import mhc
 from cute_kernels._check import expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
+from cute_kernels.gemm import linear_log_prob
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
 from cute_kernels.nn.linear import Linear
@@ -21,6 +22,7 @@ from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
 
 BACKENDS = (None, "reference")
+IGNORED = -100  # a target that does not count, as in torch's cross_entropy
 NO_HOOKS = "needs recompute=False and offload=False: hooks cannot be traced"
 NO_STAGES = "stages of a pipeline, which get a residual, are not supported yet; keep all layers in one process"
 
@@ -241,6 +243,18 @@ class _TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
+class _Output(Linear):
+    """Logits; with targets their mean cross-entropy, through ``linear_log_prob``."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        if x.shape[-1] % 8:  # rows that linear_log_prob's kernels cannot read
+            return F.cross_entropy(super().forward(x).flatten(0, 1), targets.flatten())
+        log_prob, _ = linear_log_prob(x, self._weight_for(x), targets, backend=self.backend)
+        return -log_prob.sum() / (targets != IGNORED).sum()
+
+
 class MHCTransformer(nn.Module):
     """A decoder: token embedding, ``TransformerBlock``, and a linear head that shares no weight with the embedding.
 
@@ -275,7 +289,7 @@ class MHCTransformer(nn.Module):
         self.config = config
         self.embedding = _TokenEmbedding(config.vocab_size, config.hidden_size, **options)
         self.block = TransformerBlock(config, **options)
-        self.output = Linear(
+        self.output = _Output(
             config.hidden_size,
             config.vocab_size,
             bias=False,
@@ -289,33 +303,31 @@ class MHCTransformer(nn.Module):
         """The layers, in order: what ``fully_shard`` wraps."""
         return self.block.layers
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, S, vocab_size), fp32, from tokens (B, S), int64.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, S, vocab_size), fp32, from tokens (B, S), int64; with targets the loss in their place.
 
         Raises:
             TypeError, ValueError: naming argument, expected and got.
             NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
         """
-        self._check(tokens)
+        self._check(tokens, targets)
         h = self.embedding(tokens)
         if h.dtype is torch.float32:
             h = h.to(torch.bfloat16)
-        return self.output(self.block(h))
+        return self.output(self.block(h), targets)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats, fp32, of targets (B, S), int64; those of -100 do not count.
 
+        No logits are in memory on the kernels' path, but where hidden_size is no multiple of 8. NaN where no target
+        counts, or where one is neither a token nor -100.
+
         Raises: as ``forward``.
         """
-        op = "MHCTransformer"
-        expect_tensor(op, "targets", targets)
-        expect_dtype(op, "targets", targets.dtype, (torch.int64,))
-        self._check(tokens)
-        expect_like(op, "targets", targets, tokens.shape, tokens.device)
-        logits = self(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        expect_tensor("MHCTransformer", "targets", targets)
+        return self(tokens, targets)
 
-    def _check(self, tokens: Tensor) -> None:
+    def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         op = "MHCTransformer"
         expect_tensor(op, "tokens", tokens)
         if tokens.is_floating_point():
@@ -324,6 +336,10 @@ class MHCTransformer(nn.Module):
         longest = self.config.max_sequence_length
         good = tokens.dim() == 2 and 1 <= tokens.shape[1] <= longest
         expect(good, op, "tokens", f"have shape (B, S) with S from 1 to {longest}", tuple(tokens.shape))
+        if targets is not None:
+            expect_tensor(op, "targets", targets)
+            expect_dtype(op, "targets", targets.dtype, (torch.int64,))
+            expect_like(op, "targets", targets, tokens.shape, tokens.device)
 
 
 def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:

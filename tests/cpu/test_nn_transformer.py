@@ -1,14 +1,17 @@
 """MHCTransformer on the references, and on the path of the kernels (stand-ins)."""
 
+import inspect
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from cute_kernels import mhc
 from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, transformer
+from tests import gemm_cases, log_prob_cases
 from tests.nn_cases import (
     BF16,
     FP32,
@@ -88,6 +91,81 @@ def test_autocast_of_either_dtype(streams, dtype):
         loss = model.loss(tokens, targets)
     loss.backward()
     torch.testing.assert_close(loss, model.loss(tokens, targets), rtol=1e-2, atol=1e-2)
+
+
+# The loss
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_the_loss_of_the_head(dtype, path):
+    """Against the mean of fp64 log-probabilities, within the bounds of linear_log_prob; gradients, too."""
+    config = make_config(vocab=200)
+    head, case = make_model(config, dtype=dtype).output, log_prob_cases.Case(32, 200, 32, entropy=False)
+    inputs = log_prob_cases.make_inputs(case, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        head.weight.copy_(inputs.weight)
+    count = (inputs.target != -100).sum()
+    inputs.g = torch.full(inputs.g.shape, -1.0, dtype=torch.float64) / count
+    exact = log_prob_cases.oracle(case, inputs)
+    x = inputs.x.detach().unflatten(0, (2, 16)).requires_grad_()
+    loss = head(x, inputs.target.view(2, 16))
+    loss.backward()
+    error = (loss.detach().double() + exact.values["log_prob"].sum() / count).abs()
+    assert loss.dtype is FP32 and error <= exact.bounds["log_prob"].sum() / count + 8 * gemm_cases.FP32_EPS * loss.abs()
+    gemm_cases.check({"dx": x.grad, "dw": head.weight.grad.to(BF16)}, exact.gradients)
+
+
+@pytest.mark.parametrize("streams", [None, 4])
+@pytest.mark.parametrize("hidden", [32, 28], ids=["log_prob", "logits"])
+def test_the_loss_is_the_cross_entropy_of_the_logits(streams, hidden, path):
+    """Gradients, too, which round otherwise. Rows of 56 bytes are none that linear_log_prob reads."""
+    config = make_config(hidden=hidden, heads=2, streams=streams)
+    model, (tokens, targets) = make_model(config), make_tokens(config)
+    targets[:, 3::5] = -100
+
+    def of_logits(tokens, targets):
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    found = gradients(model, tokens, targets)
+    exact = F.cross_entropy(model(tokens).flatten(0, 1).double(), targets.flatten())
+    torch.testing.assert_close(found["loss"].double(), exact, rtol=1e-6, atol=0)
+    with mock.patch.object(model, "loss", of_logits):
+        errors = relative_errors(found, gradients(model, tokens, targets))
+    assert max(errors.values()) < 0.05, errors
+
+
+def test_a_loss_of_no_target(path):
+    """NaN, as torch's, and no gradient; the same where a target is no token."""
+    config = make_config(layers=1)
+    tokens, targets = make_tokens(config)
+    found = gradients(make_model(config), tokens, torch.full_like(targets, -100))
+    assert found.pop("loss").isnan() and not any(g.any() for g in found.values())
+    targets[0, 3] = config.vocab_size
+    found = gradients(make_model(config), tokens, targets)
+    assert found.pop("loss").isnan() and all(g.isfinite().all() for g in found.values())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_the_loss_adds_to_main_grad(dtype, path):
+    config = make_config(layers=1)
+    batch, model = make_tokens(config), make_model(config, dtype=dtype)
+    wanted = gradients(model, *batch)["output.weight"]
+    weight = model.output.weight
+    weight.grad, weight.main_grad = None, torch.zeros(weight.shape)
+    for _ in range(2):
+        model.loss(*batch).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, 2.0 * wanted.float(), rtol=2**-7, atol=1e-6)
+
+
+def test_training_makes_no_logits():
+    """Neither a product in fp32 nor torch's cross-entropy."""
+    config = make_config()
+    with stand_in() as jobs, mock.patch.object(F, "cross_entropy", side_effect=AssertionError):
+        run(config)
+    products = [inspect.signature(job.build).bind(*args).arguments for job, args in jobs if job.__name__ == "gemm"]
+    assert products and {str(static["out"]) for static in products} == {"BFloat16"}
+    assert {job.__name__ for job, _ in jobs} >= {"log_prob_statistics", "log_prob", "log_prob_gradient"}
 
 
 @pytest.mark.parametrize("streams", [None, 4])
