@@ -113,14 +113,22 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
     jobs += [*of_mhc, *of_norm, *of_gemm]
 
 
-def kernels_of(configs: list[TransformerConfig], arch: str, batch: int = 2, dtypes=(BF16,)) -> list[tuple]:
-    """(builder, arguments) of what training and inference with these models need; little is computed."""
+def kernels_of(
+    configs: list[TransformerConfig], arch: str, batch: int = 2, dtypes=(BF16,), main_grad: bool = False
+) -> list[tuple]:
+    """(builder, arguments) of what training and inference with these models need; little is computed.
+
+    ``main_grad``: all parameters have one, but for the embedding's, which torch differentiates.
+    """
     attention = mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, k, v, **options: q * 1)
     with stand_in(arch, computes=False) as jobs, attention:
         for config in configs:
             for dtype in dtypes:
                 model, (tokens, targets) = MHCTransformer(config, dtype=dtype), make_tokens(config, batch)
-                gradients(model, tokens, targets)
+                for name, parameter in model.named_parameters():
+                    if main_grad and not name.startswith("embedding"):
+                        parameter.main_grad = torch.zeros(parameter.shape)
+                model.loss(tokens, targets).backward()
                 with torch.no_grad():
                     model(tokens)
     return list(dict.fromkeys(jobs))

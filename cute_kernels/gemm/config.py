@@ -108,7 +108,12 @@ DECODE_WIDE = (
 
 def many_tokens(arch: str) -> tuple[GemmConfig, ...]:
     """Tiles of 128 rows, also for the gradient of a weight."""
-    return DECODE_WIDE + PREFILL + PING_PONG if arch == "sm_90a" else PREFILL
+    return DECODE_WIDE + more_tokens(arch) if arch == "sm_90a" else more_tokens(arch)
+
+
+def more_tokens(arch: str) -> tuple[GemmConfig, ...]:
+    """Those of ``many_tokens`` that more than 256 get."""
+    return PREFILL + PING_PONG if arch == "sm_90a" else PREFILL
 
 
 def few_tokens_along_m(arch: str) -> tuple[GemmConfig, ...]:

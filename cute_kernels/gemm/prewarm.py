@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels._target import expect_arch
-from cute_kernels.gemm.config import choose, few_tokens_along_m, few_tokens_along_n, log_prob_candidates, many_tokens
+from cute_kernels.gemm.config import (
+    choose,
+    few_tokens_along_m,
+    few_tokens_along_n,
+    log_prob_candidates,
+    many_tokens,
+    more_tokens,
+)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, no activation.
+    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias.
 
-    Of batches those of 64 x 1024 x 1024 x 128.
+    For more than 256 tokens also y with silu, logits in fp32, and the fp32 dx of linear_log_prob. Of batches those of
+    64 x 1024 x 1024 x 128.
     """
     expect_arch(arch)
     from cutlass import BFloat16 as bf16
@@ -21,14 +29,19 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.gemm.kernel import gemm
     from cute_kernels.gemm.kernel_log_prob import log_prob, log_prob_gradient, log_prob_statistics
 
-    # Majors of a and b, output, accumulated
-    forward, dx = ("k", "k", bf16, False), ("k", "n", bf16, False)
-    dweight, dweight_main = ("m", "n", bf16, False), ("m", "n", Float32, True)
+    # Majors of a and b, output, accumulated, activation, whether z is kept
+    plain = None, False
+    forward, dx = ("k", "k", bf16, False, *plain), ("k", "n", bf16, False, *plain)
+    dweight, dweight_main = ("m", "n", bf16, False, *plain), ("m", "n", Float32, True, *plain)
+    of_models = [("k", "k", bf16, False, "silu", keeps_z) for keeps_z in (True, False)]
+    of_models += [("k", "k", Float32, False, *plain)]
+    of_models += [("k", "n", Float32, accumulate, *plain) for accumulate in (False, True)]
     configs = [(config, (forward, dx, dweight, dweight_main)) for config in many_tokens(arch)]
     configs += [(config, (forward, dx)) for config in few_tokens_along_m(arch)]
+    configs += [(config, of_models) for config in more_tokens(arch)]
     for config, products in configs:
-        for a_major, b_major, out, accumulate in products:
-            static = (arch, bf16, out, None, None, False, a_major, b_major, False, accumulate, False, False)
+        for a_major, b_major, out, accumulate, activation, keeps_z in products:
+            static = (arch, bf16, out, None, activation, keeps_z, a_major, b_major, False, accumulate, False, False)
             yield gemm, (*static, config.stores_by_tma(arch, False), config)
     for config in few_tokens_along_n(arch):
         for a_major in ("k", "m"):  # of the weight

@@ -8,23 +8,24 @@ from typing import Any
 from cute_kernels._target import expect_arch
 from cute_kernels.mhc.checks import num_coefficients
 from cute_kernels.mhc.config import pre_config, product_layout, projection_backward_config, stream_layout
-from cute_kernels.mhc.variants import VARIANTS
+from cute_kernels.mhc.variants import VARIANTS, head_of
 
 N = 4
 CHANNELS = (768, 1280, 2560, 4096, 5120, 7168)
+MODEL_CHANNELS = (4096, 7168)  # of whole models: with expand, contract and head
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: pre, expand_combine and hyper_connection, with fp32 parameters.
 
-    With those that a block of recompute adds to them. Those of a model's ends, expand and head, are not here: they
-    would take a tenth of the time of all tables, and are compiled at their first call.
+    With those that a block of recompute adds to them, and, of MODEL_CHANNELS, those of a model's ends, expand, contract
+    and head: of all channels they would take a tenth of the time of all tables.
     """
     expect_arch(arch)
     from cutlass import BFloat16 as bf16
     from cutlass import Float32
 
-    from cute_kernels.mhc.kernel.aggregate import aggregate_backward, aggregate_forward
+    from cute_kernels.mhc.kernel.aggregate import aggregate_backward, aggregate_forward, expand_streams
     from cute_kernels.mhc.kernel.coefficients import coefficients_backward, coefficients_forward
     from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward, expand_combine_forward
     from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
@@ -32,6 +33,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.mhc.kernel.projection_backward import projection_backward
 
     variant, columns = VARIANTS["deepseek_v4"], num_coefficients(N)
+    head = head_of(variant)
     layout, orientation = variant.layout, variant.res_orientation
     names = "bfloat16", "float32", "tf32", True
     fp32 = (Float32, Float32)
@@ -58,3 +60,16 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             needs = (needs_dx, True, True)
             products = product_layout(streams)
             yield expand_combine_backward, (arch, bf16, None, False, *needs, orientation, (4, 4), products)
+    yield coefficients_backward, (arch, N, fp32, *sums, (True, False, False), (4, 4, 1, 1), head, True, False, True)
+    for channels in MODEL_CHANNELS:
+        k, streams = N * channels, stream_layout(N, channels, layout, 2, 8)
+        yield expand_streams, (arch, bf16, streams)
+        yield aggregate_forward, (arch, bf16, False, 1, streams)  # contract, and the gradient of expand
+        config = pre_config(N, channels, layout, N, *names[1:3])
+        for keeps in (True, False):  # training, inference
+            yield pre_forward, (arch, Float32, None, fp32, head, keeps, True, config)
+        config = projection_backward_config(N, channels, layout, N, *names, False, True)
+        yield projection_backward, (arch, bf16, Float32, None, True, True, None, True, config)
+        for accumulate in (False, True):
+            outputs = Float32, None, *fp32, (accumulate, False, accumulate, accumulate)
+            yield phi_gradient, (arch, Float32, None, *outputs, N, k, 1)

@@ -8,8 +8,8 @@ import torch
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config import EPILOGUE_K, PING_PONG, PREFILL, GemmConfig, candidates, choose
-from cute_kernels.gemm.launch import forced
+from cute_kernels.gemm.config import EPILOGUE_K, PING_PONG, PREFILL, GemmConfig, candidates, choose, more_tokens
+from cute_kernels.gemm.launch import forced, run_gemm
 from tests.cpu.test_compile import check_record
 from tests.gemm_cases import (
     BF16,
@@ -112,15 +112,15 @@ def test_options_compile(option, arch):
         compile_and_check(arch, kernel, **(changes | ({"a_major": "k", "b_major": "k"} if kernel[0] is None else {})))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_activations_without_a_bias(activation):
+@pytest.mark.parametrize(("activation", "keeps_z"), [("silu", True), ("silu", False), ("gelu", True)])
+def test_activations_without_a_bias(activation, keeps_z):
     """ptxas computes the next part's ahead of the store of this one: up to 80 bytes of spills, on SM90 alone."""
     import cutlass
 
     from cute_kernels.gemm.kernel import gemm
 
     for config in (*PING_PONG, PREFILL[0]):
-        changes = {"activation": activation, "keeps_z": True, "out": cutlass.BFloat16}
+        changes = {"activation": activation, "keeps_z": keeps_z, "out": cutlass.BFloat16}
         record = gemm.obtain(*arguments("sm_90a", (config, False), **changes)).record
         (found,) = record["kernels"]
         assert found["stack_bytes"] <= 80
@@ -172,7 +172,10 @@ def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
-    """Forward and backward of a layer, and its gradient into main_grad, by each kernel; dx is what ``mm`` is, too."""
+    """Forward and backward of a layer, and its gradient into main_grad, by each kernel; dx is what ``mm`` is, too.
+
+    By those of more than 256 tokens also silu, in training and not, results in fp32, and sums of linear_log_prob's dx.
+    """
     case = Case(256, 256, 256)
     with stand_in(arch, computes=False) as jobs:
         for kernel, accumulates in itertools.product(kernels(arch), (False, True)):
@@ -181,9 +184,19 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
                 inputs.weight.main_grad = torch.zeros(256, 256)
             with forced(*kernel):
                 run(linear, case, inputs)
+    with stand_in(arch, computes=False) as of_models:
+        x, weight = torch.zeros(2, 256, 256, dtype=BF16).unbind()
+        for config in more_tokens(arch):
+            with forced(config, False):
+                linear(x, weight, out_dtype=FP32)
+                for needs_gradient in (True, False):
+                    linear(x.requires_grad_(needs_gradient), weight, activation="silu")
+                    run_gemm(x.detach(), weight, torch.zeros(256, 256), accumulate=needs_gradient, trans_b=True)
+    assert len(set(of_models)) == 5 * len(more_tokens(arch))
+    jobs += of_models
     table = [job for job in prewarm.specializations(arch) if "log_prob" not in job[0].__name__]
     table = [job for job in table if not job[1][11]]  # batches: test_bmm.py
-    assert len(set(table)) == len(table) and set(table) <= set(jobs)
+    assert len(set(table)) == len(table) and set(of_models) <= set(table) <= set(jobs)
     assert {arguments[-1] for _, arguments in table} == set(candidates(arch)) - {None}
     of_table = {(arguments[-1], arguments[8]) for _, arguments in table}
     with stand_in(arch, computes=False) as jobs:

@@ -20,34 +20,36 @@ def of_calls(case: Case, arch: str, *ops: str) -> set:
 def into_main_grads(case: Case, arch: str) -> set:
     generator = seeded_generator(str(case), "cpu")
     tensors = make_inputs(case, generator)
-    for name in ("phi", "alpha", "beta"):
+    for name in ("phi", "alpha", "beta", "fn", "base", "scale"):
         tensors[name].main_grad = torch.zeros_like(tensors[name])
     with stand_in(arch, computes=False) as jobs:
-        for op in ("pre", "hyper_connection"):
+        for op in ("pre", "hyper_connection", "head"):
             differentiate(mhc, op, case, tensors, make_upstream(op, case, generator))
     return set(jobs)
 
 
 def of_a_model(channels: int, arch: str) -> set:
-    """Without recompute, and with blocks of it; the hyper-connections' kernels alone."""
+    """Without recompute, and with blocks of it, into main_grads, too; the hyper-connections' kernels alone."""
     options = {"layers": 2, "heads": channels // 128, "recompute_layers": 1}
     configs = [nn_cases.make_config(channels, recompute=True, **options)]
     configs.append(nn_cases.with_connections(configs[0], recompute=False, recompute_layers=None))
-    return {job for job in nn_cases.kernels_of(configs, arch) if ".mhc." in job[0].kernel}
+    found = [job for main_grad in (False, True) for job in nn_cases.kernels_of(configs, arch, main_grad=main_grad)]
+    return {job for job in found if ".mhc." in job[0].kernel}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("channels", [768, 1280])
 def test_the_table_of_a_width(channels, arch, monkeypatch):
     monkeypatch.setattr(prewarm, "CHANNELS", (channels,))
+    monkeypatch.setattr(prewarm, "MODEL_CHANNELS", (channels,))
     table = list(prewarm.specializations(arch))
     assert len(set(table)) == len(table)
     case = Case(4, channels, (2,))
-    model, ends = of_a_model(channels, arch), of_calls(case, arch, "expand", "head")
-    assert len(model & ends) >= 7  # which the table leaves out
-    asked = of_calls(case, arch, "pre", "expand_combine", "hyper_connection") | into_main_grads(case, arch)
-    assert set(table) == asked | model - ends
+    layers, ends = ("pre", "expand_combine", "hyper_connection"), ("expand", "contract", "head")
+    asked = of_calls(case, arch, *layers, *ends) | into_main_grads(case, arch)
+    assert set(table) == asked | of_a_model(channels, arch)
 
 
 def test_the_widths():
     assert set(prewarm.CHANNELS) == {channels for _, channels in SIZES}
+    assert set(prewarm.MODEL_CHANNELS) <= set(prewarm.CHANNELS)
