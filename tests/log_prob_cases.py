@@ -129,7 +129,9 @@ def oracle(case: Case, inputs: Inputs) -> Truth:
     info = torch.finfo(case.dtype)
     rounding = 0.5 * info.eps * dz.abs().clamp_min(info.smallest_normal)
     p_error = (4 * logit_error + 16 * FP32_EPS * (1 + entropy))[:, None] + 2 * FP32_EPS * log_p.abs()
-    margin = rounding + size * p_error
+    # A p below the least normal number is 0 to the kernels
+    flushed = 2.0**-126 * (g[:, None].abs() + h[:, None].abs() * (log_p.abs() + entropy[:, None])) / case.temperature
+    margin = rounding + size * p_error + flushed
     values = {"log_prob": log_prob * counts, "entropy": entropy * counts}
     bounds = {
         "log_prob": 2 * logit_error + 16 * FP32_EPS * (1 + log_prob.abs()),
