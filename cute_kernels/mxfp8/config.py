@@ -8,10 +8,13 @@ BLOCK = 32
 TILE = 128  # a tile of TILE x TILE elements has one atom of 128 x 4 blocked scales in either orientation
 ATOM = 512  # bytes of that atom
 FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
+NARROW_TILES = 1000
+NARROW = 64  # columns
 MANY_TILES = 7000
 MOST_PADDING = 1.125  # tiles of whole clusters over tiles
-# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: few, more, many, too thin for clusters
-GRIDS = ((1, 1, 1), (64, 64, 1), (128, 64, 1), (1, 1, 4096))
+# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, many, too thin for
+# clusters
+GRIDS = ((1, 1, 1), (32, 36, 1), (64, 64, 1), (128, 64, 1), (1, 1, 4096))
 MODES = ("rceil", "floor", "ceil", "even")
 
 _FP32_INFINITY = 0x7F800000
@@ -62,6 +65,8 @@ class QuantizeConfig:
         cluster: neighbouring tiles, along the strided dimension (A) and the contiguous one (B), whose CTAs put their
             scales together, so that larger parts of sectors are written, or whole ones; (1, 1): none.
         in_place: whether the output along the contiguous dimension takes the place of x, so that more CTAs fit an SM.
+        width: of a tile along the contiguous dimension, TILE or NARROW; this only of blocks along the strided one, and
+            without clusters.
     """
 
     stages: int
@@ -71,12 +76,13 @@ class QuantizeConfig:
     down: bool
     cluster: tuple[int, int] = (1, 1)
     in_place: bool = False
+    width: int = TILE
 
     def num_ctas(self, tiles: tuple[int, int, int], num_sms: int) -> int:
-        """CTAs to launch for tiles along A, along B, and of so many experts."""
+        """CTAs to launch for tiles of TILE x TILE along A, along B, and of so many experts."""
         a, b, experts = tiles
         padded = [-(-count // size) * size for count, size in zip((a, b), self.cluster, strict=True)]
-        num_ctas = padded[0] * padded[1] * experts
+        num_ctas = padded[0] * padded[1] * (TILE // self.width) * experts
         return min(num_ctas, self.ctas_per_sm * num_sms) if self.persistent else num_ctas
 
 
@@ -96,9 +102,10 @@ def quantize_config(
     """Geometry for inputs of ``itemsize`` bytes. The bytes written are the same in every geometry.
 
     Kinds: of the scales along the contiguous and along the strided dimension, None where they are not wanted.
-    ``tiles``: along the strided dimension, along the contiguous one, and experts.
+    ``tiles``: of TILE x TILE, along the strided dimension, along the contiguous one, and experts.
     H200, bf16, cold L2, share of the speed of a copy of the same bytes:
 
+    fewest, along A: tiles of 64 columns, 128   3-D 1x7168x2048 0.975, 0.946; 1x8192x5120 36.5 us, 36.0
     few tiles: resident CTAs or a CTA a tile    dual 8192x2048 0.902, 0.871; colwise 4x2880x2880 0.957, 0.921
     down or along                               colwise 131072x7168 0.965, 0.899; 3-D 8x8192x5120 1.002, 0.992
     clusters or none                            colwise 131072x7168 0.991, 0.965; rowwise 32768x7168 1.012, 0.978
@@ -119,6 +126,8 @@ def quantize_config(
     few = num_tiles <= FEW_TILES[outputs]
     if itemsize == 4:
         return QuantizeConfig(1, ctas_per_sm=2, warps=8, persistent=False, down=row_kind is None)
+    if num_tiles <= NARROW_TILES and row_kind is None and col_kind != "square":
+        return QuantizeConfig(6, ctas_per_sm=2, warps=4, persistent=True, down=False, width=NARROW)
     if few and (outputs == 1 or row_kind != "blocked" or arch != "sm_90a"):
         return QuantizeConfig(3 if outputs == 1 else 2, ctas_per_sm=2, warps=8, persistent=True, down=False)
     cluster = (1, 1)

@@ -1,7 +1,7 @@
 """Block-scaled quantization for SM90 and SM100: one read of the input, one or both orientations written.
 
-A matrix (A, B), B contiguous, of each of E experts is cut into tiles of 128 x 128. Blocks of 32 lie along B ("row":
-the output has the input's layout), along A ("col": the output is the transpose), or are squares of 32 x 32.
+A matrix (A, B), B contiguous, of each of E experts is cut into tiles of 128 x 128, or 128 x 64. Blocks of 32 lie along
+B ("row": the output has the input's layout), along A ("col": the output is the transpose), or are squares of 32 x 32.
 
     gmem x --TMA--> sX --> registers: magnitudes, scale, product, fp8 --> sRow, sCol --TMA--> gmem q
                                                                       --> scales in smem --> gmem s
@@ -46,7 +46,7 @@ from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
 WARP = 32
-UNITS = TILE // BLOCK * 2  # parts of a tile that a warp takes at once in the col pass: 32 rows of 64 columns
+UNIT = 64  # columns that a warp takes at once in the col pass, of 32 rows
 
 
 class Quantize:
@@ -65,6 +65,7 @@ class Quantize:
         self.cluster = config.cluster
         self.ctas = config.cluster[0] * config.cluster[1]  # of a cluster
         self.in_place = config.in_place
+        self.width = config.width
         if config.in_place and (config.stages > 1 or config.persistent):
             raise ValueError("config.in_place wants one stage and a CTA a tile: the next x would come over an output")
 
@@ -87,12 +88,12 @@ class Quantize:
             q_row, s_row, q_col, s_col = q_k, s_k, q_n, s_n
             self.row_kind, self.col_kind = self.kinds
         self.dtype = x.element_type
-        tile = (TILE, TILE)
+        tile, tile_of_col = (TILE, self.width), (self.width, TILE)
         x = self.as_memory(x, self.transposed)
-        sX_layout = cute.make_layout((TILE, TILE, self.stages), stride=(TILE, 1, TILE * TILE))
-        one = cute.make_layout(tile, stride=(TILE, 1))
+        sX_layout = cute.make_layout((*tile, self.stages), stride=(self.width, 1, TILE * self.width))
+        one = cute.make_layout(tile, stride=(self.width, 1))
         swizzled = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8), tile, order=(0, 1)
+            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8), tile_of_col, order=(0, 1)
         )
         tma_x, mX = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, one, tile)
         tma_row, mRow, tma_col, mCol = None, None, None, None
@@ -104,12 +105,12 @@ class Quantize:
         if const_expr(q_col is not None):
             self.out = q_col.element_type
             col = self.as_memory(cute.recast_tensor(q_col, Uint8), not self.transposed)
-            tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, tile)
+            tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, tile_of_col)
         s_row = None if const_expr(s_row is None) else cute.recast_ptr(s_row.iterator, dtype=Uint8)
         s_col = None if const_expr(s_col is None) else cute.recast_ptr(s_col.iterator, dtype=Uint8)
-        clusters = [
-            cute.fast_divmod_create_divisor_v2(cute.ceil_div(mX.shape[i], TILE * self.cluster[i])) for i in range(2)
-        ]
+        # Narrow tiles: as many as whole ones have, so that whole atoms of blocked scales are written
+        counts = [cute.ceil_div(mX.shape[i], TILE * self.cluster[i]) * (TILE // tile[i]) for i in range(2)]
+        clusters = [cute.fast_divmod_create_divisor_v2(count) for count in counts]
         self.kernel(tma_x, mX, *clusters, sX_layout, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled).launch(
             grid=[num_ctas, 1, 1],
             block=[self.warps * WARP, 1, 1],
@@ -153,7 +154,7 @@ class Quantize:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         has_row, has_col = const_expr(mRow is not None), const_expr(mCol is not None)
-        self.last_tiles = LAST_BYTES // (TILE * TILE * (has_row + has_col))
+        self.last_tiles = LAST_BYTES // (TILE * self.width * (has_row + has_col))
 
         smem = SmemAllocator()
         sCol = sRow = staged_row = staged_col = squares = None
@@ -181,7 +182,7 @@ class Quantize:
             received = smem.allocate_array(Int64, exchanges)
 
         num_tiles = along_a.divisor * along_b.divisor * mX.shape[2] * self.ctas
-        gX = cute.local_tile(mX, (TILE, TILE), (None, None, None))
+        gX = cute.local_tile(mX, (TILE, self.width), (None, None, None))
         tXsX, tXgX = cpasync.tma_partition(
             tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
@@ -223,7 +224,7 @@ class Quantize:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier()
             if const_expr(has_col or self.square):
-                for unit in cutlass.range(warp, UNITS, self.warps, unroll=1):
+                for unit in cutlass.range(warp, TILE // BLOCK * (self.width // UNIT), self.warps, unroll=1):
                     self.col_unit(sT, unit, lane, sCol, staged_col, squares)
             if const_expr(has_row):
                 if const_expr(self.square):
@@ -233,9 +234,9 @@ class Quantize:
             cute.arch.barrier()
             if warp == 0:
                 if const_expr(has_col):
-                    self.send(tma_col, sCol, mCol, b, a, e)
+                    self.send(tma_col, sCol, mCol, (self.width, TILE), b, a, e)
                 if const_expr(has_row):
-                    self.send(tma_row, sRow, mRow, a, b, e)
+                    self.send(tma_row, sRow, mRow, (TILE, TILE), a, b, e)
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(self.persistent):  # all threads have read the slot
                     next_tile = tile + self.stages * grid
@@ -249,11 +250,11 @@ class Quantize:
             else:
                 if const_expr(has_col):
                     mine = (staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK)
-                    if tidx < TILE:
+                    if tidx < self.width:
                         if const_expr(exchanges_col):
                             store_together(*self.cluster, rank, together[None, 0].iterator, received, *mine)
                         else:
-                            store_scales(self.col_kind, *mine)
+                            store_scales(self.width, self.col_kind, *mine)
                 if const_expr(has_row):
                     mine = (staged_row, s_row, tidx, a, b, e, mX.shape[0], mX.shape[1] // BLOCK)
                     if tidx < TILE:
@@ -261,7 +262,7 @@ class Quantize:
                             i = const_expr(exchanges - 1)
                             store_together(self.cluster[1], 1, rank, together[None, i].iterator, received + i, *mine)
                         else:
-                            store_scales(self.row_kind, *mine)
+                            store_scales(TILE, self.row_kind, *mine)
             slot += 1
             if slot == self.stages:
                 slot = Int32(0)
@@ -291,15 +292,15 @@ class Quantize:
         if tile < num_tiles:
             a, b, e = self.place(tile, along_a, along_b)
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * TILE * self.dtype.width // 8)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * self.width * self.dtype.width // 8)
             cute.arch.sync_warp()
             policy = evict_first_if(num_tiles - tile <= self.last_tiles)
             cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=full + slot, cache_policy=policy)
 
     @cute.jit
-    def send(self, tma_out, source, matrix, row: Int32, column: Int32, e: Int32):
+    def send(self, tma_out, source, matrix, shape: cutlass.Constexpr[tuple], row: Int32, column: Int32, e: Int32):
         """Store a tile of bytes; called by the first warp."""
-        gQ = cute.local_tile(matrix, (TILE, TILE), (row, column, e))
+        gQ = cute.local_tile(matrix, shape, (row, column, e))
         tSsQ, tSgQ = cpasync.tma_partition(
             tma_out, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(gQ, 0, 2)
         )
@@ -308,12 +309,12 @@ class Quantize:
     @cute.jit
     def col_unit(self, sT: cute.Pointer, unit: Int32, lane: Int32, sCol, staged, squares):
         """32 rows of 64 columns: a lane has columns 2 lane and 2 lane + 1."""
-        block, column = unit % (TILE // BLOCK), unit // (TILE // BLOCK) * 64 + 2 * lane
+        block, column = unit % (TILE // BLOCK), unit // (TILE // BLOCK) * UNIT + 2 * lane
         swapped = (lane >> 2) & 1
         rX = cute.make_rmem_tensor((2, BLOCK), self.dtype)
         for half in cutlass.range_constexpr(2):
-            first = (block * BLOCK + (half ^ swapped) * (BLOCK // 2)) * TILE + column
-            layout = cute.make_layout((2, BLOCK // 2), stride=(1, TILE))
+            first = (block * BLOCK + (half ^ swapped) * (BLOCK // 2)) * self.width + column
+            layout = cute.make_layout((2, BLOCK // 2), stride=(1, self.width))
             rows = cute.make_tensor(sT + cute.assume(first, divby=2), layout)
             for i in cutlass.range_constexpr(BLOCK // 2):
                 cute.autovec_copy(rows[None, i], rX[None, half * (BLOCK // 2) + i])
@@ -337,7 +338,7 @@ class Quantize:
                     target = cute.make_tensor(base_of(sCol, row * TILE + chunk * 16), cute.make_layout(4))
                     cute.autovec_copy(cute.local_tile(rQ, (4,), (half,)), target)
                 if const_expr(self.col_kind != "square"):
-                    put(byte_at(staged + staged_at(self.col_kind, row, block)), scales[j].to(Uint8))
+                    put(byte_at(staged + staged_at(self.col_kind, row, block, self.width)), scales[j].to(Uint8))
 
     @cute.jit
     def row_pass(self, sT: cute.Pointer, warp: Int32, lane: Int32, sRow, staged, squares):

@@ -108,11 +108,13 @@ def put(target: cute.Tensor, value) -> None:
     target[0] = value
 
 
-def staged_at(kind: str, row, column):
-    """Place of a tile's scale (row, column) in shared memory, in the order in which it is written out."""
+def staged_at(kind: str, row, column, height: int = TILE):
+    """Place of a tile's scale (row, column) of (``height``, 4) in shared memory, in the order in which it is written
+    out.
+    """
     if kind == "blocked":
-        return row % 32 * 16 + row // 32 * 4 + column
-    return column * TILE + row if kind == "rows" else row * 4 + column
+        return row % 32 * (height // 8) + row // 32 * 4 + column
+    return column * height + row if kind == "rows" else row * 4 + column
 
 
 @cute.jit
@@ -172,18 +174,22 @@ def store_rows(
 
 
 @cute.jit
-def store_scales(kind: cutlass.Constexpr[str], staged, s, t: Int32, tr, tc, e, rows, columns):
-    """A tile's scales: (128 rows, 4 columns) of a matrix (rows, columns) an expert, 4 bytes a thread."""
+def store_scales(
+    height: cutlass.Constexpr[int], kind: cutlass.Constexpr[str], staged, s, t: Int32, tr, tc, e, rows, columns
+):
+    """A tile's scales: (``height`` rows, 4 columns) of a matrix (rows, columns) an expert, 4 bytes a thread."""
     word = word_at(staged + 4 * t)[0]
     if const_expr(kind == "blocked"):
-        tiles_r, tiles_c = cute.ceil_div(rows, TILE), cute.ceil_div(columns, 4)
-        keep(s + (((Int64(e) * tiles_r + tr) * tiles_c + tc) * ATOM + 4 * t), word)
+        parts, words = const_expr(TILE // height), const_expr(height // 32)  # of an atom; of each 16 bytes
+        atoms_r, atoms_c = cute.ceil_div(rows, TILE), cute.ceil_div(columns, 4)
+        atom = (Int64(e) * atoms_r + tr // parts) * atoms_c + tc
+        keep(s + (atom * ATOM + (t // words * 16 + (tr % parts * words + t % words) * 4)), word)
     elif const_expr(kind == "rows"):  # (columns, rows): neighbours along the rows
-        row, column = tr * TILE + t % 32 * 4, tc * 4 + t // 32
+        row, column = tr * height + t % (height // 4) * 4, tc * 4 + t // (height // 4)
         if row < rows and column < columns:
             keep(s + ((Int64(e) * columns + column) * rows + row), word)
     else:
-        row, column = tr * TILE + t, tc * 4
+        row, column = tr * height + t, tc * 4
         if row < rows:
             offset = (Int64(e) * rows + row) * columns + column
             if columns % 4 == 0:

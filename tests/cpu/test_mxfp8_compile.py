@@ -63,11 +63,18 @@ def test_the_shipped_table(arch):
 
 
 def test_configs():
-    """Few tiles are walked over; clusters for scales in columns; with two outputs one takes the place of x, on SM90."""
-    few, _, many, thin = GRIDS
+    """Few tiles are walked over, narrow ones where they are fewest; clusters for scales in columns; with two outputs
+    one takes the place of x, on SM90.
+    """
+    fewest, few, _, many, thin = GRIDS
     for arch in ARCHS:
         assert quantize_config(arch, 4, "rows", None, few).ctas_per_sm == 2
         assert quantize_config(arch, 2, "columns", None, few).persistent
+        for kind in ("columns", "rows", "blocked"):
+            assert [quantize_config(arch, 2, None, kind, tiles).width for tiles in (fewest, few)] == [64, 128]
+        assert quantize_config(arch, 2, None, "square", fewest).width == 128
+        for kinds in (("columns", None), ("blocked", None), ("columns", "columns")):
+            assert quantize_config(arch, 2, *kinds, fewest) == quantize_config(arch, 2, *kinds, few)
         for kinds, cluster in ((("columns", None), (1, 8)), ((None, "columns"), (8, 1))):
             config = quantize_config(arch, 2, *kinds, many)
             assert config.cluster == cluster and not config.persistent and config.down == (kinds[0] is None)
@@ -76,20 +83,25 @@ def test_configs():
             assert quantize_config(arch, 2, *kinds, many).cluster == (1, 1)
     for kind, large in (("rows", (1, 8)), ("columns", (2, 4))):
         both = [quantize_config("sm_90a", 2, "columns", kind, tiles) for tiles in GRIDS]
-        assert [c.cluster for c in both] == [(1, 1), (2, 2), large, (1, 1)]
-        assert [c.in_place for c in both] == [False, True, True, True]
+        assert [c.cluster for c in both] == [(1, 1), (1, 1), (2, 2), large, (1, 1)]
+        assert [c.in_place for c in both] == [False, False, True, True, True]
     assert quantize_config("sm_90a", 2, "blocked", "blocked", few).in_place
     assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", tiles).in_place for tiles in GRIDS)
 
 
 def test_ctas():
-    """One for each tile of whole clusters, of at most an eighth more tiles than there are; else as many as are held."""
+    """One for each tile of whole clusters, of at most an eighth more tiles than there are; else as many as are held.
+
+    Narrow tiles are twice as many.
+    """
     config = quantize_config("sm_90a", 2, "columns", "columns", (23, 23, 4))
     assert config.cluster == (2, 2) and config.num_ctas((23, 23, 4), 132) == 24 * 24 * 4
     for tiles, cluster in (((14, 64, 9), (1, 8)), ((14, 63, 9), (1, 8)), ((14, 57, 9), (1, 8)), ((14, 49, 20), (1, 1))):
         assert quantize_config("sm_90a", 2, "columns", "rows", tiles).cluster == cluster
     few = quantize_config("sm_90a", 2, "columns", "columns", (16, 16, 1))
     assert few.num_ctas((16, 16, 1), 132) == 256 and few.num_ctas((16, 32, 1), 132) == 264
+    narrow = quantize_config("sm_90a", 2, None, "rows", (9, 9, 1))
+    assert narrow.num_ctas((9, 9, 1), 132) == 162 and narrow.num_ctas((56, 16, 1), 132) == 264
     x = torch.empty(3, 416, 96)  # the contiguous dimension's tiles come second
     assert tiles_of(x) == (4, 1, 3) and tiles_of(x.mT) == (4, 1, 3) and tiles_of(x.mT.contiguous()) == (1, 4, 3)
 
@@ -97,7 +109,7 @@ def test_ctas():
 def test_in_place_of_what_is_still_needed():
     from cute_kernels.mxfp8.kernel import Quantize
 
-    config = quantize_config("sm_90a", 2, "columns", "columns", GRIDS[2])
+    config = quantize_config("sm_90a", 2, "columns", "columns", GRIDS[3])
     for change in ({"stages": 2}, {"persistent": True}):
         with pytest.raises(ValueError, match="^config.in_place wants one stage and a CTA a tile"):
             Quantize(False, False, None, ("columns", "columns"), dataclasses.replace(config, **change))

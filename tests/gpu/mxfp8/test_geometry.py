@@ -1,4 +1,4 @@
-"""Each geometry on small matrices: clusters that put scales together, tiles walked down, a CTA a tile, in place."""
+"""Each geometry on small matrices: narrow tiles, clusters that put scales together, a CTA a tile, down, in place."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_repeats_in_clusters(case, generator):
     x = make_input(case, generator)
     wanted = call(case, x, reference)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for tiles in GRIDS[1:3]:
+    for tiles in GRIDS[2:4]:
         with as_many_tiles(tiles):
             for _ in range(300):
                 found = call(case, x)
