@@ -171,15 +171,32 @@ class ProjectionBackward:
 
     @cute.jit
     def move_tiles(self, full, done, first: Int32, items: Int32, step: Int32, num_tokens: Int32):
-        """One warp: ask for tiles, and write those that are done. A slot is asked for when its store has read it."""
+        """One warp: ask for tiles, and write those that are done. A slot is asked for when its store has read it.
+
+        Beside dout or dlayer one tile that is done is waited for and written before that. H200, without them, then and
+        now: 2048x4x5120 60.4 -> 59.8 us, 16384x4x1280 104.9 -> 103.5; with both a layer's backward 472 -> 476
+        (8192x4x4096).
+        """
         stages = const_expr(self.config.stages)
+        later = const_expr(int(self.orientation is not None or self.gathers))
+        behind = const_expr(stages - 1 - later)
         total = Int32(0)
         for item in cutlass.range(first, items, step):
             total += self.tiles_of(item, num_tokens)
         item, tile, slot = first, Int32(0), Int32(0)
         done_item, done_tile, done_slot, phase = first, Int32(0), Int32(0), Int32(0)
-        for count in cutlass.range(total + stages - 1):
-            if count >= stages - 1:
+        for count in cutlass.range(total + behind):
+            if count < total:
+                if const_expr(self.dx_warps > 0):
+                    if count >= stages:
+                        self.ring.wait_for_writes(later)
+                self.ring.request(full, self.block_of(item, tile), self.slice_of(item), slot)
+                tile += 1
+                if tile == self.tiles_of(item, num_tokens):
+                    tile = Int32(0)
+                    item += step
+                slot = (slot + 1) % stages
+            if count >= behind:
                 cute.arch.mbarrier_wait(done + done_slot, phase)
                 if const_expr(self.dx_warps > 0):
                     self.ring.write(self.block_of(done_item, done_tile), self.slice_of(done_item), done_slot)
@@ -191,16 +208,6 @@ class ProjectionBackward:
                 if done_slot == stages:
                     done_slot = Int32(0)
                     phase ^= 1
-            if count < total:
-                if const_expr(self.dx_warps > 0):
-                    if count >= stages:
-                        self.ring.wait_for_writes(1)
-                self.ring.request(full, self.block_of(item, tile), self.slice_of(item), slot)
-                tile += 1
-                if tile == self.tiles_of(item, num_tokens):
-                    tile = Int32(0)
-                    item += step
-                slot = (slot + 1) % stages
         cute.arch.griddepcontrol_launch_dependents()  # of what has no work here any more
         if const_expr(self.dx_warps > 0):
             self.ring.wait_for_writes(0)
