@@ -105,7 +105,7 @@ def quantize_config(
     ``tiles``: of TILE x TILE, along the strided dimension, along the contiguous one, and experts.
     H200, bf16, cold L2, share of the speed of a copy of the same bytes:
 
-    fewest, along A: tiles of 64 columns, 128   3-D 1x7168x2048 0.975, 0.946; 1x8192x5120 36.5 us, 36.0
+    fewest, along A: tiles of 64 columns, 128   3-D 1x7168x2048 0.989, 0.955; 1x8192x5120 0.963, 0.974
     few tiles: resident CTAs or a CTA a tile    dual 8192x2048 0.902, 0.871; colwise 4x2880x2880 0.957, 0.921
     down or along                               colwise 131072x7168 0.965, 0.899; 3-D 8x8192x5120 1.002, 0.992
     clusters or none                            colwise 131072x7168 0.991, 0.965; rowwise 32768x7168 1.012, 0.978

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 
+from cute_kernels.common.cache_hints import EVICT_LAST, store_vector
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.mhc.config import ProjectionBackwardConfig
 from cute_kernels.mhc.kernel.projection import terms_of
@@ -310,7 +311,7 @@ class PhiSums:
                         if octet * 8 + j < config.columns and bound < end_of_columns(config):
                             place = target + (octet * 8 * config.k + q * pitch + e)
                             value = cute.make_tensor(totals.iterator + (2 * q + e), cute.make_layout(width))
-                            cute.autovec_copy(value, cute.make_tensor(place, cute.make_layout(width)))
+                            store_vector(value, place, Int64(EVICT_LAST))
 
 
 @cute.jit

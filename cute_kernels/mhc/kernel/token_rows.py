@@ -33,10 +33,11 @@ class TokenRows:
 
     @cute.jit
     def clear(self, tidx: Int32, threads: cutlass.Constexpr[int]):
-        """Zeros where no term of dH will be written, but columns of phi be multiplied."""
+        """Zeros where no term of dH will be written, but columns of phi be multiplied, if there are such columns."""
         pointer = self.sH.iterator
-        for index in cutlass.range(tidx, cute.cosize(self.sH.layout), threads):
-            pointer[index] = BFloat16(0.0)
+        if const_expr(self.config.order * self.config.columns < self.config.terms_columns):
+            for index in cutlass.range(tidx, cute.cosize(self.sH.layout), threads):
+                pointer[index] = BFloat16(0.0)
 
     def fetch(self, dh, dmean_square, res, pre, first_row: Int32, num_tokens: Int32, lane: Int32) -> tuple:
         """A lane's share of the rows of a tile, zeros beyond the last token: of dH, dmean_square, res and pre."""
