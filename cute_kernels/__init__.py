@@ -3,7 +3,8 @@
 Importing it imports neither the compiler nor initialises CUDA; a kernel compiles on its first call and is kept on disk.
 """
 
-from cute_kernels import mhc
+from cute_kernels import mhc, reduction
+from cute_kernels._batch_invariant import UncoveredOperatorError, batch_invariant
 from cute_kernels._target import UnsupportedDeviceError
 from cute_kernels.gemm import Provenance, bmm, linear, linear_log_prob, mm, provenance
 from cute_kernels.invariance import check_invariance
@@ -22,7 +23,9 @@ from cute_kernels.norm import layer_norm, rms_norm
 __version__ = "0.1.0"
 __all__ = [
     "Provenance",
+    "UncoveredOperatorError",
     "UnsupportedDeviceError",
+    "batch_invariant",
     "bmm",
     "check_invariance",
     "dequantize",
@@ -38,6 +41,7 @@ __all__ = [
     "quantize_colwise",
     "quantize_dual",
     "quantize_rowwise",
+    "reduction",
     "rms_norm",
     "to_blocked",
 ]

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
+from cute_kernels.common.cache_hints import EVICT_FIRST, LAST_BYTES, evict_first_if
 from cute_kernels.common.row_layout import RowLayout
 from cute_kernels.common.rows import thread_chunks
 
@@ -31,8 +31,10 @@ def bulk_load(dst: cute.Pointer, src: Int64, num_bytes: Int32, mbar: cute.Pointe
 class RowRing:
     """Ring of ``layout.stages`` tiles a team for several streamed matrices (``sources``, always in the same order)."""
 
-    def __init__(self, layout: RowLayout):
+    def __init__(self, layout: RowLayout, writes: bool = True):
+        """``writes``: whether the kernel writes as much as it reads; else what it reads makes room first in L2."""
         self.layout = layout
+        self.writes = writes
 
     def allocate(self, smem, sources, scratch_bytes: int = 0):
         """Shared memory: tensors (pitch, tile_rows, stages * teams), one a stream, and mbarriers (stages * teams).
@@ -81,7 +83,9 @@ class RowRing:
         if const_expr(layout.columns_per_cta * layout.cluster != layout.n):
             num_columns = cutlass.min(num_columns, layout.n - column)
         last_rows = const_expr(LAST_BYTES // (layout.n * sources[0].element_type.width // 8))
-        policy = evict_first_if(sources[0].shape[0] - row <= last_rows)
+        policy = Int64(EVICT_FIRST)
+        if const_expr(self.writes):
+            policy = evict_first_if(sources[0].shape[0] - row <= last_rows)
         if const_expr(layout.aligned):
             if lane == 0:
                 row_bytes = num_columns * sum(source.element_type.width // 8 for source in sources)

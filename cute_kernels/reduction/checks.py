@@ -21,9 +21,13 @@ def check_softmax(op: str, x: Tensor, out_dtype: torch.dtype | None) -> None:
     n = x.shape[-1]
     expect(n <= MAX_COLUMNS, op, "x", f"have at most {MAX_COLUMNS} columns", n)
     expect(n <= 1 or x.stride(-1) == 1, op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
-    expect(not n or x.numel() // n <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", x.numel() // max(n, 1))
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype)
+
+
+def check_rows(rows: int) -> None:
+    """Raise ValueError if there are more rows than a kernel counts in 32 bits."""
+    expect(rows <= MAX_ROWS, "softmax or sum", "x", f"have at most {MAX_ROWS} rows", rows)
 
 
 def check_sum(

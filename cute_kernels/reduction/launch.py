@@ -17,6 +17,7 @@ from cute_kernels._op import Plans, mutating_op
 from cute_kernels._rows import geometry, resolved, rows_key
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import RowConfig
+from cute_kernels.reduction.checks import check_rows, check_softmax
 from cute_kernels.reduction.config import COLUMN_ROWS, LONG_ROW, MAX_COLUMNS, row_config
 
 RESIDENT_ROWS = 2**29  # from here on resident clusters walk over the rows, as of the norms
@@ -32,6 +33,13 @@ class Plan:
     persistent_clusters: float
 
     def clusters(self, rows: int) -> int:
+        """Of so many rows.
+
+        Raises:
+            ValueError: more rows than a kernel can count.
+        """
+        if rows >= RESIDENT_ROWS:
+            check_rows(rows)
         clusters = -(-rows // self.rows_per_cluster)
         resident = rows >= RESIDENT_ROWS or clusters < self.persistent_clusters
         return min(clusters, self.max_clusters) if resident else clusters
@@ -49,6 +57,7 @@ def run_softmax(x: Tensor, y: Tensor, log: bool) -> None:
     if plan is None:
         from cute_kernels.reduction.kernel import softmax_forward
 
+        check_softmax("log_softmax" if log else "softmax", x, None)
         config = _config([x], [y])
         function = softmax_forward(*_facts(x, y), log, config)
         plan = _plans[key] = _plan(function, config, x)

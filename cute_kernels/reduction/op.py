@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 
-from cute_kernels._autograd import as_rows, first_derivative_only, gradient_rows
+from cute_kernels._autograd import as_rows, eager_apply, first_derivative_only, gradient_rows
 from cute_kernels._check import expect
-from cute_kernels._op import is_plain
+from cute_kernels._op import allocator, contiguous_strides, is_plain
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_softmax, check_sum
 from cute_kernels.reduction.launch import (
@@ -56,16 +57,31 @@ def _softmax(op: str, x: Tensor, out_dtype: torch.dtype | None, backend: str | N
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
         return getattr(reference, op)(x, out_dtype=out_dtype)
-    check_softmax(op, x, out_dtype)
-    return _SoftmaxFunction.apply(x, op, out_dtype or x.dtype)
+    try:
+        eager = is_plain(x)
+        if forward_ad._current_level >= 0 or (is_grad_enabled() and x.requires_grad):
+            return (_apply_softmax if eager else _SoftmaxFunction.apply)(x, op, out_dtype, eager)
+        return _softmax_forward(x, op, out_dtype, eager)
+    except Exception:  # no dimensions, no dtype, rows of no one stride, what the kernel's entry refuses
+        check_softmax(op, x, out_dtype)
+        raise
+
+
+def _softmax_forward(x: Tensor, op: str, out_dtype: torch.dtype | None, eager: bool) -> Tensor:
+    dtype = out_dtype or x.dtype
+    if eager:  # checked where no call of this signature has been
+        y = allocator(x)(tuple(x.shape), contiguous_strides(x.shape), dtype)
+    else:
+        check_softmax(op, x, out_dtype)
+        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    (run_softmax if eager else softmax_op)(as_rows(op, "x", x), as_rows(op, "y", y), op == "log_softmax")
+    return y
 
 
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, op, dtype):
-        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        rows, y_rows = as_rows(op, "x", x), as_rows(op, "y", y)
-        (run_softmax if is_plain(x) else softmax_op)(rows, y_rows, op == "log_softmax")
+    def forward(ctx, x, op, out_dtype, eager):
+        y = _softmax_forward(x, op, out_dtype, eager)
         ctx.save_for_backward(y)
         ctx.call = op, x.dtype
         return y
@@ -77,7 +93,10 @@ class _SoftmaxFunction(torch.autograd.Function):
         dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
         run = run_softmax_backward if is_plain(y, dy) else softmax_backward_op
         run(as_rows(op, "y", y), gradient_rows(dy), as_rows(op, "dx", dx), op == "log_softmax")
-        return dx, None, None
+        return dx, None, None, None
+
+
+_apply_softmax = eager_apply(_SoftmaxFunction)
 
 
 def sum(
@@ -126,9 +145,13 @@ def _reduce(op: str, x: Tensor, dim, keepdim: bool, out_dtype: torch.dtype | Non
         expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
         return getattr(reference, op)(x, dim, keepdim=keepdim, out_dtype=out_dtype)
     dims = check_sum(op, x, dim, keepdim, out_dtype)
-    count = math.prod(x.shape[d] for d in dims)
+    count = math.prod([x.shape[d] for d in dims])
     scale = 1.0 if op == "sum" else 1.0 / count if count else math.nan
-    y = _SumFunction.apply(x, dims, scale, out_dtype or x.dtype)
+    facts = x, dims, scale, out_dtype or x.dtype
+    if forward_ad._current_level >= 0 or (is_grad_enabled() and x.requires_grad):
+        y = (_apply_sum if is_plain(x) else _SumFunction.apply)(*facts)
+    else:
+        y = sum_dimensions(*facts)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
     return y.view(shape) if keepdim else y
 
@@ -146,6 +169,9 @@ class _SumFunction(torch.autograd.Function):
         dx = dy if scale == 1.0 else dy.float() * scale
         dx = dx.to(dtype).view([1 if d in dims else size for d, size in enumerate(shape)])
         return dx.expand(shape), None, None, None
+
+
+_apply_sum = eager_apply(_SumFunction)
 
 
 def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:

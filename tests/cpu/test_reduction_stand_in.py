@@ -1,7 +1,9 @@
 """The kernels' path of the reductions on the CPU, plain torch in place of the kernels; the tests are the GPU's own."""
 
 import inspect
+import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -41,7 +43,8 @@ def traced_reduction():
     assert source.count(condition) == 2
     module = types.ModuleType("traced_reduction")
     exec(source.replace(condition, "False"), module.__dict__)
-    return module
+    with mock.patch.dict(sys.modules, traced_reduction=module):
+        yield module
 
 
 def test_another_number_of_rows_compiles_nothing(path_of_the_kernels):
@@ -49,3 +52,42 @@ def test_another_number_of_rows_compiles_nothing(path_of_the_kernels):
         reduction.softmax(torch.randn(rows, 64))
         reduction.sum(torch.randn(rows, 64), 1)
     assert len({repr(job) for job in path_of_the_kernels}) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: reduction.softmax(x.double()), TypeError, "softmax: x must have dtype bfloat16, float16, float32"),
+        (lambda x: reduction.softmax(x, out_dtype=torch.int32), TypeError, "softmax: out_dtype must have dtype"),
+        (lambda x: reduction.log_softmax(x.t()), ValueError, "log_softmax: x must have a contiguous last dimension"),
+        (lambda x: reduction.softmax(x[:, ::2]), ValueError, "have a contiguous last dimension, got stride 2"),
+        (lambda x: reduction.softmax(torch.zeros(2, 262_145)), ValueError, "have at most 262144 columns, got 262145"),
+        (lambda x: reduction.softmax(torch.tensor(1.0)), ValueError, "have at least one dimension"),
+        (lambda x: reduction.softmax(x.expand(3, 4, 6).transpose(0, 1)), ValueError, "collapse to rows of one stride"),
+        (lambda x: reduction.softmax(x.to_sparse()), TypeError, "have layout torch.strided"),
+        (lambda x: reduction.softmax([1.0]), TypeError, "be a torch.Tensor"),
+        (lambda x: reduction.softmax(x, backend="cuda"), ValueError, "backend must be None or 'reference'"),
+        (lambda x: reduction.sum(x, 2), ValueError, "sum: dim must be of 2 dimensions, got 2"),
+        (lambda x: reduction.sum(x, (0, -2)), ValueError, "name each dimension once"),
+        (lambda x: reduction.mean(x, 1.0), TypeError, "mean: dim must be None, an int or ints"),
+        (lambda x: reduction.mean(x.long()), TypeError, "mean: x must have dtype"),
+        (lambda x: reduction.sum(x, 0, keepdim=1), TypeError, "sum: keepdim must be a bool"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.zeros(4, 6))
+
+
+def test_references_are_the_kernels_specification(generator):
+    x = torch.randn(5, 3, 40, generator=generator).to(torch.bfloat16)
+    for op_name in ("softmax", "log_softmax"):
+        expected = getattr(torch, op_name)(x.double(), -1)
+        got = getattr(reduction, op_name)(x, backend="reference", out_dtype=torch.float32)
+        assert torch.allclose(got.double(), expected, atol=1e-6)
+    for op_name in ("sum", "mean"):
+        for dim in (None, 1, (0, 2), ()):
+            dims = tuple(range(3)) if dim is None else dim
+            expected = x.double() if dims == () else getattr(x.double(), op_name)(dims)
+            got = getattr(reduction, op_name)(x, dim, backend="reference", out_dtype=torch.float32)
+            assert torch.allclose(got.double(), expected, atol=1e-5)

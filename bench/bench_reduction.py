@@ -1,0 +1,250 @@
+"""softmax, log_softmax and sums, forward and backward, beside torch, torch.compile, quack and Liger.
+
+    python -m bench.bench_reduction                                          every case, results printed
+    python -m bench.bench_reduction --filter 'softmax.bwd.*4096' --reps 30   cases whose name matches
+    python -m bench.bench_reduction --save                                   and kept in bench/results/<gpu>.jsonl
+    python -m bench.bench_reduction --list                                   the names of the cases
+
+A case's name is op.direction.shape.dtype.variant, like softmax.bwd.8192x4096.bfloat16.plain. Sums are of rows (variant
+rows) or of columns (columns), to fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import harness
+from cute_kernels import reduction
+from cute_kernels.reduction import reference
+
+SHAPES = (
+    (32768, 1024),
+    (8192, 4096),
+    (2048, 16384),
+    (4096, 4096),
+    (2048, 4096),
+    (1_000_000, 64),
+    (43691, 768),
+    (4096, 32000),
+    (1024, 151936),
+    (64, 151936),
+)
+QUICK_SHAPES = ((8192, 4096), (1024, 151936))
+SUM_SHAPES = ((8192, 4096), (32768, 1024), (1024, 151936))
+OPS = ("softmax", "log_softmax", "sum")
+FLOPS_PER_ELEMENT = {"softmax": 5, "log_softmax": 5, "sum": 1}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One op at one size."""
+
+    op: str
+    rows: int
+    cols: int
+    dtype: torch.dtype = torch.bfloat16
+    variant: str = "plain"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return ("fwd",) if self.op == "sum" else ("fwd", "bwd")
+
+    def case(self, direction: str) -> harness.Case:
+        elements = self.rows * self.cols
+        return harness.Case(
+            family="reduction",
+            op=self.op,
+            direction=direction,
+            shape=self.shape,
+            dtype=self.dtype_name,
+            variant=self.variant,
+            bytes=minimal_bytes(self, direction),
+            flops=FLOPS_PER_ELEMENT[self.op] * elements,
+            goal=None,
+        )
+
+
+def minimal_bytes(case: Reduction, direction: str) -> int:
+    """x and y; backward y, dy and dx; of a sum x and fp32 results."""
+    elements, size = case.rows * case.cols, case.dtype.itemsize
+    if case.op == "sum":
+        return elements * size + 4 * (case.rows if case.variant == "rows" else case.cols)
+    return (2 if direction == "fwd" else 3) * elements * size
+
+
+def reductions(quick: bool = False) -> list[Reduction]:
+    """Every case."""
+    shapes = QUICK_SHAPES if quick else SHAPES
+    cases = [Reduction(op, *shape) for op in OPS[:2] for shape in shapes]
+    sums = SUM_SHAPES[:1] if quick else SUM_SHAPES
+    cases += [Reduction("sum", *shape, variant=variant) for shape in sums for variant in ("rows", "columns")]
+    if not quick:
+        cases += [Reduction(op, *shape, dtype=torch.float32) for op in OPS[:2] for shape in QUICK_SHAPES]
+    return cases
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor
+    dy: Tensor
+
+
+def make_inputs(case: Reduction, device: str = "cuda") -> Inputs:
+    seed = harness.seed(f"{case.op}.{case.shape}.{case.dtype_name}.{case.variant}")
+    generator = torch.Generator(device).manual_seed(seed)
+    x, dy = (torch.randn(case.rows, case.cols, generator=generator, device=device).to(case.dtype) for _ in range(2))
+    return Inputs(x.requires_grad_(case.op != "sum"), dy)
+
+
+def fp64_truth(case: Reduction, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
+    """direction -> output's name -> the result in fp64."""
+    x = inputs.x.detach().double().requires_grad_(case.op != "sum")
+    if case.op == "sum":
+        return {"fwd": {"y": x.sum(_dim(case))}}
+    y = getattr(reference, case.op)(x.float().detach().requires_grad_(), compute_dtype=torch.float64)
+    del y
+    y = getattr(torch, case.op)(x, -1)
+    (dx,) = torch.autograd.grad(y, x, inputs.dy.double())
+    return {"fwd": {"y": y.detach()}, "bwd": {"dx": dx}}
+
+
+def _dim(case: Reduction) -> int:
+    return 1 if case.variant == "rows" else 0
+
+
+Calls = tuple[harness.Call, Callable[[], harness.Call]]
+
+
+def _calls(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Calls:
+    return harness.autograd_calls(function, [inputs.x], (inputs.dy,))
+
+
+def _cute_kernels(case: Reduction, inputs: Inputs) -> Calls:
+    if case.op == "sum":
+        return _calls(lambda x: reduction.sum(x, _dim(case), out_dtype=torch.float32), inputs)
+    return _calls(getattr(reduction, case.op), inputs)
+
+
+def _torch_function(case: Reduction) -> Callable[[Tensor], Tensor]:
+    if case.op == "sum":
+        return lambda x: torch.sum(x, _dim(case), dtype=torch.float32)
+    return lambda x: getattr(torch, case.op)(x, -1)
+
+
+def _torch(case: Reduction, inputs: Inputs) -> Calls:
+    return _calls(_torch_function(case), inputs)
+
+
+def _torch_compile(case: Reduction, inputs: Inputs) -> Calls:
+    # As in bench_norm
+    from torch._functorch import config
+
+    config.donated_buffer = False
+    torch._dynamo.reset()
+    return _calls(torch.compile(_torch_function(case), dynamic=False, fullgraph=True), inputs)
+
+
+def _quack(case: Reduction, inputs: Inputs) -> Calls | None:
+    if case.op != "softmax":
+        return None
+    from quack import softmax
+
+    return _calls(softmax, inputs)
+
+
+def _liger(case: Reduction, inputs: Inputs) -> Calls | None:
+    if case.op != "softmax":
+        return None
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return _calls(LigerSoftmaxFunction.apply, inputs)
+
+
+PROVIDERS: dict[str, Callable[[Reduction, Inputs], Calls | None]] = {
+    "cute_kernels": _cute_kernels,
+    "torch": _torch,
+    "torch_compile": _torch_compile,
+    "quack": _quack,
+    "liger": _liger,
+}
+PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider imports, where it is not torch
+
+
+def compile_own_kernels(cases: Iterable[Reduction], device: harness.Device) -> None:
+    """Compiles our kernels of these cases, before any peer is imported: quack changes classes of the CuTe DSL."""
+    for case in dict.fromkeys(dataclasses.replace(case, rows=512) for case in cases):
+        with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
+            forward, make_backward = _cute_kernels(case, make_inputs(case, device.name))
+            forward()
+            if "bwd" in case.directions:
+                make_backward()()
+    device.synchronize()
+
+
+def measure_reduction(
+    case: Reduction,
+    directions: Sequence[str],
+    providers: Sequence[str],
+    device: harness.Device,
+    *,
+    repetitions: int,
+    breakdown: bool,
+) -> list[harness.Measurement]:
+    """One measurement for each direction."""
+    inputs = make_inputs(case, device.name)
+    return harness.measure_directions(
+        {direction: case.case(direction) for direction in directions},
+        {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers},
+        fp64_truth(case, inputs),
+        device,
+        repetitions=repetitions,
+        breakdown=breakdown,
+    )
+
+
+def run(cases: Sequence[Reduction], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    return harness.run(
+        [(case, [case.case(direction) for direction in case.directions]) for case in cases],
+        measure_reduction,
+        [*providers, "torch"],  # torch's error is the yardstick
+        harness.CudaDevice,
+        packages=PACKAGES,
+        compile_own_kernels=compile_own_kernels,
+        **settings,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    def names(quick: bool) -> list[str]:
+        return [case.case(direction).name for case in reductions(quick) for direction in case.directions]
+
+    options = harness.parse(
+        "reduction", __doc__.splitlines()[0], "two shapes an op", tuple(PROVIDERS), PROVIDERS, names, arguments
+    )
+    if isinstance(options, int):
+        return options
+    measurements = run(reductions(options.quick), options.providers, **options.settings)
+    harness.print_table(measurements)
+    return harness.exit_status(measurements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""What stands in for torch's operators inside ``batch_invariant``: by name, on the tensors below autograd.
+
+A replacement returns NotImplemented where it does not take the arguments (fp64, say).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels._autograd import gradient_rows
+from cute_kernels._check import FLOATS
+from cute_kernels.gemm.launch import gemm_op
+from cute_kernels.norm.launch import backward_op as norm_backward_op
+from cute_kernels.norm.launch import forward_op as norm_forward_op
+from cute_kernels.reduction.config import MAX_COLUMNS
+from cute_kernels.reduction.launch import softmax_backward_op, softmax_op
+from cute_kernels.reduction.op import sum_dimensions
+
+HALVES = (torch.bfloat16, torch.float16)
+
+# Of these a result's values are arguments' values, or each is of its own: nothing is added up
+# fmt: off
+EXACT = frozenset([
+    "_efficientzerotensor", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
+    "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy",
+    "_unsafe_view", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "as_strided_scatter",
+    "bernoulli", "bucketize", "cat", "constant_pad_nd", "copy", "detach", "diagonal_scatter", "embedding",
+    "empty_like", "equal", "exponential", "fill", "flip", "full_like", "gather", "index", "index_fill", "index_put",
+    "index_select", "isin", "kthvalue", "lift_fresh", "masked_scatter", "masked_select", "max", "median", "min",
+    "mode", "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+    "nll_loss_backward", "nonzero", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "random",
+    "record_stream", "repeat", "repeat_interleave", "resize", "roll", "rsub", "scatter", "searchsorted",
+    "select_backward", "select_scatter", "set", "slice_backward", "slice_scatter", "sort", "split_with_sizes_copy",
+    "stack", "take", "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
+])
+# fmt: on
+# Elementwise on each tensor of a list, but for these
+FOREACH_SUMS = ("_foreach_norm",)
+
+
+def adds_nothing_up(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator may run as it is."""
+    name = func._schema.name.rpartition("::")[2].removesuffix("_")  # of one that works in place, too
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name in ("accumulate", "reduce") and kwargs.get(argument.name, (args[i:] or [False])[0]):
+            return False
+    elementwise = torch.Tag.pointwise in func.tags or (name.startswith("_foreach_") and name not in FOREACH_SUMS)
+    return elementwise or func.is_view or func.namespace == "cute_kernels" or name in EXACT
+
+
+@functools.cache
+def replacement_of(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """What to call in place of an operator, also of one that works in place or writes to ``out``; None if nothing."""
+    name = func._schema.name.rpartition("::")[2]
+    if func.namespace != "aten":
+        return None
+    if (function := REPLACEMENTS.get(f"{name}.{func._overloadname}")) is not None:
+        return function
+    functional = REPLACEMENTS.get(f"{name.removesuffix('_')}.default")
+    if functional is None:
+        return None
+    if name.endswith("_"):
+        return functools.partial(_in_place, functional)
+    return functools.partial(_into_out, functional) if func._overloadname == "out" else None
+
+
+def _in_place(functional: Callable[..., Tensor], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result = functional(target, *args, **kwargs)
+    return result if result is NotImplemented else target.copy_(result)
+
+
+def _into_out(functional: Callable[..., Tensor], *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    result = functional(*args, **kwargs)
+    if result is NotImplemented:
+        return result
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+# Products
+
+
+def _takes(*tensors: Tensor | None) -> bool:
+    """Whether the tensors are of one half precision on one GPU."""
+    given = [t for t in tensors if t is not None]
+    first = given[0]
+    return first.dtype in HALVES and all(t.dtype == first.dtype and t.device == first.device for t in given)
+
+
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    if a.shape[1] == 1 == b.shape[0]:
+        return (a * b).to(out_dtype or a.dtype)  # one product an element, of any dtype
+    if not _takes(a, b):
+        return NotImplemented
+    d = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+    gemm_op(a, b, d, trans_b=True)
+    return d
+
+
+def _addmm(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    n = b.shape[1]
+    if alpha == beta == 1 and c.shape == (n,) and c.is_contiguous() and c.dtype in FLOATS and _takes(a, b):
+        d = a.new_empty(a.shape[0], n, dtype=out_dtype or a.dtype)
+        gemm_op(a, b, d, None, c, trans_b=True)
+        return d
+    product = _mm(a, b, torch.float32)
+    return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)
+
+
+def _added(c: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
+    """beta c + alpha product in fp32; with a beta of 0 whatever c holds."""
+    result = product if alpha == 1 else product * alpha
+    return (result if beta == 0 else torch.add(result, c.float(), alpha=beta)).to(dtype)
+
+
+def _batched(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    if a.shape[2] == 1 == b.shape[1]:
+        return (a * b).to(out_dtype or a.dtype)
+    if not _takes(a, b):
+        return NotImplemented
+    d = a.new_empty(a.shape[0], a.shape[1], b.shape[2], dtype=out_dtype or a.dtype)
+    gemm_op(a, b, d, trans_b=True)
+    return d
+
+
+def _baddbmm(
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    product = _batched(a, b, torch.float32)
+    return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)
+
+
+def _mv(a: Tensor, v: Tensor) -> Tensor:
+    result = _mm(a, v.unsqueeze(1))
+    return result if result is NotImplemented else result.squeeze(1)
+
+
+def _addmv(c: Tensor, a: Tensor, v: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    result = _mm(a, v.unsqueeze(1), torch.float32)
+    return result if result is NotImplemented else _added(c, result.squeeze(1), beta, alpha, a.dtype)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    result = _mm(a.unsqueeze(0), b.unsqueeze(1))
+    return result if result is NotImplemented else result.view(())
+
+
+# Sums
+
+
+def _is_float(*tensors: Tensor) -> bool:
+    return all(t.dtype in FLOATS for t in tensors)
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
+    """Of any dimension: one that is not the last, or not contiguous, is by way of a copy."""
+    if not _is_float(x) or (x.dim() and x.shape[dim] > MAX_COLUMNS):
+        return NotImplemented
+    last = _rows_along(x, dim)
+    y = torch.empty_like(last, dtype=dtype or x.dtype)
+    softmax_op(last, y, log)
+    return _from_rows(y, x.shape, dim)
+
+
+def _softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    if not _is_float(dy, y) or (y.dim() and y.shape[dim] > MAX_COLUMNS):
+        return NotImplemented
+    rows = _rows_along(y, dim)
+    dx = torch.empty_like(rows, dtype=dtype)
+    softmax_backward_op(rows, _rows_along(dy, dim), dx, log)
+    return _from_rows(dx, y.shape, dim)
+
+
+def _rows_along(x: Tensor, dim: int) -> Tensor:
+    """x as contiguous rows along a dimension."""
+    if not x.dim():
+        return x.view(1, 1)
+    x = x.movedim(dim, -1).contiguous()
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _from_rows(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    if not shape:
+        return rows.view(())
+    dim %= len(shape)
+    if dim == len(shape) - 1:
+        return rows.view(shape)
+    moved = [size for d, size in enumerate(shape) if d != dim]
+    return rows.view(*moved, shape[dim]).movedim(-1, dim).contiguous()
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    y = _softmax(x, dim, dtype, False)
+    if y is NotImplemented:
+        return y
+    return y.masked_fill((x == -math.inf).all(dim, keepdim=True), 0.0)
+
+
+def _sum(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    mean: bool = False,
+) -> Tensor:
+    dtype = dtype or x.dtype
+    if not _is_float(x) or dtype not in FLOATS:
+        return NotImplemented
+    dims = [dim] if isinstance(dim, int) else dim
+    dims = sorted(d % max(x.dim(), 1) for d in dims) if dims else range(x.dim())
+    dims = tuple(dims) if x.dim() else ()
+    count = math.prod(x.shape[d] for d in dims)
+    scale = (1.0 / count if count else math.nan) if mean else 1.0
+    y = sum_dimensions(x, dims, scale, dtype)
+    return y.view([1 if d in dims else size for d, size in enumerate(x.shape)]) if keepdim else y
+
+
+def _nll_loss(
+    log_prob: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """(loss, total weight); reduction 0: none, 1: mean, 2: sum."""
+    if not _is_float(log_prob):
+        return NotImplemented
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)
+    weights = torch.ones_like(target, dtype=torch.float32) if weight is None else weight[index].float()
+    picked = log_prob.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    weights, loss = weights.masked_fill(ignored, 0), (-picked.float() * weights).masked_fill(ignored, 0)
+    dtype = log_prob.dtype
+    if reduction == 0:
+        return loss.to(dtype), log_prob.new_zeros(())
+    dims = tuple(range(target.dim()))
+    loss, total = (sum_dimensions(t, dims, 1.0, torch.float32) for t in (loss, weights))
+    return (loss / total if reduction == 1 else loss).to(dtype), total.to(dtype)
+
+
+# Norms
+
+
+def _norm_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.contiguous().view(-1, math.prod(shape))
+
+
+def _norm(kind: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float | None):
+    """(y, statistics (1 or 2, ..., 1 for each of ``shape``)), rstd and mean; or NotImplemented."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    if not _is_float(*given) or not 0 < math.prod(shape) <= MAX_COLUMNS or not x.numel():
+        return NotImplemented
+    eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
+    if not eps > 0:
+        return NotImplemented
+    rows = _norm_rows(x, shape)
+    y = torch.empty_like(rows)
+    statistics = x.new_empty(2 if kind == "layer" else 1, len(rows), dtype=torch.float32)
+    columns = [None if t is None else t.contiguous().view(-1) for t in (weight, bias)]
+    norm_forward_op(rows, None, *columns, y, None, statistics, kind, eps, 0.0)
+    outer = x.shape[: x.dim() - len(shape)]
+    return y.view(x.shape), statistics.view(-1, *outer, *(1 for _ in shape))
+
+
+def _norm_backward(
+    kind: str, dy: Tensor, x: Tensor, shape: Sequence[int], statistics: list[Tensor], weight, bias, mask
+) -> tuple[Tensor | None, ...]:
+    given = [t for t in (dy, x, weight, bias) if t is not None]
+    if not _is_float(*given) or not 0 < math.prod(shape) <= MAX_COLUMNS or not x.numel():
+        return NotImplemented
+    rows, dy_rows = _norm_rows(x, shape), gradient_rows(_norm_rows(dy, shape))
+    statistics = torch.stack([t.reshape(-1) for t in statistics])
+    columns = [None if t is None else t.contiguous().view(-1) for t in (weight, bias)]
+    dx = torch.empty_like(rows) if mask[0] else None
+    dw, db = (
+        torch.empty_like(t) if wanted and t is not None else None for t, wanted in zip(columns, mask[1:], strict=True)
+    )
+    if any(t is not None for t in (dx, dw, db)):
+        arguments = columns[0], None, statistics, dx, None, dw, db
+        norm_backward_op(rows, dy_rows, None, *arguments, kind, "input", 1.0, 0.0, False, False)
+    return (
+        None if dx is None else dx.view(x.shape),
+        None if dw is None else dw.view(weight.shape),
+        None if db is None else db.view(bias.shape),
+    )
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float):
+    result = _norm("layer", x, shape, weight, bias, eps)
+    if result is NotImplemented:
+        return result
+    y, (rstd, mean) = result
+    return y, mean, rstd
+
+
+def _layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
+    return _norm_backward("layer", dy, x, shape, [rstd, mean], weight, bias, mask)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None):
+    result = _norm("rms", x, shape, weight, None, eps)
+    return result if result is NotImplemented else (result[0], result[1][0])
+
+
+def _rms_norm_backward(dy, x, shape, rstd, weight, mask):
+    result = _norm_backward("rms", dy, x, shape, [rstd], weight, None, (*mask, False))
+    return result if result is NotImplemented else result[:2]
+
+
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "mm.default": _mm,
+    "mm.dtype": _mm,
+    "addmm.default": _addmm,
+    "addmm.dtype": _addmm,
+    "bmm.default": _batched,
+    "bmm.dtype": _batched,
+    "baddbmm.default": _baddbmm,
+    "baddbmm.dtype": _baddbmm,
+    "mv.default": _mv,
+    "addmv.default": _addmv,
+    "dot.default": _dot,
+    "_softmax.default": lambda x, dim, half_to_float: _softmax(x, dim, _widened(x, half_to_float), False),
+    "_log_softmax.default": lambda x, dim, half_to_float: _softmax(x, dim, _widened(x, half_to_float), True),
+    "_safe_softmax.default": _safe_softmax,
+    "_softmax_backward_data.default": functools.partial(_softmax_backward, log=False),
+    "_log_softmax_backward_data.default": functools.partial(_softmax_backward, log=True),
+    "sum.default": _sum,
+    "sum.dim_IntList": _sum,
+    "mean.default": functools.partial(_sum, mean=True),
+    "mean.dim": functools.partial(_sum, mean=True),
+    "nll_loss_forward.default": _nll_loss,
+    "native_layer_norm.default": _layer_norm,
+    "native_layer_norm_backward.default": _layer_norm_backward,
+    "_fused_rms_norm.default": _rms_norm,
+    "_fused_rms_norm_backward.default": _rms_norm_backward,
+}
+
+
+def _widened(x: Tensor, half_to_float: bool) -> torch.dtype:
+    return torch.float32 if half_to_float else x.dtype

@@ -1,0 +1,125 @@
+"""batch_invariant: torch's own operators run batch-invariant kernels inside a ``with`` block."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from cute_kernels import _aten
+from cute_kernels._check import expect
+
+MODES = ("strict", "warn", "off")
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+class UncoveredOperatorError(RuntimeError):
+    """An operator that may sum in an order of the batch's, inside ``batch_invariant("strict")``."""
+
+
+@contextmanager
+def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
+    """Inside, torch's operators on CUDA tensors give a row the same bits whatever the batch, forward and backward.
+
+    Replaced by kernels of this library, where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
+    ``bmm``, ``baddbmm``, ``mv``, ``dot`` and what decomposes into them (``linear``, ``matmul``, ``einsum``);
+    ``softmax``, ``log_softmax``, ``sum``, ``mean``, ``nll_loss``, ``layer_norm``, ``rms_norm``; and their backwards.
+    ``scaled_dot_product_attention`` consists of these under ``sdpa_kernel(SDPBackend.MATH)`` and
+    ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are of fp32). Left alone, since
+    they add nothing up: elementwise operators, views, copies, indexing, maxima, sorting. Tensors on the CPU are left
+    alone, too.
+
+    Args:
+        mode: what becomes of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,
+            with a warning at its first call. "off": nothing is replaced, also inside of another block.
+
+    Yields:
+        A Counter of the operators that were not covered: name of the operator -> calls.
+
+    Raises:
+        ValueError: mode is none of these.
+        UncoveredOperatorError: in the block, in strict mode.
+
+    The innermost block decides; when it ends, by an exception, too, the one around it goes on. A block is of one thread
+    and of the backward passes that it starts. Functions of ``torch.compile`` run eagerly inside (the backward of what
+    was compiled and run before does not). Each operator costs some 10 us of host time: capture a CUDA graph inside.
+
+    The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
+    attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of
+    its size.
+    """
+    expect(mode in MODES, "batch_invariant", "mode", f"be of {', '.join(MODES)}", repr(mode))
+    uncovered: Counter[str] = Counter()
+    outer = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, _Replacing)]
+    replacing = outer[-1] if outer else _Replacing()
+    replacing.levels.append((mode, uncovered))
+    try:
+        with torch.compiler.set_stance("default" if mode == "off" else "force_eager"):
+            if outer:
+                yield uncovered
+            else:
+                with replacing:
+                    yield uncovered
+    finally:
+        replacing.levels.pop()
+
+
+class _Replacing(TorchDispatchMode):
+    """The one mode of a thread; ``levels``: (mode, uncovered) of the blocks that it is in, the innermost last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[tuple[str, Counter[str]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not _PLAIN.issuperset(types):  # tensors that wrap others: what is inside comes by itself
+            return NotImplemented
+        kwargs = kwargs or {}
+        mode, uncovered = self.levels[-1]
+        if mode == "off" or not _is_concerned((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        replacement = _aten.replacement_of(func)
+        if replacement is not None:
+            result = replacement(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        elif _aten.adds_nothing_up(func, args, kwargs):
+            return func(*args, **kwargs)
+        else:
+            with self:  # linear and matmul come whole under inference_mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = str(func)
+        if mode == "strict":
+            raise UncoveredOperatorError(
+                f"batch_invariant: {name} of {', '.join(_signatures((*args, *kwargs.values())))} is not covered; "
+                "batch_invariant('warn') lets it run"
+            )
+        uncovered[name] += 1
+        if uncovered[name] == 1:
+            warnings.warn(f"batch_invariant: {name} is not covered: its bits may depend on the batch", stacklevel=2)
+        return func(*args, **kwargs)
+
+
+def _is_concerned(values: Iterable[Any]) -> bool:
+    """Whether a floating-point CUDA tensor is among the values."""
+    return any(t.is_cuda and (t.is_floating_point() or t.is_complex()) for t in _tensors(values))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _signatures(values: Iterable[Any]) -> list[str]:
+    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(values)]

@@ -1,0 +1,316 @@
+"""batch_invariant: torch's operators inside of it, against fp64 and bit by bit in other batches."""
+
+import contextlib
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cute_kernels import UncoveredOperatorError, batch_invariant, check_invariance
+from tests.reduction_cases import BF16, FP32
+
+WIDTH = 64
+
+
+class Block(torch.nn.Module):
+    """A layer as torch's own modules make it: norms, attention over the last but one dimension, an MLP, a head."""
+
+    def __init__(self, device, dtype=BF16, width=WIDTH):
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        self.first, self.second = torch.nn.LayerNorm(width, **options), torch.nn.RMSNorm(width, eps=1e-6, **options)
+        self.qkv = torch.nn.Linear(width, 3 * width, **options)
+        self.out = torch.nn.Linear(width, width, bias=False, **options)
+        self.up, self.down = torch.nn.Linear(width, 2 * width, **options), torch.nn.Linear(2 * width, width, **options)
+        self.head = torch.nn.Linear(width, 200, bias=False, **options)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.second(x))))
+        return F.log_softmax(self.head(x).float(), -1)
+
+
+@contextlib.contextmanager
+def attention_of_products():
+    """Attention as products and a softmax, in the dtype of its arguments."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def block(generator) -> Block:
+    module = Block(generator.device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device) / 8)
+    return module
+
+
+@pytest.fixture
+def x(generator):
+    return torch.randn(9, 12, WIDTH, generator=generator, device=generator.device).to(BF16)
+
+
+def exact(function, *tensors):
+    """The result and the gradients of floating-point tensors, in fp64, outside of the mode."""
+    wide = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    with batch_invariant("off"):
+        y = function(*wide)
+        g = torch.ones_like(y)
+        return [y.detach(), *torch.autograd.grad(y, [t for t in wide if t.requires_grad], g)]
+
+
+def indices(*shape):
+    return lambda generator: torch.randint(0, 5, shape, generator=generator, device=generator.device)
+
+
+CALLS = {
+    "mm": (torch.mm, (30, 40), (40, 24)),
+    "matmul": (torch.matmul, (2, 3, 30, 40), (2, 3, 40, 24)),
+    "matmul by a vector": (torch.matmul, (30, 40), (40,)),
+    "dot": (torch.dot, (40,), (40,)),
+    "bmm": (torch.bmm, (3, 30, 40), (3, 40, 24)),
+    "linear": (F.linear, (2, 30, 40), (24, 40), (24,)),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), (30, 24), (30, 40), (40, 24)),
+    "addmm without c": (lambda c, a, b: torch.addmm(c, a, b, beta=0), (24,), (30, 40), (40, 24)),
+    "baddbmm": (torch.baddbmm, (3, 30, 24), (3, 30, 40), (3, 40, 24)),
+    "addmv": (torch.addmv, (30,), (30, 40), (40,)),
+    "einsum": (lambda a, b: torch.einsum("bsh,bth->bst", a, b), (3, 30, 40), (3, 20, 40)),
+    "softmax": (lambda x: x.softmax(-1) * x, (30, 40)),
+    "softmax of another dimension": (lambda x: x.softmax(1) * x, (3, 30, 40)),
+    "softmax to fp32": (lambda x: torch.softmax(x, -1, dtype=FP32 if x.dtype is BF16 else None) * x, (30, 40)),
+    "log_softmax": (lambda x: x.log_softmax(-1) * x, (30, 40)),
+    "softmax of a scalar": (lambda x: x.softmax(0), ()),
+    "sum": (lambda x: x.sum((0, 2)) * x.sum(), (3, 30, 40)),
+    "mean": (lambda x: x.mean(1, keepdim=True) + x.mean(), (3, 30, 40)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (8, 5), w, b), (30, 8, 5), (8, 5), (8, 5)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (40,), w, 1e-5), (2, 30, 40), (40,)),
+    "norms without weights": (lambda x: F.layer_norm(x, (40,)) * F.rms_norm(x, (40,)), (30, 40)),
+    "cross_entropy": (F.cross_entropy, (30, 40), indices(30)),
+    "cross_entropy, ignored": (
+        lambda x, t: F.cross_entropy(x, t, ignore_index=2, reduction="sum"),
+        (30, 40),
+        indices(30),
+    ),
+    "cross_entropy, weighted": (
+        lambda x, t: F.cross_entropy(x, t, torch.linspace(0.5, 2, 40, device=x.device, dtype=x.dtype)),
+        (30, 40),
+        indices(30),
+    ),
+    "losses": (lambda x, t: F.cross_entropy(x, t, reduction="none"), (30, 40), indices(30)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_operator_against_fp64(name, generator):
+    function, *shapes = CALLS[name]
+    tensors = [
+        shape(generator)
+        if callable(shape)
+        else torch.randn(shape, generator=generator, device=generator.device).to(BF16)
+        for shape in shapes
+    ]
+    expected = exact(function, *tensors)
+    leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    with batch_invariant() as uncovered:
+        y = function(*leaves)
+        gradients = torch.autograd.grad(y, [t for t in leaves if t.requires_grad], torch.ones_like(y))
+    assert not uncovered
+    for got, want in zip([y, *gradients], expected, strict=True):
+        assert got.shape == want.shape
+        assert (got.double() - want).norm() <= 0.02 * want.norm() + 1e-3 * math.sqrt(want.numel())
+
+
+def test_a_sequence_does_not_know_its_batch(generator, x):
+    module = block(generator)
+    with batch_invariant() as uncovered, attention_of_products():
+        report = check_invariance(module, x, transforms=("T1", "T2", "T3", "T4", "T5", "T6"))
+    assert report.ok, str(report)
+    assert not uncovered
+
+
+def test_close_to_torch(generator, x):
+    module = block(generator)
+    with attention_of_products():
+        expected = module.double()(x.double())
+        module.to(BF16)
+        with batch_invariant():
+            got = module(x)
+    assert (got.double() - expected).abs().mean() < 0.05
+
+
+def test_strict_refuses_and_names_the_operator(x):
+    with batch_invariant() as uncovered:
+        for call, name in (
+            (lambda: x.cumsum(0), "aten.cumsum"),
+            (lambda: x.float() @ x.float().mT, r"aten.bmm.default of float32\[9, 12, 64\], float32\[9, 64, 12\]"),
+            (lambda: x.std(), "aten.std"),
+            (lambda: torch.zeros_like(x).index_put_((torch.tensor([0, 0]),), x[:2], accumulate=True), "index_put"),
+            (lambda: torch.zeros_like(x).scatter_add(0, torch.zeros_like(x, dtype=torch.long), x), "scatter_add"),
+            (lambda: x.double().sum(), "aten.sum"),
+        ):
+            with pytest.raises(UncoveredOperatorError, match=name):
+                call()
+    assert not uncovered
+
+
+def test_warn_counts_and_says_so_once(x):
+    with batch_invariant("warn") as uncovered, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            y = x.float().cumsum(0)
+        x.float().logsumexp(-1)
+    assert uncovered == {"aten.cumsum.default": 3, "aten.logsumexp.default": 1}
+    assert [str(w.message).split(" ")[1] for w in caught] == ["aten.cumsum.default", "aten.logsumexp.default"]
+    assert torch.equal(y, x.float().cumsum(0))
+
+
+def test_blocks_nest_and_end_with_exceptions(x):
+    def is_strict():
+        try:
+            x.float().cumsum(0)
+        except UncoveredOperatorError:
+            return True
+        return False
+
+    with batch_invariant():
+        assert is_strict()
+        with batch_invariant("off") as uncovered:
+            assert not is_strict() and not uncovered
+            with batch_invariant("strict"):
+                assert is_strict()
+        with contextlib.suppress(KeyError), warnings.catch_warnings(), batch_invariant("warn"):
+            warnings.simplefilter("ignore")
+            assert not is_strict()
+            raise KeyError
+        assert is_strict()
+    assert not is_strict()
+    with pytest.raises(ValueError, match="mode must be of strict, warn, off, got 'loud'"), batch_invariant("loud"):
+        pass
+
+
+def test_it_decorates_a_function(x):
+    @batch_invariant("strict")
+    def function():
+        return x.float().cumsum(0)
+
+    for _ in range(2):
+        with pytest.raises(UncoveredOperatorError):
+            function()
+    x.float().cumsum(0)
+
+
+def test_what_adds_nothing_up_runs(x):
+    """In place, by index, by copy, elementwise, without a word."""
+    with batch_invariant() as uncovered:
+        y = torch.cat([x, x.flip(0)]).add_(1).masked_fill(x[:1] > 0, 2.0)[:, [1, 3]].contiguous().float()
+        y = (
+            torch.where(y > 0, y, y.amax(-1, keepdim=True))
+            .topk(3)
+            .values.sort()
+            .values.unsqueeze(0)
+            .expand(2, -1, -1, -1)
+        )
+        torch._foreach_mul_([y.clone()], 2.0)
+        y.clone().index_put_((torch.tensor([0], device=y.device),), y[:1])
+        F.dropout(y, 0.5).to(BF16).cpu().numel()
+        assert (x > 0).sum().item() >= 0 and F.embedding(torch.tensor([1], device=x.device), x[0]).shape == (1, WIDTH)
+    assert not uncovered
+
+
+def test_fp32_products_of_one_k(x):
+    """As of rotary embeddings: nothing is added up."""
+    frequencies, positions = torch.rand(2, 8, 1, device=x.device), torch.arange(12.0, device=x.device).expand(2, 1, 12)
+    with batch_invariant():
+        assert torch.equal(frequencies @ positions, frequencies * positions)
+        assert torch.equal(frequencies[0] @ positions[0], frequencies[0] * positions[0])
+
+
+def test_in_place_and_out(x):
+    a, b = x[0], x[1].mT
+    with batch_invariant():
+        product = a @ b
+        out = torch.empty(12, 12, device=x.device, dtype=BF16)
+        assert torch.mm(a, b, out=out) is out and torch.equal(out, product)
+        again = torch.ones_like(out)
+        assert again.addmm_(a, b, beta=0) is again and torch.equal(again, product)
+        empty = torch.empty(0, device=x.device, dtype=BF16)
+        torch.mm(a, b, out=empty)
+        assert torch.equal(empty, product)
+
+
+def test_inference_mode(generator, x):
+    module = block(generator)
+    with batch_invariant(), attention_of_products():
+        expected = module(x)
+        with torch.inference_mode():
+            assert torch.equal(module(x), expected)
+
+
+def test_a_compiled_function_runs_eagerly(x):
+    function = torch.compile(lambda x: (x @ x.mT).softmax(-1))
+    with batch_invariant():
+        assert torch.equal(function(x), (x @ x.mT).softmax(-1))
+
+
+def test_rows_that_are_masked(x):
+    """Of attention: where all keys are masked the probabilities are 0, as torch has them."""
+    mask = torch.ones(12, 12, device=x.device, dtype=torch.bool).tril()
+    mask[3] = False
+    q = x.unsqueeze(1)
+    with batch_invariant(), attention_of_products():
+        y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(*[q.double()] * 3, attn_mask=mask)
+    assert torch.equal(y[:, :, 3], torch.zeros_like(y[:, :, 3]))
+    assert (y.double() - expected).abs().max() < 0.05
+
+
+def test_nothing_at_all(device):
+    with batch_invariant():
+        x = torch.empty(0, WIDTH, device=device, dtype=BF16)
+        assert (x @ torch.ones(WIDTH, 8, device=device, dtype=BF16)).shape == (0, 8)
+        assert x.softmax(-1).shape == x.shape and x.sum(0).shape == (WIDTH,) and x.sum().item() == 0
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_step(generator, device, x):
+    if device == "cpu":
+        pytest.skip("needs a GPU")
+    module = block(generator)
+
+    def step():
+        with batch_invariant(), attention_of_products():
+            loss = F.nll_loss(module(x).flatten(0, 1), target)
+            return [loss.detach(), *torch.autograd.grad(loss, list(module.parameters()))]
+
+    target = torch.randint(0, 200, (9 * 12,), generator=generator, device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            got = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_without_it_torch_is_caught(device):
+    """The positive control: cuBLAS splits K where there are few rows."""
+    if device == "cpu":
+        pytest.skip("needs a GPU")
+    linear = torch.nn.Linear(4096, 4096, bias=False, device=device, dtype=BF16)
+    x = torch.randn(100, 4096, device=device, dtype=BF16)
+    assert not check_invariance(linear, x, gradients=False, transforms=("T1",)).ok
+    with batch_invariant():
+        assert check_invariance(linear, x, gradients=False, transforms=("T1",)).ok
