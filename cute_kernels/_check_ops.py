@@ -136,6 +136,8 @@ def _subjects(has_gpu: bool) -> list[Subject]:
     subjects = []
     for width in (1000, 4096, 16384) if has_gpu else (256,):
         subjects += _norms(width)
+    for width in (1000, 4096, 151936) if has_gpu else (256,):
+        subjects += _reductions(width)
     for n, k in ((4096, 4096), (1024, 4096), (4096, 14336)) if has_gpu else ((128, 256),):
         subjects += _products(n, k)
     for n, k in ((1024, 128), (128, 1024), (33, 60)) if has_gpu else ((24, 16),):
@@ -188,6 +190,23 @@ def _norms(width: int) -> list[Subject]:
     for kind in (nn.RMSNorm, nn.LayerNorm):
         found.append(Subject(f"nn.{kind.__name__}", str(width), module(kind), ROW_TRANSFORMS))
     return found
+
+
+def _reductions(width: int) -> list[Subject]:
+    from cute_kernels import reduction
+
+    def plain(function):
+        return lambda m: (function, (m.batch(width),))
+
+    functions = {
+        "softmax": reduction.softmax,
+        "log_softmax": reduction.log_softmax,
+        "sum": lambda x: reduction.sum(x, 1),
+        "mean": lambda x: reduction.mean(x.view(len(x), 8, -1), 1),
+    }
+    return [
+        Subject(f"reduction.{op}", str(width), plain(function), ROW_TRANSFORMS) for op, function in functions.items()
+    ]
 
 
 def _products(n: int, k: int) -> list[Subject]:

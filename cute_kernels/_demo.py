@@ -74,8 +74,8 @@ def _measure_models(console: Console) -> bool:
     from cute_kernels.__main__ import bench_module
 
     try:
-        names = ("norm", "gemm", "log_prob", "mhc", "mxfp8")
-        bench_norm, bench_gemm, bench_log_prob, bench_mhc, bench_mxfp8 = map(bench_module, names)
+        names = ("norm", "gemm", "reduction", "log_prob", "mhc", "mxfp8")
+        bench_norm, bench_gemm, bench_reduction, bench_log_prob, bench_mhc, bench_mxfp8 = map(bench_module, names)
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         return False
@@ -87,6 +87,7 @@ def _measure_models(console: Console) -> bool:
         [
             _measure_norms(console, bench_norm),
             _measure_gemms(console, bench_gemm),
+            _measure_reductions(console, bench_reduction),
             _measure_log_probs(console, bench_log_prob),
             _measure_connections(console, bench_mhc),
             _measure_quantizers(console, bench_mxfp8),
@@ -109,6 +110,21 @@ def _measure_norms(console: Console, bench_norm: ModuleType) -> bool:
     )
     console.print("The copy is an elementwise kernel that moves the bytes that the op must move at least.\n")
     return ok
+
+
+def _measure_reductions(console: Console, bench_reduction: ModuleType) -> bool:
+    """softmax and log_softmax of hidden states and of logits, and sums."""
+    providers = ["cute_kernels", "torch", "torch_compile"]
+    found = bench_reduction.run(
+        bench_reduction.reductions(quick=True), providers, repetitions=REPETITIONS, breakdown=False
+    )
+    return _show(
+        console,
+        "Reductions: bf16, cold L2",
+        {"variant": lambda m: m.case.variant, **OP, **DIRECTION, **SHAPE},
+        {**ERROR, **TIME, **SHARE, "x torch": _times("torch"), "x torch.compile": _times("torch_compile")},
+        found,
+    )
 
 
 def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
@@ -327,6 +343,7 @@ def _check_references(console: Console) -> bool:
     from cute_kernels.gemm import reference as gemm
     from cute_kernels.mhc import reference as mhc_reference
     from cute_kernels.norm import reference as norm
+    from cute_kernels.reduction import reference as reduction
 
     rows, cols, outputs = 256, 4096, 1024
     # (shape, mean, deviation)
@@ -354,6 +371,7 @@ def _check_references(console: Console) -> bool:
     cases = (
         ("rms_norm", cute_kernels.rms_norm, partial(norm.rms_norm, **fp64), (x, scale), every, 1),
         ("layer_norm", cute_kernels.layer_norm, partial(norm.layer_norm, **fp64), (x, scale, shift), every, 1),
+        ("softmax", cute_kernels.reduction.softmax, partial(reduction.softmax, **fp64), (x,), every, 1),
         ("linear", cute_kernels.linear, exact_linear, (x, weight), checks.INPUTS, 1),
         ("linear_log_prob", log_prob, exact_log_prob, (x, weight), checks.INPUTS, 1),
         ("linear, bias, gelu", *gelu_linears, (x, weight, bias), checks.INPUTS, 2),

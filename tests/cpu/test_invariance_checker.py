@@ -624,6 +624,10 @@ def test_command_without_gpu(without_gpu, capsys, tmp_path):
         "linear",
         "bmm",
         "linear_log_prob",
+        "reduction.softmax",
+        "reduction.log_softmax",
+        "reduction.sum",
+        "reduction.mean",
         "mhc.hyper_connection",
     } | modules
     assert {result["transform"] for entry in entries for result in entry["report"]["results"]} == {"B0"}
