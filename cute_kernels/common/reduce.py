@@ -95,7 +95,7 @@ class RowSum:
         value = cute.arch.warp_reduction(value, cute.arch.fmax, threads_in_group=self.width)
         if const_expr(self.warps_per_row > 1):
             self._exchange([value], messages, mbars, team, round_index)
-            gathered = self._gather(1, messages, team, round_index, value)
+            gathered = self._gather(1, messages, team, round_index, (value,))
             for w in cutlass.range_constexpr(self._gathered()):
                 value = cute.arch.fmax(value, gathered[0, w])
             if const_expr(self.warps_per_row > 16):
@@ -113,8 +113,7 @@ class RowSum:
         total = cute.arch.warp_reduction(total, operator.add, threads_in_group=self.width)
         if const_expr(self.warps_per_row > 1):
             self._exchange([widest, total], messages, mbars, team, round_index)
-            # Of a warp that is not there a maximum that makes nothing of its sum
-            gathered = self._gather(2, messages, team, round_index, -Float32.inf)
+            gathered = self._gather(2, messages, team, round_index, (-Float32.inf, 0.0))
             warps = const_expr(range(self._gathered()))
             widest = gathered[0, 0]
             for w in warps[1:]:
@@ -152,8 +151,8 @@ class RowSum:
         return self.warps_per_row if self.warps_per_row <= 16 else -(-self.warps_per_row // WARP_SIZE)
 
     @cute.jit
-    def _gather(self, num_values: cutlass.Constexpr[int], messages, team: Int32, round_index: Int32, absent=0.0):
-        """Messages (value, warp) of a round that this thread combines; ``absent``: that of a warp that is not there."""
+    def _gather(self, num_values: cutlass.Constexpr[int], messages, team: Int32, round_index: Int32, absent=(0.0, 0.0)):
+        """Messages (value, warp) of a round that this thread combines; ``absent``: of a warp that is not there."""
         buffer = round_index % 2
         gathered = cute.make_rmem_tensor((self.max_values, self._gathered()), Float32)
         if const_expr(self.warps_per_row <= 16):
@@ -162,7 +161,7 @@ class RowSum:
             lane = cute.arch.lane_idx()
             for w in cutlass.range_constexpr(self._gathered()):
                 for i in cutlass.range_constexpr(num_values):
-                    gathered[i, w] = Float32(absent)
+                    gathered[i, w] = Float32(absent[i])
                     if w * WARP_SIZE + lane < self.warps_per_row:
                         gathered[i, w] = messages[i, w * WARP_SIZE + lane, team, buffer]
         return gathered

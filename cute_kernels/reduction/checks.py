@@ -42,9 +42,9 @@ def check_sum(
     if dim is None:
         return tuple(range(x.dim()))
     dims = (dim,) if type(dim) is int else dim
-    good = isinstance(dims, (tuple, list)) and all(type(d) is int for d in dims)
+    good = isinstance(dims, (tuple, list)) and all([type(d) is int for d in dims])
     expect(good, op, "dim", "be None, an int or ints", repr(dim), TypeError)
-    expect(all(-x.dim() <= d < x.dim() for d in dims), op, "dim", f"be of {x.dim()} dimensions", dim)
-    dims = sorted(d % x.dim() for d in dims)
+    expect(all([-x.dim() <= d < x.dim() for d in dims]), op, "dim", f"be of {x.dim()} dimensions", dim)
+    dims = sorted([d % x.dim() for d in dims])
     expect(len({*dims}) == len(dims), op, "dim", "name each dimension once", dim)
     return tuple(dims)
