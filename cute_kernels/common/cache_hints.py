@@ -8,7 +8,7 @@ backward, 8192x4096, 58.3 -> 62.1), and faster if the last of them are (57.4; ex
 at their end L2 holds more of their results.
 
 What the next kernel reads again is written with evict_last: the partial sums of the projection's backward, where those
-of the first tokens had left L2 by its end (2048x4x5120 59.5 -> 57.7 us, 8192x4x2560 105.6 -> 102.6).
+of the first tokens had left L2 by its end (2048x4x5120 60.1 -> 58.1 us, 8192x4x2560 106.6 -> 102.6).
 """
 
 from typing import Optional
