@@ -174,8 +174,9 @@ def test_compile(generator, compile_backend, traced_reduction):
         y = f(leaf)
         y.float().square().sum().backward()
         results.append((y.detach(), leaf.grad))
+    # Sums of a compiled backward stay in fp32 where eager ones are rounded, and elements that cancel show it
     for eager, graph in zip(*results, strict=True):
-        assert torch.allclose(eager.float(), graph.float(), rtol=1e-2, atol=1e-2)
+        assert (eager.float() - graph.float()).norm() <= 1e-2 * eager.float().norm()
 
 
 @pytest.mark.gpu
