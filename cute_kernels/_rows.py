@@ -38,6 +38,16 @@ def geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tuple
     return vec, aligned, packed
 
 
+def contiguous_rows(t: Tensor) -> Tensor:
+    """A matrix' rows back to back, aligned as those of a new one: a row's bits may then not tell how many there are.
+
+    One row alone is contiguous wherever it lies; among others it would have been copied.
+    """
+    t = t.contiguous()
+    unit = math.gcd(16, t.shape[-1] * t.element_size())
+    return t.clone() if t.data_ptr() % unit else t
+
+
 def resolved(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` of tensors as torch reads them: one column may be a conjugate's imaginary part, negated lazily."""
 

@@ -30,6 +30,13 @@ def check_rows(rows: int) -> None:
     expect(rows <= MAX_ROWS, "softmax or sum", "x", f"have at most {MAX_ROWS} rows", rows)
 
 
+def check_columns(shape: Sequence[int], parts: int) -> None:
+    """Raise ValueError if (matrices, rows, columns) summed over rows in so many parts take too many CTAs for a grid."""
+    ctas = shape[0] * parts * -(-shape[2] // 32)  # at most; a warp has 32 columns and more
+    fits = max(ctas, *shape) <= MAX_ROWS
+    expect(fits, "sum", "x", f"have at most {MAX_ROWS} sums of 256 rows and 32 columns", f"shape {tuple(shape)}")
+
+
 def check_sum(
     op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, out_dtype: torch.dtype | None
 ) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels._op import Plans, mutating_op
-from cute_kernels._rows import geometry, resolved, rows_key
+from cute_kernels._rows import contiguous_rows, geometry, resolved, rows_key
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import RowConfig
-from cute_kernels.reduction.checks import check_rows, check_softmax
+from cute_kernels.reduction.checks import check_columns, check_rows, check_softmax
 from cute_kernels.reduction.config import COLUMN_ROWS, LONG_ROW, MAX_COLUMNS, row_config
 
 RESIDENT_ROWS = 2**29  # from here on resident clusters walk over the rows, as of the norms
@@ -80,18 +80,20 @@ def run_softmax_backward(y: Tensor, dy: Tensor, dx: Tensor, log: bool) -> None:
 
 
 def run_sum(x: Tensor, y: Tensor, scale: float) -> None:
-    """y (matrices, columns), contiguous, = scale times the sums over the rows of x (matrices, rows, columns).
+    """y, contiguous, = scale times sums of x: of the rows of a matrix, or over the rows of each of many matrices.
 
-    The last dimension of x is contiguous. The order of a sum is that of its length: of the elements of a row, where
-    there is one column, in the order of the norms; more than MAX_COLUMNS of them by parts of LONG_ROW. Of rows by parts
-    of COLUMN_ROWS.
+    Of (matrices, rows, columns), whose last dimension is contiguous, y is (matrices, columns). The order of a sum is
+    that of its length: of a row in the order of the norms, of more than MAX_COLUMNS elements by parts of LONG_ROW; over
+    rows by parts of COLUMN_ROWS, also where there is one column.
     """
-    matrices, rows, columns = x.shape
     if not y.numel():
         return
-    if not rows:
+    if not x.numel():
         y.fill_(0.0 * scale)  # a mean of nothing is NaN
-    elif columns > 1:
+    elif x.dim() == 2:
+        _sum_lines(x, y, scale)
+    else:
+        matrices, rows, columns = x.shape
         parts = -(-rows // COLUMN_ROWS)
         if parts == 1:
             _sum_columns(x, y.unsqueeze(1), scale)
@@ -99,23 +101,33 @@ def run_sum(x: Tensor, y: Tensor, scale: float) -> None:
             partials = x.new_empty(matrices, parts, columns, dtype=torch.float32)
             _sum_columns(x, partials, 1.0)
             run_sum(partials, y, scale)
-    elif rows <= MAX_COLUMNS:
-        _sum_rows(_lines(x), y.view(-1), scale)
-    else:
-        whole = rows // LONG_ROW
-        partials = x.new_empty(matrices, -(-rows // LONG_ROW), dtype=torch.float32)
-        for matrix in range(matrices):
-            line = _lines(x)[matrix]
-            _sum_rows(line[: whole * LONG_ROW].view(whole, LONG_ROW), partials[matrix, :whole], 1.0)
-            if whole < partials.shape[1]:
-                _sum_rows(line[whole * LONG_ROW :].unsqueeze(0), partials[matrix, whole:], 1.0)
-        run_sum(partials.unsqueeze(2), y, scale)
 
 
-def _lines(x: Tensor) -> Tensor:
-    """Matrices of one column as contiguous rows, (matrices, rows)."""
-    lines = x.squeeze(2)
-    return lines if lines.shape[1] == 1 or lines.stride(1) == 1 else lines.contiguous()
+def _sum_lines(x: Tensor, y: Tensor, scale: float) -> None:
+    lines, n = x.shape
+    if n <= MAX_COLUMNS:
+        return _sum_rows(_aligned(x), y, scale)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    whole = n // LONG_ROW
+    partials = x.new_empty(lines, -(-n // LONG_ROW), dtype=torch.float32)
+    for line, sums in zip(x.unbind(), partials.unbind(), strict=True):
+        _sum_rows(_aligned(line[: whole * LONG_ROW].view(whole, LONG_ROW)), sums[:whole], 1.0)
+        if whole < len(sums):
+            _sum_rows(_aligned(line[whole * LONG_ROW :].unsqueeze(0)), sums[whole:], 1.0)
+    run_sum(partials, y, scale)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows as a kernel takes them; a copy of those that are off what they would be aligned to in a matrix of their own.
+
+    The order of a row's sum follows from that alignment: of one row, too, or of one that begins anywhere.
+    """
+    rows, n = x.shape
+    unit = math.gcd(16, n * x.element_size())
+    contiguous = n == 1 or x.stride(1) == 1
+    if contiguous and not x.data_ptr() % unit and (rows == 1 or not x.stride(0) * x.element_size() % unit):
+        return x
+    return contiguous_rows(x)
 
 
 def _sum_rows(x: Tensor, y: Tensor, scale: float) -> None:
@@ -132,6 +144,8 @@ def _sum_rows(x: Tensor, y: Tensor, scale: float) -> None:
 def _sum_columns(x: Tensor, y: Tensor, scale: float) -> None:
     from cute_kernels.reduction.kernel import column_sums
 
+    check_columns(x.shape, y.shape[1])
+    x = x.resolve_neg()  # one column may be a conjugate's imaginary part
     itemsize = x.element_size()
     strides = [stride for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1]
     vec = math.gcd(16 // itemsize, *strides, x.data_ptr() // itemsize)

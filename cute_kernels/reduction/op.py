@@ -123,7 +123,8 @@ def sum(
     Raises: as ``softmax``.
 
     Numerics: fp32 sums, one rounding at the end. The order of a sum is that of its length, its place in x's shape (the
-    last dimensions or others), and the alignment of rows; it does not depend on the number of sums.
+    last dimensions or others); it does not depend on the number of sums. Rows that are off the alignment which they
+    would have in a contiguous tensor are copied.
     """
     return _reduce("sum", x, dim, keepdim, out_dtype, backend)
 
@@ -187,12 +188,14 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
     shape = list(x.shape)
     for i, run in enumerate(reversed(runs)):
         first, behind = run[0], run[-1] + 1
-        sizes = math.prod(shape[:first]), math.prod(shape[first:behind]), math.prod(shape[behind:])
+        sizes = [math.prod(shape[:first]), math.prod(shape[first:behind])]
+        if behind < len(shape):  # by its place, not its size: one sum beside no other has the bits of one of many
+            sizes.append(math.prod(shape[behind:]))
         x = x.reshape(sizes)
-        if sizes[2] > 1 and x.stride(2) != 1:
+        if len(sizes) == 3 and sizes[2] > 1 and x.stride(2) != 1:
             x = x.contiguous()
         last = i == len(runs) - 1
-        y = x.new_empty(sizes[0], sizes[2], dtype=dtype if last else torch.float32)
+        y = x.new_empty([sizes[0], *sizes[2:]], dtype=dtype if last else torch.float32)
         (run_sum if is_plain(x) else sum_op)(x, y, scale if last else 1.0)
         del shape[first:behind]
         x = y

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import reduction
-from cute_kernels.reduction import op
+from cute_kernels.reduction import launch, op
 from tests.gpu.reduction.test_reduction import *  # noqa: F403
 from tests.norm_cases import seeded_generator
 from tests.reduction_cases import stand_in
@@ -52,6 +52,29 @@ def test_another_number_of_rows_compiles_nothing(path_of_the_kernels):
         reduction.softmax(torch.randn(rows, 64))
         reduction.sum(torch.randn(rows, 64), 1)
     assert len({repr(job) for job in path_of_the_kernels}) == 2
+
+
+def test_the_kernels_of_a_sum_do_not_follow_from_what_lies_around_it(path_of_the_kernels):
+    x, long = torch.randn(6, 100, 65), torch.randn(3, 262147)
+    cases = [(part, dim) for part in (x[..., :64], x[..., 1:], x[..., 3:43]) for dim in (1, 2)] + [(long, 1)]
+    for part, dim in cases:
+        found = []
+        for some in (part, part.contiguous(), part[:1], part[1:2], part[2:3]):
+            path_of_the_kernels.clear()
+            launch._plans.clear()
+            reduction.sum(some, dim)
+            # The width of a column's access is no part of its sum's order
+            found.append({repr(job[1][:3] if dim == 1 and some.dim() == 3 else job) for job in path_of_the_kernels})
+        assert all(jobs == found[0] for jobs in found), (part.stride(), dim)
+    path_of_the_kernels.clear()
+    reduction.sum(x[..., :1], 1)
+    assert [job[0].build.__name__ for job in path_of_the_kernels] == ["column_sums"]
+
+
+def test_more_sums_than_a_grid_has_ctas():
+    x = torch.zeros(1, device="meta").expand(2**31, 2, 2)
+    with pytest.raises(ValueError, match="sum: x must have at most .* sums of 256 rows and 32 columns"):
+        launch._sum_columns(x, torch.zeros(1, device="meta").expand(2**31, 1, 2), 1.0)
 
 
 @pytest.mark.parametrize(

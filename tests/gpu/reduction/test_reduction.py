@@ -132,6 +132,24 @@ def test_a_sum_does_not_know_its_batch(shape, dim, generator):
         assert torch.equal(reduction.sum(x[begin:end].clone(), dim, out_dtype=FP32), whole[begin:end])
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_a_sum_does_not_know_what_lies_around_it(dtype, generator):
+    """The same bits alone, where it is contiguous, and among others, wherever its row begins."""
+    x = torch.randn(6, 1000, 65, generator=generator, device=generator.device).to(dtype)
+    for part in (x[..., :64], x[..., 1:], x[..., 3:43], x[..., 2:3]):
+        for dim in (1, 2, (1, 2)):
+            whole = reduction.sum(part, dim, out_dtype=FP32)
+            assert torch.equal(reduction.sum(part.contiguous(), dim, out_dtype=FP32), whole)
+            for i in (0, 5):
+                assert torch.equal(reduction.sum(part[i : i + 1], dim, out_dtype=FP32), whole[i : i + 1])
+        columns = reduction.sum(part, (0, 1), out_dtype=FP32)
+        assert torch.equal(reduction.sum(part[..., :1], (0, 1), out_dtype=FP32), columns[:1])
+    long = torch.randn(3, 262147, generator=generator, device=generator.device).to(dtype)
+    whole = reduction.sum(long, 1, out_dtype=FP32)
+    for i in range(3):
+        assert torch.equal(reduction.sum(long[i].clone(), 0, out_dtype=FP32), whole[i])
+
+
 def test_layouts_that_do_not_collapse(generator):
     x = torch.randn(6, 50, 33, generator=generator, device=generator.device)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[..., ::2], x[:, :1].expand(6, 9, 33)):
@@ -147,6 +165,12 @@ def test_gradients_of_sums(generator):
         (dx,) = torch.autograd.grad(getattr(reduction, op)(x, 1), x, dy)
         expected = (dy.float() * scale).to(BF16)[:, None].expand_as(x)
         assert dx.dtype is BF16 and torch.equal(dx, expected)
+
+
+def test_lazily_negated(generator):
+    x = torch.randn(300, 1, dtype=torch.complex64, generator=generator, device=generator.device).conj().imag
+    for dim in (0, 1, None):
+        assert torch.allclose(reduction.sum(x, dim), x.resolve_neg().sum(() if dim is None else dim), atol=1e-4)
 
 
 def test_nothing_to_sum(device):
