@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import canonicalize_dim, reduction_dims
 
-from cute_kernels._autograd import gradient_rows
 from cute_kernels._check import FLOATS
+from cute_kernels._rows import contiguous_rows
 from cute_kernels.gemm.launch import gemm_op
 from cute_kernels.norm.launch import backward_op as norm_backward_op
 from cute_kernels.norm.launch import forward_op as norm_forward_op
@@ -40,18 +41,26 @@ EXACT = frozenset([
     "stack", "take", "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
 ])
 # fmt: on
-# Elementwise on each tensor of a list, but for these
-FOREACH_SUMS = ("_foreach_norm",)
 
 
 def adds_nothing_up(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether an operator may run as it is."""
-    name = func._schema.name.rpartition("::")[2].removesuffix("_")  # of one that works in place, too
     for i, argument in enumerate(func._schema.arguments):
         if argument.name in ("accumulate", "reduce") and kwargs.get(argument.name, (args[i:] or [False])[0]):
             return False
-    elementwise = torch.Tag.pointwise in func.tags or (name.startswith("_foreach_") and name not in FOREACH_SUMS)
-    return elementwise or func.is_view or func.namespace == "cute_kernels" or name in EXACT
+    if torch.Tag.pointwise in func.tags or func.is_view or func.namespace == "cute_kernels":
+        return True
+    # Of one that works in place, too; or on each tensor of a list
+    name = func._schema.name.rpartition("::")[2].removesuffix("_").removeprefix("_foreach_")
+    return func.namespace == "aten" and (name in EXACT or _is_elementwise(name))
+
+
+@functools.cache
+def _is_elementwise(name: str) -> bool:
+    """By the tag, which many overloads lack: those that work in place, write to ``out`` or take lists."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 @functools.cache
@@ -77,8 +86,8 @@ def _in_place(functional: Callable[..., Tensor], target: Tensor, *args: Any, **k
 
 def _into_out(functional: Callable[..., Tensor], *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     result = functional(*args, **kwargs)
-    if result is NotImplemented:
-        return result
+    if result is NotImplemented or out.dtype != result.dtype:
+        return NotImplemented
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)
@@ -95,7 +104,9 @@ def _takes(*tensors: Tensor | None) -> bool:
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    if a.shape[1] == 1 == b.shape[0]:
+    if not (a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and a.dtype == b.dtype):
+        return NotImplemented
+    if a.shape[1] == 1:
         return (a * b).to(out_dtype or a.dtype)  # one product an element, of any dtype
     if not _takes(a, b):
         return NotImplemented
@@ -113,9 +124,11 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    n = b.shape[1]
-    if alpha == beta == 1 and c.shape == (n,) and c.is_contiguous() and c.dtype in FLOATS and _takes(a, b):
-        d = a.new_empty(a.shape[0], n, dtype=out_dtype or a.dtype)
+    if c.dtype not in (a.dtype, out_dtype):
+        return NotImplemented
+    fused = alpha == beta == 1 and c.shape == b.shape[1:] and c.is_contiguous() and a.shape[1:] == b.shape[:1]
+    if fused and _takes(a, b, c if c.dtype == a.dtype else None):
+        d = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
         gemm_op(a, b, d, None, c, trans_b=True)
         return d
     product = _mm(a, b, torch.float32)
@@ -125,11 +138,14 @@ def _addmm(
 def _added(c: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
     """beta c + alpha product in fp32; with a beta of 0 whatever c holds."""
     result = product if alpha == 1 else product * alpha
-    return (result if beta == 0 else torch.add(result, c.float(), alpha=beta)).to(dtype)
+    c = c.expand(product.shape)
+    return (result if beta == 0 else torch.add(result, c.float(), alpha=float(beta))).to(dtype)
 
 
 def _batched(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    if a.shape[2] == 1 == b.shape[1]:
+    if not (a.dim() == b.dim() == 3 and a.shape[::2] == b.shape[:2] and a.dtype == b.dtype):
+        return NotImplemented
+    if a.shape[2] == 1:
         return (a * b).to(out_dtype or a.dtype)
     if not _takes(a, b):
         return NotImplemented
@@ -147,7 +163,7 @@ def _baddbmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    product = _batched(a, b, torch.float32)
+    product = _batched(a, b, torch.float32) if c.dtype in (a.dtype, out_dtype) else NotImplemented
     return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)
 
 
@@ -157,7 +173,7 @@ def _mv(a: Tensor, v: Tensor) -> Tensor:
 
 
 def _addmv(c: Tensor, a: Tensor, v: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    result = _mm(a, v.unsqueeze(1), torch.float32)
+    result = _mm(a, v.unsqueeze(1), torch.float32) if c.dtype == a.dtype else NotImplemented
     return result if result is NotImplemented else _added(c, result.squeeze(1), beta, alpha, a.dtype)
 
 
@@ -175,6 +191,7 @@ def _is_float(*tensors: Tensor) -> bool:
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     """Of any dimension: one that is not the last, or not contiguous, is by way of a copy."""
+    dim = canonicalize_dim(x.dim(), dim)
     if not _is_float(x) or (x.dim() and x.shape[dim] > MAX_COLUMNS):
         return NotImplemented
     last = _rows_along(x, dim)
@@ -196,8 +213,8 @@ def _rows_along(x: Tensor, dim: int) -> Tensor:
     """x as contiguous rows along a dimension."""
     if not x.dim():
         return x.view(1, 1)
-    x = x.movedim(dim, -1).contiguous()
-    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
+    x = x.movedim(dim, -1)
+    return contiguous_rows(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _from_rows(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
@@ -228,9 +245,8 @@ def _sum(
     dtype = dtype or x.dtype
     if not _is_float(x) or dtype not in FLOATS:
         return NotImplemented
-    dims = [dim] if isinstance(dim, int) else dim
-    dims = sorted(d % max(x.dim(), 1) for d in dims) if dims else range(x.dim())
-    dims = tuple(dims) if x.dim() else ()
+    dims = reduction_dims(x.shape, [dim] if isinstance(dim, int) else dim or None)
+    dims = tuple(sorted(dims)) if x.dim() else ()
     count = math.prod(x.shape[d] for d in dims)
     scale = (1.0 / count if count else math.nan) if mean else 1.0
     y = sum_dimensions(x, dims, scale, dtype)
@@ -241,10 +257,12 @@ def _nll_loss(
     log_prob: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """(loss, total weight); reduction 0: none, 1: mean, 2: sum."""
-    if not _is_float(log_prob):
+    if not _is_float(log_prob) or target.dtype not in (torch.int64, torch.uint8):
+        return NotImplemented
+    if weight is not None and (weight.dtype != log_prob.dtype or weight.shape != log_prob.shape[-1:]):
         return NotImplemented
     ignored = target == ignore_index
-    index = target.masked_fill(ignored, 0)
+    index = target.long().masked_fill(ignored, 0)
     weights = torch.ones_like(target, dtype=torch.float32) if weight is None else weight[index].float()
     picked = log_prob.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     weights, loss = weights.masked_fill(ignored, 0), (-picked.float() * weights).masked_fill(ignored, 0)
@@ -260,13 +278,14 @@ def _nll_loss(
 
 
 def _norm_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.contiguous().view(-1, math.prod(shape))
+    n = math.prod(shape)
+    return contiguous_rows(x.reshape(x.numel() // n, n))
 
 
 def _norm(kind: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float | None):
     """(y, statistics (1 or 2, ..., 1 for each of ``shape``)), rstd and mean; or NotImplemented."""
     given = [t for t in (x, weight, bias) if t is not None]
-    if not _is_float(*given) or not 0 < math.prod(shape) <= MAX_COLUMNS or not x.numel():
+    if not _is_float(*given) or not 0 < math.prod(shape) <= MAX_COLUMNS:
         return NotImplemented
     eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
     if not eps > 0:
@@ -277,16 +296,16 @@ def _norm(kind: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bia
     columns = [None if t is None else t.contiguous().view(-1) for t in (weight, bias)]
     norm_forward_op(rows, None, *columns, y, None, statistics, kind, eps, 0.0)
     outer = x.shape[: x.dim() - len(shape)]
-    return y.view(x.shape), statistics.view(-1, *outer, *(1 for _ in shape))
+    return y.view(x.shape), statistics.view(len(statistics), *outer, *(1 for _ in shape))
 
 
 def _norm_backward(
     kind: str, dy: Tensor, x: Tensor, shape: Sequence[int], statistics: list[Tensor], weight, bias, mask
 ) -> tuple[Tensor | None, ...]:
     given = [t for t in (dy, x, weight, bias) if t is not None]
-    if not _is_float(*given) or not 0 < math.prod(shape) <= MAX_COLUMNS or not x.numel():
+    if not _is_float(*given) or not 0 < math.prod(shape) <= MAX_COLUMNS:
         return NotImplemented
-    rows, dy_rows = _norm_rows(x, shape), gradient_rows(_norm_rows(dy, shape))
+    rows, dy_rows = _norm_rows(x, shape), _norm_rows(dy, shape)
     statistics = torch.stack([t.reshape(-1) for t in statistics])
     columns = [None if t is None else t.contiguous().view(-1) for t in (weight, bias)]
     dx = torch.empty_like(rows) if mask[0] else None

@@ -47,12 +47,15 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
         UncoveredOperatorError: in the block, in strict mode.
 
     The innermost block decides; when it ends, by an exception, too, the one around it goes on. A block is of one thread
-    and of the backward passes that it starts. Functions of ``torch.compile`` run eagerly inside (the backward of what
+    and of the backward passes that it starts: one that starts later, recomputation of checkpoints with it, runs torch's
+    own kernels. Functions of ``torch.compile`` run eagerly inside (the backward of what
     was compiled and run before does not). Each operator costs some 10 us of host time: capture a CUDA graph inside.
 
     The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
     attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of
-    its size.
+    its size. Not seen, since torch decides it before: ``linear`` of more than two dimensions rounds before it adds its
+    bias where x is not contiguous, as a transposed batch of one is. Left to torch: random numbers, which depend on the
+    place in a batch, and which of equal values ``topk`` and ``sort`` name.
     """
     expect(mode in MODES, "batch_invariant", "mode", f"be of {', '.join(MODES)}", repr(mode))
     uncovered: Counter[str] = Counter()

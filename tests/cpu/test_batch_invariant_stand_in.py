@@ -5,14 +5,16 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cute_kernels import batch_invariant
+from cute_kernels.norm import launch as norm_launch
+from cute_kernels.reduction import launch
 from tests import gemm_cases, norm_cases, reduction_cases
 from tests.gpu.test_batch_invariant import *  # noqa: F403
 
 
 @pytest.fixture(autouse=True)
 def path_of_the_kernels():
-    with reduction_cases.stand_in(), norm_cases.stand_in(), gemm_cases.stand_in():
-        yield
+    with reduction_cases.stand_in() as sums, norm_cases.stand_in() as norms, gemm_cases.stand_in():
+        yield sums, norms
 
 
 @pytest.fixture
@@ -32,3 +34,25 @@ def test_tensors_that_wrap_others():
         product = TwoTensor(a.clone(), a.clone()) @ TwoTensor(b.clone(), b.clone())
         assert isinstance(product, TwoTensor) and torch.equal(product.a, a @ b)
     assert not uncovered
+
+
+def test_a_row_alone_has_the_kernels_of_one_among_others(path_of_the_kernels):
+    """What decides about the order of its sum: the kernel's geometry."""
+    wide = torch.randn(5, 400).bfloat16()
+    functions = {
+        "softmax": lambda t: t.softmax(-1),
+        "layer_norm": lambda t: torch.nn.functional.layer_norm(t, t.shape[1:]),
+        "sum": lambda t: t.sum(1),
+    }
+    for name, function in functions.items():
+        for x in (wide[:, 5:365], wide[:, 1:301], wide[:, 1:]):
+            found = []
+            for rows in (x, x[:1], x[3:4]):
+                for known in (*path_of_the_kernels, launch._plans, norm_launch._plans, norm_launch.calls):
+                    known.clear()
+                with batch_invariant():
+                    leaf = rows.detach().requires_grad_()
+                    y = function(leaf)
+                    y.square().backward(torch.ones_like(y))
+                found.append({repr(job) for jobs in path_of_the_kernels for job in jobs})
+            assert found[0] and found[0] == found[1] == found[2], name

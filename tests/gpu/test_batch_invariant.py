@@ -275,11 +275,92 @@ def test_rows_that_are_masked(x):
     assert (y.double() - expected).abs().max() < 0.05
 
 
+def test_a_row_that_begins_anywhere(generator):
+    """Alone it is contiguous; among others it is copied: the same bits."""
+    wide = torch.randn(5, 400, generator=generator, device=generator.device)
+    for x in (wide[:, 3:363], wide[:, 1:].to(BF16), wide.to(BF16)[:, 5:365], wide.to(BF16)[:, 1:301]):
+        leaf = x.detach().requires_grad_()
+        with batch_invariant():
+            for function in (
+                lambda t: t.softmax(-1),
+                lambda t: t.log_softmax(-1),
+                lambda t: F.layer_norm(t, t.shape[1:]),
+                lambda t: F.rms_norm(t, t.shape[1:]),
+                lambda t: t.sum(1),
+            ):
+                assert torch.equal(function(x[:1]), function(x)[:1])
+                (whole,) = torch.autograd.grad(function(leaf).square().sum(), leaf)
+                alone = leaf.detach()[:1].requires_grad_()
+                (row,) = torch.autograd.grad(function(alone).square().sum(), alone)
+                assert torch.equal(row, whole[:1])
+
+
+def test_in_place_and_on_lists(x):
+    with batch_invariant() as uncovered:
+        y = x.clone().masked_fill_(x > 1, 0.0).abs_().masked_fill_(x < 0, torch.ones((), device=x.device, dtype=BF16))
+        F.threshold_(F.hardtanh_(F.elu_(torch.ops.aten.gelu_(y.float()))), 0.1, 0.0).eq_(1)
+        torch._foreach_lerp_([y.float()], [y.float()], 0.5)
+        torch._foreach_maximum([y], [y])
+        F.cross_entropy(x[0], torch.arange(12, device=x.device), label_smoothing=0.1)
+        for call in ("_foreach_norm", "_foreach_mm", "_foreach_powsum"):
+            function, arguments = (
+                getattr(torch.ops.aten, call, None),
+                {"_foreach_mm": ([x[0].mT],), "_foreach_powsum": (2,)},
+            )
+            if function is not None:
+                with pytest.raises(UncoveredOperatorError, match=call):
+                    function([x[0]], *arguments.get(call, ()))
+    assert not uncovered
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, b: a.sum(2),
+        lambda a, b: a.sum((0, -2)),
+        lambda a, b: a[0, 0].sum(1),
+        lambda a, b: a[0, 0].softmax(1),
+        lambda a, b: torch.addmm(a.new_zeros(5), a, b, beta=0),
+        lambda a, b: torch.addmm(a.new_zeros(2, 4, 4), a, b),
+        lambda a, b: torch.addmm(a.new_zeros(4, dtype=torch.float64), a, b),
+        lambda a, b: torch.addmv(a.new_zeros(4, 1), a, b[:, 0]),
+        lambda a, b: torch.mm(a, b, out=a.new_empty(4, 4, dtype=FP32)),
+        lambda a, b: a[:, :1] @ b[:1].float(),
+        lambda a, b: torch.bmm(a[None], b.expand(2, -1, -1)),
+        lambda a, b: torch.bmm(a[None], a[None]),
+        lambda a, b: a @ a,
+        lambda a, b: F.linear(a, a[:, 1:], a[:, 0]),
+        lambda a, b: torch.mv(a, b[1:, 0]),
+        lambda a, b: torch.dot(a[0], a[0, 1:]),
+        lambda a, b: torch.bmm(a[None, :, :1], b[None, :1].expand(2, 1, 4)),
+        lambda a, b: F.nll_loss(a, torch.zeros(4, device=a.device, dtype=torch.long), a.new_ones(7)),
+    ],
+)
+def test_what_torch_refuses(call, x):
+    a, b = x[0, :4], x[1, :4].mT
+    for block in (contextlib.nullcontext(), batch_invariant()):
+        with block, pytest.raises((IndexError, RuntimeError)):
+            call(a, b)
+
+
+def test_arguments_as_torch_takes_them(x):
+    a, b = x[0], x[1].mT
+    bytes_, whole = (torch.arange(12, device=x.device, dtype=dtype) for dtype in (torch.uint8, torch.long))
+    with batch_invariant():
+        assert torch.equal(torch.addmm(a[:, :12], a, b, beta=True), torch.addmm(a[:, :12], a, b, beta=1))
+        assert torch.equal(F.nll_loss(a, bytes_), F.nll_loss(a, whole))
+
+
 def test_nothing_at_all(device):
     with batch_invariant():
         x = torch.empty(0, WIDTH, device=device, dtype=BF16)
         assert (x @ torch.ones(WIDTH, 8, device=device, dtype=BF16)).shape == (0, 8)
         assert x.softmax(-1).shape == x.shape and x.sum(0).shape == (WIDTH,) and x.sum().item() == 0
+        weight = torch.ones(WIDTH, device=device, dtype=BF16, requires_grad=True)
+        for norm in (F.layer_norm, F.rms_norm):
+            y = norm(x, (WIDTH,), weight)
+            (gradient,) = torch.autograd.grad(y.sum(), weight)
+            assert y.shape == x.shape and torch.equal(gradient, torch.zeros_like(weight))
 
 
 @pytest.mark.gpu
