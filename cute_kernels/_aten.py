@@ -28,13 +28,13 @@ HALVES = (torch.bfloat16, torch.float16)
 # Of these a result's values are arguments' values, or each is of its own: nothing is added up
 # fmt: off
 EXACT = frozenset([
-    "_efficientzerotensor", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
+    "_efficientzerotensor", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_has_same_storage_numel",
     "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy",
     "_unsafe_view", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "as_strided_scatter",
     "bernoulli", "bucketize", "cat", "constant_pad_nd", "copy", "detach", "diagonal_scatter", "embedding",
     "empty_like", "equal", "exponential", "fill", "flip", "full_like", "gather", "index", "index_fill", "index_put",
-    "index_select", "isin", "kthvalue", "lift_fresh", "masked_scatter", "masked_select", "max", "median", "min",
-    "mode", "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+    "index_select", "is_same_size", "isin", "kthvalue", "lift_fresh", "masked_scatter", "masked_select", "max",
+    "median", "min", "mode", "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
     "nll_loss_backward", "nonzero", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "random",
     "record_stream", "repeat", "repeat_interleave", "resize", "roll", "rsub", "scatter", "searchsorted",
     "select_backward", "select_scatter", "set", "slice_backward", "slice_scatter", "sort", "split_with_sizes_copy",
@@ -48,7 +48,8 @@ def adds_nothing_up(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, 
     for i, argument in enumerate(func._schema.arguments):
         if argument.name in ("accumulate", "reduce") and kwargs.get(argument.name, (args[i:] or [False])[0]):
             return False
-    if torch.Tag.pointwise in func.tags or func.is_view or func.namespace == "cute_kernels":
+    views = func.is_view or torch.Tag.inplace_view in func.tags
+    if views or torch.Tag.pointwise in func.tags or func.namespace == "cute_kernels":
         return True
     # Of one that works in place, too; or on each tensor of a list
     name = func._schema.name.rpartition("::")[2].removesuffix("_").removeprefix("_foreach_")

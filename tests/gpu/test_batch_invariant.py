@@ -299,6 +299,7 @@ def test_in_place_and_on_lists(x):
     with batch_invariant() as uncovered:
         y = x.clone().masked_fill_(x > 1, 0.0).abs_().masked_fill_(x < 0, torch.ones((), device=x.device, dtype=BF16))
         F.threshold_(F.hardtanh_(F.elu_(torch.ops.aten.gelu_(y.float()))), 0.1, 0.0).eq_(1)
+        y.clone().unsqueeze_(0).squeeze_((0,)).transpose_(0, 1)
         torch._foreach_lerp_([y.float()], [y.float()], 0.5)
         torch._foreach_maximum([y], [y])
         F.cross_entropy(x[0], torch.arange(12, device=x.device), label_smoothing=0.1)
@@ -349,6 +350,17 @@ def test_arguments_as_torch_takes_them(x):
     with batch_invariant():
         assert torch.equal(torch.addmm(a[:, :12], a, b, beta=True), torch.addmm(a[:, :12], a, b, beta=1))
         assert torch.equal(F.nll_loss(a, bytes_), F.nll_loss(a, whole))
+
+
+def test_transforms_of_functions(x):
+    weight = x[0, :8].mT.contiguous()
+    with batch_invariant() as uncovered:
+        expected = (x[0] @ weight).softmax(-1)
+        assert torch.equal(torch.func.vmap(lambda row: (row @ weight).softmax(-1))(x[0]), expected)
+        gradient = torch.func.grad(lambda x: (x @ weight).softmax(-1).square().sum())(x[0])
+        leaf = x[0].clone().requires_grad_()
+        assert torch.equal(torch.autograd.grad((leaf @ weight).softmax(-1).square().sum(), leaf)[0], gradient)
+    assert not uncovered
 
 
 def test_nothing_at_all(device):
