@@ -48,8 +48,8 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
 
     The innermost block decides; when it ends, by an exception, too, the one around it goes on. A block is of one thread
     and of the backward passes that it starts: one that starts later, recomputation of checkpoints with it, runs torch's
-    own kernels. Functions of ``torch.compile`` run eagerly inside (the backward of what
-    was compiled and run before does not). Each operator costs some 10 us of host time: capture a CUDA graph inside.
+    own kernels. Functions of ``torch.compile`` run eagerly inside (the backward of what was compiled and run before
+    does not). Each operator costs host time of Python's: capture a CUDA graph inside.
 
     The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
     attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of

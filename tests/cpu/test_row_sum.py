@@ -2,10 +2,7 @@
 
 import importlib.util
 import operator
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -108,7 +105,8 @@ PLAIN = type(
 )
 
 
-def simulate(warps: int) -> None:
+@pytest.mark.parametrize("warps", [1, 3, 16, 20, 33])
+def test_rows_of_few_and_of_many_warps(warps):
     threads = warps * WARP_SIZE
     layout = RowLayout(threads, 1, threads, 1, 1, 1, 1, True, False)
     rng = np.random.default_rng(warps)
@@ -133,15 +131,3 @@ def simulate(warps: int) -> None:
     exact = (total.astype(np.float64) * np.exp(largest.astype(np.float64) - two)).sum()
     assert scaled == pytest.approx(exact, rel=1e-6)
     assert three == pytest.approx(total.sum(dtype=np.float64), rel=1e-6)
-
-
-@pytest.mark.parametrize("warps", [1, 3, 16, 20, 33])
-def test_rows_of_few_and_of_many_warps(warps):
-    """In a process of its own: where the compiler has traced a method, its code is no longer what is written."""
-    command = [sys.executable, "-m", "tests.cpu.test_row_sum", str(warps)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-
-
-if __name__ == "__main__":
-    simulate(int(sys.argv[1]))
