@@ -41,6 +41,8 @@ EXACT = frozenset([
     "stack", "take", "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
 ])
 # fmt: on
+# Of their operators those that reduce add over ranks, maybe in an order of the message's size; the others move data
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def adds_nothing_up(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -53,6 +55,8 @@ def adds_nothing_up(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, 
         return True
     # Of one that works in place, too; or on each tensor of a list
     name = func._schema.name.rpartition("::")[2].removesuffix("_").removeprefix("_foreach_")
+    if func.namespace in COLLECTIVES:
+        return "reduce" not in name
     return func.namespace == "aten" and (name in EXACT or _is_elementwise(name))
 
 

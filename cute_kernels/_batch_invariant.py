@@ -32,8 +32,8 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
     ``softmax``, ``log_softmax``, ``sum``, ``mean``, ``nll_loss``, ``layer_norm``, ``rms_norm``; and their backwards.
     ``scaled_dot_product_attention`` consists of these under ``sdpa_kernel(SDPBackend.MATH)`` and
     ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are of fp32). Left alone, since
-    they add nothing up: elementwise operators, views, copies, indexing, maxima, sorting. Tensors on the CPU are left
-    alone, too.
+    they add nothing up: elementwise operators, views, copies, indexing, maxima, sorting, collectives that only move
+    data. Tensors on the CPU are left alone, too.
 
     Args:
         mode: what becomes of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from cute_kernels import batch_invariant
+from cute_kernels import UncoveredOperatorError, batch_invariant
 from cute_kernels.norm import launch as norm_launch
 from cute_kernels.reduction import launch
 from tests import gemm_cases, norm_cases, reduction_cases
@@ -56,3 +56,20 @@ def test_a_row_alone_has_the_kernels_of_one_among_others(path_of_the_kernels):
                     y.square().backward(torch.ones_like(y))
                 found.append({repr(job) for jobs in path_of_the_kernels for job in jobs})
             assert found[0] and found[0] == found[1] == found[2], name
+
+
+def test_collectives(tmp_path):
+    """Those that move data run; one that adds over ranks is refused."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x, gathered = torch.ones(4), torch.empty(4)
+        with batch_invariant() as uncovered:
+            dist.all_gather([gathered], x)
+            for reduces in (dist.all_reduce, lambda t: dist.reduce(t, 0)):
+                with pytest.raises(UncoveredOperatorError, match="reduce"):
+                    reduces(x)
+        assert torch.equal(gathered, x) and not uncovered
+    finally:
+        dist.destroy_process_group()
