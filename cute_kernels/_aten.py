@@ -108,14 +108,16 @@ def _takes(*tensors: Tensor | None) -> bool:
     return first.dtype in HALVES and all(t.dtype == first.dtype and t.device == first.device for t in given)
 
 
-def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    if not (a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and a.dtype == b.dtype):
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, dims: int = 2) -> Tensor:
+    """Of matrices, or of batches of them where ``dims`` is 3."""
+    good = a.dim() == b.dim() == dims and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
+    if not good or a.dtype != b.dtype:
         return NotImplemented
-    if a.shape[1] == 1:
+    if a.shape[-1] == 1:
         return (a * b).to(out_dtype or a.dtype)  # one product an element, of any dtype
     if not _takes(a, b):
         return NotImplemented
-    d = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+    d = a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype or a.dtype)
     gemm_op(a, b, d, trans_b=True)
     return d
 
@@ -128,15 +130,16 @@ def _addmm(
     *,
     beta: float = 1,
     alpha: float = 1,
+    dims: int = 2,
 ) -> Tensor:
     if c.dtype not in (a.dtype, out_dtype):
         return NotImplemented
-    fused = alpha == beta == 1 and c.shape == b.shape[1:] and c.is_contiguous() and a.shape[1:] == b.shape[:1]
-    if fused and _takes(a, b, c if c.dtype == a.dtype else None):
+    fits = dims == 2 and c.shape == b.shape[1:] and c.is_contiguous() and a.shape[1:] == b.shape[:1]
+    if fits and alpha == beta == 1 and _takes(a, b, c if c.dtype == a.dtype else None):
         d = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
         gemm_op(a, b, d, None, c, trans_b=True)
         return d
-    product = _mm(a, b, torch.float32)
+    product = _mm(a, b, torch.float32, dims=dims)
     return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)
 
 
@@ -145,31 +148,6 @@ def _added(c: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.d
     result = product if alpha == 1 else product * alpha
     c = c.expand(product.shape)
     return (result if beta == 0 else torch.add(result, c.float(), alpha=float(beta))).to(dtype)
-
-
-def _batched(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    if not (a.dim() == b.dim() == 3 and a.shape[::2] == b.shape[:2] and a.dtype == b.dtype):
-        return NotImplemented
-    if a.shape[2] == 1:
-        return (a * b).to(out_dtype or a.dtype)
-    if not _takes(a, b):
-        return NotImplemented
-    d = a.new_empty(a.shape[0], a.shape[1], b.shape[2], dtype=out_dtype or a.dtype)
-    gemm_op(a, b, d, trans_b=True)
-    return d
-
-
-def _baddbmm(
-    c: Tensor,
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype | None = None,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:
-    product = _batched(a, b, torch.float32) if c.dtype in (a.dtype, out_dtype) else NotImplemented
-    return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)
 
 
 def _mv(a: Tensor, v: Tensor) -> Tensor:
@@ -354,10 +332,10 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mm.dtype": _mm,
     "addmm.default": _addmm,
     "addmm.dtype": _addmm,
-    "bmm.default": _batched,
-    "bmm.dtype": _batched,
-    "baddbmm.default": _baddbmm,
-    "baddbmm.dtype": _baddbmm,
+    "bmm.default": functools.partial(_mm, dims=3),
+    "bmm.dtype": functools.partial(_mm, dims=3),
+    "baddbmm.default": functools.partial(_addmm, dims=3),
+    "baddbmm.dtype": functools.partial(_addmm, dims=3),
     "mv.default": _mv,
     "addmv.default": _addmv,
     "dot.default": _dot,
