@@ -138,7 +138,7 @@ def choose(
 
     ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K.
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
-    batches nothing was measured. H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
+    batches four shapes alone were measured (bench/NOTES.md). H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
     all before the weights had a priority in L2 (and DECODE_32_TOKENS_M 8 stages, not 9):
     8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
     11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096 DECODE_16

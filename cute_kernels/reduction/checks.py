@@ -25,9 +25,9 @@ def check_softmax(op: str, x: Tensor, out_dtype: torch.dtype | None) -> None:
         expect_dtype(op, "out_dtype", out_dtype)
 
 
-def check_rows(rows: int) -> None:
+def check_rows(op: str, rows: int) -> None:
     """Raise ValueError if there are more rows than a kernel counts in 32 bits."""
-    expect(rows <= MAX_ROWS, "softmax or sum", "x", f"have at most {MAX_ROWS} rows", rows)
+    expect(rows <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", rows)
 
 
 def check_columns(shape: Sequence[int], parts: int) -> None:

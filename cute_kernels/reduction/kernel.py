@@ -217,7 +217,7 @@ class SoftmaxBackward(RowKernel):
         return dy - power * sums[0]
 
 
-class RowSums(RowKernel):
+class ReduceRows(RowKernel):
     """y = scale sum(x) of each row."""
 
     def __init__(self, config: RowConfig):
@@ -236,7 +236,7 @@ class RowSums(RowKernel):
         return self.row_sum.sum((sum_elements(row[0], self.layout),), messages, mbars, team, round_index)
 
 
-class ColumnSums:
+class ReduceColumns:
     """y = scale sum(x) over the rows of each of many matrices, by parts of COLUMN_ROWS rows: (parts, columns) sums.
 
     A thread has ``vec`` columns, a warp every COLUMN_WARPS-th row of a part; then the warps are added in order.
@@ -328,7 +328,7 @@ def row_sums(arch: str, x: Dtype, y: Dtype, config: RowConfig) -> Program:
     """Sums of rows of one width."""
     rows = cute.sym_int()
     return Program(
-        RowSums(config),
+        ReduceRows(config),
         symbolic_rows(x, rows, config.layout),
         symbolic_vector(y, rows),
         Float32(1.0),
@@ -343,7 +343,7 @@ def column_sums(arch: str, x: Dtype, y: Dtype, vec: int) -> Program:
     matrices, rows, columns, parts = (cute.sym_int() for _ in range(4))
     strides = (cute.sym_int64(divisibility=vec), cute.sym_int64(divisibility=vec), 1)
     return Program(
-        ColumnSums(vec),
+        ReduceColumns(vec),
         cute.runtime.make_fake_tensor(x, (matrices, rows, columns), strides, assumed_align=vec * x.width // 8),
         cute.runtime.make_fake_tensor(y, (matrices, parts, columns), (cute.sym_int64(), cute.sym_int64(), 1)),
         Float32(1.0),

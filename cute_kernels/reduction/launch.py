@@ -32,14 +32,14 @@ class Plan:
     max_clusters: int
     persistent_clusters: float
 
-    def clusters(self, rows: int) -> int:
+    def clusters(self, op: str, rows: int) -> int:
         """Of so many rows.
 
         Raises:
             ValueError: more rows than a kernel can count.
         """
         if rows >= RESIDENT_ROWS:
-            check_rows(rows)
+            check_rows(op, rows)
         clusters = -(-rows // self.rows_per_cluster)
         resident = rows >= RESIDENT_ROWS or clusters < self.persistent_clusters
         return min(clusters, self.max_clusters) if resident else clusters
@@ -57,11 +57,11 @@ def run_softmax(x: Tensor, y: Tensor, log: bool) -> None:
     if plan is None:
         from cute_kernels.reduction.kernel import softmax_forward
 
-        check_softmax("log_softmax" if log else "softmax", x, None)
+        check_softmax(_name(log), x, None)
         config = _config([x], [y])
         function = softmax_forward(*_facts(x, y), log, config)
         plan = _plans[key] = _plan(function, config, x)
-    plan.function(x, y, plan.clusters(x.shape[0]))
+    plan.function(x, y, plan.clusters(_name(log), x.shape[0]))
 
 
 def run_softmax_backward(y: Tensor, dy: Tensor, dx: Tensor, log: bool) -> None:
@@ -76,7 +76,7 @@ def run_softmax_backward(y: Tensor, dy: Tensor, dx: Tensor, log: bool) -> None:
         config = _config([y, dy], [dx])
         function = softmax_backward(*_facts(y, dy, dx), log, config)
         plan = _plans[key] = _plan(function, config, y)
-    plan.function(y, dy, dx, plan.clusters(y.shape[0]))
+    plan.function(y, dy, dx, plan.clusters(_name(log), y.shape[0]))
 
 
 def run_sum(x: Tensor, y: Tensor, scale: float) -> None:
@@ -138,7 +138,7 @@ def _sum_rows(x: Tensor, y: Tensor, scale: float) -> None:
 
         config = _config([x], [])
         plan = _plans[key] = _plan(row_sums(*_facts(x, y), config), config, x)
-    plan.function(x, y, scale, plan.clusters(x.shape[0]))
+    plan.function(x, y, scale, plan.clusters("sum", x.shape[0]))
 
 
 def _sum_columns(x: Tensor, y: Tensor, scale: float) -> None:
@@ -157,6 +157,10 @@ softmax_backward_op = mutating_op(
     "softmax_backward", "Tensor y, Tensor dy, Tensor(a!) dx, bool log", run_softmax_backward
 )
 sum_op = mutating_op("sum_rows", "Tensor x, Tensor(a!) y, float scale", run_sum)
+
+
+def _name(log: bool) -> str:
+    return "log_softmax" if log else "softmax"
 
 
 def _facts(*tensors: Tensor) -> list:
