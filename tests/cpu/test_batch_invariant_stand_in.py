@@ -17,16 +17,6 @@ def path_of_the_kernels():
         yield sums, norms
 
 
-@pytest.fixture
-def device():
-    return "cpu"
-
-
-@pytest.fixture
-def generator(request):
-    return norm_cases.seeded_generator(request.node.nodeid, "cpu")
-
-
 def test_tensors_that_wrap_others():
     """What is inside of them comes by itself."""
     a, b = torch.randn(2, 8, 8, dtype=torch.bfloat16)

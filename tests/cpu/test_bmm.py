@@ -25,17 +25,11 @@ from tests.gemm_cases import (
     oracle_mm,
     randn,
     run_batch,
-    seeded_generator,
     stand_in,
 )
 from tests.ptx import compile_in, kernels_in
 
 FP64 = torch.float64
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="".join)

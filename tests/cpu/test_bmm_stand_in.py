@@ -12,7 +12,7 @@ from cute_kernels import bmm
 from cute_kernels.gemm import launch, op_bmm
 from cute_kernels.gemm.config import candidates, choose
 from cute_kernels.gemm.launch import forced, observed
-from tests.gemm_cases import BF16, FP32, Batch, assert_same_bits, make_batch, seeded_generator, stand_in
+from tests.gemm_cases import BF16, FP32, Batch, assert_same_bits, make_batch, stand_in
 from tests.gpu.gemm.test_bmm import (  # noqa: F401
     test_a_row_does_not_know_its_batch,
     test_against_fp64,
@@ -37,11 +37,6 @@ def path_of_the_kernels():
 
 
 @pytest.fixture
-def compile_backend():
-    return "aot_eager"
-
-
-@pytest.fixture
 def traced_bmm():
     """As it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
     source = inspect.getsource(bmm)
@@ -49,11 +44,6 @@ def traced_bmm():
     namespace = dict(vars(op_bmm))
     exec(source.replace("not a.is_cuda", "False"), namespace)
     return namespace["bmm"]
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.mark.parametrize("case", [Batch(3, 24, 40, 16), Batch(3, 24, 40, 16, expanded="a", layout=("m", "k"))], ids=str)

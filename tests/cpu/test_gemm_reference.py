@@ -28,18 +28,12 @@ from tests.gemm_cases import (
     randn,
     run,
     same_bits,
-    seeded_generator,
     strided,
     wide_range,
 )
 
 FP64 = torch.float64
 EACH_ACTIVATION = [None, *ACTIVATIONS]
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.mark.parametrize("activation", EACH_ACTIVATION)

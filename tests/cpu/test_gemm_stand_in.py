@@ -24,7 +24,6 @@ from tests.gemm_cases import (
     make_inputs,
     randn,
     run,
-    seeded_generator,
     stand_in,
 )
 from tests.gpu.gemm.test_autograd import *  # noqa: F403
@@ -63,16 +62,6 @@ def path_of_the_kernels():
         yield jobs
 
 
-@pytest.fixture
-def device():
-    return "cpu"
-
-
-@pytest.fixture
-def compile_backend():
-    return "aot_eager"
-
-
 def traced(name, condition):
     """A function as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
     source = inspect.getsource(getattr(op, name))
@@ -90,11 +79,6 @@ def traced_linear():
 @pytest.fixture
 def traced_mm():
     return traced("mm", "not a.is_cuda")
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -12,16 +12,11 @@ from cute_kernels.gemm import launch_log_prob as launch
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config import log_prob_candidates, vocabulary_tile
 from tests.cpu.test_compile import check_record
-from tests.gemm_cases import BF16, check, seeded_generator
+from tests.gemm_cases import BF16, check
 from tests.log_prob_cases import IGNORED, Case, log_prob_stand_in, make_inputs, oracle, run
 from tests.ptx import compile_in, kernels_in
 
 # The reference
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 def test_reference_against_the_oracle(generator):

@@ -27,28 +27,12 @@ from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_targets_that_are_no_column,
 )
 from tests.log_prob_cases import log_prob_stand_in
-from tests.norm_cases import seeded_generator
 
 
 @pytest.fixture(autouse=True)
 def path_of_the_kernels():
     with log_prob_stand_in() as jobs:
         yield jobs
-
-
-@pytest.fixture
-def device():
-    return "cpu"
-
-
-@pytest.fixture
-def compile_backend():
-    return "aot_eager"
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.fixture

@@ -40,11 +40,6 @@ CPU = torch.device("cpu")
 PRECISIONS = ("tf32", "fp32")
 
 
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
-
-
 def randn64(*shape, generator, scale=1.0):
     return (torch.randn(*shape, generator=generator, dtype=FP64) * scale).requires_grad_()
 

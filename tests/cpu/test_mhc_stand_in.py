@@ -32,7 +32,6 @@ from tests.mhc_cases import (
     make_inputs,
     make_upstream,
     oracle,
-    seeded_generator,
     stand_in,
     sublayer,
 )
@@ -52,11 +51,6 @@ FULL = Case(4, 16, (5,), FP32, norm_weight=True, bias=True)
 def kernels():
     with stand_in() as jobs:
         yield jobs
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.mark.parametrize("tokens", [5, 2000])

@@ -8,14 +8,9 @@ import torch
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import num_coefficients
 from cute_kernels.mhc.variants import VARIANTS, Variant, variant_of
-from tests.mhc_cases import FP64, PRESETS, SINKHORNS, STREAMS, seeded_generator, sublayer
+from tests.mhc_cases import FP64, PRESETS, SINKHORNS, STREAMS, sublayer
 
 C = 8
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 # The systems, one token at a time. x, phi, alpha, beta as that system stores them; beta and alpha by group are views.

@@ -33,11 +33,6 @@ from tests.mxfp8_cases import (
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
-
-
 def fp32(value: float) -> float:
     """Rounded to fp32 (what struct refuses is beyond its range)."""
     try:

@@ -6,20 +6,10 @@ Plain torch takes the place of the compiled kernels; all above them is what runs
 import pytest
 
 from tests.gpu.mxfp8.test_bits import *  # noqa: F403
-from tests.mxfp8_cases import seeded_generator, stand_in
+from tests.mxfp8_cases import stand_in
 
 
 @pytest.fixture(autouse=True)
 def path_of_the_kernels():
     with stand_in() as jobs:
         yield jobs
-
-
-@pytest.fixture
-def device():
-    return "cpu"
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")

@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import layer_norm, nn, rms_norm
-from tests.norm_cases import BF16, FP32, seeded_generator
+from tests.norm_cases import BF16, FP32
 
 PAIRS = {"RMSNorm": (nn.RMSNorm, torch.nn.RMSNorm), "LayerNorm": (nn.LayerNorm, torch.nn.LayerNorm)}
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.mark.parametrize("name", PAIRS)

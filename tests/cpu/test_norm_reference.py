@@ -19,16 +19,10 @@ from tests.norm_cases import (
     make_inputs,
     oracle,
     public_norm,
-    seeded_generator,
     torch_results,
 )
 
 REFERENCES = {"rms": reference.rms_norm, "layer": reference.layer_norm}
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 def torch_norm(kind, x, weight=None, bias=None, eps=EPS):

@@ -15,18 +15,13 @@ from tests.gpu.norm.test_torch import (  # noqa: F401
     test_compile_in_a_model,
     test_opcheck,
 )
-from tests.norm_cases import kernel_path, seeded_generator, stand_in
+from tests.norm_cases import kernel_path, stand_in
 
 
 @pytest.fixture(autouse=True)
 def kernels():
     with stand_in() as jobs:
         yield jobs
-
-
-@pytest.fixture
-def device():
-    return "cpu"
 
 
 @pytest.fixture
@@ -37,13 +32,3 @@ def norm():
 @pytest.fixture
 def elements():
     return 2**13
-
-
-@pytest.fixture
-def compile_backend():
-    return "aot_eager"
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")

@@ -11,7 +11,6 @@ import torch
 from cute_kernels import reduction
 from cute_kernels.reduction import launch, op
 from tests.gpu.reduction.test_reduction import *  # noqa: F403
-from tests.norm_cases import seeded_generator
 from tests.reduction_cases import stand_in
 
 
@@ -19,21 +18,6 @@ from tests.reduction_cases import stand_in
 def path_of_the_kernels():
     with stand_in() as jobs:
         yield jobs
-
-
-@pytest.fixture
-def device():
-    return "cpu"
-
-
-@pytest.fixture
-def compile_backend():
-    return "aot_eager"
-
-
-@pytest.fixture
-def generator(request):
-    return seeded_generator(request.node.nodeid, "cpu")
 
 
 @pytest.fixture
