@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_NORMAL, LAST_BYTES
+from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_LAST, EVICT_NORMAL, LAST_BYTES
 from tests.cpu.test_mhc_compile import BUILDERS, BY_WARPGROUPS
 from tests.ptx import compile_in, kernels_in
 
@@ -87,6 +87,17 @@ def test_who_chooses_a_priority_and_when(texts):
     for name, text in found.items():
         assert conditions(text) == ({CHOOSE[name]} if name in CHOOSE else set()), name
         assert name not in CHOOSE or "L2::cache_hint" in text
+
+
+def test_sums_that_are_read_again_stay(texts):
+    """The projection's backward writes its partial sums of dphi with evict_last, and nothing else so."""
+    hinted = re.compile(r"st\.global\S*L2::cache_hint\S*\s[^;]*, (?P<policy>%rd\d+);")
+    for name, text in texts.items():
+        policies = {match["policy"] for match in hinted.finditer(text)}
+        if name.startswith("projection_backward."):
+            assert policies and all(re.search(rf"mov\.b64\s+{policy}, {EVICT_LAST};", text) for policy in policies)
+        elif "projection_backward" not in name:
+            assert not policies, name
 
 
 def test_all_wait_for_the_kernel_before(texts):
