@@ -321,7 +321,7 @@ def test_in_place_and_on_lists(x):
         lambda a, b: a.sum((0, -2)),
         lambda a, b: a[0, 0].sum(1),
         lambda a, b: a[0, 0].softmax(1),
-        lambda a, b: torch.addmm(a.new_zeros(5), a, b, beta=0),
+        lambda a, b: torch.addmm(a.new_zeros(5), a, b),
         lambda a, b: torch.addmm(a.new_zeros(2, 4, 4), a, b),
         lambda a, b: torch.addmm(a.new_zeros(4, dtype=torch.float64), a, b),
         lambda a, b: torch.addmv(a.new_zeros(4, 1), a, b[:, 0]),
