@@ -41,8 +41,8 @@ def here() -> str:
 def kernels(arch: str = here()) -> list[tuple]:
     """(config, transposed) of every kernel that the dispatcher can choose; the one for any stride comes first."""
     sizes = [*TOKENS, 9, 32, 48, 192, 200, 256, 1024, 2048, 3072, 6144, 8192, *(n for n, _ in TARGETS), 151936]
-    calls = itertools.product(sizes, sizes, (64, 1024, 4096, 16384))
-    return [(None, False), *dict.fromkeys(choose(arch, m, n, k, 132) for m, n, k in calls)]
+    calls = itertools.product(sizes, sizes, (64, 1024, 4096, 16384), (132,), ("store",), (1,), (True, False))
+    return [(None, False), *dict.fromkeys(choose(arch, *call) for call in calls)]
 
 
 def kernel_name(kernel: tuple) -> str:

@@ -21,7 +21,9 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all. Fewer
+            than 64, SM90: rows that lie along k, of which each SM is to have some; the instruction's others are
+            whatever lies behind them.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
@@ -45,13 +47,17 @@ class GemmConfig:
         """Shared memory of the tiles in flight."""
         return self.stages * (self.tile[0] + self.tile[1]) * self.tile[2] * 2
 
+    def loads_blocks(self, arch: str, k: int) -> bool:
+        """Whether one copy loads a tile of an operand along k, in blocks of 64: a row must not end within one."""
+        return arch == "sm_90a" and self.tile[2] > 64 and k % 64 == 0
+
     def stores_by_tma(self, arch: str, transposed: bool) -> bool:
         """Whether aligned results leave by TMA: where they lie as the tile does, and there is room for them.
 
         Of tiles of 64 rows on SM90 alone. H200, us, straight from registers: 256x1024x4096 12.9, by TMA 12.5;
         64x4096x4096 18.1, 17.5; 128x1024x4096 11.7, 11.4.
         """
-        if transposed or self.tile[1] % 16:
+        if transposed or self.tile[0] < 64 or self.tile[1] % 16:
             return False
         parts = STORE_STAGES * self.tile[0] * 64
         return self.tile[0] == 128 or arch.startswith("sm_9") and self.ring_bytes + parts <= SHARED_MEMORY
@@ -86,6 +92,22 @@ TOKENS_N = (DECODE_8, DECODE_8_DEEP, DECODE_16, DECODE_32, DECODE_32_PAIR, DECOD
 DECODE_8_TOKENS_M = GemmConfig((64, 8, 128), (1, 1), 12, 8)
 DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 8, 8)
 TOKENS_M = (DECODE_8_TOKENS_M, DECODE_16, DECODE_32, DECODE_32_TOKENS_M)
+# The same on SM90 where both operands lie along k and K is a multiple of 64: a tile of any depth comes by one copy.
+# Most tokens -> kernel, for up to 8 weights an SM, up to 32, and more; (16, 8, 512) for a K beyond 8192
+DECODE_16_DEEP = GemmConfig((64, 16, 256), (1, 1), 5, 1)
+FEW_WEIGHTS_DEEP = GemmConfig((16, 8, 512), (1, 1), 8, 1)
+FEW_WEIGHTS = {
+    8: GemmConfig((16, 8, 256), (1, 1), 8, 1),
+    32: GemmConfig((16, 16, 512), (1, 1), 7, 1),
+    64: GemmConfig((32, 16, 256), (1, 2), 9, 1),
+    128: GemmConfig((32, 32, 256), (1, 2), 7, 1),
+}
+SOME_WEIGHTS = {
+    8: GemmConfig((32, 8, 512), (1, 1), 5, 1),
+    16: DECODE_16_DEEP,
+    32: GemmConfig((32, 32, 256), (1, 1), 7, 1),
+}
+MANY_WEIGHTS = {8: DECODE_8_DEEP, 16: DECODE_16_DEEP}
 # 33 to 64 of them, SM90: widths that cut the weights into no more tiles than there are SMs
 DECODE_64_TOKENS = (
     DECODE_16,
@@ -122,8 +144,17 @@ def few_tokens_along_m(arch: str) -> tuple[GemmConfig, ...]:
 
 
 def few_tokens_along_n(arch: str) -> tuple[GemmConfig, ...]:
-    """Tiles of 64 rows, of weights."""
-    return TOKENS_N if arch == "sm_90a" else (*TOKENS_N, DECODE_64)
+    """Tiles of up to 64 rows, of weights."""
+    return (*TOKENS_N, *in_whole_blocks(arch)) if arch == "sm_90a" else (*TOKENS_N, DECODE_64)
+
+
+def in_whole_blocks(arch: str) -> tuple[GemmConfig, ...]:
+    """Those that no other than operands along k get, of a K that is a multiple of 64."""
+    if arch != "sm_90a":
+        return ()
+    tables = FEW_WEIGHTS, SOME_WEIGHTS, MANY_WEIGHTS
+    found = [FEW_WEIGHTS_DEEP, *(config for table in tables for config in table.values())]
+    return tuple(config for config in dict.fromkeys(found) if config not in TOKENS_N)
 
 
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
@@ -132,11 +163,19 @@ def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
 
 
 def choose(
-    arch: str, m: int, n: int, k: int, num_sms: int, epilogue: str = "store", entries: int = 1
+    arch: str,
+    m: int,
+    n: int,
+    k: int,
+    num_sms: int,
+    epilogue: str = "store",
+    entries: int = 1,
+    along_k: bool = True,
 ) -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for aligned operands of m and n rows, or so many of a batch.
 
-    ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K.
+    ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K. ``along_k``: both operands
+    lie along k.
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
     batches four shapes alone were measured (bench/NOTES.md). H200, bf16, cold L2, us (cuBLAS), tokens x weights x K,
     all before the weights had a priority in L2 (and DECODE_32_TOKENS_M 8 stages, not 9):
@@ -153,6 +192,13 @@ def choose(
     tokens, weights = min(m, n), max(m, n) * entries
     transposed = m < n
     narrow = weights <= 8 * num_sms
+    if arch == "sm_90a" and along_k and k % 64 == 0 and k >= 512:
+        if narrow and tokens <= 8 and k > 8192:
+            return FEW_WEIGHTS_DEEP, transposed
+        table = FEW_WEIGHTS if narrow else SOME_WEIGHTS if weights <= 32 * num_sms else MANY_WEIGHTS
+        for most, config in table.items():
+            if tokens <= most:
+                return config, transposed
     if tokens <= 8:
         return (DECODE_8_DEEP if k > 8192 else DECODE_8), transposed
     if tokens <= 128 and narrow:

@@ -27,6 +27,7 @@ def gemm(
     counts_k: bool,
     batched: bool,
     tma_store: bool,
+    in_blocks: bool,
     config: Optional[GemmConfig],
 ) -> Program:
     """d (M, N) = act(a b^T + bias) from a (M, K) and b (N, K); M, N, K and the strides are run-time values.
@@ -36,8 +37,9 @@ def gemm(
     what is given.
     ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32).
     ``counts_k``: only as many k as a device int32 says are summed. ``batched``: of batches (L, ...), entry by entry, a
-    plain product alone; an operand of one entry is multiplied with every entry of the other. ``config`` None: the
-    kernel for operands of any stride and alignment.
+    plain product alone; an operand of one entry is multiplied with every entry of the other. ``in_blocks``:
+    one copy loads a tile of an operand along k; K is a multiple of 64 (SM90). ``config`` None: the kernel for operands
+    of any stride and alignment.
     """
     if batched and (bias is not None or activation is not None or keeps_z or accumulate or counts_k):
         raise ValueError("a batched product has no bias, activation or z, adds to nothing and counts no k")
@@ -52,7 +54,7 @@ def gemm(
     elif arch.startswith("sm_9"):
         from cute_kernels.gemm.kernel_sm90 import GemmSm90
 
-        kernel = GemmSm90(activation, a_major, b_major, transposed, accumulate, tma_store, config)
+        kernel = GemmSm90(activation, a_major, b_major, transposed, accumulate, tma_store, config, in_blocks)
     else:
         from cute_kernels.gemm.kernel_sm100 import GemmSm100
 

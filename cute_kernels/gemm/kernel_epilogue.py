@@ -102,6 +102,15 @@ def transpose(matrix: cute.Tensor):
 
 
 @cute.jit
+def by_blocks(operand: cute.Tensor) -> cute.Tensor:
+    """An operand (rows, K), or a batch (rows, K, L), as (rows, (64, K / 64)): K in blocks that a copy takes many of."""
+    rows, k, *batch = operand.shape
+    of_rows, of_k, *of_batch = operand.stride
+    shape, strides = (rows, (64, k // 64), *batch), (of_rows, (of_k, 64 * of_k), *of_batch)
+    return cute.make_tensor(operand.iterator, cute.make_layout(shape, stride=strides))
+
+
+@cute.jit
 def batch_last(batch: cute.Tensor):
     """A batch's entries (L, rows, columns) as (rows, columns, L); a matrix as it is."""
     if const_expr(cute.rank(batch) == 3):
@@ -181,13 +190,20 @@ def store_sums(
     first_m: Int32,
     first_n: Int32,
     activation: cutlass.Constexpr[Optional[str]],
+    rows: cutlass.Constexpr[Optional[int]] = None,
 ):
-    """Store a fragment straight from registers, element by element, inside the matrices; z: before the activation."""
+    """Store a fragment straight from registers, element by element, inside the matrices; z: before the activation.
+
+    ``rows``: of the tile, where the fragment has more.
+    """
     activated = cute.make_rmem_tensor(sums.shape, Float32)
     activated.store(activate(sums.load(), activation))
     for i in cutlass.range_constexpr(cute.size(sums)):
         m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
-        if m < d.shape[0] and n < d.shape[1]:
+        inside = m < d.shape[0] and n < d.shape[1]
+        if const_expr(rows is not None):
+            inside = inside and coordinates[i][0] < rows
+        if inside:
             if const_expr(z is not None):
                 z[m, n] = sums[i].to(z.element_type)
             d[m, n] = activated[i].to(d.element_type)

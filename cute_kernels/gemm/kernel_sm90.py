@@ -8,7 +8,10 @@ what one does beside its products, such as an activation or reading what it adds
     gmem a, b --TMA--> sA, sB (full / empty mbarriers) --wgmma--> registers --stmatrix--> sD --TMA--> gmem d
 
 From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed, a
-tile has 8 columns, or the ring leaves no room for sD.
+tile has 8 columns or fewer than 64 rows, or the ring leaves no room for sD.
+
+Few tokens wait for a chain of products, one after the other, 18 cycles each. So nothing else may stand in their way:
+tiles are deep, come by one copy, and are few rows of many CTAs (an instruction has 64, the others are not looked at).
 
 The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
 starts from zero (or d). Nothing here depends on the tile's shape but who does it.
@@ -34,6 +37,7 @@ from cute_kernels.gemm.kernel_epilogue import (
     activate,
     add_bias,
     batch_last,
+    by_blocks,
     entry_and_tile,
     entry_of,
     is_read_once,
@@ -50,6 +54,8 @@ WARPGROUP = 128
 TILE_BARRIER, ORDER_BARRIER = 1, 3
 # Registers of a producer's and a consumer's thread, by ping_pong; 65536 in all. Sums are 128 of them, or up to 192
 REGISTERS = {False: (40, 232), True: (24, 240)}
+# K of the products in a row. Of more ptxas keeps the addresses of all in plain registers, for want of uniform ones
+CHUNK = 128
 
 
 class GemmSm90:
@@ -64,11 +70,10 @@ class GemmSm90:
         accumulate: bool,
         tma_store: bool,
         config: GemmConfig,
+        in_blocks: bool = False,
     ):
-        if config.tile[0] not in (64, 128):
-            raise ValueError(
-                f"config.tile must have 64 or 128 rows, of one or two consumer warpgroups, got {config.tile}"
-            )
+        if config.tile[0] not in (8, 16, 32, 64, 128):
+            raise ValueError(f"config.tile must have 8, 16, 32, 64 or 128 rows, got {config.tile}")
         self.activation = activation
         self.majors = a_major, b_major
         self.transposed = transposed
@@ -79,17 +84,20 @@ class GemmSm90:
             raise ValueError(f"config.tile must have a multiple of 16 columns, and leave room for parts, got {config}")
         self.ring_bytes = config.ring_bytes
         self.tile = config.tile
+        self.in_blocks = in_blocks
+        self.rows = max(config.tile[0], 64)  # of an instruction; those beyond the tile's are whatever lies behind them
         self.cluster = config.cluster
         self.stages = config.stages
         self.group = config.group
         self.turns = config.turns
         # Consumer warpgroups of a tile, and of the CTA
-        self.partners = 1 if config.ping_pong else config.tile[0] // 64
+        self.partners = 1 if config.ping_pong else self.rows // 64
         self.consumers = self.partners * self.turns
         self.producer_registers, self.consumer_registers = REGISTERS[config.ping_pong]
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
         # time none, and slots are free earlier: 256x14336x4096 49.6 -> 48.2 us, but 256x4096x14336 in one 54.6 -> 60.7
         self.in_flight = 0 if self.partners > 1 else 1
+        self.chunks = max(config.tile[2] // CHUNK, 1)
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
 
@@ -194,7 +202,25 @@ class GemmSm90:
     def load_atom(self, operand: cute.Tensor, layout, shape: tuple[int, int], multicast: int):
         op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         one = cute.slice_(layout, (None, None, 0))
+        if const_expr(self.in_blocks and LayoutEnum.from_tensor(operand) == LayoutEnum.ROW_MAJOR):
+            operand = by_blocks(operand)
         return cpasync.make_tiled_tma_atom(op, operand, one, shape, num_multicast=multicast)
+
+    @cute.jit
+    def instruction_rows(self, sA: cute.Tensor) -> cute.Tensor:
+        """A's ring as an instruction sees it: of 64 rows, where a tile has fewer its own and what lies behind them.
+
+        Each row's sums are its own, and those of rows beyond the tile are not stored. Swizzled in atoms of 8 rows x 64
+        of k; where A lies along its rows, of the tile's rows x 8.
+        """
+        tile_m, _, tile_k = self.tile
+        if const_expr(tile_m < self.rows):
+            rows, k = const_expr((8, 64) if self.majors[0] == "k" else (tile_m, 8))
+            of_row, of_k = const_expr((k, 1) if self.majors[0] == "k" else (1, rows))
+            shape = (rows, self.rows // rows), (k, tile_k // k), self.stages
+            strides = (of_row, rows * k), (of_k, tile_m * k), tile_m * tile_k
+            sA = cute.make_tensor(sA.iterator, cute.make_layout(shape, stride=strides))
+        return sA
 
     @cute.kernel
     def kernel(
@@ -255,7 +281,7 @@ class GemmSm90:
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
 
         cute.arch.griddepcontrol_wait()
-        num_k = mA.shape[1]
+        num_k = cute.size(mA, mode=[1])
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)
         # At least one, of zeros where there is nothing to sum: where the loop might not run, the compiler moves what is
@@ -322,9 +348,9 @@ class GemmSm90:
             turn = warpgroup_index - 1 if const_expr(self.turns > 1) else Int32(0)
             thread = tidx % WARPGROUP if const_expr(self.turns > 1) else tidx - WARPGROUP
             thr_mma = tiled_mma.get_slice(0 if const_expr(self.turns > 1) else (warpgroup_index - 1) * WARPGROUP)
-            tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
+            tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(self.instruction_rows(sA)))
             tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
-            tCcD = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((tile_m, tile_n)))
+            tCcD = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.rows, tile_n)))
             sums = cute.make_rmem_tensor(tCcD.shape[:3], Float32)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -339,7 +365,8 @@ class GemmSm90:
                 m = m * cluster_m + rank_m
                 n = n * cluster_n + rank_n
                 if const_expr(self.accumulate):
-                    if (m + 1) * tile_m <= d.shape[0] and (n + 1) * tile_n <= d.shape[1]:
+                    whole = (m + 1) * tile_m <= d.shape[0] and (n + 1) * tile_n <= d.shape[1]
+                    if tile_m == self.rows and whole:
                         gD = cute.local_tile(d, (tile_m, tile_n), (m, n))
                         cute.autovec_copy(tiled_mma.get_slice(thread).partition_C(gD), sums)
                     else:
@@ -351,17 +378,24 @@ class GemmSm90:
                     if index != first_tile:
                         cute.arch.barrier(barrier_id=ORDER_BARRIER + turn, number_of_threads=2 * WARPGROUP)
                 warpgroup.fence()
+                arrived = cutlass.Boolean(False)
                 for k in cutlass.range(k_tiles):
-                    ring.consumer_wait(state)
+                    ring.consumer_wait(state, arrived)
+                    slot = state.index
                     if const_expr(valid_k is not None):
-                        self.mask(sA, sB, state.index, num_k - k * tile_k, thread, turn)
-                    for k16 in cutlass.range_constexpr(tile_k // 16):
-                        at = (None, None, k16, state.index)
-                        cute.gemm(tiled_mma, sums, tCrA[at], tCrB[at], sums)
-                    warpgroup.commit_group()
+                        self.mask(sA, sB, slot, num_k - k * tile_k, thread, turn)
                     state.advance()
+                    if const_expr(self.consumers == 1):
+                        # Asked ahead of the products: nothing else fills the tensor cores' time between two tiles of K
+                        arrived = cute.arch.mbarrier_test_wait(ring.producer_get_barrier(state), state.phase)
+                    for chunk in cutlass.range(self.chunks, unroll=1):
+                        steps = const_expr(tile_k // self.chunks // 16)
+                        for k16 in cutlass.range_constexpr(steps):
+                            at = (None, None, chunk * steps + k16, slot)
+                            cute.gemm(tiled_mma, sums, tCrA[at], tCrB[at], sums)
+                        warpgroup.commit_group()
                     # What is no longer in flight is read: its slot is free
-                    warpgroup.wait_group(self.in_flight)
+                    warpgroup.wait_group(self.in_flight * self.chunks)
                     if k >= self.in_flight:
                         ring.consumer_release(release)
                         release.advance()
@@ -411,7 +445,8 @@ class GemmSm90:
                     add_bias(sums, tCcD, bias, m * self.tile[0], 0)
                 else:
                     add_bias(sums, tCcD, bias, n * self.tile[1], 1)
-            store_sums(sums, tCcD, d, z, m * self.tile[0], n * self.tile[1], self.activation)
+            tile_rows = const_expr(None if self.tile[0] == self.rows else self.tile[0])
+            store_sums(sums, tCcD, d, z, m * self.tile[0], n * self.tile[1], self.activation, tile_rows)
         return num_stored
 
     @cute.jit

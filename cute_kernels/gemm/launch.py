@@ -264,10 +264,10 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, 
     epilogue = "accumulate" if accumulate else "store" if activation is None else "activate"
     *batch, m, k = a.shape
     n, entries = b.shape[-2], math.prod(batch)
-    config, transposed = choose(arch, m, n, k, num_sms, epilogue, entries)
+    majors = operand_major(a), operand_major(b)
+    config, transposed = choose(arch, m, n, k, num_sms, epilogue, entries, majors == ("k", "k"))
     if _forced:
         config, transposed = _forced[-1]
-    majors = operand_major(a), operand_major(b)
     if None in majors:
         config = None
     if config is None:
@@ -284,6 +284,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, 
     if transposed:
         m, n = n, m
         majors, turned, shared = majors[::-1], turned[::-1], shared[::-1]
+    in_blocks = config is not None and "k" in majors and config.loads_blocks(arch, k)
     function = gemm(
         arch,
         cutlass_dtype(a.dtype),
@@ -298,6 +299,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, 
         valid_k is not None,
         bool(batch),
         tma_store,
+        in_blocks,
         config,
     )
     clusters = min(entries * -(-m // tile_m) * -(-n // tile_n), num_sms // cluster)

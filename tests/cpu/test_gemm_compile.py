@@ -8,7 +8,21 @@ import torch
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config import EPILOGUE_K, PING_PONG, PREFILL, GemmConfig, candidates, choose, more_tokens
+from cute_kernels.gemm.config import (
+    DECODE_8_DEEP,
+    EPILOGUE_K,
+    FEW_WEIGHTS,
+    FEW_WEIGHTS_DEEP,
+    MANY_WEIGHTS,
+    PING_PONG,
+    PREFILL,
+    SOME_WEIGHTS,
+    GemmConfig,
+    candidates,
+    choose,
+    in_whole_blocks,
+    more_tokens,
+)
 from cute_kernels.gemm.launch import forced, run_gemm
 from tests.cpu.test_compile import check_record
 from tests.gemm_cases import (
@@ -47,6 +61,7 @@ def arguments(arch: str, kernel: tuple, **changes) -> tuple:
         "counts_k": False,
         "batched": False,
         "tma_store": config is not None and config.stores_by_tma(arch, transposed),
+        "in_blocks": config is not None and config.loads_blocks(arch, 64),
         "config": config,
     }
     assert changes.keys() <= given.keys()
@@ -72,7 +87,8 @@ def test_every_kernel_compiles(arch, kernel):
     import cutlass
 
     compile_and_check(arch, kernel)
-    compile_and_check(arch, kernel, out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
+    wgrad = {"a_major": "m", "b_major": "n", "in_blocks": False}
+    compile_and_check(arch, kernel, out=cutlass.Float32, accumulate=True, counts_k=True, **wgrad)
 
 
 # Each option with the widest tile, and the widest that a warpgroup has to itself, where registers are scarcest, the
@@ -201,8 +217,9 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
     of_table = {(arguments[-1], arguments[8]) for _, arguments in table}
     with stand_in(arch, computes=False) as jobs:
         for kernel in of_table:
+            a, b = torch.zeros(2, 256, 256, dtype=BF16).unbind()
             with forced(*kernel):
-                mm(*torch.zeros(2, 256, 256, dtype=torch.bfloat16).unbind())
+                mm(a, b.mT if kernel[0] in in_whole_blocks(arch) else b)
     assert len(jobs) == len(of_table) and set(jobs) <= set(table)
 
 
@@ -221,6 +238,29 @@ def test_who_takes_turns(epilogue):
     # Its kernel hides them anyway: nothing there depends on what is done with the sums
     shapes = itertools.product((300, 1024, 4096, 8192), (1024, 4096, 12288, 14336), (64, 1024, 4096))
     assert all(choose("sm_100a", *s, 148, epilogue) == choose("sm_100a", *s, 148) for s in shapes)
+
+
+def test_who_is_loaded_in_blocks():
+    """Both operands along k, of whole blocks of 64: what one copy loads would else be of the next row, or of none."""
+    deep = {*FEW_WEIGHTS.values(), *SOME_WEIGHTS.values(), *MANY_WEIGHTS.values()}
+    for weights, table in ((1024, FEW_WEIGHTS), (4096, SOME_WEIGHTS), (12288, MANY_WEIGHTS)):
+        for (tokens, config), k in itertools.product(table.items(), (512, 4096)):
+            assert choose("sm_90a", tokens, weights, k, 132) == (config, True)
+            assert choose("sm_90a", weights, tokens, k, 132) == (config, False)
+            assert config.loads_blocks("sm_90a", k)
+            assert not config.loads_blocks("sm_90a", k + 8) and not config.loads_blocks("sm_100a", k)
+            others = [choose("sm_90a", tokens, weights, k + 8, 132), choose("sm_100a", tokens, weights, k, 148)]
+            others.append(choose("sm_90a", tokens, weights, k, 132, along_k=False))
+            assert not {config for config, _ in others} & (deep - {DECODE_8_DEEP})
+    assert choose("sm_90a", 8, 1024, 14336, 132) == (FEW_WEIGHTS_DEEP, True)
+    with stand_in("sm_90a", computes=False) as jobs:
+        x, weight = torch.zeros(8, 1088, dtype=BF16), torch.zeros(1024, 1088, dtype=BF16)
+        mm(x, weight.mT)
+        mm(x, weight.mT.contiguous())
+        mm(x[:, :1080], weight.mT[:1080])
+        mm(x.t().contiguous().t(), weight.mT.contiguous())
+    assert [arguments[-2] for _, arguments in jobs] == [True, True, False, False]
+    assert [arguments[-1].tile[0] for _, arguments in jobs] == [16, 64, 64, 64]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -14,6 +14,7 @@ from cute_kernels.gemm.config import (
     DECODE_32_PAIR,
     DECODE_64,
     DECODE_128_PAIR,
+    FEW_WEIGHTS,
     PING_PONG,
     PREFILL,
 )
@@ -41,6 +42,8 @@ RUNS = {
     "prefill": [Run(Case(136, 264, 72), WIDE)],
     "decode": [
         Run(Case(13, 136, 264), (DECODE_16, True)),
+        Run(Case(13, 136, 576), (FEW_WEIGHTS[8], True)),
+        Run(Case(40, 136, 576), (FEW_WEIGHTS[64], True)),
         Run(Case(40, 72, 136), (DECODE_32, False)),
         Run(Case(40, 136, 136), (DECODE_64, True)),
     ],
