@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels import UnsupportedDeviceError, reduction
 from cute_kernels._target import arch_of
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.norm_cases import Case, kernels_of, public_norm, seeded_generator
 
 
@@ -47,7 +47,7 @@ def compiled_beforehand(request):
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
             values = value if isinstance(value, list) else [value]
             cases += [value for value in values if isinstance(value, Case)]
-    prewarm(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))  # what fails to compile fails again where it is used
+    compile_beforehand(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))
 
 
 @pytest.fixture(scope="session")

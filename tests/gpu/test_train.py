@@ -9,8 +9,8 @@ from cute_kernels.train import data, loop
 from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner, config_of
 from cute_kernels.train.options import Options
-from jit_cache import prewarm
 from tests import nn_cases, train_cases
+from tests.beforehand import compile_beforehand
 
 OPTIONS = Options(steps=60)
 
@@ -19,7 +19,8 @@ OPTIONS = Options(steps=60)
 def compiled(compiled_beforehand):
     if torch.cuda.is_available():
         configs = [config_of(OPTIONS), config_of(Options(hyper_connections=0))]
-        prewarm(nn_cases.kernels_of(configs, arch_of(0), batch=OPTIONS.batch, dtypes=(torch.float32,)))
+        jobs = nn_cases.kernels_of(configs, arch_of(0), batch=OPTIONS.batch, dtypes=(torch.float32,))
+        compile_beforehand(jobs)
 
 
 def losses(backend: str | None = None, flipped: bool = False) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from cute_kernels import bmm, linear, mm
 from cute_kernels.gemm.launch import forced
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.gemm_cases import (
     BF16,
     FP32,
@@ -30,39 +30,41 @@ def gemm_compiled_beforehand(request):
     with stand_in(here(), computes=False) as more:
         for config, transposed in of_every_kernel(request.session.items, "kernel"):
             with forced(config, transposed):
-                each_layout()
+                each_layout(16)
+                each_layout(64)
         for config, transposed in of_every_kernel(request.session.items, "batch_kernel"):
             with forced(config, transposed):
-                each_batch()
+                each_batch(16)
+                each_batch(64)
         for case in dict.fromkeys(value for value in values if isinstance(value, Batch)):
             both_products(case)
-    prewarm(list(dict.fromkeys(jobs + more)))  # what fails to compile fails again where it is used
+    compile_beforehand(jobs + more)
 
 
 def of_every_kernel(items, name):
     return {item.callspec.params[name] for item in items if hasattr(item, "callspec") and name in item.callspec.params}
 
 
-def each_layout():
-    """What test_invariance.py asks of every kernel."""
-    a, b = torch.zeros(16, 16, dtype=BF16), torch.zeros(16, 16, dtype=BF16)
+def each_layout(size):
+    """What test_invariance.py asks of every kernel, of a K of whole blocks of 64 or not."""
+    a, b = torch.zeros(size, size, dtype=BF16), torch.zeros(size, size, dtype=BF16)
     for layout in LAYOUTS:
         mm(*operands(a, b, layout), out_dtype=FP32)
-    mm(a, b, out=torch.zeros(16, 19)[:, :16])
+    mm(a, b, out=torch.zeros(size, size + 3)[:, :size])
     weight = b.requires_grad_()
-    weight.main_grad = torch.zeros(16, 16)
+    weight.main_grad = torch.zeros(size, size)
     for valid in (None, torch.ones(1, dtype=torch.int32)):
         linear(a, weight, num_valid_tokens=valid).backward(a)
-    linear(a.detach().requires_grad_(), b.detach(), torch.zeros(16), activation="gelu").backward(a)
+    linear(a.detach().requires_grad_(), b.detach(), torch.zeros(size), activation="gelu").backward(a)
 
 
-def each_batch():
-    """What test_bmm.py asks of every kernel."""
-    a, b = torch.zeros(16, 16, dtype=BF16), torch.zeros(16, 16, dtype=BF16)
+def each_batch(size):
+    """What test_bmm.py asks of every kernel, likewise."""
+    a, b = torch.zeros(size, size, dtype=BF16), torch.zeros(size, size, dtype=BF16)
     for layout in LAYOUTS:
         for out in (FP32, BF16):
             bmm(*(t[None] for t in operands(a, b, layout)), out_dtype=out)
-    bmm(a[None], torch.zeros(1, 17, 16, dtype=BF16).mT, out_dtype=FP32)
+    bmm(a[None], torch.zeros(1, size + 1, size, dtype=BF16).mT, out_dtype=FP32)
 
 
 def both_products(case):

@@ -96,7 +96,13 @@ def test_every_kernel_has_the_same_bits(batch_kernel, generator, monkeypatch):
         found += [bmm(one, b, out_dtype=FP32), bmm(a, other, out_dtype=FP32)]
         return found
 
-    for entries, m, n, k in ((5, 72, 136, 200), (3, 304, 264, 72), (7, 8, 520, 136), (2, 520, 264, 1032)):
+    for entries, m, n, k in (
+        (5, 72, 136, 200),
+        (3, 304, 264, 72),
+        (7, 8, 520, 136),
+        (2, 520, 264, 1032),
+        (3, 40, 72, 576),
+    ):
         a, b = make_batch(Batch(entries, m, n, k), generator)
         laid = [make_batch(Batch(entries, m, n, k, layout=layout), generator) for layout in LAYOUTS]
         odd, _ = make_batch(Batch(entries, n + 1, 8, k), generator)

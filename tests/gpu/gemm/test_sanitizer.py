@@ -19,7 +19,7 @@ from cute_kernels.gemm.config import (
     PREFILL,
 )
 from cute_kernels.gemm.launch import forced
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.gemm_cases import FP32, Case, here, make_inputs, seeded_generator, stand_in
 from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 
@@ -109,7 +109,7 @@ def compiled_for_the_sanitizer():
         for runs in RUNS.values():
             for run in runs:
                 results(run, "cpu")
-    prewarm(list(dict.fromkeys(jobs)))  # what fails to compile fails again where it is used
+    compile_beforehand(jobs)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from cute_kernels import mhc
 from cute_kernels._target import arch_of
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.mhc_cases import (
     OPERATIONS,
     Case,
@@ -32,7 +32,7 @@ def mhc_compiled_beforehand(request):
         if isinstance(case, Case):
             for op in values.get("forward_of") or ([values["op"]] if "op" in values else OPERATIONS):
                 calls[op, case, values.get("precision", "tf32"), "forward_of" not in values] = None
-    prewarm(kernels_of(calls, arch_of(0)))  # what fails to compile fails again where it is used
+    compile_beforehand(kernels_of(calls, arch_of(0)))
 
 
 def kernels_of(calls, arch):

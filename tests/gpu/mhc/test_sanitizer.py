@@ -3,7 +3,7 @@
 import pytest
 
 from cute_kernels._target import arch_of
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.gpu.mhc.conftest import kernels_of
 from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 from tests.mhc_cases import BF16, FP16, FP32, Case
@@ -68,7 +68,7 @@ def compiled_for_the_sanitizer():
         for op, case in runs
         for options in precision_of_run(op)
     ]
-    prewarm(kernels_of(calls, arch_of(0)))  # what fails to compile fails again where it is used
+    compile_beforehand(kernels_of(calls, arch_of(0)))
 
 
 def test_the_runs_are_not_twice_the_same():

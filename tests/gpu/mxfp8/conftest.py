@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels._target import arch_of
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.mxfp8_cases import Case, kernels_of
 
 
@@ -16,4 +16,4 @@ def mxfp8_compiled_beforehand(request):
     for item in request.session.items:
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
             cases += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Case)]
-    prewarm(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))  # what fails to compile fails again where it is used
+    compile_beforehand(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels._target import arch_of
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.gpu.nn.test_training import CONFIGS
 from tests.nn_cases import BF16, FP32, kernels_of
 
@@ -13,7 +13,7 @@ from tests.nn_cases import BF16, FP32, kernels_of
 def nn_compiled_beforehand(request):
     here = any("gpu/nn" in item.path.as_posix() for item in request.session.items)
     if here and torch.cuda.is_available():
-        prewarm(kernels_of(CONFIGS, arch_of(0), dtypes=(BF16, FP32)))
+        compile_beforehand(kernels_of(CONFIGS, arch_of(0), dtypes=(BF16, FP32)))
 
 
 @pytest.fixture(autouse=True)

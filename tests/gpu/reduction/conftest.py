@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels import reduction
-from jit_cache import prewarm
+from tests.beforehand import compile_beforehand
 from tests.gemm_cases import here
 from tests.gpu.reduction.test_reduction import SUMS
 from tests.reduction_cases import BF16, FP32, SoftmaxCase, kernels_of, stand_in
@@ -22,4 +22,4 @@ def reduction_compiled_beforehand(request):
             for dtype in (BF16, FP32):
                 for out in (BF16, FP32):
                     reduction.sum(torch.zeros(shape, dtype=dtype), dim, out_dtype=out)
-    prewarm(list(dict.fromkeys(jobs + more)))  # what fails to compile fails again where it is used
+    compile_beforehand(jobs + more)
