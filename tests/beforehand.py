@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable
 
 from jit_cache import prewarm
-from jit_cache.prewarm import Job
+from jit_cache.prewarm import Job, default_workers
 
 
 def compile_beforehand(jobs: Iterable[Job]) -> None:
@@ -18,5 +18,5 @@ def compile_beforehand(jobs: Iterable[Job]) -> None:
     if worker is None:
         prewarm(jobs)
     else:
-        processes = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        processes = default_workers() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         prewarm(random.Random(worker).sample(jobs, len(jobs)), workers=max(processes, 1))

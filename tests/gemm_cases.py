@@ -408,12 +408,14 @@ def _serial_k16(static: dict, a, b, d, z, bias, valid_k, num_ctas) -> None:
     for name, tensor in (("dtype", a), ("dtype", b), ("out", d), ("bias", bias)):
         assert static[name] is (None if tensor is None else cutlass_dtype(tensor.dtype)), name
     assert static["keeps_z"] == (z is not None) and static["counts_k"] == (valid_k is not None)
+    majors = static["a_major"], static["b_major"]
     if static["config"] is not None:
-        majors = static["a_major"], static["b_major"]
         for operand, major in zip((a, b), majors[::-1] if static["transposed"] else majors, strict=True):
             assert operand.stride(-1 if major == "k" else -2) == 1 and operand.data_ptr() % 16 == 0
             assert all(stride % 8 == 0 for stride in operand.stride()[:-2])
             assert operand.dim() == 2 or len(d) == 1 or operand.stride(0) > 0
+    if static["in_blocks"]:
+        assert a.shape[-1] % 64 == 0 and "k" in majors
     assert d.stride(-1) == 1 or d.shape[-1] == 1
     assert d.dtype is FP32 or not static["accumulate"]
     k = a.shape[-1] if valid_k is None else max(0, min(a.shape[-1], valid_k.item()))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 CONTRACT = "serial_k16"
 SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
+BLOCK = 64  # of K: as much of a row as lies together in swizzled shared memory, and as a copy takes of it
 STORE_STAGES = 2  # parts of a tile that are on their way out by TMA
 # What is done with a tile's sums, in the time of so many k of the products of a tile of 128 x 256
 EPILOGUE_K = {"store": 130, "activate": 350, "accumulate": 700}
@@ -21,9 +22,8 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all. Fewer
-            than 64, SM90: rows that lie along k, of which each SM is to have some; the instruction's others are
-            whatever lies behind them.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all; of
+            fewer than 64 as many SMs as there are may have some, and the instruction's others are what lies behind.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
@@ -48,8 +48,8 @@ class GemmConfig:
         return self.stages * (self.tile[0] + self.tile[1]) * self.tile[2] * 2
 
     def loads_blocks(self, arch: str, k: int) -> bool:
-        """Whether one copy loads a tile of an operand along k, in blocks of 64: a row must not end within one."""
-        return arch == "sm_90a" and self.tile[2] > 64 and k % 64 == 0
+        """Whether one copy loads several blocks of a tile of an operand along k: a row must not end within one."""
+        return arch == "sm_90a" and self.tile[2] > BLOCK and k % BLOCK == 0
 
     def stores_by_tma(self, arch: str, transposed: bool) -> bool:
         """Whether aligned results leave by TMA: where they lie as the tile does, and there is room for them.
@@ -92,7 +92,7 @@ TOKENS_N = (DECODE_8, DECODE_8_DEEP, DECODE_16, DECODE_32, DECODE_32_PAIR, DECOD
 DECODE_8_TOKENS_M = GemmConfig((64, 8, 128), (1, 1), 12, 8)
 DECODE_32_TOKENS_M = GemmConfig((64, 32, 128), (2, 1), 8, 8)
 TOKENS_M = (DECODE_8_TOKENS_M, DECODE_16, DECODE_32, DECODE_32_TOKENS_M)
-# The same on SM90 where both operands lie along k and K is a multiple of 64: a tile of any depth comes by one copy.
+# The same on SM90 where both operands lie along k and K is a multiple of BLOCK: a tile of any depth comes by one copy.
 # Most tokens -> kernel, for up to 8 weights an SM, up to 32, and more; (16, 8, 512) for a K beyond 8192
 DECODE_16_DEEP = GemmConfig((64, 16, 256), (1, 1), 5, 1)
 FEW_WEIGHTS_DEEP = GemmConfig((16, 8, 512), (1, 1), 8, 1)
@@ -178,7 +178,7 @@ def choose(
     lie along k.
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
     batches four shapes alone were measured (bench/NOTES.md). H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
-    8x1024x4096 FEW_WEIGHTS 9.1, DECODE_8 9.5 (10.3); 8x1024x14336 FEW_WEIGHTS_DEEP 16.6, (16, 8, 256) 17.4, DECODE_8
+    1x1024x4096 FEW_WEIGHTS 9.1, DECODE_8 9.5 (10.3); 8x1024x14336 FEW_WEIGHTS_DEEP 16.6, (16, 8, 256) 17.4, DECODE_8
     19.7 (17.7); 32x1024x4096 9.5 (10.5); 64x1024x4096 9.6 (11.0); 128x1024x4096 10.2, DECODE_16 along M 10.9 (11.5);
     1x4096x4096 SOME_WEIGHTS 14.7 (18.7); 16x4096x4096 DECODE_16_DEEP 14.6 (18.5); 32x4096x14336 35.8, DECODE_32 37.2
     (42.5); 16x14336x4096 DECODE_16_DEEP 35.2, DECODE_16 36.2 (40.8). Before a tile came by one copy and the
@@ -196,7 +196,7 @@ def choose(
     tokens, weights = min(m, n), max(m, n) * entries
     transposed = m < n
     narrow = weights <= 8 * num_sms
-    if arch == "sm_90a" and along_k and k % 64 == 0 and k >= 512:
+    if arch == "sm_90a" and along_k and k % BLOCK == 0 and k >= 2048:  # of less zeros make up much of a tile
         if narrow and tokens <= 8 and k > 8192:
             return FEW_WEIGHTS_DEEP, transposed
         table = FEW_WEIGHTS if narrow else SOME_WEIGHTS if weights <= 32 * num_sms else MANY_WEIGHTS

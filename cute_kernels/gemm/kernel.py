@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.config import BLOCK, GemmConfig
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -38,12 +38,12 @@ def gemm(
     ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32).
     ``counts_k``: only as many k as a device int32 says are summed. ``batched``: of batches (L, ...), entry by entry, a
     plain product alone; an operand of one entry is multiplied with every entry of the other. ``in_blocks``:
-    one copy loads a tile of an operand along k; K is a multiple of 64 (SM90). ``config`` None: the kernel for operands
-    of any stride and alignment.
+    SM90: one copy loads a tile of an operand along k, and K is a multiple of BLOCK. ``config`` None: the kernel for
+    operands of any stride and alignment.
     """
     if batched and (bias is not None or activation is not None or keeps_z or accumulate or counts_k):
         raise ValueError("a batched product has no bias, activation or z, adds to nothing and counts no k")
-    m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=BLOCK if in_blocks else 1)
     # Of a, b and d, which need not be the same
     batches = [(cute.sym_int(),) if batched else () for _ in range(3)]
     aligned = config is not None

@@ -7,6 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.gemm.config import BLOCK
+
 # log2 of the normal distribution's Phi(-a) as a polynomial of a, by least squares weighted until the error was even:
 # Phi to 2.2e-7 for a up to 5.4, in fp32 to 2.5e-6; from there on it falls to 2^-50 at 8, and to nothing at GELU_END
 LOG2_PHI = (
@@ -103,10 +105,10 @@ def transpose(matrix: cute.Tensor):
 
 @cute.jit
 def by_blocks(operand: cute.Tensor) -> cute.Tensor:
-    """An operand (rows, K), or a batch (rows, K, L), as (rows, (64, K / 64)): K in blocks that a copy takes many of."""
+    """An operand (rows, K), or a batch (rows, K, L), as (rows, (BLOCK, K / BLOCK)): one copy takes many blocks."""
     rows, k, *batch = operand.shape
     of_rows, of_k, *of_batch = operand.stride
-    shape, strides = (rows, (64, k // 64), *batch), (of_rows, (of_k, 64 * of_k), *of_batch)
+    shape, strides = (rows, (BLOCK, k // BLOCK), *batch), (of_rows, (of_k, BLOCK * of_k), *of_batch)
     return cute.make_tensor(operand.iterator, cute.make_layout(shape, stride=strides))
 
 
@@ -190,19 +192,19 @@ def store_sums(
     first_m: Int32,
     first_n: Int32,
     activation: cutlass.Constexpr[Optional[str]],
-    rows: cutlass.Constexpr[Optional[int]] = None,
+    tile_rows: cutlass.Constexpr[Optional[int]] = None,
 ):
     """Store a fragment straight from registers, element by element, inside the matrices; z: before the activation.
 
-    ``rows``: of the tile, where the fragment has more.
+    ``tile_rows``: where the fragment has more than the tile.
     """
     activated = cute.make_rmem_tensor(sums.shape, Float32)
     activated.store(activate(sums.load(), activation))
     for i in cutlass.range_constexpr(cute.size(sums)):
         m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
         inside = m < d.shape[0] and n < d.shape[1]
-        if const_expr(rows is not None):
-            inside = inside and coordinates[i][0] < rows
+        if const_expr(tile_rows is not None):
+            inside = inside and coordinates[i][0] < tile_rows
         if inside:
             if const_expr(z is not None):
                 z[m, n] = sums[i].to(z.element_type)

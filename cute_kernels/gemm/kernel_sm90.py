@@ -34,6 +34,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.gemm.config import SHARED_MEMORY, STORE_STAGES, GemmConfig
 from cute_kernels.gemm.kernel_epilogue import (
+    BLOCK,
     activate,
     add_bias,
     batch_last,
@@ -72,8 +73,10 @@ class GemmSm90:
         config: GemmConfig,
         in_blocks: bool = False,
     ):
-        if config.tile[0] not in (8, 16, 32, 64, 128):
-            raise ValueError(f"config.tile must have 8, 16, 32, 64 or 128 rows, got {config.tile}")
+        if config.tile[0] not in (16, 32, 64, 128):
+            raise ValueError(f"config.tile must have 16, 32, 64 or 128 rows, got {config.tile}")
+        if in_blocks and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
+            raise ValueError(f"in_blocks takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
         self.activation = activation
         self.majors = a_major, b_major
         self.transposed = transposed
@@ -81,17 +84,22 @@ class GemmSm90:
         self.tma_store = tma_store
         self.staged = config.stores_by_tma("sm_90a", transposed)  # d leaves by way of shared memory
         if tma_store and not self.staged:
-            raise ValueError(f"config.tile must have a multiple of 16 columns, and leave room for parts, got {config}")
+            raise ValueError(
+                f"config.tile must have 64 rows and 16 columns, or multiples, and room for tma_store, got {config}"
+            )
         self.ring_bytes = config.ring_bytes
         self.tile = config.tile
         self.in_blocks = in_blocks
-        self.rows = max(config.tile[0], 64)  # of an instruction; those beyond the tile's are whatever lies behind them
+        # Of an instruction: those beyond the tile's are whatever lies behind them, at the ring's end B's tiles
+        self.mma_rows = max(config.tile[0], 64)
+        if (self.mma_rows - config.tile[0]) * BLOCK > config.stages * config.tile[1] * config.tile[2]:
+            raise ValueError(f"config's tiles of B must hold what an instruction reads behind A's, got {config}")
         self.cluster = config.cluster
         self.stages = config.stages
         self.group = config.group
         self.turns = config.turns
         # Consumer warpgroups of a tile, and of the CTA
-        self.partners = 1 if config.ping_pong else self.rows // 64
+        self.partners = 1 if config.ping_pong else self.mma_rows // 64
         self.consumers = self.partners * self.turns
         self.producer_registers, self.consumer_registers = REGISTERS[config.ping_pong]
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
@@ -210,15 +218,15 @@ class GemmSm90:
     def instruction_rows(self, sA: cute.Tensor) -> cute.Tensor:
         """A's ring as an instruction sees it: of 64 rows, where a tile has fewer its own and what lies behind them.
 
-        Each row's sums are its own, and those of rows beyond the tile are not stored. Swizzled in atoms of 8 rows x 64
-        of k; where A lies along its rows, of the tile's rows x 8.
+        Each row's sums are its own, and those of rows beyond the tile are not stored. The ring is swizzled in atoms of
+        8 rows x 64 of k; where A lies along its rows, of the tile's rows x 8.
         """
         tile_m, _, tile_k = self.tile
-        if const_expr(tile_m < self.rows):
-            rows, k = const_expr((8, 64) if self.majors[0] == "k" else (tile_m, 8))
-            of_row, of_k = const_expr((k, 1) if self.majors[0] == "k" else (1, rows))
-            shape = (rows, self.rows // rows), (k, tile_k // k), self.stages
-            strides = (of_row, rows * k), (of_k, tile_m * k), tile_m * tile_k
+        if const_expr(tile_m < self.mma_rows):
+            atom_m, atom_k = const_expr((8, BLOCK) if self.majors[0] == "k" else (tile_m, 8))
+            of_m, of_k = const_expr((atom_k, 1) if self.majors[0] == "k" else (1, atom_m))
+            shape = (atom_m, self.mma_rows // atom_m), (atom_k, tile_k // atom_k), self.stages
+            strides = (of_m, atom_m * atom_k), (of_k, tile_m * atom_k), tile_m * tile_k
             sA = cute.make_tensor(sA.iterator, cute.make_layout(shape, stride=strides))
         return sA
 
@@ -350,7 +358,7 @@ class GemmSm90:
             thr_mma = tiled_mma.get_slice(0 if const_expr(self.turns > 1) else (warpgroup_index - 1) * WARPGROUP)
             tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(self.instruction_rows(sA)))
             tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
-            tCcD = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.rows, tile_n)))
+            tCcD = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.mma_rows, tile_n)))
             sums = cute.make_rmem_tensor(tCcD.shape[:3], Float32)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -366,7 +374,7 @@ class GemmSm90:
                 n = n * cluster_n + rank_n
                 if const_expr(self.accumulate):
                     whole = (m + 1) * tile_m <= d.shape[0] and (n + 1) * tile_n <= d.shape[1]
-                    if tile_m == self.rows and whole:
+                    if tile_m == self.mma_rows and whole:
                         gD = cute.local_tile(d, (tile_m, tile_n), (m, n))
                         cute.autovec_copy(tiled_mma.get_slice(thread).partition_C(gD), sums)
                     else:
@@ -445,7 +453,7 @@ class GemmSm90:
                     add_bias(sums, tCcD, bias, m * self.tile[0], 0)
                 else:
                     add_bias(sums, tCcD, bias, n * self.tile[1], 1)
-            tile_rows = const_expr(None if self.tile[0] == self.rows else self.tile[0])
+            tile_rows = const_expr(None if self.tile[0] == self.mma_rows else self.tile[0])
             store_sums(sums, tCcD, d, z, m * self.tile[0], n * self.tile[1], self.activation, tile_rows)
         return num_stored
 

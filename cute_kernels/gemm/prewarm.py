@@ -7,6 +7,7 @@ from typing import Any
 
 from cute_kernels._target import expect_arch
 from cute_kernels.gemm.config import (
+    BLOCK,
     choose,
     few_tokens_along_m,
     few_tokens_along_n,
@@ -18,7 +19,7 @@ from cute_kernels.gemm.config import (
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, K in blocks of 64.
+    """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, K in whole blocks.
 
     For more than 256 tokens also y with silu, logits in fp32, and the fp32 dx of linear_log_prob. Of batches those of
     64 x 1024 x 1024 x 128.
@@ -43,12 +44,12 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     for config, products in configs:
         for a_major, b_major, out, accumulate, activation, keeps_z in products:
             static = (arch, bf16, out, None, activation, keeps_z, a_major, b_major, False, accumulate, False, False)
-            in_blocks = "k" in (a_major, b_major) and config.loads_blocks(arch, 64)
+            in_blocks = "k" in (a_major, b_major) and config.loads_blocks(arch, BLOCK)
             yield gemm, (*static, config.stores_by_tma(arch, False), in_blocks, config)
     for config in few_tokens_along_n(arch):
         for a_major in ("k",) if config in in_whole_blocks(arch) else ("k", "m"):  # of the weight
             static = (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, False)
-            yield gemm, (*static, config.loads_blocks(arch, 64), config)
+            yield gemm, (*static, config.loads_blocks(arch, BLOCK), config)
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for a_major, b_major in (("k", "k"), ("k", "n"), ("m", "n")):
         static = (arch, bf16, bf16, None, None, False, a_major, b_major, False, False, False, True)

@@ -1,5 +1,6 @@
 """The products' kernels compile for both architectures without a GPU, and what came out: no spills, no atomics."""
 
+import dataclasses
 import itertools
 import re
 
@@ -9,7 +10,7 @@ import torch
 from cute_kernels import linear, mm
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config import (
-    DECODE_8_DEEP,
+    BLOCK,
     EPILOGUE_K,
     FEW_WEIGHTS,
     FEW_WEIGHTS_DEEP,
@@ -61,7 +62,7 @@ def arguments(arch: str, kernel: tuple, **changes) -> tuple:
         "counts_k": False,
         "batched": False,
         "tma_store": config is not None and config.stores_by_tma(arch, transposed),
-        "in_blocks": config is not None and config.loads_blocks(arch, 64),
+        "in_blocks": config is not None and config.loads_blocks(arch, BLOCK),
         "config": config,
     }
     assert changes.keys() <= given.keys()
@@ -88,7 +89,10 @@ def test_every_kernel_compiles(arch, kernel):
 
     compile_and_check(arch, kernel)
     wgrad = {"a_major": "m", "b_major": "n", "in_blocks": False}
-    compile_and_check(arch, kernel, out=cutlass.Float32, accumulate=True, counts_k=True, **wgrad)
+    sums = {"out": cutlass.Float32, "accumulate": True, "counts_k": True}
+    compile_and_check(arch, kernel, **sums, **wgrad)
+    if kernel[0] is not None and kernel[0].loads_blocks(arch, BLOCK):  # of tokens that are next to each other
+        compile_and_check(arch, kernel, **sums)
 
 
 # Each option with the widest tile, and the widest that a warpgroup has to itself, where registers are scarcest, the
@@ -241,26 +245,44 @@ def test_who_takes_turns(epilogue):
 
 
 def test_who_is_loaded_in_blocks():
-    """Both operands along k, of whole blocks of 64: what one copy loads would else be of the next row, or of none."""
-    deep = {*FEW_WEIGHTS.values(), *SOME_WEIGHTS.values(), *MANY_WEIGHTS.values()}
+    """An operand along k, of whole blocks: what one copy loads would else be of the next row, or of none.
+
+    Tiles of few rows, or of more than 128 of K, only where both operands are loaded so.
+    """
+    deep = set(in_whole_blocks("sm_90a"))
     for weights, table in ((1024, FEW_WEIGHTS), (4096, SOME_WEIGHTS), (12288, MANY_WEIGHTS)):
-        for (tokens, config), k in itertools.product(table.items(), (512, 4096)):
+        for (tokens, usual), k in itertools.product(table.items(), (2048, 4096, 8192, 8256, 14336)):
+            config = FEW_WEIGHTS_DEEP if (weights, tokens) == (1024, 8) and k > 8192 else usual
             assert choose("sm_90a", tokens, weights, k, 132) == (config, True)
             assert choose("sm_90a", weights, tokens, k, 132) == (config, False)
+            assert choose("sm_90a", tokens + 1, weights, k, 132) != (config, True)
             assert config.loads_blocks("sm_90a", k)
             assert not config.loads_blocks("sm_90a", k + 8) and not config.loads_blocks("sm_100a", k)
             others = [choose("sm_90a", tokens, weights, k + 8, 132), choose("sm_100a", tokens, weights, k, 148)]
             others.append(choose("sm_90a", tokens, weights, k, 132, along_k=False))
-            assert not {config for config, _ in others} & (deep - {DECODE_8_DEEP})
-    assert choose("sm_90a", 8, 1024, 14336, 132) == (FEW_WEIGHTS_DEEP, True)
+            assert not {config for config, _ in others} & deep
+    assert choose("sm_90a", 8, 1024, 1984, 132)[0] not in deep
     with stand_in("sm_90a", computes=False) as jobs:
-        x, weight = torch.zeros(8, 1088, dtype=BF16), torch.zeros(1024, 1088, dtype=BF16)
+        x, weight = torch.zeros(8, 2112, dtype=BF16), torch.zeros(1024, 2112, dtype=BF16)
         mm(x, weight.mT)
         mm(x, weight.mT.contiguous())
-        mm(x[:, :1080], weight.mT[:1080])
+        mm(x[:, :2104], weight.mT[:2104])
         mm(x.t().contiguous().t(), weight.mT.contiguous())
     assert [arguments[-2] for _, arguments in jobs] == [True, True, False, False]
     assert [arguments[-1].tile[0] for _, arguments in jobs] == [16, 64, 64, 64]
+
+
+def test_what_cannot_be_loaded_in_blocks_is_an_error():
+    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+
+    few = FEW_WEIGHTS[8]
+    for majors, config in ((("m", "n"), few), (("k", "k"), dataclasses.replace(few, tile=(16, 8, 96)))):
+        with pytest.raises(ValueError, match="in_blocks takes operands along k"):
+            GemmSm90(None, *majors, True, False, False, config, in_blocks=True)
+    with pytest.raises(ValueError, match="must hold what an instruction reads behind A's"):
+        GemmSm90(None, "k", "k", True, False, False, dataclasses.replace(few, tile=(16, 8, 64), stages=4))
+    with pytest.raises(ValueError, match="must have 16, 32, 64 or 128 rows"):
+        GemmSm90(None, "k", "k", True, False, False, dataclasses.replace(few, tile=(8, 8, 256)))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -330,7 +352,7 @@ from tests.gemm_cases import kernels
 everything = sorted(kernels({arch!r})[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1])
 in_turn = [kernel for kernel in everything if kernel[0].ping_pong][-1:]
 chosen = everything[0], everything[-1], *in_turn, (DECODE_32, False), (None, False)
-wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
+wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True, in_blocks=False)
 calls = [(kernel, {{}}) for kernel in chosen] + [(kernel, wgrad) for kernel in chosen[:-2]]
 for index, (kernel, options) in enumerate(calls):
     assert gemm.obtain(*arguments({arch!r}, kernel, **options)).origin == "compiled"

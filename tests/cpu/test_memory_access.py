@@ -29,7 +29,7 @@ jobs = [
     (gemm, arguments({arch!r}, (DECODE_32, True))),
 ]
 off_16_bytes, with_bias = mhc_cases.Case(4, 1281), mhc_cases.Case(4, 1280, bias=True)
-wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True)
+wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True, in_blocks=False)
 others = [
     (gemm, arguments({arch!r}, (None, False))),
     (gemm, arguments({arch!r}, (DECODE_32, False), **wgrad)),

@@ -11,8 +11,8 @@ import torch
 from cute_kernels._target import arch_of
 from cute_kernels.train.model import config_of
 from cute_kernels.train.options import Options
-from jit_cache import prewarm
 from tests import nn_cases, train_cases
+from tests.beforehand import compile_beforehand
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -28,7 +28,9 @@ def runs(tmp_path_factory):
     """The folder of runs of one process without torchrun, of one rank twice, and of two twice; all at the same time."""
     folder = tmp_path_factory.mktemp("runs")
     options = Options(**OPTIONS)
-    prewarm(nn_cases.kernels_of([config_of(options)], arch_of(0), batch=options.batch, dtypes=(torch.float32,)))
+    compile_beforehand(
+        nn_cases.kernels_of([config_of(options)], arch_of(0), batch=options.batch, dtypes=(torch.float32,))
+    )
     with contextlib.ExitStack() as stack:
         processes = []
         for name, ranks in (("one", 1), ("one again", 1), ("two", 2), ("two again", 2)):

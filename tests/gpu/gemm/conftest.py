@@ -14,6 +14,7 @@ from tests.gemm_cases import (
     Case,
     here,
     kernels_of,
+    laid_out,
     make_batch,
     operands,
     run_batch,
@@ -55,6 +56,10 @@ def each_layout(size):
     weight.main_grad = torch.zeros(size, size)
     for valid in (None, torch.ones(1, dtype=torch.int32)):
         linear(a, weight, num_valid_tokens=valid).backward(a)
+    bias = torch.zeros(size, requires_grad=True)
+    bias.main_grad = torch.zeros(size)
+    turned = laid_out(a, False)
+    linear(turned, weight, bias, num_valid_tokens=torch.ones(1, dtype=torch.int32)).backward(turned)
     linear(a.detach().requires_grad_(), b.detach(), torch.zeros(size), activation="gelu").backward(a)
 
 

@@ -121,7 +121,7 @@ def test_every_kernel_has_the_same_bits(batch_kernel, generator, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="".join)
-@pytest.mark.parametrize("m, n, k", [(72, 136, 200), (100, 64, 60), (8, 264, 72), (33, 35, 17)], ids=str)
+@pytest.mark.parametrize("m, n, k", [(72, 136, 200), (8, 72, 2112), (100, 64, 60), (8, 264, 72), (33, 35, 17)], ids=str)
 def test_an_entry_does_not_see_its_neighbours(m, n, k, layout, generator):
     """All others NaN: a tile reads neither rows nor k of the next entry into its sums, nor writes to it."""
     entries = 3

@@ -15,6 +15,7 @@ from cute_kernels.gemm.config import (
     DECODE_64,
     DECODE_128_PAIR,
     FEW_WEIGHTS,
+    FEW_WEIGHTS_DEEP,
     PING_PONG,
     PREFILL,
 )
@@ -42,8 +43,6 @@ RUNS = {
     "prefill": [Run(Case(136, 264, 72), WIDE)],
     "decode": [
         Run(Case(13, 136, 264), (DECODE_16, True)),
-        Run(Case(13, 136, 576), (FEW_WEIGHTS[8], True)),
-        Run(Case(40, 136, 576), (FEW_WEIGHTS[64], True)),
         Run(Case(40, 72, 136), (DECODE_32, False)),
         Run(Case(40, 136, 136), (DECODE_64, True)),
     ],
@@ -55,6 +54,11 @@ RUNS = {
         Run(Case(264, 520, 72, bias=FP32), (PING_PONG[0], False), main_grad=True, num_sms=2),
         Run(Case(520, 264, 72, bias=FP32, activation="gelu"), (PING_PONG[1], False), valid=67, num_sms=2),
         Run(Case(136, 393, 200, out=FP32), (PING_PONG[2], False), num_sms=2),
+    ],
+    "few weights": [  # K in blocks, a ring that all tiles share, its slots used again and again
+        Run(Case(13, 136, 576), (FEW_WEIGHTS[8], True), num_sms=2),
+        Run(Case(13, 136, 576), (FEW_WEIGHTS_DEEP, True), num_sms=2),
+        Run(Case(40, 136, 576), (FEW_WEIGHTS[64], True), num_sms=2),
     ],
     "unaligned": [
         Run(Case(65, 33, 17, bias=FP32, activation="silu"), ANY),
@@ -76,6 +80,8 @@ RUNS = {
         Run(Case(72, 136, 72, bias=FP32, activation="gelu"), (DECODE_128_PAIR, True)),
     ],
 }
+if here() != "sm_90a":  # the only one that has these kernels
+    del RUNS["ping-pong"], RUNS["few weights"]
 PROGRAM = """
 import sys
 import torch
