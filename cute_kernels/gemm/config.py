@@ -22,8 +22,8 @@ class GemmConfig:
     """Geometry of a kernel.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all; of
-            fewer than 64 as many SMs as there are may have some, and the instruction's others are what lies behind.
+        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all. Fewer
+            rows than 64 give more SMs a tile; an instruction's others are whatever lies behind them.
         cluster: CTAs along M and N that share tiles of B and A by multicast.
         stages: tiles of A and B in flight.
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
@@ -47,9 +47,9 @@ class GemmConfig:
         """Shared memory of the tiles in flight."""
         return self.stages * (self.tile[0] + self.tile[1]) * self.tile[2] * 2
 
-    def loads_blocks(self, arch: str, k: int) -> bool:
+    def loads_blocks(self, arch: str, majors: tuple[str, str], k: int) -> bool:
         """Whether one copy loads several blocks of a tile of an operand along k: a row must not end within one."""
-        return arch == "sm_90a" and self.tile[2] > BLOCK and k % BLOCK == 0
+        return arch == "sm_90a" and "k" in majors and self.tile[2] > BLOCK and k % BLOCK == 0
 
     def stores_by_tma(self, arch: str, transposed: bool) -> bool:
         """Whether aligned results leave by TMA: where they lie as the tile does, and there is room for them.
@@ -149,7 +149,7 @@ def few_tokens_along_n(arch: str) -> tuple[GemmConfig, ...]:
 
 
 def in_whole_blocks(arch: str) -> tuple[GemmConfig, ...]:
-    """Those that no other than operands along k get, of a K that is a multiple of 64."""
+    """Those that no other than operands along k get, of a K that is a multiple of BLOCK."""
     if arch != "sm_90a":
         return ()
     tables = FEW_WEIGHTS, SOME_WEIGHTS, MANY_WEIGHTS

@@ -284,7 +284,7 @@ def _plan(a, b, d, z, bias, valid_k, activation, accumulate, trans: tuple[bool, 
     if transposed:
         m, n = n, m
         majors, turned, shared = majors[::-1], turned[::-1], shared[::-1]
-    in_blocks = config is not None and "k" in majors and config.loads_blocks(arch, k)
+    in_blocks = config is not None and config.loads_blocks(arch, majors, k)
     function = gemm(
         arch,
         cutlass_dtype(a.dtype),

@@ -44,12 +44,12 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     for config, products in configs:
         for a_major, b_major, out, accumulate, activation, keeps_z in products:
             static = (arch, bf16, out, None, activation, keeps_z, a_major, b_major, False, accumulate, False, False)
-            in_blocks = "k" in (a_major, b_major) and config.loads_blocks(arch, BLOCK)
+            in_blocks = config.loads_blocks(arch, (a_major, b_major), BLOCK)
             yield gemm, (*static, config.stores_by_tma(arch, False), in_blocks, config)
     for config in few_tokens_along_n(arch):
         for a_major in ("k",) if config in in_whole_blocks(arch) else ("k", "m"):  # of the weight
             static = (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, False)
-            yield gemm, (*static, config.loads_blocks(arch, BLOCK), config)
+            yield gemm, (*static, config.loads_blocks(arch, (a_major, "k"), BLOCK), config)
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for a_major, b_major in (("k", "k"), ("k", "n"), ("m", "n")):
         static = (arch, bf16, bf16, None, None, False, a_major, b_major, False, False, False, True)

@@ -62,7 +62,7 @@ def arguments(arch: str, kernel: tuple, **changes) -> tuple:
         "counts_k": False,
         "batched": False,
         "tma_store": config is not None and config.stores_by_tma(arch, transposed),
-        "in_blocks": config is not None and config.loads_blocks(arch, BLOCK),
+        "in_blocks": config is not None and config.loads_blocks(arch, ("k", "k"), BLOCK),
         "config": config,
     }
     assert changes.keys() <= given.keys()
@@ -91,7 +91,9 @@ def test_every_kernel_compiles(arch, kernel):
     wgrad = {"a_major": "m", "b_major": "n", "in_blocks": False}
     sums = {"out": cutlass.Float32, "accumulate": True, "counts_k": True}
     compile_and_check(arch, kernel, **sums, **wgrad)
-    if kernel[0] is not None and kernel[0].loads_blocks(arch, BLOCK):  # of tokens that are next to each other
+    if kernel[0] is not None and kernel[0].loads_blocks(
+        arch, ("k", "k"), BLOCK
+    ):  # of tokens that are next to each other
         compile_and_check(arch, kernel, **sums)
 
 
@@ -256,8 +258,9 @@ def test_who_is_loaded_in_blocks():
             assert choose("sm_90a", tokens, weights, k, 132) == (config, True)
             assert choose("sm_90a", weights, tokens, k, 132) == (config, False)
             assert choose("sm_90a", tokens + 1, weights, k, 132) != (config, True)
-            assert config.loads_blocks("sm_90a", k)
-            assert not config.loads_blocks("sm_90a", k + 8) and not config.loads_blocks("sm_100a", k)
+            assert config.loads_blocks("sm_90a", ("k", "rows"), k)
+            for other in (("sm_90a", ("k", "k"), k + 8), ("sm_100a", ("k", "k"), k), ("sm_90a", ("rows", "rows"), k)):
+                assert not config.loads_blocks(*other)
             others = [choose("sm_90a", tokens, weights, k + 8, 132), choose("sm_100a", tokens, weights, k, 148)]
             others.append(choose("sm_90a", tokens, weights, k, 132, along_k=False))
             assert not {config for config, _ in others} & deep
