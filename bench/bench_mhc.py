@@ -40,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench import harness
+from bench import both_ways, harness
+from bench.both_ways import Calls
 from cute_kernels import mhc
 from cute_kernels.mhc import reference
 
@@ -357,8 +358,6 @@ def public_function(connection: Connection, module: object, **options: object) -
 # Providers: each takes a case and its inputs and gives the forward call and a factory of the backward call, or None
 # if it has no such op.
 
-Calls = tuple[harness.Call, Callable[[], harness.Call]]
-
 
 class Given(torch.autograd.Function):
     """A sublayer that takes no time: its output and its input's gradient are given."""
@@ -390,7 +389,7 @@ def _cute_kernels(connection: Connection, inputs: Inputs) -> Calls:
             layout=connection.layout,
         )
 
-    _, make_backward = harness.autograd_calls(layer, list(inputs.tensors.values()), (dout,))
+    _, make_backward = both_ways.autograd_calls(layer, list(inputs.tensors.values()), (dout,))
     return forward, make_backward
 
 
@@ -477,50 +476,28 @@ PACKAGES = {"transformer_engine": ("transformer_engine.pytorch.triton.mhc",)}  #
 
 
 def compile_own_kernels(cases: Iterable[Connection], device: harness.Device) -> None:
-    """Compiles our kernels of these cases, before any peer is imported."""
-    for connection in dict.fromkeys(dataclasses.replace(connection, tokens=128) for connection in cases):
-        with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
-            forward, make_backward = _cute_kernels(connection, make_inputs(connection, device.name))
-            forward()
-            if "bwd" in connection.directions:
-                make_backward()()
-    device.synchronize()
+    few = (dataclasses.replace(connection, tokens=128) for connection in cases)
+    both_ways.compile_kernels(
+        lambda connection: _cute_kernels(connection, make_inputs(connection, device.name)), few, device
+    )
 
 
 def measure_connection(
-    connection: Connection,
-    directions: Sequence[str],
-    providers: Sequence[str],
-    device: harness.Device,
-    *,
-    repetitions: int,
-    breakdown: bool,
+    connection: Connection, directions: Sequence[str], providers: Sequence[str], device: harness.Device, **options: Any
 ) -> list[harness.Measurement]:
     """One measurement for each direction."""
     inputs = make_inputs(connection, device.name)
+    calls = {provider: functools.partial(PROVIDERS[provider], connection, inputs) for provider in providers}
     truth = fp64_truth(connection, inputs)
-    return harness.measure_directions(
-        {direction: connection.case(direction) for direction in directions},
-        {provider: functools.partial(PROVIDERS[provider], connection, inputs) for provider in providers},
-        truth,
-        device,
-        least={direction: least_errors(connection, truth[direction]) for direction in directions},
-        repetitions=repetitions,
-        breakdown=breakdown,
-    )
+    least = {direction: least_errors(connection, truth[direction]) for direction in directions}
+    return both_ways.measure(connection, directions, calls, truth, device, least=least, **options)
 
 
 def run(cases: Sequence[Connection], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
     with tf32_products():
-        return harness.run(
-            [(connection, [connection.case(direction) for direction in connection.directions]) for connection in cases],
-            measure_connection,
-            [*providers, "torch"],  # torch's error is the yardstick
-            harness.CudaDevice,
-            packages=PACKAGES,
-            compile_own_kernels=compile_own_kernels,
-            **settings,
+        return both_ways.run(
+            cases, measure_connection, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
         )
 
 
@@ -592,7 +569,7 @@ def print_summary(measurements: Sequence[harness.Measurement], console: Console 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return [c.case(direction).name for c in connections(quick) for direction in c.directions]
+        return both_ways.names(connections(quick))
 
     options = harness.parse(
         "mhc", __doc__.splitlines()[0], "one shape an op", tuple(PROVIDERS), tuple(PROVIDERS), names, arguments
@@ -606,7 +583,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _autograd_calls(function: Callable[..., Sequence[Tensor]], inputs: Inputs) -> Calls:
-    return harness.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
+    return both_ways.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
 
 
 def _first_columns(call: harness.Call, columns: int) -> harness.Call:

@@ -12,7 +12,6 @@ inference (no gradient wanted).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -25,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cute_kernels
-from bench import harness
+from bench import both_ways, harness
+from bench.both_ways import Calls
 from cute_kernels.norm import reference
 
 LARGE = ((32768, 1024), (16384, 2048), (8192, 4096), (4096, 8192), (2048, 16384))
@@ -188,8 +188,6 @@ def public_function(norm: Norm, module: object) -> Callable[..., Tensor | tuple[
 # Providers: each takes a case and its inputs and gives the forward call and a factory of the backward call, or None
 # if it has no such op.
 
-Calls = tuple[harness.Call, Callable[[], harness.Call]]
-
 
 def _cute_kernels(norm: Norm, inputs: Inputs) -> Calls:
     function = public_function(norm, cute_kernels)
@@ -302,57 +300,29 @@ PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider 
 
 
 def compile_own_kernels(cases: Iterable[Norm], device: harness.Device) -> None:
-    """Compiles our kernels of these cases.
-
-    Done before any peer is imported: quack changes classes of the CuTe DSL process-wide.
-    """
-    for norm in dict.fromkeys(dataclasses.replace(norm, rows=128) for norm in cases):
-        with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
-            forward, make_backward = _cute_kernels(norm, make_inputs(norm, device.name))
-            forward()
-            if "bwd" in norm.directions:
-                make_backward()()
-    device.synchronize()
+    few = (dataclasses.replace(norm, rows=128) for norm in cases)
+    both_ways.compile_kernels(lambda norm: _cute_kernels(norm, make_inputs(norm, device.name)), few, device)
 
 
 def measure_norm(
-    norm: Norm,
-    directions: Sequence[str],
-    providers: Sequence[str],
-    device: harness.Device,
-    *,
-    repetitions: int,
-    breakdown: bool,
+    norm: Norm, directions: Sequence[str], providers: Sequence[str], device: harness.Device, **options: Any
 ) -> list[harness.Measurement]:
     """One measurement for each direction."""
     inputs = make_inputs(norm, device.name)
-    truth = fp64_truth(norm, inputs)
-    return harness.measure_directions(
-        {direction: norm.case(direction) for direction in directions},
-        {provider: functools.partial(PROVIDERS[provider], norm, inputs) for provider in providers},
-        truth,
-        device,
-        repetitions=repetitions,
-        breakdown=breakdown,
-    )
+    calls = {provider: functools.partial(PROVIDERS[provider], norm, inputs) for provider in providers}
+    return both_ways.measure(norm, directions, calls, fp64_truth(norm, inputs), device, **options)
 
 
 def run(cases: Sequence[Norm], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
-    return harness.run(
-        [(norm, [norm.case(direction) for direction in norm.directions]) for norm in cases],
-        measure_norm,
-        [*providers, "torch"],  # torch's error is the yardstick
-        harness.CudaDevice,
-        packages=PACKAGES,
-        compile_own_kernels=compile_own_kernels,
-        **settings,
+    return both_ways.run(
+        cases, measure_norm, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return [norm.case(direction).name for norm in norms(quick) for direction in norm.directions]
+        return both_ways.names(norms(quick))
 
     options = harness.parse(
         "norm", __doc__.splitlines()[0], "three shapes an op", tuple(PROVIDERS), PROVIDERS, names, arguments
@@ -365,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _autograd_calls(function: Callable[..., Tensor | Sequence[Tensor]], inputs: Inputs) -> Calls:
-    return harness.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
+    return both_ways.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
 
 
 def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

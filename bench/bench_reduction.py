@@ -11,7 +11,6 @@ rows) or of columns (columns), to fp32.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import harness
+from bench import both_ways, harness
+from bench.both_ways import Calls
 from cute_kernels import reduction
 
 SHAPES = (
@@ -126,11 +126,8 @@ def _dim(case: Reduction) -> int:
     return 1 if case.variant == "rows" else 0
 
 
-Calls = tuple[harness.Call, Callable[[], harness.Call]]
-
-
 def _calls(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Calls:
-    return harness.autograd_calls(function, [inputs.x], (inputs.dy,))
+    return both_ways.autograd_calls(function, [inputs.x], (inputs.dy,))
 
 
 def _cute_kernels(case: Reduction, inputs: Inputs) -> Calls:
@@ -185,53 +182,29 @@ PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider 
 
 
 def compile_own_kernels(cases: Iterable[Reduction], device: harness.Device) -> None:
-    """Compiles our kernels of these cases, before any peer is imported: quack changes classes of the CuTe DSL."""
-    for case in dict.fromkeys(dataclasses.replace(case, rows=512) for case in cases):
-        with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
-            forward, make_backward = _cute_kernels(case, make_inputs(case, device.name))
-            forward()
-            if "bwd" in case.directions:
-                make_backward()()
-    device.synchronize()
+    few = (dataclasses.replace(case, rows=512) for case in cases)
+    both_ways.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
 
 
 def measure_reduction(
-    case: Reduction,
-    directions: Sequence[str],
-    providers: Sequence[str],
-    device: harness.Device,
-    *,
-    repetitions: int,
-    breakdown: bool,
+    case: Reduction, directions: Sequence[str], providers: Sequence[str], device: harness.Device, **options: Any
 ) -> list[harness.Measurement]:
     """One measurement for each direction."""
     inputs = make_inputs(case, device.name)
-    return harness.measure_directions(
-        {direction: case.case(direction) for direction in directions},
-        {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers},
-        fp64_truth(case, inputs),
-        device,
-        repetitions=repetitions,
-        breakdown=breakdown,
-    )
+    calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
+    return both_ways.measure(case, directions, calls, fp64_truth(case, inputs), device, **options)
 
 
 def run(cases: Sequence[Reduction], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
-    return harness.run(
-        [(case, [case.case(direction) for direction in case.directions]) for case in cases],
-        measure_reduction,
-        [*providers, "torch"],  # torch's error is the yardstick
-        harness.CudaDevice,
-        packages=PACKAGES,
-        compile_own_kernels=compile_own_kernels,
-        **settings,
+    return both_ways.run(
+        cases, measure_reduction, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return [case.case(direction).name for case in reductions(quick) for direction in case.directions]
+        return both_ways.names(reductions(quick))
 
     options = harness.parse(
         "reduction", __doc__.splitlines()[0], "two shapes an op", tuple(PROVIDERS), PROVIDERS, names, arguments

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import gc
 import hashlib
 import importlib.util
@@ -220,38 +219,6 @@ def profiled(call: Call, device: Device, provider: str, failures: dict[str, str]
     except Exception as error:  # the times are still worth keeping
         failures[provider] = f"its kernels: {describe(error)}"
         return {}, 0
-
-
-def measure_directions(
-    cases: Mapping[str, Case],
-    providers: Mapping[str, Callable[[], tuple[Call, Callable[[], Call]] | None]],
-    truth: Mapping[str, Mapping[str, Tensor]],
-    device: Device,
-    *,
-    least: Mapping[str, Mapping[str, float]] | None = None,
-    repetitions: int = REPETITIONS,
-    breakdown: bool = True,
-) -> list[Measurement]:
-    """One measurement for each direction ("fwd", "bwd"). A provider is set up once for both, so that it compiles once.
-
-    providers: name -> a function that makes its forward, and a factory of its backward; None: it has no such op
-    """
-    set_up = {provider: functools.cache(make) for provider, make in providers.items()}
-    measurements = []
-    for direction, case in cases.items():
-        makers = {provider: functools.partial(_call_of, calls, direction) for provider, calls in set_up.items()}
-        rounding = None if least is None else least[direction]
-        options = {"repetitions": repetitions, "breakdown": breakdown, "least": rounding}
-        measurements.append(measure(case, makers, truth[direction], device, **options))
-    return measurements
-
-
-def _call_of(set_up: Callable[[], tuple[Call, Callable[[], Call]] | None], direction: str) -> Call | None:
-    calls = set_up()
-    if calls is None:
-        return None
-    forward, make_backward = calls
-    return forward if direction == "fwd" else make_backward()
 
 
 def run(
@@ -520,25 +487,6 @@ def bench_stream() -> torch.cuda.StreamContext:
     """The stream on which everything is made, warmed up, captured and timed (the default stream cannot be captured)."""
     torch.cuda.synchronize()
     return torch.cuda.stream(torch.cuda.Stream())
-
-
-def autograd_calls(
-    function: Callable[..., Tensor | Sequence[Tensor]], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
-) -> tuple[Call, Callable[[], Call]]:
-    """The two calls of a differentiable function: its forward, and a factory of its backward.
-
-    The factory runs the forward once, untimed. The backward returns the gradients of `inputs`, in that order.
-    """
-
-    def forward() -> Sequence[Tensor]:
-        outputs = function(*inputs)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    def make_backward() -> Call:
-        outputs = forward()
-        return lambda: torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True)
-
-    return forward, make_backward
 
 
 def seed(name: str) -> int:
