@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_norm, harness, report
+from bench import bench_norm, both_ways, harness, report
 from bench.bench_norm import Norm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -531,3 +531,24 @@ def test_report_files_are_reproducible(tmp_path):
     text = made[0]["README.md"].decode()
     assert "## norm on NVIDIA T" in text and "](t-norm.svg)" in text
     assert text.index("32768x1024") < text.index("8192x4096")
+
+
+def test_kernels_are_compiled_beforehand():
+    """Each case once, its backward where it has one; of one that fails the measurement tells."""
+    calls = []
+
+    def make(case):
+        def forward():
+            calls.append((case, "fwd"))
+            if case == broken:
+                raise RuntimeError("no such kernel")
+
+        return forward, lambda: lambda: calls.append((case, "bwd"))
+
+    both, broken = (Norm("rms_norm", rows, 8) for rows in (4, 5))
+    alone = dataclasses.replace(both, op="layer_norm", variant="inference")
+    assert both.directions == broken.directions == ("fwd", "bwd") and alone.directions == ("fwd",)
+    synchronized = []
+    device = SimpleNamespace(synchronize=lambda: synchronized.append(len(calls)))
+    both_ways.compile_kernels(make, [broken, both, alone, both], device)
+    assert calls == [(broken, "fwd"), (both, "fwd"), (both, "bwd"), (alone, "fwd")] and synchronized == [4]
