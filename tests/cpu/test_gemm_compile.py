@@ -91,10 +91,8 @@ def test_every_kernel_compiles(arch, kernel):
     wgrad = {"a_major": "m", "b_major": "n", "in_blocks": False}
     sums = {"out": cutlass.Float32, "accumulate": True, "counts_k": True}
     compile_and_check(arch, kernel, **sums, **wgrad)
-    if kernel[0] is not None and kernel[0].loads_blocks(
-        arch, ("k", "k"), BLOCK
-    ):  # of tokens that are next to each other
-        compile_and_check(arch, kernel, **sums)
+    if kernel[0] is not None and kernel[0].loads_blocks(arch, ("k", "k"), BLOCK):
+        compile_and_check(arch, kernel, **sums)  # of tokens that are next to each other
 
 
 # Each option with the widest tile, and the widest that a warpgroup has to itself, where registers are scarcest, the
@@ -249,7 +247,7 @@ def test_who_takes_turns(epilogue):
 def test_who_is_loaded_in_blocks():
     """An operand along k, of whole blocks: what one copy loads would else be of the next row, or of none.
 
-    Tiles of few rows, or of more than 128 of K, only where both operands are loaded so.
+    Those that are tiled for it only where both operands are.
     """
     deep = set(in_whole_blocks("sm_90a"))
     for weights, table in ((1024, FEW_WEIGHTS), (4096, SOME_WEIGHTS), (12288, MANY_WEIGHTS)):
