@@ -98,7 +98,7 @@ DECODE_16_DEEP = GemmConfig((64, 16, 256), (1, 1), 5, 1)
 FEW_WEIGHTS_DEEP = GemmConfig((16, 8, 512), (1, 1), 8, 1)
 FEW_WEIGHTS = {
     8: GemmConfig((16, 8, 256), (1, 1), 8, 1),
-    32: GemmConfig((16, 16, 512), (1, 1), 7, 1),
+    32: GemmConfig((16, 16, 256), (1, 1), 8, 1),
     64: GemmConfig((32, 16, 256), (1, 2), 9, 1),
     128: GemmConfig((32, 32, 256), (1, 2), 7, 1),
 }

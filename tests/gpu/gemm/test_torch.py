@@ -151,7 +151,7 @@ def test_another_number_of_tokens_compiles_nothing(generator):
         run(linear, case, make_inputs(case, generator))
 
     for power in range(14):
-        for m in (2**power, 3 * 2**power):  # up to and beyond each tile, as K of dweight and dbias in whole blocks or not
+        for m in (2**power, 3 * 2**power):  # in whole blocks of K (of dweight, dbias) or not
             step(m)
             step(m + 8)
     before = stats()
