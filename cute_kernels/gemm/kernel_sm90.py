@@ -10,8 +10,9 @@ what one does beside its products, such as an activation or reading what it adds
 From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed, a
 tile has 8 columns or fewer than 64 rows, or the ring leaves no room for sD.
 
-Few tokens wait for a chain of products, one after the other, 18 cycles each. So nothing else may stand in their way:
-tiles are deep, come by one copy, and are few rows of many CTAs (an instruction has 64, the others are not looked at).
+Few tokens wait for a chain of products, one after the other, 18 cycles each: so long an instruction's 64 rows take from
+shared memory. So nothing else may stand in their way: tiles are deep, come by one copy, and are few rows of many CTAs
+(an instruction's other rows are not looked at); what a tile costs beside its products is done in their midst.
 
 The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
 starts from zero (or d). Nothing here depends on the tile's shape but who does it.
@@ -401,7 +402,7 @@ class GemmSm90:
                         ring.consumer_release(held)
                     held = here
                     if const_expr(self.consumers == 1):
-                        # Asked ahead of the products: nothing else fills the tensor cores' time between two tiles of K
+                        # In the midst of a tile's products: nothing else fills the tensor cores' time between two tiles
                         arrived = cute.arch.mbarrier_test_wait(ring.producer_get_barrier(state), state.phase)
                     for chunk in cutlass.range(1, self.chunks, unroll=1):
                         self.multiply_chunk(tiled_mma, sums, operands, chunk)
