@@ -179,11 +179,12 @@ def choose(
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
     batches four shapes alone were measured (bench/NOTES.md). H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
     1x1024x4096 FEW_WEIGHTS 9.1, DECODE_8 9.5 (10.3); 8x1024x14336 FEW_WEIGHTS_DEEP 16.6, (16, 8, 256) 17.4, DECODE_8
-    19.7 (17.7); 32x1024x4096 9.5 (10.5); 64x1024x4096 9.6 (11.0); 128x1024x4096 10.2, DECODE_16 along M 10.9 (11.5);
-    1x4096x4096 SOME_WEIGHTS 14.7 (18.7); 16x4096x4096 DECODE_16_DEEP 14.6 (18.5); 32x4096x14336 35.8, DECODE_32 37.2
-    (42.5); 16x14336x4096 DECODE_16_DEEP 35.2, DECODE_16 36.2 (40.8). With the loop of 994720a, in the order above:
-    FEW_WEIGHTS 8.6, of 6 stages 8.85, of 16 8.8; FEW_WEIGHTS_DEEP 15.5; 32x1024x4096 9.2, (16, 16, 512) 9.4. Before a
-    tile came by one copy and the weights had a priority in L2 (DECODE_32_TOKENS_M with 9 stages, not 8):
+    19.7 (17.7); 32x1024x4096 (16, 16, 512) 9.5 (10.5); 64x1024x4096 9.6 (11.0); 128x1024x4096 10.2, DECODE_16 along M
+    10.9 (11.5); 1x4096x4096 SOME_WEIGHTS 14.7 (18.7); 16x4096x4096 DECODE_16_DEEP 14.6 (18.5); 32x4096x14336 35.8,
+    DECODE_32 37.2 (42.5); 16x14336x4096 DECODE_16_DEEP 35.2, DECODE_16 36.2 (40.8). With the loop of 994720a
+    1x1024x4096 FEW_WEIGHTS 8.6, of 16 stages 8.8; 8x1024x14336 15.5; 32x1024x4096 9.3, (16, 16, 512) 9.6;
+    16x1024x4096 9.0, 9.25. Before a tile came by one copy and the weights had a priority in L2 (DECODE_32_TOKENS_M with
+    9 stages, not 8):
     8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
     11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096 DECODE_16
     with the tokens along M 12.0, DECODE_32 12.4 (12.9); 256x1024x4096 DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9

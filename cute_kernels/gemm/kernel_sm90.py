@@ -10,9 +10,10 @@ what one does beside its products, such as an activation or reading what it adds
 From sD element by element where rows of d do not start on 16 bytes; straight from registers where d is transposed, a
 tile has 8 columns or fewer than 64 rows, or the ring leaves no room for sD.
 
-Few tokens wait for a chain of products, one after the other, 18 cycles each: so long an instruction's 64 rows take from
-shared memory. So nothing else may stand in their way: tiles are deep, come by one copy, and are few rows of many CTAs
-(an instruction's other rows are not looked at); what a tile costs beside its products is done in their midst.
+Few tokens wait for a chain of products, one after the other, 18 cycles each: so long an instruction's 64 rows and eight
+tokens take from shared memory. So nothing else may stand in their way: tiles are deep, come by one copy, and are few
+rows of many CTAs (an instruction's other rows are not looked at); what a tile costs beside its products is done in
+their midst.
 
 The contract ``serial_k16``: an element's sum runs over the whole K, ascending, 16 at a time, in one accumulator that
 starts from zero (or d). Nothing here depends on the tile's shape but who does it.
@@ -105,6 +106,7 @@ class GemmSm90:
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
         # time none, and slots are free earlier: 256x14336x4096 49.6 -> 48.2 us, but 256x4096x14336 in one 54.6 -> 60.7
         self.in_flight = 0 if self.partners > 1 else 1
+        # What is no longer in flight is free after the first part of a tile's products: with none that is all
         self.chunks = max(config.tile[2] // CHUNK, 1) if self.in_flight else 1
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
@@ -328,7 +330,7 @@ class GemmSm90:
                     entry, tile = entry_and_tile(index, divisors)
                     m, n = tile_of(tile, tiles_m, divisors, self.group)
                     tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
-                    for k in cutlass.range(k_tiles, unroll=1):  # less code to fetch before all have been asked for
+                    for k in cutlass.range(k_tiles, unroll=1):  # less code to fetch before the first loads
                         ring.producer_acquire(state)
                         full = ring.producer_get_barrier(state)
                         cute.copy(
@@ -398,11 +400,12 @@ class GemmSm90:
                     warpgroup.wait_group(self.in_flight)
                     if const_expr(self.in_flight == 0):
                         ring.consumer_release(here)
-                    elif k > 0:
-                        ring.consumer_release(held)
-                    held = here
+                    else:
+                        if k > 0:
+                            ring.consumer_release(held)
+                        held = here
                     if const_expr(self.consumers == 1):
-                        # In the midst of a tile's products: nothing else fills the tensor cores' time between two tiles
+                        # Ahead of the next tile: nothing else fills the tensor cores' time between two
                         arrived = cute.arch.mbarrier_test_wait(ring.producer_get_barrier(state), state.phase)
                     for chunk in cutlass.range(1, self.chunks, unroll=1):
                         self.multiply_chunk(tiled_mma, sums, operands, chunk)
