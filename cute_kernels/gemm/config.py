@@ -177,23 +177,40 @@ def choose(
     ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K. ``along_k``: both operands
     lie along k.
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
-    batches four shapes alone were measured (bench/NOTES.md). H200, bf16, cold L2, us (cuBLAS), tokens x weights x K:
-    1x1024x4096 FEW_WEIGHTS 9.1, DECODE_8 9.5 (10.3); 8x1024x14336 FEW_WEIGHTS_DEEP 16.6, (16, 8, 256) 17.4, DECODE_8
-    19.7 (17.7); 32x1024x4096 (16, 16, 512) 9.5 (10.5); 64x1024x4096 9.6 (11.0); 128x1024x4096 10.2, DECODE_16 along M
-    10.9 (11.5); 1x4096x4096 SOME_WEIGHTS 14.7 (18.7); 16x4096x4096 DECODE_16_DEEP 14.6 (18.5); 32x4096x14336 35.8,
-    DECODE_32 37.2 (42.5); 16x14336x4096 DECODE_16_DEEP 35.2, DECODE_16 36.2 (40.8). With the loop of 994720a
-    1x1024x4096 FEW_WEIGHTS 8.6, of 16 stages 8.8; 8x1024x14336 15.5; 32x1024x4096 9.3, (16, 16, 512) 9.6;
-    16x1024x4096 9.0, 9.25. Before a tile came by one copy and the weights had a priority in L2 (DECODE_32_TOKENS_M with
-    9 stages, not 8):
-    8x4096x14336 DECODE_8_DEEP 40.9, DECODE_8 42.0 (42.5), but 8x1024x4096 11.7, 10.9 (12.0); 32x1024x4096 DECODE_8
-    11.1, DECODE_32 11.9 (12.2); 64x1024x4096 DECODE_8_TOKENS_M 11.3, DECODE_32 12.0 (12.5); 128x1024x4096 DECODE_16
-    with the tokens along M 12.0, DECODE_32 12.4 (12.9); 256x1024x4096 DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9
-    (13.3); 192x1024x4096 DECODE_32_PAIR 12.5 (13.2); 64x12288x4096 (64, 96) of DECODE_64_TOKENS 35.1, DECODE_64 37.6
-    (37.0); 33x12288x4096 35.7, 40.7 (37.1); 64x32000x4096 (64, 128) 73.6, DECODE_64 74.6 (76.0); 128x4096x14336
-    DECODE_64_PAIR 43.5, in steps of 64 of K 44.2, without the pair 49.8 (47.1); 256x4096x14336 DECODE_128_PAIR 51.7,
-    with 8 stages 54.9 (54.0); 256x4096x4096 22.0, (128, 64) of PREFILL 22.9 (24.5); 256x14336x4096 (128, 224) 48.2,
-    (128, 256) 50.2 (49.3); 128x14336x4096 (128, 112) 42.6, in steps of 64 43.2 (43.1); 128x32000x4096 (128, 128) 79.9,
-    in steps of 64 81.3 (81.3).
+    batches four shapes alone were measured (bench/NOTES.md).
+
+    H200, bf16, cold L2, us, tokens x weights x K: what is chosen, what else was tried; cuBLAS.
+    With the loop of 994720a:
+        1x1024x4096     FEW_WEIGHTS 8.6, of 16 stages 8.8                                             10.3
+        16x1024x4096    FEW_WEIGHTS 9.0, (16, 16, 512) 9.25                                           10.4
+        32x1024x4096    FEW_WEIGHTS 9.3, (16, 16, 512) 9.6                                            10.5
+        8x1024x14336    FEW_WEIGHTS_DEEP 15.5                                                         17.5
+    With that of a49741c:
+        1x1024x4096     FEW_WEIGHTS 9.1, DECODE_8 9.5                                                 10.3
+        64x1024x4096    FEW_WEIGHTS 9.6                                                               11.0
+        128x1024x4096   FEW_WEIGHTS 10.2, DECODE_16 along M 10.9                                      11.5
+        8x1024x14336    FEW_WEIGHTS_DEEP 16.6, (16, 8, 256) 17.4, DECODE_8 19.7                       17.7
+        1x4096x4096     SOME_WEIGHTS 14.7                                                             18.7
+        16x4096x4096    DECODE_16_DEEP 14.6                                                           18.5
+        32x4096x14336   SOME_WEIGHTS 35.8, DECODE_32 37.2                                             42.5
+        16x14336x4096   DECODE_16_DEEP 35.2, DECODE_16 36.2                                           40.8
+    Before a tile came by one copy and the weights had a priority in L2 (DECODE_32_TOKENS_M with 9 stages, not 8):
+        8x1024x4096     DECODE_8 10.9, DECODE_8_DEEP 11.7                                             12.0
+        32x1024x4096    DECODE_8 11.1, DECODE_32 11.9                                                 12.2
+        64x1024x4096    DECODE_8_TOKENS_M 11.3, DECODE_32 12.0                                        12.5
+        128x1024x4096   DECODE_16 along M 12.0, DECODE_32 12.4                                        12.9
+        192x1024x4096   DECODE_32_PAIR 12.5                                                           13.2
+        256x1024x4096   DECODE_32_TOKENS_M 13.5, DECODE_32_PAIR 13.9                                  13.3
+        8x4096x14336    DECODE_8_DEEP 40.9, DECODE_8 42.0                                             42.5
+        128x4096x14336  DECODE_64_PAIR 43.5, in steps of 64 of K 44.2, without the pair 49.8          47.1
+        256x4096x4096   DECODE_128_PAIR 22.0, (128, 64) of PREFILL 22.9                               24.5
+        256x4096x14336  DECODE_128_PAIR 51.7, with 8 stages 54.9                                      54.0
+        33x12288x4096   (64, 96) of DECODE_64_TOKENS 35.7, DECODE_64 40.7                             37.1
+        64x12288x4096   (64, 96) of DECODE_64_TOKENS 35.1, DECODE_64 37.6                             37.0
+        128x14336x4096  (128, 112) of DECODE_WIDE 42.6, in steps of 64 43.2                           43.1
+        256x14336x4096  (128, 224) of DECODE_WIDE 48.2, (128, 256) of PREFILL 50.2                    49.3
+        64x32000x4096   (64, 128) of DECODE_64_TOKENS 73.6, DECODE_64 74.6                            76.0
+        128x32000x4096  (128, 128) of DECODE_WIDE 79.9, in steps of 64 81.3                           81.3
     """
     tokens, weights = min(m, n), max(m, n) * entries
     transposed = m < n
