@@ -225,6 +225,8 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
             with forced(*kernel):
                 mm(a, b.mT if kernel[0] in in_whole_blocks(arch) else b)
     assert len(jobs) == len(of_table) and set(jobs) <= set(table)
+    in_blocks = [arguments for _, arguments in table if arguments[-1] in in_whole_blocks(arch)]
+    assert all(arguments[6:8] == ("k", "k") for arguments in in_blocks) and (arch == "sm_90a") == bool(in_blocks)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUE_K)
@@ -271,6 +273,15 @@ def test_who_is_loaded_in_blocks():
         mm(x.t().contiguous().t(), weight.mT.contiguous())
     assert [arguments[-2] for _, arguments in jobs] == [True, True, False, False]
     assert [arguments[-1].tile[0] for _, arguments in jobs] == [16, 64, 64, 64]
+
+
+def test_a_slot_is_free_when_its_products_are_done():
+    """After a tile's first part one warpgroup frees the tile before; two free the tile itself, so its part is all."""
+    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+
+    for tile, chunks in (((16, 8, 512), 4), ((64, 16, 256), 2), ((64, 16, 64), 1), ((128, 16, 256), 1)):
+        kernel = GemmSm90(None, "k", "k", True, False, False, GemmConfig(tile, (1, 1), 5, 1))
+        assert kernel.chunks == chunks and kernel.in_flight == (tile[0] < 128)
 
 
 def test_what_cannot_be_loaded_in_blocks_is_an_error():
