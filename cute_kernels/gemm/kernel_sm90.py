@@ -261,16 +261,14 @@ class GemmSm90:
         grid, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup_index = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
 
         # Place in the cluster: rank = m + cluster_m * n. Those of one m share A, those of one n share B
         cluster_layout = cute.make_layout((cluster_m, cluster_n, 1))
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m, rank_n = rank % cluster_m, rank // cluster_m
-        alone = const_expr(cluster_m * cluster_n == 1)
-        if const_expr(not alone):  # while the cluster meets
-            if warp == 0:
-                cpasync.prefetch_descriptor(tma_a)
-                cpasync.prefetch_descriptor(tma_b)
 
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, 2 * self.stages)
@@ -304,51 +302,55 @@ class GemmSm90:
         first_tile = bidx // (cluster_m * cluster_n)
         step = grid // (cluster_m * cluster_n)
 
-        gA = cute.local_tile(mA, (tile_m, tile_k), (None,) * cute.rank(mA))
-        gB = cute.local_tile(mB, (tile_n, tile_k), (None,) * cute.rank(mB))
-        tAsA, tAgA = cpasync.tma_partition(
-            tma_a, rank_n, cute.make_layout(cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            tma_b, rank_m, cute.make_layout(cluster_m), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
-        )
-        a_mask = b_mask = None
-        if const_expr(cluster_n > 1):
-            a_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=1)
-        if const_expr(cluster_m > 1):
-            b_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=0)
-        # Weights that are read once make room first; the tokens may be wanted again
-        a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
-        if const_expr(self.transposed):
-            a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
-        of_a, of_b = (tma_a, tAgA, tAsA, a_mask, a_policy), (tma_b, tBgB, tBsB, b_mask, b_policy)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        started = Int32(0)
-        if const_expr(alone):
-            # Slots are free and nobody else's: asked for before anything else is done
-            if warp == 0:
-                started = cutlass.min(k_tiles, self.stages)
-                entry, tile = entry_and_tile(first_tile, divisors)
-                m, n = tile_of(tile, tiles_m, divisors, self.group)
-                for k in cutlass.range(started, unroll=1):
-                    self.load(ring, state, of_a, of_b, entry, m, n, k, divisors, cutlass.Boolean(True))
-                    state.advance()
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
         if warpgroup_index == 0:
             if const_expr(self.consumers > 1):
                 cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == 0:
+                gA = cute.local_tile(mA, (tile_m, tile_k), (None,) * cute.rank(mA))
+                gB = cute.local_tile(mB, (tile_n, tile_k), (None,) * cute.rank(mB))
+                tAsA, tAgA = cpasync.tma_partition(
+                    tma_a, rank_n, cute.make_layout(cluster_n), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
+                )
+                tBsB, tBgB = cpasync.tma_partition(
+                    tma_b, rank_m, cute.make_layout(cluster_m), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
+                )
+                a_mask = b_mask = None
+                if const_expr(cluster_n > 1):
+                    a_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=1)
+                if const_expr(cluster_m > 1):
+                    b_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=0)
+                # Weights that are read once make room first; the tokens may be wanted again
+                a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
+                if const_expr(self.transposed):
+                    a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
                 for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
                     entry, tile = entry_and_tile(index, divisors)
                     m, n = tile_of(tile, tiles_m, divisors, self.group)
-                    m, n = m * cluster_m + rank_m, n * cluster_n + rank_n
-                    for k in cutlass.range(started, k_tiles, unroll=1):  # less code to fetch before the first loads
-                        self.load(ring, state, of_a, of_b, entry, m, n, k, divisors)
+                    tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
+                    for k in cutlass.range(k_tiles, unroll=1):  # less code to fetch before the first loads
+                        ring.producer_acquire(state)
+                        full = ring.producer_get_barrier(state)
+                        cute.copy(
+                            tma_a,
+                            tAgA_entry[None, m * cluster_m + rank_m, k],
+                            tAsA[None, state.index],
+                            tma_bar_ptr=full,
+                            mcast_mask=a_mask,
+                            cache_policy=a_policy,
+                        )
+                        cute.copy(
+                            tma_b,
+                            tBgB_entry[None, n * cluster_n + rank_n, k],
+                            tBsB[None, state.index],
+                            tma_bar_ptr=full,
+                            mcast_mask=b_mask,
+                            cache_policy=b_policy,
+                        )
                         state.advance()
-                    started = Int32(0)
-                if const_expr(not alone):
-                    ring.producer_tail(state)
+                ring.producer_tail(state)
         else:
             if const_expr(self.consumers > 1):
                 cute.arch.setmaxregister_increase(self.consumer_registers)
@@ -421,33 +423,6 @@ class GemmSm90:
             if const_expr(self.tma_store):
                 if thread < 32:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def load(
-        self,
-        ring: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState,
-        of_a: tuple,
-        of_b: tuple,
-        entry: Int32,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        divisors: tuple,
-        is_free: Optional[cutlass.Boolean] = None,
-    ):
-        """Ask for a tile of each operand; ``is_free``: whether their slot is known to be."""
-        ring.producer_acquire(state, is_free)
-        for operand, place in ((of_a, m), (of_b, n)):
-            atom, source, target, mask, policy = operand
-            cute.copy(
-                atom,
-                entry_of(source, entry, divisors)[None, place, k],
-                target[None, state.index],
-                tma_bar_ptr=ring.producer_get_barrier(state),
-                mcast_mask=mask,
-                cache_policy=policy,
-            )
 
     @cute.jit
     def multiply_chunk(self, tiled_mma: cute.TiledMma, sums: cute.Tensor, operands: tuple, chunk: Int32):
