@@ -113,10 +113,9 @@ def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, dims: int
     good = a.dim() == b.dim() == dims and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
     if not good or a.dtype != b.dtype:
         return NotImplemented
-    if a.shape[-1] == 1:
-        return (a * b).to(out_dtype or a.dtype)  # one product an element, of any dtype
     if not _takes(a, b):
-        return NotImplemented
+        # One product an element is the same in every batch, in any dtype
+        return a * b if a.shape[-1] == 1 and out_dtype in (None, a.dtype) else NotImplemented
     d = a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype or a.dtype)
     gemm_op(a, b, d, trans_b=True)
     return d

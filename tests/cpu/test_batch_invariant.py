@@ -27,3 +27,22 @@ def test_names_are_those_of_operators():
         and any("reduction" in str(tag) for overload in op.overloads() for tag in getattr(op, overload).tags)
     }
     assert tagged <= {"all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "max", "min", "median", "mode"}
+
+
+def test_products_of_one_k(monkeypatch):
+    """Nothing is added up, but halves are not rounded before they become fp32, and no other dtype becomes fp32."""
+
+    def product(a, b, d, *options, trans_b):
+        d.copy_(a.float() @ b.float())
+
+    monkeypatch.setattr(_aten, "gemm_op", product)
+    a, b = torch.tensor([[300.0], [1.01]]), torch.tensor([[300.0, 1.03]])
+    for dtype in (torch.float16, torch.bfloat16):
+        exact = a.to(dtype).float() * b.to(dtype).float()
+        assert torch.equal(_aten._mm(a.to(dtype), b.to(dtype), torch.float32), exact)
+        half = _aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype), alpha=0.5)
+        assert torch.equal(half, (exact / 2).to(dtype)) and half.isfinite().all()
+    assert torch.equal(_aten._mm(a, b), a * b) and torch.equal(_aten._addmm(torch.ones(2, 2), a, b), a * b + 1)
+    for dtype in (torch.float64, torch.complex64):
+        assert torch.equal(_aten._mm(a.to(dtype), b.to(dtype)), a.to(dtype) * b.to(dtype))
+        assert _aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype)) is NotImplemented

@@ -84,7 +84,7 @@ for placements in ((whole, whole), (rows, columns), (columns, rows)):
 dist.barrier()
 dist.destroy_process_group()
 print("done")
-""".replace("", "")
+"""
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
