@@ -29,16 +29,18 @@ HALVES = (torch.bfloat16, torch.float16)
 # fmt: off
 EXACT = frozenset([
     "_efficientzerotensor", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_has_same_storage_numel",
-    "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy",
-    "_unsafe_view", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "as_strided_scatter",
-    "bernoulli", "bucketize", "cat", "constant_pad_nd", "copy", "detach", "diagonal_scatter", "embedding",
-    "empty_like", "equal", "exponential", "fill", "flip", "full_like", "gather", "index", "index_fill", "index_put",
-    "index_select", "is_same_size", "isin", "kthvalue", "lift_fresh", "masked_scatter", "masked_select", "max",
-    "median", "min", "mode", "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
-    "nll_loss_backward", "nonzero", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "random",
-    "record_stream", "repeat", "repeat_interleave", "resize", "roll", "rsub", "scatter", "searchsorted",
-    "select_backward", "select_scatter", "set", "slice_backward", "slice_scatter", "sort", "split_with_sizes_copy",
-    "stack", "take", "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
+    "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy", "_unsafe_view", "all",
+    "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "as_strided_scatter", "bernoulli", "bucketize",
+    "cat", "constant_pad_nd", "copy", "detach", "diagonal_scatter", "elu_backward", "embedding", "empty_like", "equal",
+    "exponential", "fill", "flip", "full_like", "gather", "glu", "glu_backward", "hardshrink_backward",
+    "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward", "index", "index_fill", "index_put",
+    "index_select", "is_same_size", "isin", "kthvalue", "leaky_relu_backward", "lift_fresh", "log_sigmoid_backward",
+    "log_sigmoid_forward", "masked_scatter", "masked_select", "max", "median", "min", "mish_backward", "mode",
+    "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nll_loss_backward",
+    "nonzero", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "random", "record_stream", "repeat",
+    "repeat_interleave", "resize", "roll", "rsub", "scatter", "searchsorted", "select_backward", "select_scatter",
+    "set", "slice_backward", "slice_scatter", "softplus_backward", "softshrink_backward", "sort",
+    "split_with_sizes_copy", "stack", "take", "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
 ])
 # fmt: on
 # Of their operators those that reduce add over ranks, maybe in an order of the message's size; the others move data

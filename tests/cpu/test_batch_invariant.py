@@ -1,6 +1,9 @@
 """batch_invariant on tensors that are not its concern, and by its tables."""
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import _aten, batch_invariant
 
@@ -46,3 +49,42 @@ def test_products_of_one_k(monkeypatch):
     for dtype in (torch.float64, torch.complex64):
         assert torch.equal(_aten._mm(a.to(dtype), b.to(dtype)), a.to(dtype) * b.to(dtype))
         assert _aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype)) is NotImplemented
+
+
+class Refused(TorchDispatchMode):
+    """Notes the operators that would not run as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not _aten.adds_nothing_up(func, args, kwargs or {}):
+            self.names.add(str(func))
+        return func(*args, **kwargs or {})
+
+
+# fmt: off
+ACTIVATIONS = (
+    "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "logsigmoid", "sigmoid",
+    "tanh", "hardtanh", "hardsigmoid", "hardswish", "softshrink", "hardshrink", "tanhshrink", "softsign", "threshold",
+    "glu",
+)
+# fmt: on
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_run_as_they_are(name):
+    x = torch.randn(4, 8, requires_grad=True)
+    options = {"threshold": 0.1, "value": 0.0} if name == "threshold" else {}
+    with Refused() as refused:
+        y = getattr(F, name)(x, **options)
+        y.backward(torch.ones_like(y))
+    assert not refused.names
+
+
+def test_what_adds_up_is_refused():
+    x = torch.randn(4, 8)
+    with Refused() as refused:
+        x.sum(), x @ x.T, x.cumsum(0)
+    assert refused.names == {"aten.sum.default", "aten.mm.default", "aten.cumsum.default"}
