@@ -310,6 +310,27 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
         assert "cp.reduce" not in kernel and ".local" not in kernel
 
 
+HEAD = """
+import cutlass
+from cute_kernels.mhc.config import pre_config
+from cute_kernels.mhc.kernel.pre import pre_forward
+config = pre_config(4, 256, "streams", 4, "float32", "tf32")
+pre_forward.obtain("sm_90a", cutlass.Float32, None, None, None, True, False, config)
+"""
+
+
+def test_both_adding_warps_end_a_turn(tmp_path):
+    """With fewer than eight columns one of them sends nothing: the cluster's messages do not wait for it."""
+    compile_in(tmp_path, HEAD)
+    (kernel,) = kernels_in(tmp_path)
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", kernel))
+    counts = [constants.get(name) for name in re.findall(r"mbarrier\.init\S*\s+\[\S+\], (\S+);", kernel)]
+    stages = pre_config(4, 256, "streams", 4, "float32", "tf32").stages
+    assert counts.count("2") == stages
+    messages = set(re.findall(r"mbarrier\.arrive\.expect_tx\S* \S+, \[(\S+)\]", kernel))
+    assert len(messages & set(re.findall(r"mbarrier\.arrive\.shared\S* \S+, \[(\S+)\]", kernel))) == 1
+
+
 WITH_THE_REST = [("pre", "streams", "io"), ("pre", "channels", "io")]  # of what else reaches x
 WITH_THE_REST += [("hyper_connection", layout, order) for layout in LAYOUTS for order in ("io", "oi")]
 

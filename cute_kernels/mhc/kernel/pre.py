@@ -171,7 +171,7 @@ class PreForward:
                 cute.arch.mbarrier_init(self.full + stage, 1)
                 cute.arch.mbarrier_init(self.empty + stage, loader * WARP_SIZE)
                 cute.arch.mbarrier_init(self.heard + stage, 1)
-                cute.arch.mbarrier_init(self.known + stage, 1)
+                cute.arch.mbarrier_init(self.known + stage, SUM_WARPS)
                 cute.arch.mbarrier_init(self.phi_taken + stage, PRODUCT_WARPS * WARP_SIZE)
             for buffer in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
@@ -407,8 +407,12 @@ class PreForward:
             cute.arch.mbarrier_wait(self.summed + buffer, use)
             # The slot's messages of the ring's turn before have been read by those that made these gates of them
             cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
-            if mine == 0 and lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * BLOCK_TOKENS)
+            # Both arrive: of few columns one sends nothing, and this turn could end before it has seen that one's end
+            if lane == 0:
+                if mine == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * BLOCK_TOKENS)
+                else:
+                    cute.arch.mbarrier_arrive(self.known + slot)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(count):
                 column = i * 16 + group
