@@ -189,8 +189,8 @@ class PreConfig:
     """How clusters compute H and the layer input of bf16 streams (kernel/pre.py).
 
     ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
-    ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens are in flight; ``phi_terms``: bf16
-    numbers whose sum stands for an element of phi.
+    ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens are in flight, ``lead`` of them beyond
+    the last whose H is known where nothing is mixed; ``phi_terms``: bf16 numbers whose sum stands for an element of phi.
     """
 
     n: int
@@ -200,6 +200,7 @@ class PreConfig:
     cluster: int
     slice_c: int
     stages: int
+    lead: int
     phi_terms: int
 
     @property
@@ -267,19 +268,26 @@ def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, preci
 
     ``phi``: name of the dtype that holds phi times norm_weight. Clusters of 16 load more slowly: loads of x alone take
     77.5 us at 8192x4x4096 (H200), by the same 112 CTAs without clusters 71.5.
+
+    ``lead``: 112 KB of x that are on their way, 128 in clusters of more than four. More only fill the memory's queues
+    for the cluster's slowest. H200, projection, us with a block less and as it is: 16384x4x1280, clusters of 4, 3 blocks
+    of 40 KB 60.3, 50.9 (4 blocks 51.3); 2048x4x5120, of 16, 4 of 40 KB 31.3, 30.2; 8192x4x4096, of 16, 4 of 32 KB 83.2,
+    74.6 (5 blocks 76.6).
     """
     phi_terms = min(TERMS[phi], 2 if precision == "tf32" else 3)
     unit = max(64, 128 // n)  # whole boxes of each stream, an even number of them
     for cluster in (2, 4, 8, 16):
         slice_c = -(-channels // (cluster * unit)) * unit
-        config = PreConfig(n, channels, "streams" if n == 1 else layout, columns, cluster, slice_c, 0, phi_terms)
+        config = PreConfig(n, channels, "streams" if n == 1 else layout, columns, cluster, slice_c, 0, 0, phi_terms)
         fits = config.product_registers <= MAX_PRODUCT_REGISTERS and n * slice_c <= MAX_PRE_COLUMNS
         if fits and n * config.owned <= 32:  # a lane has one gate
             sums = 2 * 8 * 24 * 4 * (columns + 1)
             stage = BLOCK_TOKENS * (config.boxes * 128 + 4 * (columns + 1 + n))
             stages = min(MAX_STAGES, (SHARED_MEMORY - sums - 4096) // stage)
             phi_bytes = 8 * config.octets * (2 if phi == "bfloat16" else 4)  # a column, as it comes through the ring
-            return replace(config, stages=stages) if phi_bytes <= 2 * BLOCK_TOKENS * stages else None
+            in_flight = (112 if cluster <= 4 else 128) * 1024
+            lead = min(stages, -(-in_flight // (BLOCK_TOKENS * config.boxes * 128)))
+            return replace(config, stages=stages, lead=lead) if phi_bytes <= 2 * BLOCK_TOKENS * stages else None
     return None
 
 

@@ -9,9 +9,9 @@ A block comes to shared memory once and stays there until the cluster knows its 
     gmem x --TMA--> ring in smem --ldmatrix--> mma with phi: a warp's sums --smem--> a CTA's sums
     --st.async--> the CTA that owns the token: H, mean_square, pre --st.async--> all CTAs: smem x --> layer_input
 
-while the ring's other slots load, multiply and wait for the cluster's messages. A slot is free when they have come: the
-CTAs of a cluster wait for their slowest anyway, and who is ahead of it takes its share of the memory (H alone,
-4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2).
+while the ring's other slots load, multiply and wait for the cluster's messages. For H alone a CTA loads at most ``lead``
+blocks beyond the last whose H it knows: the CTAs of a cluster wait for their slowest anyway, and who is ahead of it
+takes its share of the memory (4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2, 8192x4x4096 79.2 -> 74.6).
 
 Within a CTA warp w has the steps w, w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs'
 as a tree: a token's bits depend on nothing but C, n, the order of the streams and the dtypes.
@@ -210,12 +210,14 @@ class PreForward:
         config = self.config
         policy, last_tokens = Int64(EVICT_NORMAL), const_expr(LAST_BYTES // (2 * config.k))
         slot, phase = Int32(0), Int32(0)
+        before, before_phase = Int32((config.stages - config.lead) % config.stages), Int32(1)
         for index in cutlass.range(rounds):
             if index >= min(self.last_steps) and index < config.stages:
                 cute.arch.mbarrier_wait(self.phi_taken + index, 0)
             cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
             if const_expr(not self.mixes):  # who mixes has waited for them
-                cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
+                cute.arch.mbarrier_wait(self.known + before, before_phase)
+                before, before_phase = advance(before, before_phase, config.stages)
             full = self.full + slot
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
