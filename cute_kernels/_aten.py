@@ -29,18 +29,20 @@ HALVES = (torch.bfloat16, torch.float16)
 # fmt: off
 EXACT = frozenset([
     "_efficientzerotensor", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_has_same_storage_numel",
-    "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy", "_unsafe_view", "all",
-    "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "as_strided_scatter", "bernoulli", "bucketize",
-    "cat", "constant_pad_nd", "copy", "detach", "diagonal_scatter", "elu_backward", "embedding", "empty_like", "equal",
+    "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_prelu_kernel", "_prelu_kernel_backward",
+    "_reshape_alias", "_to_copy", "_unsafe_view", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin",
+    "argsort", "as_strided_scatter", "bernoulli", "bucketize", "cat", "complex", "constant_pad_nd", "copy", "detach",
+    "diag_embed", "diagonal_backward", "diagonal_scatter", "elu_backward", "embedding", "empty_like", "equal",
     "exponential", "fill", "flip", "full_like", "gather", "glu", "glu_backward", "hardshrink_backward",
-    "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward", "index", "index_fill", "index_put",
-    "index_select", "is_same_size", "isin", "kthvalue", "leaky_relu_backward", "lift_fresh", "log_sigmoid_backward",
-    "log_sigmoid_forward", "masked_scatter", "masked_select", "max", "median", "min", "mish_backward", "mode",
-    "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nll_loss_backward",
-    "nonzero", "normal", "ones_like", "rand_like", "randint_like", "randn_like", "random", "record_stream", "repeat",
-    "repeat_interleave", "resize", "roll", "rsub", "scatter", "searchsorted", "select_backward", "select_scatter",
-    "set", "slice_backward", "slice_scatter", "softplus_backward", "softshrink_backward", "sort",
-    "split_with_sizes_copy", "stack", "take", "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
+    "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward", "index", "index_copy", "index_fill",
+    "index_put", "index_select", "is_same_size", "isin", "kthvalue", "leaky_relu_backward", "lift_fresh",
+    "log_sigmoid_backward", "log_sigmoid_forward", "masked_scatter", "masked_select", "max", "median", "min",
+    "mish_backward", "mode", "narrow_copy", "native_dropout", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_zeros", "nll_loss_backward", "nonzero", "normal", "ones_like", "pixel_shuffle", "pixel_unshuffle", "polar",
+    "rand_like", "randint_like", "randn_like", "random", "record_stream", "repeat", "repeat_interleave", "resize",
+    "roll", "rot90", "rsub", "scatter", "searchsorted", "select_backward", "select_scatter", "set", "slice_backward",
+    "slice_scatter", "softplus_backward", "softshrink_backward", "sort", "split_with_sizes_copy", "stack", "take",
+    "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
 ])
 # fmt: on
 # Of their operators those that reduce add over ranks, maybe in an order of the message's size; the others move data
@@ -83,7 +85,8 @@ def replacement_of(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
         return None
     if name.endswith("_"):
         return functools.partial(_in_place, functional)
-    return functools.partial(_into_out, functional) if func._overloadname == "out" else None
+    results = [argument.name for argument in func._schema.arguments if argument.is_out]
+    return functools.partial(_into_out, functional) if results == ["out"] else None
 
 
 def _in_place(functional: Callable[..., Tensor], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

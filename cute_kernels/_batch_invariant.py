@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -48,8 +49,8 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
 
     The innermost block decides; when it ends, by an exception, too, the one around it goes on. A block is of one thread
     and of the backward passes that it starts: one that starts later, recomputation of checkpoints with it, runs torch's
-    own kernels. Functions of ``torch.compile`` run eagerly inside (the backward of what was compiled and run before
-    does not). Each operator costs host time of Python's: capture a CUDA graph inside.
+    own kernels. Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of
+    what was compiled and run before does not). Each operator costs host time of Python's: capture a CUDA graph inside.
 
     The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
     attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of
@@ -61,16 +62,40 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
     uncovered: Counter[str] = Counter()
     outer = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, _Replacing)]
     replacing = outer[-1] if outer else _Replacing()
+    more = (mode != "off") - replacing.is_on()
+    _eager.count(more)
     replacing.levels.append((mode, uncovered))
     try:
-        with torch.compiler.set_stance("default" if mode == "off" else "force_eager"):
-            if outer:
+        if outer:
+            yield uncovered
+        else:
+            with replacing:
                 yield uncovered
-            else:
-                with replacing:
-                    yield uncovered
     finally:
         replacing.levels.pop()
+        _eager.count(-more)
+
+
+class _Eager:
+    """torch.compile's stance, of which a process has one: force_eager while any thread is in a block that replaces."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._stance = None  # ours; it knows the user's
+
+    def count(self, more: int) -> None:
+        """So many more threads are in such a block, or fewer."""
+        with self._lock:
+            self._threads += more
+            if self._threads and self._stance is None:
+                self._stance = torch.compiler.set_stance("force_eager")
+            elif not self._threads and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_eager = _Eager()
 
 
 class _Replacing(TorchDispatchMode):
@@ -79,6 +104,10 @@ class _Replacing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.levels: list[tuple[str, Counter[str]]] = []
+
+    def is_on(self) -> bool:
+        """Whether the innermost block replaces anything."""
+        return bool(self.levels) and self.levels[-1][0] != "off"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _PLAIN.issuperset(types):  # tensors that wrap others: what is inside comes by itself

@@ -209,7 +209,9 @@ class Compiled:
             key=lambda lines: (sum(line.startswith(("arguments", "arch:")) for line in lines), len(lines)),
             default=None,
         )
-        return ["nothing is stored of this builder"] if near is None else near
+        if near is None:
+            return ["nothing is stored of this builder"]
+        return near or ["stored, but its files are damaged"]
 
     # ------------------------------------------------------------------------------------------------- finding, loading
 
@@ -321,7 +323,7 @@ class Compiled:
         mode = settings().mode
         if mode == "off":
             why = "is not stored" if key.storable else f"is looked for nowhere ({_CHANGED})"
-            command = f"python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
+            command = f"JIT_CACHE_MODE=on python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
             advice = "Start the process anew"
             if key.storable:
                 advice = f"Compile it before: {command} (if it is among what that compiles), or this call in mode `on`"

@@ -143,7 +143,7 @@ def call_and_differentiate(norm: Callable, case: Case, inputs: Inputs) -> dict[s
 def gradients(outputs: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
     """Gradients of those inputs that require grad, by autograd."""
     roots, incoming = [outputs["y"]], [inputs.dy]
-    if inputs.dh is not None:
+    if inputs.dh is not None and outputs["h"].requires_grad:  # not where weight or bias alone are trained
         roots.append(outputs["h"])
         incoming.append(inputs.dh)
     named = {"dx": inputs.x, "dresidual": inputs.residual, "dw": inputs.weight, "db": inputs.bias}

@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
             dx = _product(dz, weight.to(wide)).to(weight.dtype)
         tokens, valid = _as_rows(dz), True
         if num_valid_tokens is not None:
-            valid = torch.arange(len(tokens), device=dy.device)[:, None] < num_valid_tokens
+            valid = torch.arange(len(tokens), device=dy.device)[:, None] < num_valid_tokens.view(1)
             tokens = torch.where(valid, tokens, 0.0)
         if needs_gradient(ctx.needs_input_grad[1], weight, ctx.main_grads[0]):
             rows = _as_rows(x.to(wide))

@@ -189,8 +189,9 @@ class PreConfig:
     """How clusters compute H and the layer input of bf16 streams (kernel/pre.py).
 
     ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
-    ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens are in flight, ``lead`` of them beyond
-    the last whose H is known where nothing is mixed; ``phi_terms``: bf16 numbers whose sum stands for an element of phi.
+    ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens have a place, where nothing is mixed
+    ``lead`` at most are loaded beyond the last whose H is known; ``phi_terms``: bf16 numbers whose sum stands for an
+    element of phi.
     """
 
     n: int
@@ -269,10 +270,9 @@ def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, preci
     ``phi``: name of the dtype that holds phi times norm_weight. Clusters of 16 load more slowly: loads of x alone take
     77.5 us at 8192x4x4096 (H200), by the same 112 CTAs without clusters 71.5.
 
-    ``lead``: 112 KB of x that are on their way, 128 in clusters of more than four. More only fill the memory's queues
-    for the cluster's slowest. H200, projection, us with a block less and as it is: 16384x4x1280, clusters of 4, 3 blocks
-    of 40 KB 60.3, 50.9 (4 blocks 51.3); 2048x4x5120, of 16, 4 of 40 KB 31.3, 30.2; 8192x4x4096, of 16, 4 of 32 KB 83.2,
-    74.6 (5 blocks 76.6).
+    ``lead``: 112 KB of x on their way, 128 in clusters of more than four: more keep the cluster's slowest waiting for
+    the memory. H200, projection, us: 16384x4x1280, in clusters of 4, with 2, 3, 4 blocks of 40 KB 60.3, 50.9, 51.3;
+    2048x4x5120, of 16, with 3, 4 of 40 KB 31.3, 30.2; 8192x4x4096, of 16, with 3, 4, 5 of 32 KB 83.2, 74.6, 76.6.
     """
     phi_terms = min(TERMS[phi], 2 if precision == "tf32" else 3)
     unit = max(64, 128 // n)  # whole boxes of each stream, an even number of them

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from cute_kernels._check import expect, expect_tensor
 
-NOT_FROM_ZEROS = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop)  # what their state begins as
+# Their state begins as something else, or the host computes their rate from it
+REFUSED = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 class CapturedStep:
@@ -29,7 +30,8 @@ class CapturedStep:
         optimizer: with ``capturable=True`` where it has that option. What is to change from step to step, its learning
             rate say, must be a tensor on the GPU, and be changed in place: the rest stays as it was captured, and a
             call raises ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without
-            dampening): NAdam, ASGD, Rprop and SGD with dampening are refused.
+            dampening), and no count of steps on the host may tell its rate: NAdam, ASGD, Rprop, Adafactor, SGD with
+            dampening and Adagrad with lr_decay are refused.
         warmup: runs before the capture, from 1.
 
     Raises:
@@ -59,8 +61,10 @@ class CapturedStep:
         for group in optimizer.param_groups:
             good = group.get("capturable", True)
             expect(good, name, "optimizer", "be made with capturable=True", f"{kind} without")
-            good = not isinstance(optimizer, NOT_FROM_ZEROS) and not (group.get("momentum") and group.get("dampening"))
+            good = not isinstance(optimizer, REFUSED) and not (group.get("momentum") and group.get("dampening"))
             expect(good, name, "optimizer", "have a state that begins as zeros, and no dampening", kind)
+            decays = f"lr_decay of {group.get('lr_decay')}, which the host computes"
+            expect(not group.get("lr_decay"), name, "optimizer", "have no lr_decay", decays)
         good = type(warmup) is int and warmup >= 1
         expect(good, name, "warmup", "be an int from 1", repr(warmup))
         device = inputs[0].device

@@ -250,7 +250,12 @@ class _Output(Linear):
         if targets is None:
             return super().forward(x)
         if x.shape[-1] % 8:  # rows that linear_log_prob's kernels cannot read
-            return F.cross_entropy(super().forward(x).flatten(0, 1), targets.flatten())
+            logits = super().forward(x).flatten(0, 1)
+            targets = targets.flatten()
+            known = (targets >= 0) & (targets < logits.shape[1])
+            loss = F.cross_entropy(logits, targets.where(known, IGNORED), ignore_index=IGNORED, reduction="sum")
+            counts = targets != IGNORED
+            return loss / counts.sum() + torch.where((known | ~counts).all(), 0.0, math.nan)
         log_prob, _ = linear_log_prob(x, self._weight_for(x), targets, backend=self.backend)
         return -log_prob.sum() / (targets != IGNORED).sum()
 

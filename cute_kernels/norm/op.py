@@ -201,6 +201,8 @@ class _NormFunction(torch.autograd.Function):
         ctx.options = options
         ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
         ctx.set_materialize_grads(False)
+        if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
+            ctx.mark_non_differentiable(h)
         return y if residual is None else (y, h)
 
     @staticmethod

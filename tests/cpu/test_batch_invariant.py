@@ -1,5 +1,7 @@
 """batch_invariant on tensors that are not its concern, and by its tables."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,7 +70,7 @@ class Refused(TorchDispatchMode):
 ACTIVATIONS = (
     "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "logsigmoid", "sigmoid",
     "tanh", "hardtanh", "hardsigmoid", "hardswish", "softshrink", "hardshrink", "tanhshrink", "softsign", "threshold",
-    "glu",
+    "glu", "prelu",
 )
 # fmt: on
 
@@ -77,8 +79,27 @@ ACTIVATIONS = (
 def test_activations_run_as_they_are(name):
     x = torch.randn(4, 8, requires_grad=True)
     options = {"threshold": 0.1, "value": 0.0} if name == "threshold" else {}
+    options |= {"weight": torch.full((1,), 0.2)} if name == "prelu" else {}
     with Refused() as refused:
         y = getattr(F, name)(x, **options)
+        y.backward(torch.ones_like(y))
+    assert not refused.names
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.complex(x, x).real + torch.polar(x.abs(), x).imag,
+        lambda x: x.index_copy(0, torch.tensor([1, 0]), x[:2]),
+        lambda x: torch.narrow_copy(x, 0, 1, 2) + torch.rot90(x, 2)[1:3],
+        lambda x: F.pixel_unshuffle(F.pixel_shuffle(x.view(1, 4, 2, 4), 2), 2),
+        lambda x: torch.diag_embed(x).diagonal(dim1=1, dim2=2),
+    ],
+)
+def test_what_moves_data_runs_as_it_is(call):
+    x = torch.randn(4, 8, requires_grad=True)
+    with Refused() as refused:
+        y = call(x)
         y.backward(torch.ones_like(y))
     assert not refused.names
 
@@ -88,3 +109,49 @@ def test_what_adds_up_is_refused():
     with Refused() as refused:
         x.sum(), x @ x.T, x.cumsum(0)
     assert refused.names == {"aten.sum.default", "aten.mm.default", "aten.cumsum.default"}
+
+
+def test_operators_with_several_results_are_not_written_to_out():
+    """As native_layer_norm.out, of out0, out1 and out2."""
+    assert _aten.replacement_of(torch.ops.aten.mm.out) and _aten.replacement_of(torch.ops.aten.mean.out)
+    assert _aten.replacement_of(torch.ops.aten.native_layer_norm.out) is None
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def test_blocks_of_two_threads():
+    """torch.compile's stance is one of the process: the last block to end gives the user's back."""
+    inside, ended = threading.Event(), threading.Event()
+
+    def other():
+        with batch_invariant():
+            inside.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=other)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with batch_invariant():
+            thread.start()
+            assert inside.wait(60)
+        assert stance() == "force_eager"
+        ended.set()
+        thread.join()
+        assert stance() == "eager_on_recompile"
+
+
+def test_a_block_that_is_off_leaves_the_stance():
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with batch_invariant("off"):
+            assert stance() == "eager_on_recompile"
+            with batch_invariant("warn"):
+                assert stance() == "force_eager"
+                with batch_invariant("off"):
+                    assert stance() == "eager_on_recompile"
+                assert stance() == "force_eager"
+            assert stance() == "eager_on_recompile"
+        with pytest.raises(KeyError), batch_invariant():
+            raise KeyError
+        assert stance() == "eager_on_recompile"
+    assert stance() == "default"

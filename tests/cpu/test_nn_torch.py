@@ -118,6 +118,9 @@ def test_a_captured_step_is_of_gpus():
         CapturedStep(model, tokens, model, optimizer)
     with stand_in(), pytest.raises(ValueError, match="optimizer must be made with capturable=True, got AdamW without"):
         CapturedStep(model, (tokens,), model, torch.optim.AdamW(model.parameters()))
+    decaying = torch.optim.Adagrad(model.parameters(), lr_decay=0.1)
+    with stand_in(), pytest.raises(ValueError, match="optimizer must have no lr_decay, got lr_decay of 0.1"):
+        CapturedStep(model, (tokens,), model, decaying)
     with stand_in(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
         CapturedStep(model, (tokens,), model, None)
     with pytest.raises(TypeError, match="CapturedStep: step must be callable, got NoneType"):
@@ -132,6 +135,7 @@ def test_a_captured_step_is_of_gpus():
         ("NAdam", {"capturable": True}),
         ("ASGD", {"capturable": True}),
         ("Rprop", {"capturable": True}),
+        ("Adafactor", {}),
         ("SGD", {"momentum": 0.9, "dampening": 0.5}),
     ],
 )

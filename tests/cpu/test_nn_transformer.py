@@ -134,9 +134,10 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(streams, hidden, path):
     assert max(errors.values()) < 0.05, errors
 
 
-def test_a_loss_of_no_target(path):
+@pytest.mark.parametrize("hidden", [32, 28], ids=["log_prob", "logits"])
+def test_a_loss_of_no_target(hidden, path):
     """NaN, as torch's, and no gradient; the same where a target is no token."""
-    config = make_config(layers=1)
+    config = make_config(hidden=hidden, heads=2, layers=1)
     tokens, targets = make_tokens(config)
     found = gradients(make_model(config), tokens, torch.full_like(targets, -100))
     assert found.pop("loss").isnan() and not any(g.any() for g in found.values())

@@ -352,7 +352,7 @@ def test_mode_off_loads_but_never_compiles(monkeypatch):
     with pytest.raises(MissingKernelError) as info:
         fresh()("sm_90a")
     assert "tests.jit_cache.kernels.add('sm_90a', Float32" in str(info.value)
-    assert "python -m jit_cache prewarm tests --arch sm_90a" in str(info.value)
+    assert "JIT_CACHE_MODE=on python -m jit_cache prewarm tests --arch sm_90a" in str(info.value)
     monkeypatch.setenv("JIT_CACHE_MODE", "on")
     fresh().obtain("sm_90a")
     monkeypatch.setenv("JIT_CACHE_MODE", "off")
@@ -387,6 +387,9 @@ def test_explain_names_what_differs(stored, monkeypatch):
     assert line == "arguments.config.fields.threads: wanted 32, stored 64"
     other = Compiled(kernels.broken.build)
     assert other.explain("sm_90a", 1) == ["nothing is stored of this builder"]
+    store, key = stored
+    store.path(key.name, ".o").write_bytes(b"x")
+    assert fresh().explain("sm_90a") == ["stored, but its files are damaged"]
     builder = fresh()
     builder._imported_at = 0.0
     monkeypatch.setattr(jc, "PROCESS_START", 0.0)

@@ -222,8 +222,11 @@ def test_memory_that_control_groups_leave(tmp_path, files, expected):
     assert available_memory(tmp_path) == expected
 
 
-def test_default_workers():
-    assert default_workers() >= 1
+@pytest.mark.parametrize(("gigabytes", "expected"), [(0.5, 1), (3.5, 3), (100, 8)])
+def test_default_workers(gigabytes, expected, monkeypatch):
+    monkeypatch.setattr(sys.modules[available_memory.__module__], "available_memory", lambda: int(gigabytes * GB))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    assert default_workers() == expected
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -9,9 +9,9 @@ A block comes to shared memory once and stays there until the cluster knows its 
     gmem x --TMA--> ring in smem --ldmatrix--> mma with phi: a warp's sums --smem--> a CTA's sums
     --st.async--> the CTA that owns the token: H, mean_square, pre --st.async--> all CTAs: smem x --> layer_input
 
-while the ring's other slots load, multiply and wait for the cluster's messages. For H alone a CTA loads at most ``lead``
-blocks beyond the last whose H it knows: the CTAs of a cluster wait for their slowest anyway, and who is ahead of it
-takes its share of the memory (4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2, 8192x4x4096 79.2 -> 74.6).
+while the ring's other slots load, multiply and wait for the cluster's messages. For H alone a CTA loads at most
+``lead`` blocks beyond the last whose H it knows: the CTAs of a cluster wait for their slowest anyway, and who is ahead
+of it takes its share of the memory (4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2, 8192x4x4096 79.2 -> 74.6).
 
 Within a CTA warp w has the steps w, w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs'
 as a tree: a token's bits depend on nothing but C, n, the order of the streams and the dtypes.

@@ -90,6 +90,17 @@ def test_only_the_parameters_are_trained(case, norm, generator):
     check(found, oracle(case, inputs))
 
 
+@pytest.mark.parametrize("trained", ["x", "residual", None], ids=str)
+def test_the_stream_has_a_gradient_where_its_terms_do(trained, norm, generator):
+    inputs = make_inputs(WITH_RESIDUAL, generator, 3 * 1024)
+    for name in ("x", "residual"):
+        getattr(inputs, name).requires_grad_(name == trained)
+    y, h = norm("rms", inputs.x, inputs.weight, residual=inputs.residual, return_residual=True)
+    assert y.requires_grad and h.requires_grad is (trained is not None)
+    y.backward(inputs.dy)
+    assert inputs.weight.grad.any()
+
+
 def test_nothing_is_trained(norm, generator):
     inputs = make_inputs(CASES[0], generator, 3 * 1024)
     trained = norm("rms", inputs.x, inputs.weight, **CASES[0].options)
