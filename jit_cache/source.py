@@ -97,16 +97,21 @@ def _beside(path: Path, script: Path) -> bool:
 def _process_start() -> float:
     """When this process began, in seconds since the epoch; 0 where the kernel does not say.
 
+    A forked process runs what its parents have read, and began when the first of them did. They have its command line.
     The kernel rounds down, to 10 ms. This rounds up, so that what was saved just before is older; Python takes as long
     until it reads a script.
     """
+    process, began, command = "self", 0.0, None
     try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
+        while True:
+            line = Path(f"/proc/{process}/cmdline").read_bytes()
+            if command not in (None, line):
+                return began
+            _, parent, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - (int(fields[17]) + 1) / os.sysconf("SC_CLK_TCK")
+            process, began, command = parent, time.time() - age, line
+    except (OSError, ValueError, IndexError):  # no such process, above the first of a container, or no /proc
+        return began
 
 
 PROCESS_START = _process_start()  # now: a forked child, which runs what its parent has read, must inherit it

@@ -201,6 +201,24 @@ def test_a_helper_that_changed_between_its_import_and_the_builders_has_no_hash(t
     assert time.time() - 3600 * 24 < source.PROCESS_START <= time.time()
 
 
+def test_a_forked_process_began_with_its_first_parent():
+    """It runs what that has read, also where it imports this package itself; one that was started anew does not."""
+    program = """
+import multiprocessing, os, subprocess, sys, time
+began = time.time()
+time.sleep(0.5)
+for _ in range(2):
+    if child := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+from jit_cache.source import PROCESS_START
+assert abs(PROCESS_START - began) < 0.4, (PROCESS_START, began)
+anew = "from jit_cache.source import PROCESS_START; print(PROCESS_START)"
+printed = subprocess.run([sys.executable, "-c", anew], capture_output=True, text=True, check=True).stdout
+assert float(printed) > began + 0.4, (printed, began)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment({}), timeout=60)
+
+
 def test_a_file_replaced_by_one_with_an_older_time_has_no_hash(tree, tmp_path):
     """As rsync -t, cp -p, tar and installers do."""
     kernel, new = module("fam.norm.kernel", tmp_path), tmp_path / "new.py"
