@@ -248,8 +248,9 @@ def _nll_loss(
         return NotImplemented
     if weight is not None and (weight.dtype != log_prob.dtype or weight.shape != log_prob.shape[-1:]):
         return NotImplemented
-    ignored = target == ignore_index
-    index = target.long().masked_fill(ignored, 0)
+    index = target.long()
+    ignored = index == ignore_index  # no byte is -100, which would be 156 of a byte's dtype
+    index = index.masked_fill(ignored, 0)
     weights = torch.ones_like(target, dtype=torch.float32) if weight is None else weight[index].float()
     picked = log_prob.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     weights, loss = weights.masked_fill(ignored, 0), (-picked.float() * weights).masked_fill(ignored, 0)

@@ -50,7 +50,8 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
     The innermost block decides; when it ends, by an exception, too, the one around it goes on. A block is of one thread
     and of the backward passes that it starts: one that starts later, recomputation of checkpoints with it, runs torch's
     own kernels. Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of
-    what was compiled and run before does not). Each operator costs host time of Python's: capture a CUDA graph inside.
+    what was compiled and run before does not); torch refuses a block inside of one. Each operator costs host time of
+    Python's: capture a CUDA graph inside.
 
     The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
     attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of
@@ -87,12 +88,13 @@ class _Eager:
     def count(self, more: int) -> None:
         """So many more threads are in such a block, or fewer."""
         with self._lock:
-            self._threads += more
-            if self._threads and self._stance is None:
-                self._stance = torch.compiler.set_stance("force_eager")
-            elif not self._threads and self._stance is not None:
+            threads = self._threads + more
+            if threads and self._stance is None:
+                self._stance = torch.compiler.set_stance("force_eager")  # raises inside of a compiled function
+            elif not threads and self._stance is not None:
                 self._stance.__exit__(None, None, None)
                 self._stance = None
+            self._threads = threads
 
 
 _eager = _Eager()
@@ -114,7 +116,7 @@ class _Replacing(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         mode, uncovered = self.levels[-1]
-        if mode == "off" or not _is_concerned((*args, *kwargs.values())):
+        if mode == "off" or not _is_concerned(args, kwargs):
             return func(*args, **kwargs)
         replacement = _aten.replacement_of(func)
         if replacement is not None:
@@ -140,9 +142,12 @@ class _Replacing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _is_concerned(values: Iterable[Any]) -> bool:
-    """Whether a floating-point CUDA tensor is among the values."""
-    return any(t.is_cuda and (t.is_floating_point() or t.is_complex()) for t in _tensors(values))
+def _is_concerned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether floating-point numbers of CUDA tensors are computed with; integers may become such, by ``dtype``."""
+    dtype = kwargs.get("dtype")
+    converts = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    given = _tensors((*args, *kwargs.values()))
+    return any(t.is_cuda and (converts or t.is_floating_point() or t.is_complex()) for t in given)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -202,7 +202,9 @@ def _check_arguments(function, sample, gradients, transforms, sizes, seed) -> tu
     expect(isinstance(gradients, bool), op, "gradients", "be a bool", type(gradients).__name__, TypeError)
     expect(isinstance(transforms, (tuple, list)), op, "transforms", "be a tuple", type(transforms).__name__, TypeError)
     for name in transforms:
-        expect(name in TRANSFORMS, op, "transforms", f"be of {', '.join(TRANSFORMS)}", repr(name))
+        expect(
+            isinstance(name, str) and name in TRANSFORMS, op, "transforms", f"be of {', '.join(TRANSFORMS)}", repr(name)
+        )
     expect(isinstance(sizes, (tuple, list, type(None))), op, "sizes", "be a tuple", type(sizes).__name__, TypeError)
     for size in (1,) if sizes is None else sizes or (0,):
         expect(type(size) is int and 0 < size < rows, op, "sizes", f"be integers from 1 to {rows - 1}", sizes)

@@ -105,6 +105,8 @@ class Compiled:
     __qualname__: str
 
     def __init__(self, build: Callable[..., Program]) -> None:
+        if not isinstance(build, types.FunctionType):
+            raise TypeError(f"compiled: a builder must be a function, got {type(build).__name__}")
         functools.update_wrapper(self, build)
         self.build = build
         self._signature = inspect.signature(build)
@@ -114,7 +116,8 @@ class Compiled:
         if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
             raise TypeError(f"{build.__qualname__}: every parameter of a compiled builder must be positional and named")
         for name in _captured(build):
-            raise TypeError(f"{build.__qualname__}: `{name}`, of an enclosing function, is no key: make it an argument")
+            what = f"{build.__qualname__}: `{name}`, of an enclosing function, is no key"
+            raise TypeError(f"{what}: make it an argument or a name of the module")
         if not re.fullmatch(r"\w+", build.__name__):
             raise ValueError(f"{build.__qualname__}: a compiled builder must have a name: use def")
         self._line = inspect.unwrap(build).__code__.co_firstlineno
@@ -348,25 +351,23 @@ def compiled(build: Callable[..., Program]) -> Compiled:
 
     Raises:
         TypeError: the first parameter is not `arch`, or one is *args, **kwargs, positional-only or keyword-only; or the
-            builder takes a value from an enclosing function, which would be in no key.
+            builder is no function (a method, a partial) or takes anything but a module from an enclosing function,
+            which would be in no key.
         ValueError: the builder is a lambda, which has no name.
     """
     return Compiled(build)
 
 
 def _captured(build: Callable[..., Program]) -> Iterator[str]:
-    """The variables of enclosing functions that a builder uses, but for modules, and functions and classes made there:
-    one from elsewhere may be another each time.
+    """The variables of enclosing functions that a builder uses, but for modules: they may be another each time. So may
+    functions and classes made there, by what they capture in turn.
     """
-    cells = getattr(build, "__closure__", None) or ()
-    place = build.__qualname__.rpartition(".")[0]
-    for name, cell in zip(build.__code__.co_freevars if cells else (), cells, strict=True):
+    cells = build.__closure__ or ()
+    for name, cell in zip(build.__code__.co_freevars, cells, strict=True):
         try:
-            value = cell.cell_contents
+            if not isinstance(cell.cell_contents, types.ModuleType):
+                yield name
         except ValueError:  # not set yet
-            value = None
-        made_there = isinstance(value, (types.FunctionType, type)) and value.__qualname__.startswith(f"{place}.")
-        if not isinstance(value, types.ModuleType) and not made_there:
             yield name
 
 

@@ -80,7 +80,8 @@ def encode(value: Any) -> Any:
     """Returns the JSON form of a builder argument. Type (1, True, 1.0) and sign (0.0, -0.0) count; all NaNs are one.
 
     Raises:
-        Unsupported: for anything but None, bool, int, float, str, enum, tuple, frozen dataclass and cutlass dtypes.
+        Unsupported: for anything but None, bool, int, float, str, enum, tuple, frozen dataclass and cutlass dtypes; for
+            an enum or dataclass made in a function.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -90,20 +91,27 @@ def encode(value: Any) -> Any:
     if kind is tuple:
         return [encode(item) for item in value]
     if isinstance(value, enum.Enum):
-        return {"enum": f"{kind.__module__}.{kind.__qualname__}", "member": value.name, "value": _enum_value(value)}
+        return {"enum": _class_name(kind), "member": value.name, "value": _enum_value(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if not kind.__dataclass_params__.frozen:
             raise Unsupported(f"a frozen dataclass, got {kind.__qualname__}, which is not frozen")
         if _init_only(kind):
             raise Unsupported(f"a dataclass whose fields say all, got {kind.__qualname__}, which has an InitVar")
         fields = {name: encode(getattr(value, name)) for name in _field_names(value)}
-        return {"dataclass": f"{kind.__module__}.{kind.__qualname__}", "fields": fields}
+        return {"dataclass": _class_name(kind), "fields": fields}
     if _is_dtype(value):
         return {"dtype": value.__name__}
     raise Unsupported(
         "None, bool, int, float, str, an enum, a tuple, a frozen dataclass or a cutlass dtype, "
         f"got {kind.__name__} {value!r:.80}"
     )
+
+
+def _class_name(kind: type) -> str:
+    """The place of a class. One made in a function may capture its variables: two of them would be one class."""
+    if "<locals>" in kind.__qualname__:
+        raise Unsupported(f"of a class that is not made in a function, got {kind.__qualname__}")
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _enum_value(member: enum.Enum) -> Any:

@@ -47,10 +47,10 @@ def linear_log_prob(
         TypeError, ValueError: naming argument, expected and got.
         UnsupportedDeviceError: a GPU without kernels.
 
-    The x of ignored tokens must be finite for dweight to be. Logits below -1e20 count as none. In fp16 scale the loss:
-    gradients of logits underflow, or overflow at small temperatures. The temperature divides a logit's difference to
-    the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is never
-    above 0, an entropy never below.
+    The x of ignored tokens must be finite for dweight to be. Finite logits below -1e20 count as none. In fp16 scale the
+    loss: gradients of logits underflow, or overflow at small temperatures. The temperature divides a logit's difference
+    to the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is
+    never above 0, an entropy never below.
 
     Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
     fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its

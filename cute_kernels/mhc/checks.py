@@ -167,6 +167,7 @@ def check_dropout(op: str, dropout_p: float, seed: Tensor | int | None, device: 
     if not good:  # torch.compile traces no text of a number that is another at another call
         expect(False, op, "dropout_p", "be a float in [0, 1)", repr(dropout_p))
     if isinstance(seed, Tensor):
+        expect_tensor(op, "seed", seed)
         expect_dtype(op, "seed", seed.dtype, (torch.int64,))
         expect(seed.numel() == 1, op, "seed", "have one element", f"shape {tuple(seed.shape)}")
         expect(seed.device == device, op, "seed", f"be on {device}", seed.device)

@@ -22,7 +22,7 @@ from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.nn.recompute import RecomputeManager, expect_memory
+from cute_kernels.nn.recompute import RecomputeManager, expect_manager, expect_memory
 
 OP = "HyperConnection"
 PRECISION = "tf32"
@@ -129,14 +129,16 @@ def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
 class Mix(NamedTuple):
     """What ``HyperConnection.forward`` hands to ``combine``.
 
-    post (..., n) and res (..., n, n) are fp32. The rest is for ``combine`` alone: ``residual``, what forward got, and,
-    where that is an alias by which the gradient comes back to forward, to be multiplied by its res there, that res.
+    post (..., n) and res (..., n, n) are fp32. The rest is for ``combine`` alone: ``residual``, what forward got; where
+    that is an alias by which the gradient comes back to forward, to be multiplied by its res there, that res; and in
+    which orientation.
     """
 
     post: Tensor
     res: Tensor
     residual: Tensor
     own_res: Tensor | None
+    res_orientation: str
 
 
 class FloatModule(nn.Module):
@@ -207,17 +209,18 @@ class HyperConnection(FloatModule):
         references discard them, too.
         """
         expect_whole(OP, self.phi, self.alpha, self.beta)
+        expect_manager(OP, recompute)
         v, parameters = self.variant, (self.phi, self.alpha, self.beta, None)
         if takes_reference(OP, x, self.backend):
             function, arguments = functools.partial(_reference_pre, v), (x, *parameters[:3])
             results = function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)
             layer_input, post, res = results
-            return layer_input, Mix(post, res, x, None)
+            return layer_input, Mix(post, res, x, None, v.res_orientation)
         checked(check_pre, x, *parameters, v.layout, PRECISION, op=OP)
         options = OP, variant_fields(v), v.layout, PRECISION, v.res_orientation
         if not differentiates(x, *parameters):
             (layer_input, post, res), _ = run(x, *parameters, options, False)
-            return layer_input, Mix(post, res, x, None)
+            return layer_input, Mix(post, res, x, None, v.res_orientation)
         layer_input, post, res, residual = apply(Composite, x, *parameters, options)
         if recompute is not None:
             n, channels = sizes(x, v.layout)
@@ -231,7 +234,7 @@ class HyperConnection(FloatModule):
                     launch.aggregate_forward(x_rows, pre, out.view(-1, channels), v.layout, 1.0)
 
                 recompute.discard((layer_input,), aggregate)
-        return layer_input, Mix(post, res, residual, res)
+        return layer_input, Mix(post, res, residual, res, v.res_orientation)
 
     def combine(
         self,
@@ -251,7 +254,8 @@ class HyperConnection(FloatModule):
             expect_tensor(OP, "x", x)
             expect(False, OP, "mix", "be the one that forward returned", type(mix).__name__, TypeError)
         v = self.variant
-        post, res, residual, own_res = mix
+        post, res, residual, own_res, orientation = mix
+        expect(orientation == v.res_orientation, OP, "mix", f"have res_orientation {v.res_orientation!r}", orientation)
         if is_plain(x, residual):
             good = x.data_ptr() == residual.data_ptr() and x.shape == residual.shape and x.stride() == residual.stride()
             expect(good, OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
@@ -259,6 +263,7 @@ class HyperConnection(FloatModule):
                 good = res.data_ptr() == own_res.data_ptr() and residual.requires_grad
                 expect(good, OP, "mix", "have the res and residual that forward returned", "others, or a detached one")
         check_dropout(OP, dropout_p, None, x.device)
+        expect_manager(OP, recompute)
         if takes_reference(OP, x, self.backend):
             function = functools.partial(_reference_combine, v, dropout_p)
             arguments = f, post, residual, res, bias

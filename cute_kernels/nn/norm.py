@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cute_kernels._check import expect
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.nn.recompute import RecomputeManager, expect_memory
+from cute_kernels.nn.recompute import RecomputeManager, expect_manager, expect_memory
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.norm.launch import plan_forward
 
@@ -120,6 +120,7 @@ class RMSNorm(_Norm):
 
     def recomputed(self, x: Tensor, recompute: RecomputeManager) -> Tensor:
         """y, discarded at the end of the manager's block and made again from x; kept where the module has hooks."""
+        expect_manager("RMSNorm", recompute)
         if self._forward_pre_hooks or self._forward_hooks or self._backward_pre_hooks or self._backward_hooks:
             return self(x)  # which calls them; what they make of y is not made again
         options = {"eps": self.eps, "weight_offset": self.weight_offset, "save": self.save, "out_dtype": self.out_dtype}

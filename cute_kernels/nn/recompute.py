@@ -151,6 +151,12 @@ class RecomputeManager:
             raise RuntimeError(f"RecomputeManager: {method} after end_block; a new block takes a new manager")
 
 
+def expect_manager(op: str, recompute: object) -> None:
+    """Raise TypeError unless ``recompute`` is a manager or None."""
+    good = recompute is None or isinstance(recompute, RecomputeManager)
+    expect(good, op, "recompute", "be a RecomputeManager or None", type(recompute).__name__, TypeError)
+
+
 def expect_no_checkpoint(what: str) -> None:
     """Raise RuntimeError inside of a checkpoint, whose replay would read what is not there (any more, or yet)."""
     hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)

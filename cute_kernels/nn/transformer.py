@@ -19,7 +19,7 @@ from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionCon
 from cute_kernels.nn.linear import Linear
 from cute_kernels.nn.norm import RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
-from cute_kernels.nn.recompute import RecomputeManager
+from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 
 BACKENDS = (None, "reference")
 IGNORED = -100  # a target that does not count, as in torch's cross_entropy
@@ -150,6 +150,10 @@ class TransformerLayer(nn.Module):
             recompute: of the block that the layer is in; with hyper-connections alone, as ``offload``.
             offload: where residuals are kept, if not on the GPU; not with ``recompute``, which keeps none in a layer.
         """
+        expect_manager("TransformerLayer", recompute)
+        good = offload is None or isinstance(offload, ResidualOffload)
+        got = type(offload).__name__
+        expect(good, "TransformerLayer", "offload", "be a ResidualOffload or None", got, TypeError)
         both = recompute is not None and offload is not None
         expect(not both, "TransformerLayer", "offload", "be None with recompute, which keeps no residual", "both")
         if torch.compiler.is_compiling() and (recompute is not None or offload is not None):

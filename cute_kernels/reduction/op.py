@@ -68,8 +68,10 @@ def _softmax(op: str, x: Tensor, out_dtype: torch.dtype | None, backend: str | N
 
 
 def _softmax_forward(x: Tensor, op: str, out_dtype: torch.dtype | None, eager: bool) -> Tensor:
-    dtype = out_dtype or x.dtype
+    dtype = x.dtype if out_dtype is None else out_dtype
     if eager:  # checked where no call of this signature has been
+        if not x.numel():  # of which there is none
+            check_softmax(op, x, out_dtype)
         y = allocator(x)(tuple(x.shape), contiguous_strides(x.shape), dtype)
     else:
         check_softmax(op, x, out_dtype)
@@ -184,7 +186,7 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
         else:
             runs.append([d])
     if not runs:
-        return (x.float() * scale).to(dtype)
+        return (x.float() * scale).to(dtype)  # never x itself
     shape = list(x.shape)
     for i, run in enumerate(reversed(runs)):
         first, behind = run[0], run[-1] + 1

@@ -38,7 +38,7 @@ def sum(
 ) -> Tensor:
     """Sum over dimensions; see ``cute_kernels.reduction.sum``."""
     dims = check_sum("sum", x, dim, keepdim, out_dtype)
-    total = x.to(compute_dtype).sum(dims, keepdim=keepdim) if dims else x.to(compute_dtype)
+    total = x.to(compute_dtype).sum(dims, keepdim=keepdim) if dims else x.to(compute_dtype, copy=True)
     return total.to(out_dtype or x.dtype)
 
 

@@ -45,14 +45,14 @@ def read(path: Path) -> list[Line]:
     if not path.is_file():
         return []
     found = []
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
-        if line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
             try:
                 found.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # no JSON, or no UTF-8
                 raise ValueError(f"{path}, line {number}: {error}") from None
             if not isinstance(found[-1], dict) or type(found[-1].get("step")) is not int:
-                raise ValueError(f"{path}, line {number}: no object with a step, got {line.rstrip()}")
+                raise ValueError(f"{path}, line {number}: no object with a step, got {line.decode().rstrip()}")
     return found
 
 

@@ -141,6 +141,23 @@ def test_blocks_of_two_threads():
         assert stance() == "eager_on_recompile"
 
 
+def test_a_block_inside_of_a_compiled_function_changes_nothing():
+    """torch refuses the change of its stance there; blocks that follow are as ever."""
+
+    @torch.compile(backend="eager")
+    def function(x):
+        with batch_invariant():
+            return x + 1
+
+    for _ in range(2):
+        with pytest.raises(Exception, match="stance"):
+            function(torch.ones(2))
+        assert stance() == "default"
+        with batch_invariant():
+            assert stance() == "force_eager"
+        assert stance() == "default"
+
+
 def test_a_block_that_is_off_leaves_the_stance():
     with torch.compiler.set_stance("eager_on_recompile"):
         with batch_invariant("off"):

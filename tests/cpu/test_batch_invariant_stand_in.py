@@ -48,6 +48,18 @@ def test_a_row_alone_has_the_kernels_of_one_among_others(path_of_the_kernels):
             assert found[0] and found[0] == found[1] == found[2], name
 
 
+def test_floating_point_sums_of_integers():
+    """They may be rounded, as no sum of integers to an integer is."""
+    x = torch.full((3,), 2**24 + 1)
+    with batch_invariant("warn") as uncovered, pytest.warns(UserWarning, match="aten.mean.default is not covered"):
+        x.mean(dtype=torch.float32)
+    assert set(uncovered) == {"aten.mean.default"}
+    with batch_invariant():
+        assert x.sum() == 3 * (2**24 + 1) and x.to(torch.float32).dtype is torch.float32
+        with pytest.raises(UncoveredOperatorError, match="aten.sum.dim_IntList"):
+            x.sum(0, dtype=torch.float32)
+
+
 def test_collectives(tmp_path):
     """Those that move data run; one that adds over ranks is refused."""
     import torch.distributed as dist

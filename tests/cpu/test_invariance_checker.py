@@ -565,6 +565,7 @@ def test_bad_function_or_sample(arguments, error, message):
         ({"gradients": "no"}, TypeError, "gradients must be a bool, got str"),
         ({"transforms": "T1"}, TypeError, "transforms must be a tuple, got str"),
         ({"transforms": ("T7",)}, ValueError, "transforms must be of T1, T2, .*, B1, got 'T7'"),
+        ({"transforms": [["T1"]]}, ValueError, r"transforms must be of T1, T2, .*, B1, got \['T1'\]"),
         ({"sizes": 3}, TypeError, "sizes must be a tuple, got int"),
         ({"sizes": ()}, ValueError, r"sizes must be integers from 1 to 129, got \(\)"),
         ({"sizes": (1, 130)}, ValueError, "sizes must be integers from 1 to 129"),

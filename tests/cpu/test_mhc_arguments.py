@@ -168,6 +168,11 @@ COMBINE = [
     (TypeError, {"seed": 1.0}, "seed must be an int64 tensor or an int, got float"),
     (TypeError, {"seed": True}, "seed must be an int64 tensor or an int, got bool"),
     (TypeError, {"seed": zeros(1, dtype=torch.int32)}, "seed must have dtype int64, got torch.int32"),
+    (
+        TypeError,
+        {"seed": zeros(1, dtype=torch.int64).to_sparse()},
+        "seed must have layout torch.strided, got torch.sparse_coo",
+    ),
     (ValueError, {"seed": zeros(2, dtype=torch.int64)}, "seed must have one element, got shape (2,)"),
     (ValueError, {"seed": zeros(1, dtype=torch.int64, device="meta")}, "seed must be on cpu, got meta"),
     (ValueError, {"seed": 2**63}, "seed must fit in 64 bits, signed, got 9223372036854775808"),

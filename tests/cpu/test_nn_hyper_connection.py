@@ -1,6 +1,7 @@
 """HyperConnection and LearnedHead on the references, and on the path of the kernels (stand-ins)."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -89,6 +90,11 @@ def test_combine_wants_what_forward_got(path):
             module.combine(f, bad, mix)
     with pytest.raises(TypeError, match="^HyperConnection: mix must be the one that forward returned, got NoneType$"):
         module.combine(f, x, None)
+    for call in (lambda: module(x, []), lambda: module.combine(f, x, mix, recompute=[])):
+        with pytest.raises(
+            TypeError, match="^HyperConnection: recompute must be a RecomputeManager or None, got list$"
+        ):
+            call()
     for bad in (None, "a", 1.0):
         with pytest.raises(ValueError, match="HyperConnection: dropout_p must be a float in"):
             module.combine(f, x, mix, dropout_p=bad)
@@ -168,6 +174,17 @@ def test_a_mix_is_combined_as_it_came():
     layer_input, mix = module(x)
     out = module.combine(layer_input, x, mix._replace(post=0.5 * mix.post, res=mix.res.detach()))
     torch.testing.assert_close(ours, torch.autograd.grad(out.sum(), x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mix_of_the_other_orientation_is_refused():
+    """Forward would multiply the gradient by its res as it would not in combine."""
+    io = mhc.VARIANTS["deepseek_v4"]
+    oi = dataclasses.replace(io, res_orientation="oi")
+    own, other = (connection(HyperConnectionConfig(32, variant=v)) for v in (io, oi))
+    x = torch.randn(3, 4, 32, requires_grad=True)
+    layer_input, mix = own(x)
+    with pytest.raises(ValueError, match="^HyperConnection: mix must have res_orientation 'oi', got io$"):
+        other.combine(layer_input, x, mix)
 
 
 def test_a_tangent_is_refused_and_not_lost():

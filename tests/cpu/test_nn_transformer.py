@@ -407,6 +407,10 @@ def test_offload_and_recompute_of_one_layer_are_refused():
     x, rotation = torch.ones(2, 16, 4, 32, dtype=BF16), model.block.rotary(16)
     with pytest.raises(ValueError, match="TransformerLayer: offload must be None with recompute"):
         model.layers[0](x, rotation, RecomputeManager(), ResidualOffload())
+    for options, expected in (({"recompute": 1}, "a RecomputeManager"), ({"offload": True}, "a ResidualOffload")):
+        (name,) = options
+        with pytest.raises(TypeError, match=f"^TransformerLayer: {name} must be {expected} or None, got"):
+            model.layers[0](x, rotation, **options)
 
 
 def test_recompute_and_offload_of_one_stream_are_refused():

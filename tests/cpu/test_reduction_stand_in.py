@@ -66,6 +66,10 @@ def test_more_sums_than_a_grid_has_ctas():
     [
         (lambda x: reduction.softmax(x.double()), TypeError, "softmax: x must have dtype bfloat16, float16, float32"),
         (lambda x: reduction.softmax(x, out_dtype=torch.int32), TypeError, "softmax: out_dtype must have dtype"),
+        (lambda x: reduction.softmax(x, out_dtype=False), TypeError, "softmax: out_dtype must have dtype"),
+        (lambda x: reduction.softmax(x[:0].double()), TypeError, "softmax: x must have dtype"),
+        (lambda x: reduction.softmax(x[:0], out_dtype=torch.int32), TypeError, "softmax: out_dtype must have dtype"),
+        (lambda x: reduction.softmax(torch.zeros(0, 262_145)), ValueError, "have at most 262144 columns, got 262145"),
         (lambda x: reduction.log_softmax(x.t()), ValueError, "log_softmax: x must have a contiguous last dimension"),
         (lambda x: reduction.softmax(x[:, ::2]), ValueError, "have a contiguous last dimension, got stride 2"),
         (lambda x: reduction.softmax(torch.zeros(2, 262_145)), ValueError, "have at most 262144 columns, got 262145"),
@@ -84,6 +88,15 @@ def test_more_sums_than_a_grid_has_ctas():
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_sum_over_nothing_is_a_copy(backend):
+    x = torch.ones(2, 3)
+    for t, dim in ((x, ()), (x[0, 0], None)):
+        for function in (reduction.sum, reduction.mean):
+            y = function(t, dim, backend=backend)
+            assert torch.equal(y, t) and y.data_ptr() != t.data_ptr()
 
 
 def test_references_are_the_kernels_specification(generator):

@@ -389,6 +389,9 @@ def test_a_log_that_is_none(tmp_path):
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
     with pytest.raises(ValueError, match=r"log.jsonl, line 2: Invalid control character"):
         log.read(path)
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"log.jsonl, line 2: 'utf-8' codec can't decode"):
+        log.read(path)
     for line in ('{"epoch": 1}', "[1]"):
         path.write_text(f'{{"step": 1}}\n{line}\n')
         with pytest.raises(ValueError, match="log.jsonl, line 2: no object with a step, got "):

@@ -346,10 +346,13 @@ def test_what_torch_refuses(call, x):
 
 def test_arguments_as_torch_takes_them(x):
     a, b = x[0], x[1].mT
-    bytes_, whole = (torch.arange(12, device=x.device, dtype=dtype) for dtype in (torch.uint8, torch.long))
+    bytes_, whole = (torch.arange(150, 162, device=x.device, dtype=dtype) for dtype in (torch.uint8, torch.long))
+    wide = torch.cat([a] * (162 // a.shape[1] + 1), 1)  # a byte may be 156, which -100 is of that dtype
     with batch_invariant():
         assert torch.equal(torch.addmm(a[:, :12], a, b, beta=True), torch.addmm(a[:, :12], a, b, beta=1))
-        assert torch.equal(F.nll_loss(a, bytes_), F.nll_loss(a, whole))
+        assert torch.equal(F.nll_loss(wide, bytes_), F.nll_loss(wide, whole))
+        expected = -wide[torch.arange(12), whole]
+        assert torch.equal(F.nll_loss(wide, bytes_, reduction="none"), expected)
 
 
 def test_transforms_of_functions(x):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import pickle
 import subprocess
@@ -129,12 +130,13 @@ def test_memory_tells_apart_what_python_calls_equal(left, right):
     assert builder(arch="sm_90a", b=None, a=left) is first
 
 
-def test_not_a_number_and_unhashable_dataclasses_hit_the_same_kernel():
-    @dataclasses.dataclass(frozen=True)
-    class Unhashable:
-        n: int
-        __hash__ = None
+@dataclasses.dataclass(frozen=True)
+class Unhashable:
+    n: int
+    __hash__ = None
 
+
+def test_not_a_number_and_unhashable_dataclasses_hit_the_same_kernel():
     builder = Compiled(build.build)
     builder._obtain = lambda key, args, load: Kernel("compiled", {}, b"", object())
     assert builder("sm_90a", float("nan")) is builder("sm_90a", float("nan"))
@@ -174,12 +176,13 @@ def test_a_dataclass_whose_fields_do_not_say_all_is_refused(value):
         build.key("sm_90a", value)
 
 
-def test_a_constant_of_a_dataclass_is_no_field():
-    @dataclasses.dataclass(frozen=True)
-    class Constant:
-        bits: ClassVar[int] = 16
-        n: int = 1
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    bits: ClassVar[int] = 16
+    n: int = 1
 
+
+def test_a_constant_of_a_dataclass_is_no_field():
     assert build.key("sm_90a", Constant()).record["arguments"]["a"]["fields"] == {"n": 1}
 
 
@@ -254,24 +257,75 @@ def maker(value):
 @pytest.mark.parametrize("value", [32, (1, 2), None, [], Pair(1, 2), cutlass.Float32, Pair, maker])
 def test_a_value_of_an_enclosing_function_is_refused(value):
     """It is in no key: make(32) and make(64) would be the same kernel."""
-    with pytest.raises(TypeError, match=r"build: `value`, of an enclosing function, .* make it an argument"):
+    with pytest.raises(TypeError, match=r"build: `value`, of an enclosing function, .* make it an argument or"):
         compiled(maker(value))
 
 
-def test_code_of_an_enclosing_function_is_accepted():
-    """Its source is hashed with the module's."""
+def test_code_of_an_enclosing_function_is_refused():
+    """It may capture a value in turn."""
 
     class Inner:
-        pass
+        scale = 2
 
     def helper():
-        return Inner
+        return 2
 
+    def of_class(arch):
+        return Inner.scale
+
+    def of_function(arch):
+        return helper()
+
+    for build in (of_class, of_function):
+        with pytest.raises(TypeError, match="of an enclosing function, .* a name of the module"):
+            compiled(build)
+
+
+def test_a_module_of_an_enclosing_function_is_accepted():
     def build(arch):
-        return helper(), module
+        return module
 
     module = cutlass
     assert compiled(build).key("sm_90a").storable
+
+
+def test_a_builder_is_a_function():
+    """A method's object and a partial's arguments would be in no key."""
+
+    class Maker:
+        def build(self, arch):
+            return self
+
+    for build in (Maker().build, functools.partial(maker, 32)):
+        with pytest.raises(TypeError, match="a builder must be a function, got (method|partial)"):
+            compiled(build)
+
+
+def local_classes(scale):
+    @dataclasses.dataclass(frozen=True)
+    class Scaled:
+        n: int = 1
+
+        def value(self):
+            return self.n * scale
+
+    class Kind(enum.Enum):
+        A = 1
+
+        def scaled(self):
+            return self.value * scale
+
+    return Scaled(), Kind.A
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_arguments_of_a_class_made_in_a_function_are_refused(i):
+    """Scaled of local_classes(2) and of local_classes(3) have the same fields."""
+    value = local_classes(2)[i]
+    with pytest.raises(
+        TypeError, match="`a` must be of a class that is not made in a function, got local_classes.<loc"
+    ):
+        build.key("sm_90a", (value,))
 
 
 def test_a_variable_that_is_not_set_yet_is_refused():
