@@ -78,12 +78,19 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
     """
     if not needed or main_grad is None or is_compiling():
         return needed
-    if not parameter.requires_grad:  # since the forward: autograd would drop it, too
+    if not _leaf(parameter).requires_grad:  # since the forward: autograd would drop it, too
         return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # says that autograd.grad was asked for this very parameter
         return True
+
+
+def _leaf(saved: Tensor) -> Tensor:
+    """The parameter that a saved tensor was. Where hooks unpack what was saved (checkpointing, save_on_cpu) another
+    tensor comes back, with the parameter's place in the graph and none of its attributes.
+    """
+    return get_gradient_edge(saved).node.variable if saved.requires_grad and saved.is_leaf else saved
 
 
 def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -96,7 +103,7 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
         ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
     """
     if main_grad is not None and not is_compiling():
-        main_grad = getattr(getattr(parameter, "cast_of", parameter), "main_grad", main_grad)
+        main_grad = getattr(_leaf(getattr(parameter, "cast_of", parameter)), "main_grad", main_grad)
     if main_grad is None:
         gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient

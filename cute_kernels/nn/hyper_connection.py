@@ -22,7 +22,7 @@ from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.nn.recompute import RecomputeManager, expect_manager, expect_memory
+from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 
 OP = "HyperConnection"
 PRECISION = "tf32"
@@ -233,7 +233,7 @@ class HyperConnection(FloatModule):
                 def aggregate(out: Tensor) -> None:
                     launch.aggregate_forward(x_rows, pre, out.view(-1, channels), v.layout, 1.0)
 
-                recompute.discard((layer_input,), aggregate)
+                recompute.discard((layer_input,), aggregate, {"HyperConnection: x": x_rows})
         return layer_input, Mix(post, res, residual, res, v.res_orientation)
 
     def combine(
@@ -282,7 +282,9 @@ class HyperConnection(FloatModule):
                 rows(OP, "res", res.detach(), n * n),
                 seed,
             )
-            recompute.discard((out,), _Recombination(matrices, float(dropout_p), v.layout, v.res_orientation))
+            refill = _Recombination(matrices, float(dropout_p), v.layout, v.res_orientation)
+            names = (f"HyperConnection.combine: {name}" for name in ("f", "bias", "post", "x", "res", "seed"))
+            recompute.discard((out,), refill, dict(zip(names, matrices, strict=True)))
         return out
 
     def extra_repr(self) -> str:
@@ -310,9 +312,7 @@ class _Recombination:
         return True
 
     def __call__(self, out: Tensor, layer_input: Tensor | None = None) -> None:
-        f, bias, _, x, *_ = self.matrices
-        if bias is not None:
-            expect_memory("HyperConnection.combine: bias", bias)
+        f, _, _, x, *_ = self.matrices
         pre, aggregated = None, None
         if layer_input is not None:
             pre, aggregated = self.pre, layer_input.view(-1, f.shape[1])

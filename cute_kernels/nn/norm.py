@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cute_kernels._check import expect
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.nn.recompute import RecomputeManager, expect_manager, expect_memory
+from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.norm.launch import plan_forward
 
@@ -135,12 +135,10 @@ class RMSNorm(_Norm):
         facts = "rms", self.eps, self.weight_offset, self.save, self.out_dtype, False, True
 
         def refill(out: Tensor) -> None:
-            if weight is not None:
-                expect_memory("RMSNorm: weight", weight)
             tensors = rows, weight, None, None
             plan_forward(*facts, *tensors)(*tensors, (out, None, statistics))
 
-        recompute.discard((y,), refill)
+        recompute.discard((y,), refill, {"RMSNorm: x": rows, "RMSNorm: weight": weight})
         return y
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class RecomputeManager:
         expected = "hold no tensor that requires grad in a list, tuple or dict: its gradient would be lost"
         expect(not any(t.requires_grad for t in held), "checkpoint", "args", expected, "one that does")
         call = _Call(function, args)
+        inputs = _Inputs({f"checkpoint: tensor argument {i}": t for i, t in enumerate(call.read(args))})
         results = _Checkpoint.apply(call, *call.tensors(args))
         outputs = results if isinstance(results, tuple) else (results,)
         storages = {_storage(t) for t in call.read(args)}
@@ -88,25 +89,32 @@ class RecomputeManager:
             good = not (output.is_conj() or output.is_neg())
             expect(good, "checkpoint", "function", expected, "numbers that torch negates when it reads them")
         if any(output.requires_grad for output in outputs):
-            self._discarded.append(_Discarded(outputs, call.replay, always=True))
+            self._discarded.append(_Discarded(outputs, call.replay, inputs, always=True))
         return results
 
-    def discard(self, outputs: tuple[Tensor, ...], refill: Callable[..., None]) -> None:
-        """Discard outputs of an operator that has a graph of its own, and keeps its inputs in it.
+    def discard(
+        self,
+        outputs: tuple[Tensor, ...],
+        refill: Callable[..., None],
+        inputs: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
+        """Discard outputs of an operator that has a graph of its own.
 
         Args:
             outputs: tensors whose memory is released at the end of the block.
             refill: called with a tensor for each output, of its place in memory but with a version counter of its own;
                 writes there what the output held. Not called where all of them are what the block ends in.
+            inputs: what ``refill`` reads, by the names that errors have.
 
         Raises:
-            RuntimeError: the block has ended.
+            RuntimeError: the block has ended; in the backward, an input was modified in place, or has no memory.
             TypeError: outputs is no tuple.
         """
         self._check_open("discard")
         if not isinstance(outputs, tuple):
             expect(False, "discard", "outputs", "be a tuple of tensors", type(outputs).__name__, TypeError)
-        self._discarded.append(_Discarded(outputs, refill, always=False))
+        read = _Inputs({name: t for name, t in (inputs or {}).items() if t is not None})
+        self._discarded.append(_Discarded(outputs, refill, read, always=False))
 
     def entry_of(self, output: Tensor) -> _Discarded | None:
         """As what ``output`` was discarded in this block, and others may ``join`` it; None of any other tensor."""
@@ -164,20 +172,37 @@ def expect_no_checkpoint(what: str) -> None:
         raise RuntimeError(f"{what} inside of torch.utils.checkpoint: use one of them")
 
 
-def expect_memory(what: str, t: Tensor) -> None:
-    """Raise RuntimeError where a replay reads a tensor whose memory is gone."""
-    if t.numel() and not t.untyped_storage().nbytes():
-        raise RuntimeError(
-            f"{what} has no memory when the block is replayed. Of a parameter of fully_shard: pass "
-            "reshard_after_forward=False, or recompute in blocks of one layer (recompute_layers=1)"
-        )
+class _Inputs:
+    """What a replay reads, by name, and how often each had been modified in place."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = [(name, t, _version(t)) for name, t in tensors.items()]
+
+    def check(self) -> None:
+        """Raise RuntimeError where one is not what it was."""
+        for name, t, version in self.tensors:
+            if _version(t) != version:
+                raise RuntimeError(f"{name} was modified in place after the forward")
+            if t.numel() and not t.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"{name} has no memory when the block is replayed. Of a parameter of fully_shard: pass "
+                    "reshard_after_forward=False, or recompute in blocks of one layer (recompute_layers=1)"
+                )
+
+
+def _refill(inputs: _Inputs, refill: Callable[..., None], *outputs: Tensor | None) -> None:
+    inputs.check()
+    refill(*outputs)
 
 
 class _Discarded:
     """Outputs and what makes them again; ``always``: also where the block ends in them, which it gets None for."""
 
-    def __init__(self, outputs: tuple[Tensor, ...], refill: Callable[..., None], *, always: bool) -> None:
+    def __init__(
+        self, outputs: tuple[Tensor, ...], refill: Callable[..., None], inputs: _Inputs, *, always: bool
+    ) -> None:
         self.outputs = outputs
+        self.inputs = inputs
         self.joined: tuple[Tensor, ...] = ()
         self.versions = tuple(t._version for t in outputs)
         self.refill = refill
@@ -201,7 +226,7 @@ class _Discarded:
             return None if _storage(t) == kept else _alias(t)
 
         own = map(place if self.always else _alias, self.outputs)
-        return functools.partial(self.refill, *own, *map(place, self.joined))
+        return functools.partial(_refill, self.inputs, self.refill, *own, *map(place, self.joined))
 
 
 class _Block:
@@ -230,7 +255,6 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args: tuple[Any, ...] = args
-        self.versions = [_version(t) for t in self.read(args)]
         self.devices = sorted({t.get_device() for t in self.tensors(args) if t.is_cuda})
         self.cpu_state = torch.get_rng_state()
         self.cuda_states = [torch.cuda.get_rng_state(device) for device in self.devices]
@@ -250,10 +274,6 @@ class _Call:
 
     def replay(self, *aliases: Tensor | None) -> None:
         """Run the function with a graph and fill ``aliases`` with its outputs, but for those of None."""
-        for i, (t, version) in enumerate(zip(self.read(self.args), self.versions, strict=True)):
-            if _version(t) != version:
-                raise RuntimeError(f"checkpoint: tensor argument {i} was modified in place after the forward")
-            expect_memory(f"checkpoint: tensor argument {i}", t)
         args = tuple(_leaf(a) if isinstance(a, Tensor) else a for a in self.args)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self.devices))

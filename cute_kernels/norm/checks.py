@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
 
 MAX_COLUMNS = 262_144
+UNDERFLOW, OVERFLOW = 2.0**-150, 2.0**128 - 2.0**103  # are 0 and infinite in fp32
 MAX_ROWS = 2**31 - 2**24  # their indices are 32-bit and run ahead of the last by a resident grid's tiles in flight
 
 
@@ -44,13 +43,13 @@ def check_norm(
         expect_like(op, "residual", residual, tuple(x.shape), x.device)
         contiguous = n == 1 or residual.stride(-1) == 1
         expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
-    good = type(eps) is float and 0.0 < eps < math.inf
+    good = type(eps) is float and UNDERFLOW < eps < OVERFLOW
     if not good:  # torch.compile traces no text of a number that is another at another call
-        expect(False, op, "eps", "be a positive, finite float", f"{eps!r} of type {type(eps).__name__}")
-    good = type(weight_offset) is float and -math.inf < weight_offset < math.inf
+        expect(False, op, "eps", "be a float, positive and finite in fp32", f"{eps!r} of type {type(eps).__name__}")
+    good = type(weight_offset) is float and -OVERFLOW < weight_offset < OVERFLOW
     if not good:
         got = f"{weight_offset!r} of type {type(weight_offset).__name__}"
-        expect(False, op, "weight_offset", "be a finite float", got)
+        expect(False, op, "weight_offset", "be a float, finite in fp32", got)
     expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
     expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
     if out_dtype is not None:

@@ -64,11 +64,12 @@ def rms_norm(
     Numerics: fp32 arithmetic and statistics. A row of y and of dx has the same bits whatever the number of rows and its
     place among them, in matrices of the same dtypes and the same alignment of rows (a base or stride off 16 bytes takes
     narrower accesses, hence another order of summation). dw and db are summed in fp32 in an order fixed by C, the
-    dtypes, the number of rows and of SMs, and whether a gradient of h arrives: each team of a CTA adds its rows in
-    ascending order, then the teams, then 32 interleaved sequences of CTAs; bitwise reproducible run to run. If
-    ``weight.main_grad`` (fp32) exists, dw is added to it and ``weight.grad`` stays None. In eager mode
-    ``torch.autograd.grad`` of other tensors alone leaves it as it is; a compiled backward adds to it nonetheless. An
-    incoming gradient without contiguous rows is copied.
+    dtypes, ``save``, the rows' number, strides and alignment, the number of SMs, and whether a gradient of h arrives:
+    each team of a CTA adds its rows in ascending order, then the teams, then 32 interleaved sequences of CTAs; bitwise
+    reproducible run to run. If ``weight.main_grad`` (fp32) exists, dw is added to it, on the stream of the forward, and
+    ``weight.grad`` stays None: ``torch.autograd.grad`` cannot be asked for it. In eager mode that of other tensors
+    alone leaves it as it is; a compiled backward adds to it nonetheless. An incoming gradient without contiguous rows
+    is copied.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
     """
@@ -172,6 +173,8 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
             options = (forward, kind, eps, weight_offset, save, out_dtype, x.dtype, residual_dtype)
         if differentiates:
             apply = _NormFunction.apply if forward is None else _apply
+            if is_dynamo_compiling() and residual is x:  # which takes a tensor once
+                residual = residual.view_as(residual)
             y = apply(x, weight, bias, residual, options)
             if residual is not None:
                 y, h = y

@@ -246,6 +246,24 @@ def test_a_recomputed_norm_on_the_kernels_wants_its_weight():
             end.sum().backward()
 
 
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_a_recomputed_norm_wants_its_x_as_it_was(save, path):
+    """Also where autograd does not keep it: the norm has no gradient to find, or keeps y."""
+    kernels = torch.Tensor.is_cuda.__class__ is property
+    for frozen in (False, True):
+        norm, manager = RMSNorm(32, save=save).requires_grad_(not frozen), RecomputeManager()
+        x, weight = torch.randn(4, 32).requires_grad_(not frozen), torch.ones(32, requires_grad=True)
+        h = x * 1
+        end = norm.recomputed(h, manager) * weight
+        manager.end_block(end)
+        h.add_(3)
+        if frozen and not kernels:  # nothing was discarded
+            end.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match="modified (in place after the forward|by an inplace operation)"):
+            end.sum().backward()
+
+
 def test_a_recombination_wants_its_bias():
     """Not so of a fully_shard whose parameters are gone by then."""
     with stand_in():

@@ -1,5 +1,6 @@
 """RecomputeManager: discarded outputs, one replay in the forward's order, restored in place; and its guards."""
 
+import contextlib
 import gc
 import weakref
 
@@ -411,6 +412,19 @@ def test_an_input_that_was_modified_in_place():
     c.add_(1)
     with pytest.raises(RuntimeError, match="checkpoint: tensor argument 1 was modified in place after the forward"):
         end.sum().backward()
+
+
+def test_what_a_refill_reads_and_autograd_does_not_keep():
+    x, c = torch.ones(4, requires_grad=True), torch.ones(4)
+    for spoil, message in ((lambda: c.add_(1), "scale was modified in place"), (lambda: c.clone().add_(1), None)):
+        manager = RecomputeManager()
+        y = x + c
+        manager.discard((y,), lambda out: torch.add(x.detach(), c, out=out), {"x": x, "scale": c, "none": None})
+        end = y.sin()
+        manager.end_block(end)
+        spoil()
+        with pytest.raises(RuntimeError, match=message) if message else contextlib.nullcontext():
+            end.sum().backward()
 
 
 def test_an_input_that_does_not_count_its_versions():

@@ -9,6 +9,7 @@ from tests.gpu.norm.test_autograd import *  # noqa: F403
 from tests.gpu.norm.test_numerics import *  # noqa: F403
 from tests.gpu.norm.test_torch import (  # noqa: F401
     test_a_compiled_backward_adds_to_every_main_grad,
+    test_a_residual_that_is_x,
     test_another_number_of_rows_compiles_nothing,
     test_autocast_changes_nothing,
     test_compile,

@@ -57,6 +57,19 @@ def test_compile_in_a_model(norm, generator, device, compile_backend):
         assert torch.allclose(one, two, rtol=2e-2, atol=2e-2 * two.abs().max().item())
 
 
+def test_a_residual_that_is_x(norm, generator, compile_backend):
+    """Dynamo gives a tensor to an autograd function once."""
+    torch._dynamo.reset()
+    x = torch.randn(65, 1024, generator=generator, device=generator.device).requires_grad_()
+    weight = torch.ones(1024, device=generator.device, requires_grad=True)
+    found = []
+    for function in (norm, torch.compile(norm, fullgraph=True, backend=compile_backend)):
+        y, h = function("rms", x, weight, residual=x, return_residual=True)
+        found.append((y, h, *torch.autograd.grad((y * y).sum() + h.sum(), (x, weight))))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
 def test_a_compiled_backward_adds_to_every_main_grad(norm, generator, compile_backend):
     """Which gradients it is asked for is not known in a graph: eager mode leaves those of others alone."""
     torch._dynamo.reset()
