@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._check import FLOATS, expect, expect_dtype, expect_like, expect_tensor
-from cute_kernels.mhc.variants import LAYOUTS, MAX_ITERATIONS, RES_ORIENTATIONS, SINKHORNS, UNDERFLOW
+from cute_kernels.mhc.variants import LAYOUTS, LEAST_NORMAL, MAX_ITERATIONS, RES_ORIENTATIONS, SINKHORNS
 
 STREAMS = (1, 2, 4, 8)
 MIN_CHANNELS = 8
@@ -97,8 +97,8 @@ def check_sinkhorn(
     good = type(eps) is float and (0.0 < eps < 1.0 or (variant == "log" and eps == 0.0))
     if not good:
         expect(False, op, "eps", "be a float between 0 and 1", repr(eps))
-    if variant != "log" and eps <= UNDERFLOW:
-        expect(False, op, "eps", "be positive in fp32", repr(eps))
+    if variant != "log" and eps < LEAST_NORMAL:
+        expect(False, op, "eps", "be a normal number in fp32", repr(eps))
 
 
 def check_aggregate(x: Tensor, pre: Tensor, layout: str, *, compute_dtype: torch.dtype = torch.float32) -> None:

@@ -11,6 +11,7 @@ RES_ORIENTATIONS = ("io", "oi")
 LAYOUTS = ("streams", "channels")
 MAX_ITERATIONS = 100
 UNDERFLOW = 2.0**-150  # this, and what is less, is 0 in fp32
+LEAST_NORMAL = 2.0**-126  # of fp32: what is less is 0 to the fast reciprocal of Sinkhorn's sums
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Variant:
         pre_eps: >= 0; pre = sigmoid + pre_eps.
         post_mult: > 0; post = post_mult * sigmoid.
         sinkhorn: the algorithm, "log", "softmax_eps" or "exp_clamp"; see ``cute_kernels.mhc.sinkhorn``.
-        sinkhorn_eps: between 0 and 1, also in fp32; "log" has none, and may say 0.
+        sinkhorn_eps: from 2^-126 to 1; "log" has none, and may say 0.
         iterations: of the Sinkhorn algorithm, 1 to 100.
         res_orientation: how the residual matrix is applied: "io": out_o = sum_i res[i, o] x_i; "oi": res[o, i].
         layout: of the residual: "streams": (..., n, C); "channels": (..., C, n).
@@ -61,7 +62,8 @@ class Variant:
         eps = self.sinkhorn_eps
         good = _is_finite(eps) and (0.0 < eps < 1.0 or (self.sinkhorn == "log" and eps == 0.0))
         _expect(good, "Variant", "sinkhorn_eps", "be a float between 0 and 1", eps)
-        _expect(self.sinkhorn == "log" or eps > UNDERFLOW, "Variant", "sinkhorn_eps", "be positive in fp32", eps)
+        good = self.sinkhorn == "log" or eps >= LEAST_NORMAL
+        _expect(good, "Variant", "sinkhorn_eps", "be a normal number in fp32", eps)
         good = type(self.iterations) is int and 1 <= self.iterations <= MAX_ITERATIONS
         _expect(good, "Variant", "iterations", f"be an int from 1 to {MAX_ITERATIONS}", self.iterations)
 

@@ -243,8 +243,12 @@ ERRORS = {
         (ValueError, {"eps": float("nan")}, f"{BETWEEN}, got nan"),
         (ValueError, {"eps": 0.0, "variant": "softmax_eps"}, f"{BETWEEN}, got 0.0"),
         (ValueError, {"eps": 0.0, "variant": "exp_clamp"}, f"{BETWEEN}, got 0.0"),
-        (ValueError, {"eps": 2.0**-150, "variant": "exp_clamp"}, f"eps must be positive in fp32, got {2.0**-150}"),
-        (ValueError, {"eps": 1e-60, "variant": "softmax_eps"}, "eps must be positive in fp32, got 1e-60"),
+        (
+            ValueError,
+            {"eps": 2.0**-127, "variant": "exp_clamp"},
+            f"eps must be a normal number in fp32, got {2.0**-127}",
+        ),
+        (ValueError, {"eps": 1e-60, "variant": "softmax_eps"}, "eps must be a normal number in fp32, got 1e-60"),
     ],
     "aggregate": coefficient_errors("pre", TOKENS, N, contiguity=ROWS),
     "expand_combine": [
@@ -426,14 +430,16 @@ def test_log_has_no_eps(library):
     library.sinkhorn(zeros(2, 4, 4), variant="log", eps=0.0)
 
 
-@pytest.mark.parametrize("field", ["rms_eps", "sinkhorn_eps"])
-def test_an_eps_that_is_0_in_fp32(field):
+@pytest.mark.parametrize(
+    "field, least, expected", [("rms_eps", 2.0**-150, "positive"), ("sinkhorn_eps", 2.0**-127, "a normal number")]
+)
+def test_an_eps_that_is_0_in_fp32(field, least, expected):
     preset = VARIANTS["megatron"]
-    for value in (1e-60, 2.0**-150):
+    for value in (1e-60, least):
         with pytest.raises(ValueError) as caught:
             dataclasses.replace(preset, **{field: value})
-        assert str(caught.value) == f"Variant: {field} must be positive in fp32, got {value}"
-    dataclasses.replace(preset, **{field: 1.5 * 2.0**-150})
+        assert str(caught.value) == f"Variant: {field} must be {expected} in fp32, got {value}"
+    dataclasses.replace(preset, **{field: 2 * least})
     dataclasses.replace(preset, sinkhorn="log", sinkhorn_eps=1e-60)
 
 

@@ -158,6 +158,15 @@ def test_numbers_that_torch_negates_when_it_reads_them(tokens, generator):
         found = differentiate(mhc, op, case, odd, incoming)
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
+    names = ("scale", "base", "mean_square")[: 3 if tokens == 1 else 2]  # of one element: contiguous at any stride
+    odd = plain | {name: negated(plain[name]).requires_grad_() for name in names}
+    for op in ("coefficients", "head", "projection"):
+        upstream = make_upstream(op, case, generator)
+        wanted = differentiate(mhc, op, case, plain, upstream)
+        incoming = upstream | {name: negated(t) for name, t in upstream.items() if name == "mean_square"}
+        found = differentiate(mhc, op, case, odd, incoming)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_upstream_of_any_layout(op, generator):

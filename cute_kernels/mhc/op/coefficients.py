@@ -74,7 +74,7 @@ def _forward(H, mean_square, alpha, beta, n, variant) -> tuple[Tensor, Tensor, T
     pre, post, logits = H.new_empty((*shape, n)), H.new_empty((*shape, n)), H.new_empty((*shape, n, n))
     launch.coefficients_forward(
         rows(OP, "H", H, H.shape[-1]),
-        mean_square.view(-1),
+        mean_square.resolve_neg().view(-1),  # of one token it counts as contiguous, negated or not
         alpha,
         beta,
         pre.view(-1, n),
@@ -111,7 +111,7 @@ class _Coefficients(torch.autograd.Function):
         columns = H.shape[-1]
         launch.coefficients_backward(
             rows(OP, "H", H, columns),
-            mean_square.view(-1),
+            mean_square.resolve_neg().view(-1),
             alpha,
             beta,
             gradient_rows(dpre, n),

@@ -34,6 +34,7 @@ def run(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor
     H, mean_square, pre = fp32(tokens, columns, wanted=keeps), fp32(tokens, wanted=keeps), fp32(tokens, n)
     post, res = fp32(*shape, n, wanted=not is_head), fp32(*shape, n, n, wanted=not is_head)
     results = H, mean_square, pre, matrix_of(post, n), matrix_of(res, n * n), layer_input.view(-1, channels)
+    alpha, beta = alpha.resolve_neg(), beta.resolve_neg()  # of one element they count as contiguous, negated or not
     launch.pre_forward(x_rows, phi, norm_weight, alpha, beta, *results, layout, precision, *variant)
     return (layer_input, post, res), (H, mean_square, pre)
 
@@ -89,8 +90,8 @@ class Composite(torch.autograd.Function):
         launch.coefficients_backward(
             H,
             mean_square,
-            alpha,
-            beta,
+            alpha.resolve_neg(),
+            beta.resolve_neg(),
             dpre,
             gradient_rows(dpost, n),
             gradient_rows(dres, n * n),

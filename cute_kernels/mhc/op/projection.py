@@ -108,7 +108,7 @@ class _Projection(torch.autograd.Function):
             phi,
             norm_weight,
             dH.view(-1, columns),
-            dmean_square.contiguous().view(-1),
+            dmean_square.contiguous().resolve_neg().view(-1),
             None,
             None,
             None,

@@ -43,7 +43,7 @@ def sinkhorn(
             collapse to matrices of one stride.
         iterations: 1 to 100.
         variant: "log", "softmax_eps" or "exp_clamp".
-        eps: between 0 and 1, also in fp32; "log" has none.
+        eps: from 2^-126 to 1; "log" has none.
         backend: as in ``aggregate``.
 
     Returns:
