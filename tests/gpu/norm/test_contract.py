@@ -40,7 +40,7 @@ def test_errors_come_each_time_and_spoil_nothing(kind, generator):
         check({"y": norm(inputs.x, inputs.weight, eps=1e-5).detach()}, oracle(case, inputs))
         with pytest.raises(ValueError, match="residual must have shape"):
             norm(inputs.x, inputs.weight, residual=inputs.x[:3])
-        with pytest.raises(ValueError, match="eps must be a positive, finite float, got 0.0"):
+        with pytest.raises(ValueError, match="eps must be a float, positive and finite in fp32, got 0.0"):
             norm(inputs.x, inputs.weight, eps=0.0)
         with pytest.raises(TypeError, match="x must have dtype"):
             norm(inputs.x.double(), inputs.weight)
