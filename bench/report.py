@@ -90,7 +90,7 @@ def report(results: Path) -> str:
     """The text of README.md for the `*.jsonl` files in `results`; writes the plots beside them."""
     parts = [
         "# Results\n",
-        "Made by `python -m bench.report`; how it was measured: [`../NOTES.md`](../NOTES.md).",
+        "Made by `python -m bench.report`; how it was measured: [`../NOTES.md`](../NOTES.md). Rounded to the nearest.",
         "Device times in µs: cold L2, CUDA-graph replay, median. `copy` is an elementwise copy kernel that moves the",
         "bytes that the op must move at least, timed in the same run; `copy/ours` is the share of its speed that we",
         "reach. `error` is the worst relative rms of our outputs against fp64, `host` the time of one call on the",

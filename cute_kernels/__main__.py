@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check = commands.add_parser(
         "check",
-        help="with a GPU: rows of norms, products and hyper-connections keep their bits whatever the batch (T1 to T6)",
+        help="with a GPU: rows of all ops but the quantizers keep their bits whatever the batch (T1 to T6)",
     )
     check.add_argument("--only", action="append", metavar="NAME", help="like rms_norm or nn.Linear; may be repeated")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the reports there")
