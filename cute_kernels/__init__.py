@@ -3,6 +3,9 @@
 Importing it imports neither the compiler nor initialises CUDA; a kernel compiles on its first call and is kept on disk.
 """
 
+import jit_cache.source  # noqa: F401  first: what is read after it is known not to be older
+
+# isort: split
 from cute_kernels import mhc, reduction
 from cute_kernels._batch_invariant import UncoveredOperatorError, batch_invariant
 from cute_kernels._target import UnsupportedDeviceError

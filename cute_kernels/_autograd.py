@@ -78,7 +78,7 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
     """
     if not needed or main_grad is None or is_compiling():
         return needed
-    if not _leaf(parameter).requires_grad:  # since the forward: autograd would drop it, too
+    if not _leaf(getattr(parameter, "cast_of", parameter)).requires_grad:  # any more: autograd would drop it, too
         return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import resources
-from .key import ARCH, Key, Unsupported, classes_in, differences, encode, environment, is_flat, same, stack
-from .source import PROCESS_START, module_name, source_digest
+from .key import ARCH, Key, Unsupported, classes_in, differences, encode, environment, is_flat, module_name, same, stack
+from .source import PROCESS_START, source_digest
 from .store import Damaged, Store, close_inherited_locks, log, settings, warn_once
 
 

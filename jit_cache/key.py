@@ -20,10 +20,13 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 FORMAT = 1
 ARCH = re.compile(r"sm_\d+[af]?")
+SCRIPT = ("__main__", "__mp_main__")
 _WHEEL = re.compile(r"(nvidia_cutlass_dsl[^-]*|apache_tvm_ffi)-(.+)\.dist-info")
 
 # CUTE_DSL_* variables that only choose where things are written or what is printed. Any other one, an unknown one too,
@@ -65,6 +68,14 @@ class Key:
     @property
     def storable(self) -> bool:
         return self.record["source"] is not None
+
+
+def module_name(module: ModuleType) -> str:
+    """The name under which a module is imported, also for one that runs as a script."""
+    if module.__name__ not in SCRIPT:
+        return module.__name__
+    spec = getattr(module, "__spec__", None)  # set by python -m
+    return spec.name if spec else Path(getattr(module, "__file__", None) or "__main__").stem
 
 
 def digest(record: Any) -> str:
@@ -111,7 +122,8 @@ def _class_name(kind: type) -> str:
     """The place of a class. One made in a function may capture its variables: two of them would be one class."""
     if "<locals>" in kind.__qualname__:
         raise Unsupported(f"of a class that is not made in a function, got {kind.__qualname__}")
-    return f"{kind.__module__}.{kind.__qualname__}"
+    module = sys.modules.get(kind.__module__)
+    return f"{kind.__module__ if module is None else module_name(module)}.{kind.__qualname__}"
 
 
 def _enum_value(member: enum.Enum) -> Any:

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from .key import digest
+from .key import SCRIPT, digest, module_name
+
+IMPORTED, BEFORE = time.time(), frozenset(sys.modules)  # what is loaded beside these was read since then
 
 _NOT_FOLLOWED = sys.stdlib_module_names | {"cutlass", "jit_cache", "numpy", "torch", "tvm_ffi"}
 
@@ -33,7 +35,6 @@ _IMPORT = re.compile(
 )
 _BREAK = re.compile(r"[\n:;]")
 
-_SCRIPT = ("__main__", "__mp_main__")
 _INSTALLED = {"site-packages", "dist-packages"}
 _IMPORT_SECONDS = 30.0  # that pass at most from reading a module to its builders: it imports torch and cutlass before
 
@@ -51,10 +52,11 @@ def source_digest(modules: Sequence[ModuleType], imported_at: float, began: floa
     Returns:
         None if a source cannot be read, or changed (its content, name or mode) so late that the running code may not be
         what the file says: an object stored under the file's hash would be wrong for the next process. A change before
-        the process `began` is never too late. After that
+        the process `began` is never too late, nor is, of what was not loaded before this package, one before that
+        (an `exec`, as at a container's start, leaves a process as old as the shell was). After that
         - the builder's module, the first, may change until 30 s before `imported_at`, when its builder was decorated:
           Python reads a module, then runs what it imports;
-        - a script, and all else that is loaded, may not change: it was read at some time since the process began;
+        - a script, and all else that is loaded, may not change: it was read at some time since then;
         - what is not loaded yet may change until `imported_at`.
     """
     hashes: dict[str, str] = {}
@@ -75,10 +77,12 @@ def source_digest(modules: Sequence[ModuleType], imported_at: float, began: floa
                 own = _top(name) == _top(importer) or (alone and _beside(path, Path(file)))
                 if not own and not device_code:
                     continue
-                if name == module_name(modules[0]) and modules[0].__name__ not in _SCRIPT:
-                    limit = max(began, imported_at - _IMPORT_SECONDS)
-                else:
-                    limit = began if name == own_name or name in sys.modules else imported_at
+                is_script = name == own_name and module.__name__ in SCRIPT
+                limit = began if is_script or name in BEFORE else max(began, IMPORTED)
+                if name == module_name(modules[0]) and not is_script:
+                    limit = max(limit, imported_at - _IMPORT_SECONDS)
+                elif name != own_name and name not in sys.modules:
+                    limit = imported_at
                 if changed > limit * 1e9:
                     return None
                 hashes[name] = hashed
@@ -97,7 +101,8 @@ def _beside(path: Path, script: Path) -> bool:
 def _process_start() -> float:
     """When this process began, in seconds since the epoch; 0 where the kernel does not say.
 
-    A forked process runs what its parents have read, and began when the first of them did. They have its command line.
+    A forked process runs what its parents have read, and began when the first of them did. They have its command line;
+    one that has ended (of a daemon), or has given itself another title, is not found.
     The kernel rounds down, to 10 ms. This rounds up, so that what was saved just before is older; Python takes as long
     until it reads a script.
     """
@@ -115,14 +120,6 @@ def _process_start() -> float:
 
 
 PROCESS_START = _process_start()  # now: a forked child, which runs what its parent has read, must inherit it
-
-
-def module_name(module: ModuleType) -> str:
-    """The name under which a module is imported, also for one that runs as a script."""
-    if module.__name__ not in _SCRIPT:
-        return module.__name__
-    spec = getattr(module, "__spec__", None)  # set by python -m
-    return spec.name if spec else Path(getattr(module, "__file__", None) or "__main__").stem
 
 
 @functools.cache

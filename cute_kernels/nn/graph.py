@@ -31,7 +31,8 @@ class CapturedStep:
             rate say, must be a tensor on the GPU, and be changed in place: the rest stays as it was captured, and a
             call raises ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without
             dampening), and no count of steps on the host may tell its rate: NAdam, ASGD, Rprop, Adafactor, SGD with
-            dampening and Adagrad with lr_decay are refused.
+            dampening and Adagrad with lr_decay are refused. Load its state, and the model's, before the capture, not
+            after it: the graph goes on with the tensors of then.
         warmup: runs before the capture, from 1.
 
     Raises:

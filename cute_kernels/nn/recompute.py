@@ -186,7 +186,8 @@ class _Inputs:
             if t.numel() and not t.untyped_storage().nbytes():
                 raise RuntimeError(
                     f"{name} has no memory when the block is replayed. Of a parameter of fully_shard: pass "
-                    "reshard_after_forward=False, or recompute in blocks of one layer (recompute_layers=1)"
+                    "reshard_after_forward=False, with a backward before the next forward, or recompute in blocks of "
+                    "one layer (recompute_layers=1)"
                 )
 
 

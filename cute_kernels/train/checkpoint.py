@@ -75,10 +75,13 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
             partial.mkdir(parents=True)
             (partial / FACTS).write_text(json.dumps(facts, indent=1))
         _barrier()
+        if not (partial / FACTS).is_file():  # each rank has a folder of its own
+            raise FileNotFoundError(f"{partial} is not the folder that rank 0 writes to: all ranks must share it")
         with _quiet():
-            dcp.save(state, checkpoint_id=partial)  # ends with every rank's files on the disk
+            dcp.save(state, checkpoint_id=partial)  # ends when all ranks have written
         if is_first:
-            _sync(partial / FACTS)
+            for path in partial.iterdir():  # torch has synced what it had not written whole, of its metadata
+                _sync(path)
             _sync(partial)
             partial.rename(checkpoint)
             _sync(folder)

@@ -57,6 +57,7 @@ def train(options: Options) -> None:
         _expect_kernels(ranks.device)
         expected = "be a folder in which all ranks find the same checkpoint"
         expect(ranks.same(done), "train", "--checkpoint", expected, f"step {done} on rank {ranks.rank}, not on others")
+        expect(ranks.same(_fingerprint(options, text)), "train", "the options", "be the same on all ranks", "others")
         learner = Learner(options, ranks)
         with _alone(options.checkpoint, started_from, ranks):
             if started_from is not None:
@@ -185,6 +186,12 @@ def _checkpoint(options: Options) -> Path | None:
     free = "be a folder without checkpoints, or --resume be given to go on from them"
     expect(newest is None, "train", "--checkpoint", free, newest)
     return None
+
+
+def _fingerprint(options: Options, text: Text) -> int:
+    """A number of 32 bits, the same for the same run: where a rank finds text and folder is its own affair."""
+    own = {"data": text.digest, "checkpoint": None, "device": None}
+    return int(hashlib.sha256(repr(sorted((vars(options) | own).items())).encode()).hexdigest()[:8], 16)
 
 
 def _expect_same_run(newest: Path, facts: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from cute_kernels import dequantize, linear, mhc, mm, quantize_dual, quantize_rowwise, rms_norm
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import op as gemm_op
+from cute_kernels.nn import Linear
 from cute_kernels.norm import op as norm_op
 from tests.nn_cases import stand_in
 
@@ -165,6 +166,15 @@ def test_a_parameter_that_is_frozen_after_the_forward(op, run, path):
     weight.requires_grad_(False)
     y.float().sum().backward()
     assert weight.main_grad.eq(0).all() and weight.grad is None
+
+
+def test_a_cast_weight_that_is_frozen_after_the_forward(path):
+    module = Linear(64, 48, bias=False, dtype=torch.float32)
+    module.weight.main_grad = torch.zeros(48, 64)
+    y = module(randn(6, 64))
+    module.weight.requires_grad_(False)
+    y.float().sum().backward()
+    assert module.weight.main_grad.eq(0).all() and module.weight.grad is None
 
 
 @pytest.mark.parametrize("op", ["linear", "mm"])

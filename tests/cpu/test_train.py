@@ -1,6 +1,7 @@
 """python -m cute_kernels train on the CPU, one process: it learns, it is killed, it goes on with the same losses."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
@@ -225,18 +226,48 @@ def test_a_run_that_ended_while_this_one_started(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("others", [6, 12])
-def test_ranks_that_find_other_checkpoints(others, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("others, same_options", [(6, True), (12, True), (6, False)])
+def test_ranks_of_another_run(others, same_options, tmp_path, monkeypatch, capsys):
     """As of folders that are not shared. This process is rank 0; what rank 1 adds is written down here."""
     run(tmp_path, steps=6)
-    from_rank_1 = [others, float(others == 6)]
+    from_rank_1 = [others, float(others == 6), 7, float(same_options)]
+    monkeypatch.setattr(loop, "_fingerprint", lambda *run: 7 if same_options else 8)
     ranks = World(0, 2, torch.device("cpu"), sharded=True)
     monkeypatch.setattr(loop, "world", lambda device: contextlib.nullcontext(ranks))
     monkeypatch.setattr(loop, "Learner", mock.Mock(side_effect=ValueError("on it goes")))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: value.add_(from_rank_1.pop(0)))
     assert cli.main(["train", *train_cases.arguments(tmp_path, steps=8, resume=True, **TINY)]) == 1
     differ = "train: --checkpoint must be a folder in which all ranks find the same checkpoint, got step 6 on rank 0"
-    assert_says(capsys, "on it goes" if others == 6 else differ)
+    if not same_options:
+        differ = "train: the options must be the same on all ranks, got others"
+    assert_says(capsys, "on it goes" if others == 6 and same_options else differ)
+
+
+def test_what_is_one_run(tmp_path):
+    text = data.read_text(None, 16)
+    options = Options(**TINY, steps=4)
+    number = loop._fingerprint(options, text)
+    assert 0 <= number < 2**32
+    for name, value, counts in (("lr", 1e-3, True), ("seed", 1, True), ("checkpoint", tmp_path, False)):
+        other = dataclasses.replace(options, **{name: value})
+        assert (loop._fingerprint(other, text) != number) == counts, name
+    assert loop._fingerprint(options, dataclasses.replace(text, digest="0")) != number
+
+
+def test_a_checkpoint_in_folders_of_each_rank(tmp_path, monkeypatch, capsys):
+    """Rank 0 would call whole what lacks the others' parts."""
+    monkeypatch.setattr(checkpoint, "_barrier", lambda: [path.unlink() for path in tmp_path.glob("step-*/run.json")])
+    assert cli.main(["train", *train_cases.arguments(tmp_path, steps=1, **TINY)]) == 1
+    assert_says(capsys, "partial is not the folder that rank 0 writes to: all ranks must share it")
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_all_of_a_checkpoint_is_on_the_disk(tmp_path, monkeypatch):
+    """torch syncs its metadata before all of it is written."""
+    synced, sync = set(), checkpoint._sync
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: (synced.add(path.name), sync(path)))
+    run(tmp_path, steps=1)
+    assert synced >= {path.name for path in checkpoint.latest(tmp_path).iterdir()} >= {".metadata", checkpoint.FACTS}
 
 
 def test_runs_where_locks_do_not_work(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jit_cache import KernelCompileError, MissingKernelError
+from jit_cache import KernelCompileError, MissingKernelError, source
 from jit_cache import compile as jc
 from jit_cache.compile import Compiled, reset, stats
 from jit_cache.store import Store
@@ -247,8 +247,14 @@ def test_a_file_size_limit_costs_one_warning(cache, monkeypatch, caplog):
     assert not [path for path in cache.rglob("*") if path.suffix in (".tmp", ".o", ".json")]
 
 
+def read_at(when, monkeypatch):
+    """This process, and this package, are as old."""
+    monkeypatch.setattr(jc, "PROCESS_START", when)
+    monkeypatch.setattr(source, "IMPORTED", when)
+
+
 def test_a_source_that_changed_after_the_import_is_not_stored(cache, caplog, monkeypatch):
-    monkeypatch.setattr(jc, "PROCESS_START", 0.0)
+    read_at(0.0, monkeypatch)
     builder = fresh()
     builder._imported_at = os.stat(kernels.__file__).st_mtime - 1
     assert counted(lambda: builder("sm_90a")) == (1, 0)
@@ -363,7 +369,7 @@ def test_mode_off_loads_but_never_compiles(monkeypatch):
 def test_mode_off_says_if_the_source_keeps_a_kernel_from_being_found(stored, monkeypatch):
     """As after a hard link or chmod of a file, which changes its ctime."""
     monkeypatch.setenv("JIT_CACHE_MODE", "off")
-    monkeypatch.setattr(jc, "PROCESS_START", 0.0)
+    read_at(0.0, monkeypatch)
     builder = fresh()
     builder._imported_at = 0.0
     with pytest.raises(MissingKernelError, match="content, name, links, mode.* Start the process anew") as info:
@@ -392,7 +398,7 @@ def test_explain_names_what_differs(stored, monkeypatch):
     assert fresh().explain("sm_90a") == ["stored, but its files are damaged"]
     builder = fresh()
     builder._imported_at = 0.0
-    monkeypatch.setattr(jc, "PROCESS_START", 0.0)
+    read_at(0.0, monkeypatch)
     assert "during or after its import" in builder.explain("sm_90a")[0]
 
 

@@ -126,6 +126,28 @@ def test_workers_compile_under_the_variables_of_the_keys(tmp_path):
     assert done.stdout == f"{['compiled'] * 2} {[True] * 2}\n1\n", done.stderr
 
 
+CLASS_OF_A_SCRIPT = """
+import dataclasses
+from tests.jit_cache import kernels
+@dataclasses.dataclass(frozen=True)
+class Own(kernels.Config):
+    pass
+if __name__ == "__main__":
+    from jit_cache import prewarm
+    jobs = [(kernels.add, (arch, kernels.cutlass.Float32, Own())) for arch in ("sm_90a", "sm_100a")]
+    report = prewarm(jobs, workers=2)
+    print([result.status for result in report.results], [builder.find(*args) is not None for builder, args in jobs])
+"""
+
+
+def test_a_class_of_a_script_is_the_same_in_the_workers(tmp_path):
+    """There the script is __mp_main__."""
+    (tmp_path / "script.py").write_text(CLASS_OF_A_SCRIPT)
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=True)
+    assert done.stdout == f"{['compiled'] * 2} {[True] * 2}\n", done.stderr
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_cannot_be_stored_has_failed(cache, workers):
     cache.mkdir()
