@@ -78,7 +78,7 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
     """
     if not needed or main_grad is None or is_compiling():
         return needed
-    if not _leaf(getattr(parameter, "cast_of", parameter)).requires_grad:  # any more: autograd would drop it, too
+    if not _leaf(parameter).requires_grad:  # since the forward: autograd would drop it, too
         return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
@@ -87,23 +87,25 @@ def needs_gradient(needed: bool, parameter: Tensor | None, main_grad: Tensor | N
 
 
 def _leaf(saved: Tensor) -> Tensor:
-    """The parameter that a saved tensor was. Where hooks unpack what was saved (checkpointing, save_on_cpu) another
-    tensor comes back, with the parameter's place in the graph and none of its attributes.
+    """The parameter that a saved tensor was, or was cast of. By the graph: where hooks unpack what was saved
+    (checkpointing, save_on_cpu) another tensor comes back, with that place in it and no attributes.
     """
-    return get_gradient_edge(saved).node.variable if saved.requires_grad and saved.is_leaf else saved
+    node: Any = get_gradient_edge(saved).node if saved.requires_grad else None
+    if type(node).__name__ == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    return node.variable if type(node).__name__ == "AccumulateGrad" else saved
 
 
 def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None.
 
-    ``main_grad``: as the forward knew it; the parameter's may be another one since then. ``parameter`` may be a cast of
-    one, which is then its ``cast_of``.
+    ``main_grad``: as the forward knew it; that of the parameter, or of what it was cast of, may be another one by now.
 
     Raises:
         ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
     """
     if main_grad is not None and not is_compiling():
-        main_grad = getattr(_leaf(getattr(parameter, "cast_of", parameter)), "main_grad", main_grad)
+        main_grad = getattr(_leaf(parameter), "main_grad", main_grad)
     if main_grad is None:
         gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient

@@ -83,7 +83,7 @@ class Linear(nn.Module):
         if weight.dtype is torch.float32 and getattr(x, "dtype", None) in (torch.bfloat16, torch.float16):
             weight = weight.to(x.dtype)
             if getattr(self.weight, "main_grad", None) is not None:
-                weight.main_grad, weight.cast_of = self.weight.main_grad, self.weight
+                weight.main_grad = self.weight.main_grad
         return weight
 
     def extra_repr(self) -> str:

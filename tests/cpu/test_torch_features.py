@@ -127,6 +127,10 @@ def test_quantizers_compiled_for_a_cpu(quantize):
 
 def call(op: str):
     """(function of x, its parameter)."""
+    if op == "cast":  # of which the weight is cast
+        module = Linear(64, 48, bias=False, dtype=torch.float32)
+        module.weight.main_grad = torch.zeros(48, 64)
+        return module, module.weight
     weight = randn(48, 64) if op == "linear" else randn(64)
     weight.main_grad = torch.zeros(weight.shape)
     return (lambda x: linear(x, weight) if op == "linear" else rms_norm(x, weight)), weight
@@ -142,7 +146,7 @@ def on_cpu(function, x):
 
 
 @pytest.mark.parametrize("run", [lambda function, x: function(x), checkpointed, on_cpu])
-@pytest.mark.parametrize("op", ["linear", "rms_norm"])
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "cast"])
 def test_a_main_grad_that_is_another_one_in_the_backward(op, run, path):
     """As where gradients are set to zero between the two."""
     function, weight = call(op)
@@ -159,22 +163,13 @@ def test_a_main_grad_that_is_another_one_in_the_backward(op, run, path):
 
 
 @pytest.mark.parametrize("run", [lambda function, x: function(x), on_cpu])
-@pytest.mark.parametrize("op", ["linear", "rms_norm"])
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "cast"])
 def test_a_parameter_that_is_frozen_after_the_forward(op, run, path):
     function, weight = call(op)
     y = run(function, randn(6, 64))
     weight.requires_grad_(False)
     y.float().sum().backward()
     assert weight.main_grad.eq(0).all() and weight.grad is None
-
-
-def test_a_cast_weight_that_is_frozen_after_the_forward(path):
-    module = Linear(64, 48, bias=False, dtype=torch.float32)
-    module.weight.main_grad = torch.zeros(48, 64)
-    y = module(randn(6, 64))
-    module.weight.requires_grad_(False)
-    y.float().sum().backward()
-    assert module.weight.main_grad.eq(0).all() and module.weight.grad is None
 
 
 @pytest.mark.parametrize("op", ["linear", "mm"])
