@@ -79,7 +79,7 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
         make = Make("cuda", 513) if has_gpu else Make("cpu", 33)  # anew: the same tensors, whatever else is checked
         report, result, ok = _check(subject, make, has_gpu)
         reports.append((subject, report, result, ok))
-        cells = [subject.op, subject.case, result, str(len(report.results)) if report else "-"]
+        cells = [subject.op, subject.case, result, "-" if report is None else str(len(report.results))]
         cells = [escape(cell) for cell in (*cells, f"{time.monotonic() - started:.1f}")]
         table.add_row(*cells, style=None if ok else "red")
     console.print(table)
@@ -93,7 +93,7 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
                 "case": subject.case,
                 "result": result,
                 "ok": ok,
-                "report": report and dataclasses.asdict(report),
+                "report": None if report is None else dataclasses.asdict(report),
             }
             for subject, report, result, ok in reports
         ]

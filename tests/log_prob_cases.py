@@ -197,6 +197,7 @@ def _statistics(static, x, weight, target, statistics, target_logit, scale, num_
 def _log_prob(
     static, statistics, target, target_logit, log_prob, entropy, row_statistics, vocabulary, ignore_index, scale
 ) -> None:
+    target = target.long()  # torch would compare int32 with an ignore_index modulo 2^32
     of_tiles, total, moment = statistics.double()
     largest = of_tiles.amax(0)
     shift = scale * (of_tiles - largest)
@@ -213,6 +214,7 @@ def _log_prob(
 def _gradient(
     static, x, weight, target, row_statistics, g, h, dlogits, ignore_index, vocabulary, first, scale, inverse, num_ctas
 ) -> None:
+    target = target.long()  # as in _log_prob
     largest, log2_total, entropy = row_statistics.double().t().unsqueeze(-1)
     u = scale * (_logits(static, x, weight) - largest) - log2_total
     p, column = u.exp2(), torch.arange(first, first + dlogits.shape[1])

@@ -641,14 +641,22 @@ def test_command_for_one_op(without_gpu, capsys):
     assert "no such op here: nothing; there are: rms_norm" in capsys.readouterr().out
 
 
-def test_command_with_gpu(as_with_gpu, capsys):
+def test_command_with_gpu(as_with_gpu, capsys, tmp_path):
+    file = tmp_path / "reports.json"
     as_with_gpu(good=(squares, True), control=(Faulty(), False))
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check", "--json", str(file)]) == 0
     assert "not invariant (expected: positive control): T1" in capsys.readouterr().out
+    good, control = json.loads(file.read_text())
+    assert good["ok"] and control["ok"] and len(control["report"]["results"]) == len(good["report"]["results"]) > 0
 
     as_with_gpu(faulty=(Faulty(), True), good=(squares, True), broken=(len, True))
-    assert cli.main(["check"]) == 1
+    assert cli.main(["check", "--json", str(file)]) == 1
+    faulty, good, broken = json.loads(file.read_text())
+    assert good["ok"] and not faulty["ok"] and faulty["report"]["results"]
+    assert not broken["ok"] and broken["report"] is None
     text = capsys.readouterr().out
+    (row,) = [line for line in text.splitlines() if "NOT INVARIANT: T1" in line]
+    assert row.split()[-2] == str(len(faulty["report"]["results"]))
     assert "NOT INVARIANT: T1" in text and "Faulty: NOT INVARIANT (33 rows)" in text and "FAILED" in text
     assert "ValueError: check_invariance: module_or_fn must return" in text
 
