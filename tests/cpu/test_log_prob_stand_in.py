@@ -25,6 +25,7 @@ from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_results_may_be_written_over,
     test_second_derivatives_are_refused,
     test_targets_that_are_no_column,
+    test_what_no_target_of_32_bits_is,
 )
 from tests.log_prob_cases import log_prob_stand_in
 

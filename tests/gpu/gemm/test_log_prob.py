@@ -387,6 +387,15 @@ def test_a_thousand_repeats(generator):
         assert all(torch.equal(found[name], result) for name, result in wanted.items())
 
 
+def test_what_no_target_of_32_bits_is(generator):
+    """2^32 is 0 in 32 bits."""
+    case = Case(4, 40, 64, index=torch.int32)
+    inputs = make_inputs(case, generator)
+    inputs.target.zero_()
+    log_prob, _ = linear_log_prob(inputs.x, inputs.weight, inputs.target, ignore_index=2**32)
+    assert (log_prob < 0).all() and torch.autograd.grad(log_prob.sum(), inputs.x)[0].any()
+
+
 PROGRAM = """
 import torch
 from cute_kernels import linear_log_prob, provenance
