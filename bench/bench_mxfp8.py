@@ -1,4 +1,4 @@
-"""The block-scaled quantizers beside torch.compile of their reference and torchao's kernels.
+"""The block-scaled quantizers beside torch.compile of their reference and, on SM100, torchao's kernels.
 
     python -m bench.bench_mxfp8                                             every case, results printed
     python -m bench.bench_mxfp8 --filter '3d_dual.*8192x5120' --reps 30     cases whose name matches
@@ -93,9 +93,9 @@ def goal(quantize: Quantize) -> float | None:
     """The share of the copy's speed that we aim at, of bf16 experts and matrices."""
     if quantize.dtype is not torch.bfloat16 or quantize.variant not in ("plain", "blocked"):
         return None
-    if quantize.shape in AWKWARD or (math.prod(quantize.shape) < LARGE and not quantize.is_dual):
-        return GOAL_SMALL
-    return GOAL_DUAL if quantize.is_dual else GOAL
+    if quantize.is_dual:
+        return GOAL_DUAL
+    return GOAL_SMALL if quantize.shape in AWKWARD or math.prod(quantize.shape) < LARGE else GOAL
 
 
 def minimal_bytes(quantize: Quantize) -> int:

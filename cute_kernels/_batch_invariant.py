@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from cute_kernels import _aten
@@ -55,9 +57,8 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
 
     The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
     attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of
-    its size. Not seen, since torch decides it before: ``linear`` of more than two dimensions rounds before it adds its
-    bias where x is not contiguous, as a transposed batch of one is. Left to torch: random numbers, which depend on the
-    place in a batch, and which of equal values ``topk`` and ``sort`` name.
+    its size. Left to torch: random numbers, which depend on the place in a batch, and which of equal values ``topk``
+    and ``sort`` name.
     """
     expect(mode in MODES, "batch_invariant", "mode", f"be of {', '.join(MODES)}", repr(mode))
     uncovered: Counter[str] = Counter()
@@ -70,7 +71,7 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
         if outer:
             yield uncovered
         else:
-            with replacing:
+            with replacing, _Functions(replacing):
                 yield uncovered
     finally:
         replacing.levels.pop()
@@ -140,6 +141,27 @@ class _Replacing(TorchDispatchMode):
         if uncovered[name] == 1:
             warnings.warn(f"batch_invariant: {name} is not covered: its bits may depend on the batch", stacklevel=2)
         return func(*args, **kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    """What torch decides by strides before it calls an operator, in one way for all."""
+
+    def __init__(self, replacing: _Replacing) -> None:
+        super().__init__()
+        self.replacing = replacing
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.linear and self.replacing.is_on() and _is_concerned(args, kwargs):
+            return _linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Product and bias rounded once, where torch rounds twice if x is no view of a matrix. A batch of one mostly is."""
+    if bias is None or input.dim() < 3 or weight.dim() != 2:
+        return F.linear(input, weight, bias)
+    return torch.addmm(bias, input.flatten(0, -2), weight.t()).unflatten(0, input.shape[:-1])
 
 
 def _is_concerned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

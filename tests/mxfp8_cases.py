@@ -259,6 +259,13 @@ def as_many_tiles(tiles: tuple[int, int, int]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def few_sms(count: int = 2) -> Iterator[None]:
+    """Within it a CTA that walks over tiles has several of a small matrix, and uses its slots and buffers again."""
+    with mock.patch.object(launch, "sm_count", lambda index: count), mock.patch.dict(launch._plans, clear=True):
+        yield
+
+
 def emulated_scales(amax: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
     """The kernels' integer rule."""
     rule = scale_rule(mode, "e4m3" if dtype is E4M3 else "e5m2")

@@ -152,7 +152,7 @@ VARIANTS = {
         layout="streams",
     ),
     # Liger-Kernel's liger_mhc_coeffs: tmax 20, rms_eps and sinkhorn_eps 1e-6, pre_eps 0. Its phi is stored as (K, N):
-    # pass the transpose
+    # pass the transpose, contiguous
     "liger": Variant(
         rms_eps=1e-6,
         rms_eps_placement="inside",

@@ -43,7 +43,7 @@ def quantize_rowwise(
         TypeError, ValueError: naming argument, expected and got.
         UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: bit by bit those of the reference, on every GPU: scale byte s = 0 to 254, q = fp8(x * 2^(127 - s)) to
+    Numerics: bit by bit those of the reference: scale byte s = 0 to 254, q = fp8(x * 2^(127 - s)) to
     nearest even, saturating. NaN or infinity anywhere in a block: s = 255, and NaN (0x7F) for all its elements; so in
     mode "even" where amax, rounded, is beyond fp32: from 0x7F780000 (e5m2: 0x7F700000) on. Zeros: s = 0 and q = +-0.
     Not differentiable: a call belongs inside an autograd.Function.

@@ -47,7 +47,8 @@ def test_goals():
     assert goal("quantize_3d_colwise", (1, 8192, 5120)) == 0.90
     assert goal("quantize_3d_colwise", (1, 7168, 2048)) == 0.80
     assert goal("quantize_3d_dual", (64, 8192, 5120)) == 1 / 1.10
-    assert goal("quantize_3d_dual", (4, 2880, 2880)) == 0.80
+    assert goal("quantize_3d_colwise", (4, 2880, 2880)) == 0.80
+    assert goal("quantize_3d_dual", (4, 2880, 2880)) == 1 / 1.10
     assert goal("quantize_3d_dual", (1, 8192, 5120), dtype=torch.float32) is None
 
 

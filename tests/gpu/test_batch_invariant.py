@@ -138,6 +138,26 @@ def test_a_sequence_does_not_know_its_batch(generator, x):
     assert not uncovered
 
 
+def test_linear_of_a_batch_in_any_order(generator):
+    """A batch of one is contiguous in whichever order its dimensions are in memory, one of several is not."""
+    linear = torch.nn.Linear(64, 48, device=generator.device, dtype=BF16)
+    batch = torch.randn(5, 7, 64, generator=generator, device=generator.device).to(BF16)
+
+    def bits(x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        y = linear(leaf)
+        y.sin().sum().backward()
+        return [y.detach(), leaf.grad]
+
+    with batch_invariant() as uncovered:
+        together = bits(batch)
+        for i in range(len(batch)):
+            assert all(
+                torch.equal(t[i : i + 1], alone) for t, alone in zip(together, bits(batch[i : i + 1]), strict=True)
+            )
+    assert not uncovered
+
+
 def test_close_to_torch(generator, x):
     module = block(generator)
     with attention_of_products():

@@ -118,6 +118,30 @@ def test_a_token_does_not_know_its_batch(op, case, precision, generator):
                 assert same_bits(found[name], whole[name][index]), f"{name}, {m} tokens, {position}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "op, case, copies",
+    [(op, FULL, 1045) for op in ("projection", "aggregate", "expand_combine", "pre", "hyper_connection")]
+    + [(op, Case(8, 4096), 263) for op in ("projection", "hyper_connection")],
+    ids=str,
+)
+def test_many_tokens(op, case, copies, generator):
+    """251 tokens over and over: more than four times 65,535 of them, more than 2^31 elements of x."""
+    case = replace(case, tokens=(251,))
+    tensors, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
+    wanted = differentiate(mhc, op, case, tensors, upstream)
+    index = torch.arange(251, device=generator.device).repeat(copies)
+    many, incoming = tokens_at(tensors, index), tokens_at(upstream, index)
+    found = differentiate(mhc, op, replace(case, tokens=(len(index),)), many, incoming)
+    for name, result in wanted.items():
+        if name.removeprefix("d") in PARAMETERS:
+            expected, largest = copies * result.double(), copies * float(result.abs().max())
+            torch.testing.assert_close(found[name].double(), expected, rtol=1e-3, atol=1e-4 * largest)
+        else:
+            for copy in found[name].split(251):
+                assert same_bits(copy, result), name
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("op", ["projection", "aggregate", "expand_combine", "head", "pre", "hyper_connection"])
 def test_a_token_does_not_know_its_neighbours_values(op, value, generator):
@@ -145,11 +169,15 @@ def steps(case, t, precision):
 
 CHAINED = [replace(FULL, variant=name) for name in PRESETS]
 CHAINED += [*BATCHES[1:], DEEP, Case(4, 64, (130,), FP16, BF16, "megatron", "channels", "io", bias=True)]
+CLUSTERS = [Case(4, channels, (230,)) for channels in (2560, 7168)]  # of 8 and of 16 CTAs
 
 
-@pytest.mark.parametrize("case", CHAINED, ids=str)
+@pytest.mark.parametrize(
+    "case, precision",
+    [(case, "tf32") for case in CHAINED + CLUSTERS] + [(case, "fp32") for case in (FULL, DEEP, CLUSTERS[0])],
+    ids=str,
+)
 @pytest.mark.parametrize("forward_of", [("hyper_connection", "projection", "coefficients", "sinkhorn", "aggregate")])
-@pytest.mark.parametrize("precision", ["tf32"])
 def test_the_whole_is_its_parts(forward_of, case, precision, generator):
     """And training is inference, of the parts, too; one token or many."""
     for tokens in (case.tokens, (1,)):

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 import cute_kernels
-from tests.mxfp8_cases import FP32, Case, assert_same, call, every_variant, make_input, reference
+from cute_kernels.mxfp8.config import GRIDS
+from tests.mxfp8_cases import (
+    FP32,
+    Case,
+    as_many_tiles,
+    assert_same,
+    call,
+    every_variant,
+    few_sms,
+    make_input,
+    reference,
+)
 
 REPEATS = 1000
 CASES = [
@@ -21,8 +32,7 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_repeats(case, generator):
+def assert_repeats(case, generator):
     x = make_input(case, generator)
     first = call(case, x)
     assert_same(first, call(case, x, reference))
@@ -32,6 +42,19 @@ def test_repeats(case, generator):
         for t, expected in zip(call(case, x), memory, strict=True):
             wrong += (as_bytes(t) != expected).any()
     assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_repeats(case, generator):
+    assert_repeats(case, generator)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("tiles", GRIDS[:2], ids=["fewest", "few"])
+def test_repeats_of_ctas_with_many_tiles(tiles, case, generator):
+    """Where CTAs walk over tiles, each slot and each buffer is used again."""
+    with as_many_tiles(tiles), few_sms():
+        assert_repeats(case, generator)
 
 
 def test_repeats_beside_other_work(generator):

@@ -12,6 +12,7 @@ from tests.mxfp8_cases import (
     assert_same,
     call,
     every_variant,
+    few_sms,
     make_input,
     poisoned,
     reference,
@@ -34,6 +35,8 @@ def test_any_number_of_tiles(case, generator):
     for tiles in GRIDS:
         with as_many_tiles(tiles), poisoned():
             assert_same(call(case, x), wanted)
+            with few_sms():
+                assert_same(call(case, x), wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""compute-sanitizer finds no bad access and no race in small shapes of each variant, there and back."""
+"""compute-sanitizer finds no bad access and no race in small shapes of each variant, there and back.
+
+On 2 SMs, so that CTAs that walk over tiles have several.
+"""
 
 import pytest
 
@@ -23,12 +26,13 @@ import torch
 import cute_kernels
 from tests.gpu.mxfp8.test_sanitizer import CASES
 from cute_kernels.mxfp8.config import GRIDS
-from tests.mxfp8_cases import as_many_tiles, assert_same, call, laid_out, make_input, reference, seeded_generator
+from tests.mxfp8_cases import as_many_tiles, assert_same, call, few_sms, laid_out, make_input, reference
+from tests.mxfp8_cases import seeded_generator
 
 for case in CASES[sys.argv[1]]:
     x = make_input(case, seeded_generator(str(case), "cpu"))
     for tiles in GRIDS[1:] if sys.argv[1] == "many" else (None,):
-        with as_many_tiles(tiles) if tiles else contextlib.nullcontext():
+        with as_many_tiles(tiles) if tiles else contextlib.nullcontext(), few_sms():
             found = call(case, laid_out(case, x.cuda()))
         values = [cute_kernels.dequantize(found[i], found[i + 1]) for i in range(0, len(found), 2)]
         torch.cuda.synchronize()
