@@ -48,7 +48,13 @@ class Calls(Plans):
     """
 
     def find(
-        self, key: tuple, a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None
+        self,
+        key: tuple,
+        a: Tensor,
+        b: Tensor | None = None,
+        c: Tensor | None = None,
+        d: Tensor | None = None,
+        *rest: Tensor,
     ) -> Any:
         """What was remembered of a call alike in eager mode, all tensors on 16 bytes; None if nothing was."""
         if _len_torch_dispatch_stack() or forward_ad._current_level >= 0:
@@ -64,8 +70,10 @@ class Calls(Plans):
                 good = check(a, b) and not (a.data_ptr() | b.data_ptr()) & 15
             elif d is None:
                 good = check(a, b, c) and not (a.data_ptr() | b.data_ptr() | c.data_ptr()) & 15
-            else:
+            elif not rest:
                 good = check(a, b, c, d) and not (a.data_ptr() | b.data_ptr() | c.data_ptr() | d.data_ptr()) & 15
+            else:
+                good = check(a, b, c, d, *rest) and not any(t.data_ptr() & 15 for t in (a, b, c, d, *rest))
             if good:
                 return found
         return None

@@ -310,6 +310,16 @@ def in_the_other_layout(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case
 # Plain torch in place of the GPU
 
 
+def _strict_allocator(like: Tensor) -> Callable[..., Tensor]:
+    """That of a GPU takes tuples alone, no torch.Size."""
+
+    def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert type(shape) is type(strides) is tuple, (type(shape), type(strides))
+        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+
+    return allocate
+
+
 @contextlib.contextmanager
 def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
     """Within it CPU tensors go where CUDA tensors would; what runs instead of a kernel is plain torch in fp32.
@@ -392,6 +402,9 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
             real = getattr(module, name)
             stack.enter_context(mock.patch.object(module, name, builder(real, entry, computation)))
         stack.enter_context(mock.patch.dict(launch._plans, clear=True))
+        stack.enter_context(mock.patch.dict(launch.calls, clear=True))
+        for module in ("composite", "expand_combine"):
+            stack.enter_context(mock.patch(f"cute_kernels.mhc.op.{module}.allocator", _strict_allocator))
         library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
         for name, function in launch.OPERATORS.items():
             library.impl(name, function, "CPU")

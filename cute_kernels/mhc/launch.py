@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._op import Plans, is_plain, mutating_op
+from cute_kernels._op import Calls, Plans, is_plain, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import (
@@ -51,10 +51,12 @@ VARIANT = (
     "float rms_eps, str rms_eps_placement, float pre_eps, float post_mult, "
     "str sinkhorn, float sinkhorn_eps, int iterations"
 )
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 Launch = Callable[..., None]
 
 OPERATORS: dict[str, Launch] = {}  # name -> what runs; all that are registered
 _plans = Plans()
+calls = Calls()
 
 
 def variant_fields(variant: Variant) -> tuple:
@@ -74,7 +76,7 @@ def registered(schema: str) -> Callable[[Launch], Launch]:
 
         @functools.wraps(function)
         def launch(first: Tensor, *rest) -> None:
-            if is_plain(first, *(t for t in rest if isinstance(t, Tensor))):
+            if is_plain(first) and _ORDINARY.issuperset(map(type, rest)):
                 function(first, *rest)
             else:
                 operator(first, *rest)
@@ -142,10 +144,10 @@ def pre_forward(
     """
     if not x.shape[0]:
         return
-    n, head = pre.shape[1], res is None
+    head = res is None
     keeps = H is not None or not head
-    plan = _cluster_plan(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant)
-    if plan is None:
+    kernels = pre_kernels(x, phi, norm_weight, alpha, beta, layer_input, layout, precision, keeps, variant)
+    if kernels is None:
         partials = _project_parts(x, phi, norm_weight, precision)
         _coefficients(partials, alpha, beta, H, mean_square, pre, post, res, x.shape[1], variant)
         aggregate_forward(x, pre, layer_input, layout, 1.0)
@@ -153,11 +155,34 @@ def pre_forward(
     if keeps and H is None:
         H = x.new_empty((x.shape[0], phi.shape[0]), dtype=torch.float32)
         mean_square = x.new_empty(x.shape[0], dtype=torch.float32)
-    function, config, num_sms = plan
-    clusters = config.num_clusters(x.shape[0], num_sms)
+    function, clusters, coefficients = kernels
     function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if head else None, layer_input, clusters)
-    if not head:
-        _coefficients(None, alpha, beta, H, mean_square, pre, post, res, 0, variant)
+    if coefficients is not None:
+        coefficients(None, H, mean_square, alpha, beta, pre, post, res, x.shape[0])
+
+
+def pre_kernels(
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    layer_input: Tensor,
+    layout: str,
+    precision: str,
+    keeps: bool,
+    variant: tuple,
+) -> tuple[Launch, int, Launch | None] | None:
+    """Kernel in which clusters hold phi, their number, the coefficients' kernel (a head: None); None: no clusters."""
+    n = x.shape[1] // layer_input.shape[1]
+    plan = _cluster_plan(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant)
+    if plan is None:
+        return None
+    function, config, num_sms = plan
+    coefficients = None
+    if phi.shape[0] != n:
+        coefficients = _coefficients_kernel(x.get_device(), n, 0, 0, False, alpha, beta, variant, False, True)
+    return function, config.num_clusters(x.shape[0], num_sms), coefficients
 
 
 def _cluster_plan(
@@ -610,7 +635,26 @@ def expand_combine_forward(
     """
     if not x.shape[0]:
         return
-    dropout = seed is not None
+    function = expand_combine_kernel(
+        f, bias, post, x, res, seed is not None, out, pre, layer_input, layout, orientation
+    )
+    function(f, bias, post, x, res, seed, out, pre, layer_input, *dropout_arguments(dropout_p))
+
+
+def expand_combine_kernel(
+    f: Tensor,
+    bias: Tensor | None,
+    post: Tensor,
+    x: Tensor,
+    res: Tensor,
+    dropout: bool,
+    out: Tensor,
+    pre: Tensor | None,
+    layer_input: Tensor | None,
+    layout: str,
+    orientation: str,
+) -> Launch:
+    """What ``expand_combine_forward`` launches."""
     key = (
         "expand_combine_forward",
         layout,
@@ -629,7 +673,7 @@ def expand_combine_forward(
         aligns = (_row_alignment(post), _row_alignment(res), _row_alignment(pre))
         kernel = expand_combine_forward(arch, *dtypes, dropout, pre is not None, orientation, aligns, streams)
         function = _plans[key] = kernel
-    function(f, bias, post, x, res, seed, out, pre, layer_input, *_dropout(dropout_p))
+    return function
 
 
 @registered(
@@ -682,7 +726,7 @@ def expand_combine_backward(
             (_row_alignment(post), _row_alignment(res)),
             streams,
         )
-    function(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, *_dropout(dropout_p))
+    function(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, *dropout_arguments(dropout_p))
 
 
 @registered("Tensor dout, Tensor post, Tensor? seed, Tensor(a!) dbias, float dropout_p, str layout, bool accumulate")
@@ -716,7 +760,7 @@ def bias_gradient(
         arch, dtypes, streams = arch_of(dout.get_device()), _cutlass(dout, dbias), _streams(layout, channels, dout)
         align = _row_alignment(post)
         function = _plans[key] = bias_gradient(arch, *dtypes, accumulate, dropout, align, BIAS_CHUNK, streams)
-    function(dout, post, seed, _rows_of_sums(dout, 1, BIAS_CHUNK, channels), dbias, *_dropout(dropout_p))
+    function(dout, post, seed, _rows_of_sums(dout, 1, BIAS_CHUNK, channels), dbias, *dropout_arguments(dropout_p))
 
 
 # What the plans have in common
@@ -772,7 +816,7 @@ def _rows_of_sums(like: Tensor, outputs: int, tokens: int, columns: int) -> Tens
     return like.new_empty((outputs, chunks, -(-columns // SUM_COLUMNS) * SUM_COLUMNS), dtype=torch.float32)
 
 
-def _dropout(p: float) -> tuple[int, float]:
+def dropout_arguments(p: float) -> tuple[int, float]:
     """(threshold of the random words, what is kept is multiplied by)."""
     return int(p * 2**32), 1.0 / (1.0 - p)
 

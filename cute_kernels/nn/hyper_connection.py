@@ -15,9 +15,8 @@ from cute_kernels._check import expect, expect_float, expect_int, expect_tensor
 from cute_kernels._op import is_plain
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_dropout, check_pre, num_coefficients, sizes
-from cute_kernels.mhc.launch import variant_fields
-from cute_kernels.mhc.op.common import apply, checked, differentiates, rows, takes_reference
-from cute_kernels.mhc.op.composite import Composite, run
+from cute_kernels.mhc.op.common import checked, rows, takes_reference
+from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
@@ -216,12 +215,15 @@ class HyperConnection(FloatModule):
             results = function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)
             layer_input, post, res = results
             return layer_input, Mix(post, res, x, None, v.res_orientation)
-        checked(check_pre, x, *parameters, v.layout, PRECISION, op=OP)
-        options = OP, variant_fields(v), v.layout, PRECISION, v.res_orientation
-        if not differentiates(x, *parameters):
-            (layer_input, post, res), _ = run(x, *parameters, options, False)
+
+        def check() -> None:
+            checked(check_pre, x, *parameters, v.layout, PRECISION, op=OP)
+
+        results, owns = compute(OP, check, x, *parameters, v, v.layout, PRECISION, v.res_orientation)
+        if not owns:
+            layer_input, post, res = results
             return layer_input, Mix(post, res, x, None, v.res_orientation)
-        layer_input, post, res, residual = apply(Composite, x, *parameters, options)
+        layer_input, post, res, residual = results
         if recompute is not None:
             n, channels = sizes(x, v.layout)
             pre, entry = layer_input.grad_fn.saved_tensors[-2], recompute.entry_of(x)

@@ -240,12 +240,47 @@ def test_eight_streams_by_where_coefficients_lie(offsets, kernels, generator):
         assert found == ["projection_backward" if offset else "projection_backward_sm90"]
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layout", ["streams", "channels"])
+@pytest.mark.parametrize("op", ["pre", "head", "expand_combine", "hyper_connection"])
+def test_a_call_alike_one_before(op, layout, grad, generator, monkeypatch):
+    """From the third on it has a plan, and the same results; another size has none, nor has what is off 16 bytes."""
+    found = []
+    real = launch.Calls.find
+    monkeypatch.setattr(launch.Calls, "find", lambda *a: found.append(real(*a)) or found[-1])
+    for leading in ((64,), (4, 8)):
+        case = Case(4, 64, leading, BF16, layout=layout, norm_weight=True, bias=True)
+        t, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
+        if not grad:
+            t = {name: tensor.detach() for name, tensor in t.items()}
+
+        def results(t=t, case=case, upstream=upstream):
+            found.clear()
+            return differentiate(mhc, op, case, t, upstream) if grad else dict(enumerate(call(mhc, op, case, t)))
+
+        first = results()
+        assert found and not any(found)
+        results()
+        for _ in range(2):
+            again = results()
+            assert all(found) and again.keys() == first.keys()
+            for name, result in first.items():
+                assert torch.equal(again[name], result) and again[name].stride() == result.stride()
+        moved = dict(t)
+        for name in ("x", "f"):
+            place = torch.empty(t[name].numel() + 4, dtype=BF16)[4:].view(t[name].shape)
+            moved[name] = place.copy_(t[name].detach()).requires_grad_(grad)
+        results(moved)
+        assert not found[0]
+
+
 def test_what_is_not_for_warpgroups(kernels, generator):
     """In "fp32", of a dH off 16 bytes, of one token that stands for all, of tokens or streams that one box holds."""
 
     def found(run) -> set[str]:
         kernels.clear()
         launch._plans.clear()
+        launch.calls.clear()
         run()
         return {name.removeprefix("projection_") for name in names_of(kernels) if name.startswith("projection")}
 
@@ -301,6 +336,7 @@ def test_launches(kernels, generator):
         for op, launches in (("pre", wanted), ("head", in_three if case is FULL else ["pre_forward"])):
             kernels.clear()
             launch._plans.clear()
+            launch.calls.clear()
             with torch.no_grad():
                 call(mhc, op, case, make_inputs(case, generator))
             assert names_of(kernels) == launches
@@ -670,6 +706,7 @@ def test_fake_tensors(op, kernels, generator):
     wanted = differentiate(mhc, op, case, t, upstream)
     kernels.clear()
     launch._plans.clear()
+    launch.calls.clear()
     mode = FakeTensorMode()
     fakes = {name: mode.from_tensor(tensor.detach()).requires_grad_() for name, tensor in t.items()}
     incoming = {name: mode.from_tensor(tensor) for name, tensor in upstream.items()}

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels._autograd import eager_apply
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
+from cute_kernels.mhc import launch
 
 MAX_TOKENS = 2**31 - 2**10  # their indices are 32-bit, and run to the end of the last CTA's tokens
 MAX_PASSED = 4096  # signatures, numbers of tokens and all: those of old batches are forgotten
@@ -53,6 +55,35 @@ def checked(check: Callable[..., None], *arguments: Any, op: str | None = None) 
         if len(_passed) >= MAX_PASSED:
             _passed.clear()
         _passed.add(key)
+
+
+def recall(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, Any]:
+    """(key, what ``remember`` was given of an eager call alike, if anything was); no key: nothing is to be remembered.
+
+    ``facts``: all that the call depends on beside the tensors.
+    """
+    if is_dynamo_compiling():
+        return None, None
+    try:
+        key = (*facts, torch.is_grad_enabled(), *[None if t is None else t.shape for t in tensors])
+        return key, launch.calls.find(key, *[t for t in tensors if t is not None])
+    except (AttributeError, RuntimeError):  # no tensor, or one that has no sizes
+        return None, None
+
+
+def is_known(key: tuple | None, *tensors: Tensor | None) -> bool:
+    """Whether such a call came before, on tensors whose memory a kernel may read as it is: it is worth a plan."""
+    return key is not None and key in launch.calls and _is_simple(*tensors)
+
+
+def _is_simple(*tensors: Tensor | None) -> bool:
+    return is_plain(*tensors) and not any(t is not None and t.is_neg() for t in tensors)
+
+
+def remember(key: tuple | None, found: Any, *tensors: Tensor | None) -> None:
+    """Of a call on plain tensors that succeeded, whose key ``recall`` gave."""
+    if key is not None and _is_simple(*tensors):
+        launch.calls.remember(key, found, *tensors)
 
 
 def differentiates(*tensors: Tensor | None) -> bool:

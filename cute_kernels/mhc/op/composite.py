@@ -2,18 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels._op import alias, allocator, contiguous_strides
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import sizes
-from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
+from cute_kernels.mhc.op.common import (
+    apply,
+    differentiates,
+    empty_like,
+    gradient_rows,
+    is_known,
+    matrix_of,
+    recall,
+    remember,
+    rows,
+)
+from cute_kernels.mhc.variants import Variant, head_of
 
 # Of a call: op, variant (launch.variant_fields), layout, precision, orientation ("io" or "oi": of hyper_connection)
 Options = tuple[str, tuple, str, str, str | None]
 PARAMETERS = ("phi", "alpha", "beta", "norm_weight")
 HEAD_PARAMETERS = ("fn", "scale", "base", "norm_weight")
+
+
+def compute(
+    op: str,
+    check: Callable[[], None] | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    norm_weight: Tensor | None,
+    variant: Variant,
+    layout: str,
+    precision: str,
+    orientation: str | None = None,
+) -> tuple[tuple[Tensor | None, ...], bool]:
+    """(layer_input, post, res), and whether autograd goes on; if so, with an ``orientation``, all of ``Composite``'s.
+
+    ``check``: the arguments, of a call unlike those before; None: they have been checked. Of a head fn, scale and base
+    stand for phi, alpha and beta.
+    """
+    tensors = x, phi, alpha, beta, norm_weight
+    key, known = recall((op, variant, layout, precision, orientation), *tensors)
+    if known is not None:
+        owns, options, forward = known
+    else:
+        if check is not None:
+            check()
+        fields = launch.variant_fields(head_of(variant) if op == "head" else variant)
+        options = op, fields, layout, precision, orientation
+        owns = differentiates(*tensors)
+        forward = plan(*tensors, options, owns) if is_known(key, *tensors) else None
+    if owns:
+        results = apply(Composite, *tensors, options, forward)
+        results = results if isinstance(results, tuple) else (results, None, None)
+    else:
+        results = (run(*tensors, options, False) if forward is None else forward(*tensors))[0]
+    if known is None:
+        remember(key, (owns, options, forward), *tensors)
+    return results, owns
+
+
+def plan(x, phi, alpha, beta, norm_weight, options: Options, keeps: bool) -> Callable | None:
+    """What ``run`` does for plain tensors like these, all that it asks found; None without clusters that hold phi."""
+    op, variant, layout, precision, _ = options
+    (n, channels), columns, leading = sizes(x, layout), phi.shape[0], x.shape[:-2]
+    matrix, is_head, dtype = rows(op, "x", x, n * channels), columns == n, x.dtype
+    tokens, as_matrix, allocate = matrix.shape[0], (tuple(matrix.shape), matrix.stride()), allocator(x)
+    if not tokens:
+        return None
+    example = x.new_empty((tokens, channels))
+    keeps_h = keeps or not is_head
+    kernels = launch.pre_kernels(matrix, phi, norm_weight, alpha, beta, example, layout, precision, keeps_h, variant)
+    if kernels is None:
+        return None
+    project, clusters, coefficients = kernels
+    shapes = [(*leading, *sizes_) for sizes_ in ((channels,), (n,), (n, n))]
+    inputs, posts, mixes = [(shape, contiguous_strides(shape)) for shape in shapes]
+
+    def forward(x, phi, alpha, beta, norm_weight):
+        layer_input = allocate((tokens, channels), (channels, 1), dtype)
+        pre = allocate((tokens, n), (n, 1), torch.float32)
+        H = mean_square = post = res = None
+        if keeps_h:
+            H = allocate((tokens, columns), (columns, 1), torch.float32)
+            mean_square = allocate((tokens,), (1,), torch.float32)
+        x = alias(x, *as_matrix)
+        project(x, phi, norm_weight, alpha, beta, H, mean_square, pre if is_head else None, layer_input, clusters)
+        if coefficients is not None:
+            post = allocate((tokens, n), (n, 1), torch.float32)
+            res = allocate((tokens, n * n), (n * n, 1), torch.float32)
+            coefficients(None, H, mean_square, alpha, beta, pre, post, res, tokens)
+            post, res = alias(post, *posts), alias(res, *mixes)
+        return (alias(layer_input, *inputs), post, res), (H, mean_square, pre)
+
+    return forward
 
 
 def run(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None, options: Options, keeps: bool):
@@ -48,8 +137,10 @@ class Composite(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, phi, alpha, beta, norm_weight, options):
-        (layer_input, post, res), (H, mean_square, pre) = run(x, phi, alpha, beta, norm_weight, options, True)
+    def forward(ctx, x, phi, alpha, beta, norm_weight, options, planned):
+        arguments = x, phi, alpha, beta, norm_weight
+        found = run(*arguments, options, True) if planned is None else planned(*arguments)
+        (layer_input, post, res), (H, mean_square, pre) = found
         mixes = options[-1] is not None
         ctx.save_for_backward(x, phi, alpha, beta, norm_weight, H, mean_square, pre, res if mixes else None)
         ctx.options = options
@@ -134,4 +225,4 @@ class Composite(torch.autograd.Function):
                 accumulates[2],
                 accumulates[1],
             )
-        return dx, *results, None
+        return dx, *results, None, None

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import check_head
-from cute_kernels.mhc.launch import variant_fields
-from cute_kernels.mhc.op.common import apply, checked, differentiates, takes_reference
-from cute_kernels.mhc.op.composite import Composite, run
-from cute_kernels.mhc.variants import Variant, head_of, variant_of
+from cute_kernels.mhc.op.common import checked, takes_reference
+from cute_kernels.mhc.op.composite import compute
+from cute_kernels.mhc.variants import Variant, variant_of
 
 OP = "head"
 
@@ -53,8 +52,11 @@ def head(
         )
     variant = variant_of(OP, variant)
     layout = variant.layout if layout is None else layout
-    checked(check_head, x, fn, base, scale, norm_weight, layout, precision)
-    options = OP, variant_fields(head_of(variant)), layout, precision, None
-    if differentiates(x, fn, base, scale, norm_weight):
-        return apply(Composite, x, fn, scale, base, norm_weight, options)
-    return run(x, fn, scale, base, norm_weight, options, False)[0][0]
+    return compute(
+        OP,
+        lambda: checked(check_head, x, fn, base, scale, norm_weight, layout, precision),
+        *(x, fn, scale, base, norm_weight),
+        variant,
+        layout,
+        precision,
+    )[0][0]

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import check_pre, check_sublayer
-from cute_kernels.mhc.launch import variant_fields
-from cute_kernels.mhc.op.common import apply, checked, differentiates, takes_reference
-from cute_kernels.mhc.op.composite import Composite, run
+from cute_kernels.mhc.op.common import checked, takes_reference
+from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.variants import Variant, variant_of
 
@@ -72,15 +71,9 @@ def hyper_connection(
     variant = variant_of(OP, variant)
     layout = variant.layout if layout is None else layout
     orientation = variant.res_orientation if res_orientation is None else res_orientation
-    checked(check_pre, x, phi, alpha, beta, norm_weight, layout, precision, op=OP)
+    tensors = x, phi, alpha, beta, norm_weight
+    checked(check_pre, *tensors, layout, precision, op=OP)
     check_sublayer(sublayer, x, bias, dropout_p, seed, layout, orientation)
-    parameters = phi, alpha, beta, norm_weight
-    options = OP, variant_fields(variant), layout, precision, orientation
-    owns = differentiates(x, *parameters)
-    if owns:
-        layer_input, post, res, residual = apply(Composite, x, *parameters, options)
-    else:
-        (layer_input, post, res), _ = run(x, *parameters, options, False)
-        residual = x
+    (layer_input, post, res, *residual), owns = compute(OP, None, *tensors, variant, layout, precision, orientation)
     f = sublayer(layer_input)
-    return combine(OP, f, post, residual, res, bias, dropout_p, seed, layout, orientation, owns)
+    return combine(OP, f, post, *(residual or (x,)), res, bias, dropout_p, seed, layout, orientation, owns)

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import check_pre
-from cute_kernels.mhc.launch import variant_fields
-from cute_kernels.mhc.op.common import apply, checked, differentiates, takes_reference
-from cute_kernels.mhc.op.composite import Composite, run
+from cute_kernels.mhc.op.common import checked, takes_reference
+from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.variants import Variant, variant_of
 
 OP = "pre"
@@ -56,8 +55,5 @@ def pre(
         )
     variant = variant_of(OP, variant)
     layout = variant.layout if layout is None else layout
-    checked(check_pre, x, phi, alpha, beta, norm_weight, layout, precision)
-    options = OP, variant_fields(variant), layout, precision, None
-    if differentiates(x, phi, alpha, beta, norm_weight):
-        return apply(Composite, x, phi, alpha, beta, norm_weight, options)
-    return run(x, phi, alpha, beta, norm_weight, options, False)[0]
+    tensors = x, phi, alpha, beta, norm_weight
+    return compute(OP, lambda: checked(check_pre, *tensors, layout, precision), *tensors, variant, layout, precision)[0]

@@ -251,6 +251,7 @@ def test_any_number_of_sms(op, case, precision, generator, monkeypatch):
     for count in (1, 7, 100):
         monkeypatch.setattr(launch, "sm_count", lambda index, count=count: count)
         monkeypatch.setattr(launch, "_plans", {})
+        launch.calls.clear()
         found = differentiate(mhc, op, case, tensors, upstream, **options)
         assert_same_bits(found, wanted, f"{count} SMs")
 
