@@ -15,9 +15,8 @@ from rich.table import Table
 from torch import Tensor
 
 from cute_kernels._demo import _has_supported_gpu
-from cute_kernels.invariance import TRANSFORMS, Report, check_invariance
+from cute_kernels.invariance import ROW_TRANSFORMS, TRANSFORMS, Report, check_invariance
 
-ROW_TRANSFORMS = tuple(name for name in TRANSFORMS if name.startswith("T"))
 DTYPE = torch.bfloat16
 
 

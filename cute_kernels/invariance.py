@@ -25,6 +25,7 @@ TRANSFORMS = {
     "T6": "selection: rows gathered and permuted",
     "B1": "parameter gradients: zero rows appended",
 }
+ROW_TRANSFORMS = tuple(name for name in TRANSFORMS if name.startswith("T"))
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 100, 128, 257, 512)
 NOT_DETERMINISTIC = "the function itself is not deterministic (dropout, atomics, state?): no transform was tried"
 MAX_CHUNKS = 64  # of one batch, unless the caller names the sizes: 10,000 rows one by one would take minutes
@@ -129,7 +130,7 @@ def check_invariance(
     sample: Tensor | Sequence[Tensor],
     *,
     gradients: bool = True,
-    transforms: Sequence[str] = tuple(TRANSFORMS),
+    transforms: Sequence[str] = ROW_TRANSFORMS,
     sizes: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Report:
@@ -145,7 +146,8 @@ def check_invariance(
             stay valid.
         gradients: also differentiate, with a fixed random incoming gradient for each row of each output, transformed
             as the row is (a NaN row gets a NaN gradient). False checks what runs under ``torch.no_grad()``.
-        transforms: which of T1 to T6 and B1 (see ``TRANSFORMS``). B0, the same call again, always runs.
+        transforms: which of T1 to T6 and, of a module's parameters, B1 (``tuple(TRANSFORMS)``: all). B0, the same call
+            again, always runs.
         sizes: numbers of rows for T1 and T5, each from 1 to rows - 1; default: those of ``SIZES`` that fit.
         seed: of incoming gradients, made-up rows and permutations. torch's own generators are not touched.
 
@@ -157,11 +159,11 @@ def check_invariance(
         TypeError, ValueError: naming argument, expected and got; and whatever the function raises on the sample itself.
 
     Equal means the same raw bits: +0 is not -0, and NaNs are equal if their bits are. Gradients of a module's
-    parameters are sums over rows: they, or what is accumulated into ``main_grad``, are held to B0 and B1 (trailing rows
-    of zeros with zero incoming gradients) alone. Those of norms and hyper-connections are added in an order that the
-    number of rows decides: leave B1 out of ``transforms`` for a model that has some. If rows differ in B0 the function
-    is not deterministic, and nothing else is run. Parameters' ``grad`` and ``main_grad``, buffers, hooks and the
-    training mode are left as they were. All activations and their gradients of two runs are kept in memory.
+    parameters are sums over rows: they, or what is accumulated into ``main_grad``, are held to B0 and, on request, B1
+    (trailing rows of zeros with zero incoming gradients) alone. B1 holds where rows are added in their order, as by
+    products; in norms and hyper-connections the number of rows decides about the order. If rows differ in B0 the
+    function is not deterministic, and nothing else is run. Parameters' ``grad`` and ``main_grad``, buffers, hooks and
+    the training mode are left as they were. All activations and their gradients of two runs are kept in memory.
     """
     inputs = _check_arguments(module_or_fn, sample, gradients, transforms, sizes, seed)
     rows = list(range(len(inputs[0])))

@@ -3,8 +3,9 @@
 z = x W^T + bias;  y = act(z);   backward, with z rounded to y's dtype:
 dz = dy act'(z), rounded to y's dtype, then to x's;  dx = dz W;  dW = dz^T x;  dbias = sum of dz over tokens.
 
-All in fp32 (fp64 tensors, which the kernels do not take, in fp64), each result rounded once. The order of the kernels'
-sums, ``serial_k16``, is not imitated: their results agree with these to rounding, not bit by bit.
+All in fp32 (on a GPU as torch's flags have it; fp64 tensors, which the kernels do not take, in fp64), each result
+rounded once. The order of the kernels' sums, ``serial_k16``, is not imitated: their results agree with these to
+rounding, not bit by bit.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case, arch", [(case, arch) for case in CASES for arch in ARCHS] + [(CASES[4], "sm_103a")], ids=str
+)
 def test_compiles(case, arch):
     jobs = kernels_of([case], arch)
     assert [builder.__name__ for builder, _ in jobs] == ["norm_forward", "norm_backward"]

@@ -80,7 +80,8 @@ def compile_and_check(arch: str, kernel: tuple, **changes) -> None:
 @pytest.mark.parametrize(
     "arch, kernel",
     [(arch, kernel) for arch in ("sm_90a",) for kernel in kernels(arch)]
-    + [pytest.param("sm_100a", kernel, marks=pytest.mark.slow) for kernel in kernels("sm_100a")],
+    + [pytest.param("sm_100a", kernel, marks=pytest.mark.slow) for kernel in kernels("sm_100a")]
+    + [("sm_103a", kernels("sm_103a")[1])],
     ids=lambda value: value if isinstance(value, str) else kernel_name(value),
 )
 def test_every_kernel_compiles(arch, kernel):
