@@ -182,14 +182,15 @@ def test_summary():
     times = [
         ("fwd", "decode", "1x2x3", {"cute_kernels": 10.0, "cublas": 12.0, FLOOR: 8.0}),
         ("fwd", "decode", "2x2x3", {"cute_kernels": 10.0, "cublas": 10.0, FLOOR: 9.5}),
+        ("fwd", "decode", "65x2x3", {"cute_kernels": 10.0, "cublas": 12.0, FLOOR: 1.0}),  # no goal of reading
         ("dA", "prefill", "4x2x3", {"cute_kernels": 10.0, "cublas": 9.0}),
         ("dB", "prefill", "4x2x3", {"cublas": 9.0}),
     ]
     decode, gradient = bench_gemm.summarize(times)
-    assert (decode.cases, decode.least, decode.least_shape) == (2, 1.0, "2x2x3")
-    assert decode.mean == pytest.approx(1.2**0.5)
+    assert (decode.cases, decode.least, decode.least_shape) == (3, 1.0, "2x2x3")
+    assert decode.mean == pytest.approx(1.44 ** (1 / 3))
     assert (decode.floor, decode.floor_shape) == (1.25, "1x2x3")
-    assert decode.verdict == "every >= 1.0 ok, floor <= 1.10 --"
+    assert decode.verdict == "every >= 1.0 ok, floor, M <= 64, <= 1.10 --"
     assert gradient.verdict == "mean >= 0.97 --, every >= 0.93 --" and gradient.floor is None
 
 
