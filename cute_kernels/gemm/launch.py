@@ -24,13 +24,17 @@ from cute_kernels.gemm.reference import activate
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A compiled kernel, how many CTAs of it to launch, whether it computes the transposed product, what allocates."""
+    """A compiled kernel, how many CTAs of it to launch, whether it computes the transposed product, what allocates.
+
+    ``kernel``: its name, for ``provenance``.
+    """
 
     function: Callable[..., None]
     num_ctas: int
     transposed: bool
     config: GemmConfig | None
     allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+    kernel: str = "gemm"
 
 
 _plans = Plans()

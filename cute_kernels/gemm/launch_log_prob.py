@@ -61,7 +61,9 @@ def run_forward(
         statistics = x.new_empty(3, -(-v // vocabulary_tile(arch)), m, dtype=torch.float32)
         target_logit = x.new_empty(m, dtype=torch.float32)
         multiply = log_prob_statistics(arch, dtype, target_dtype, major, config)
-        launch(multiply, config, x_some, weight, major, target_some, statistics, target_logit, scale)
+        launch(
+            "log_prob_statistics", multiply, config, x_some, weight, major, target_some, statistics, target_logit, scale
+        )
         results = log_prob[some], entropy[some], row_statistics[some]
         finish(statistics, target_some, target_logit, *results, v, ignore_index, scale)
         del statistics, target_logit, x_some  # before the next ones are allocated
@@ -105,7 +107,7 @@ def run_backward(
         gradients = dlog_prob, dlog_prob if dentropy is None else dentropy, dlogits_some
         scales = math.log2(math.e) / temperature, 1.0 / temperature
         of_rows = target, row_statistics, *gradients
-        launch(gradient, config, x, weight_some, major, *of_rows, ignore_index, v, first, *scales)
+        launch("log_prob_gradient", gradient, config, x, weight_some, major, *of_rows, ignore_index, v, first, *scales)
         if sums is not None:
             run_gemm(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
         if dweight is not None:
@@ -156,12 +158,18 @@ def index_dtype(target: Tensor):
 
 
 def launch(
-    function: Callable[..., None], config: GemmConfig, x: Tensor, weight: Tensor, major: str, *arguments: object
+    kernel: str,
+    function: Callable[..., None],
+    config: GemmConfig,
+    x: Tensor,
+    weight: Tensor,
+    major: str,
+    *arguments: object,
 ) -> None:
-    """A product of x and weight whose tiles as many CTAs walk over as are resident."""
+    """A product of x and weight whose tiles as many CTAs walk over as are resident; ``kernel``: the function's name."""
     (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
     clusters = -(-x.shape[0] // (tile_m * cluster_m)) * -(-weight.shape[0] // (tile_n * cluster_n))
     clusters = min(clusters, sm_count(x.get_device()) // (cluster_m * cluster_n))
-    plan = Plan(function, clusters * cluster_m * cluster_n, False, config, allocator(x))
+    plan = Plan(function, clusters * cluster_m * cluster_n, False, config, allocator(x), kernel)
     observe(plan, x, weight)
     function(x, weight if major == "k" else weight.t(), *arguments, plan.num_ctas)

@@ -31,8 +31,9 @@ class Provenance:
 def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenance, ...]:
     """Call ``function(*args, **kwargs)`` and say what computed its matrix products, one entry each, in order.
 
-    ``shape`` is (M, N, K), of a batch (L, M, N, K), as the kernel sees it. Products over nothing, replays of CUDA
-    graphs, and work on CPU tensors launch none of our kernels and have no entry.
+    ``shape`` is (M, N, K), of a batch (L, M, N, K), as the kernel sees it. ``kernel`` begins with "gemm" or, of
+    ``linear_log_prob``'s products with the whole vocabulary, "log_prob_statistics" and "log_prob_gradient". Products
+    over nothing, replays of CUDA graphs, and work on CPU tensors launch none of our kernels and have no entry.
 
     Raises:
         TypeError: function cannot be called; and whatever it raises.
@@ -49,7 +50,7 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
     for plan, shape, device in launches:
         name = "any stride" if plan.config is None else f"tile {plan.config.tile}, cluster {plan.config.cluster}"
         turns = ", ping-pong" if plan.config is not None and plan.config.ping_pong else ""
-        kernel = f"gemm ({name}{turns}{', transposed' if plan.transposed else ''})"
+        kernel = f"{plan.kernel} ({name}{turns}{', transposed' if plan.transposed else ''})"
         arch = launch.arch_of(device)
         contract = CONTRACT if arch == "sm_90a" else f"{CONTRACT}, unproven"
         entries.append(Provenance(contract, kernel, shape, arch, versions))

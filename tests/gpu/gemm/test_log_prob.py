@@ -271,6 +271,8 @@ def test_provenance(generator):
     entries = provenance(run, linear_log_prob, case, inputs)
     assert [entry.shape for entry in entries] == [(130, 264, 64), (130, 264, 64), (130, 64, 264), (264, 64, 130)]
     assert all(entry.contract.startswith("serial_k16") for entry in entries)
+    kernels = [entry.kernel.partition(" ")[0] for entry in entries]
+    assert kernels == ["log_prob_statistics", "log_prob_gradient", "gemm", "gemm"]
 
 
 def test_second_derivatives_are_refused(generator):
