@@ -394,8 +394,8 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (common, "on_gpu", lambda x: True),
-            (launch, "arch_of", lambda index: arch),
-            (launch, "sm_count", lambda index: 132),
+            (launch.plans, "arch_of", lambda index: arch),
+            (launch.plans, "sm_count", lambda index: 132),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         for module, name, entry, computation in kernels:

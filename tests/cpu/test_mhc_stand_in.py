@@ -56,7 +56,7 @@ def kernels():
 @pytest.mark.parametrize("tokens", [5, 2000])
 def test_a_gpu_of_one_sm(tokens, generator, monkeypatch):
     """One CTA has all the items; of 2000 tokens these are groups of chunks."""
-    monkeypatch.setattr(launch, "sm_count", lambda index: 1)
+    monkeypatch.setattr(launch.plans, "sm_count", lambda index: 1)
     schedule, found = ProjectionBackwardConfig.schedule, []
     monkeypatch.setattr(ProjectionBackwardConfig, "schedule", lambda *a: found.append(schedule(*a)) or found[-1])
     assert_as_the_reference("hyper_connection", Case(4, 256, (tokens,)), generator)
@@ -246,8 +246,8 @@ def test_eight_streams_by_where_coefficients_lie(offsets, kernels, generator):
 def test_a_call_alike_one_before(op, layout, grad, generator, monkeypatch):
     """From the third on it has a plan, and the same results; another size has none, nor has what is off 16 bytes."""
     found = []
-    real = launch.Calls.find
-    monkeypatch.setattr(launch.Calls, "find", lambda *a: found.append(real(*a)) or found[-1])
+    real = launch.plans.Calls.find
+    monkeypatch.setattr(launch.plans.Calls, "find", lambda *a: found.append(real(*a)) or found[-1])
     for leading in ((64,), (4, 8)):
         case = Case(4, 64, leading, BF16, layout=layout, norm_weight=True, bias=True)
         t, upstream = make_inputs(case, generator), make_upstream(op, case, generator)

@@ -38,7 +38,7 @@ def remember(calls: Calls, key: tuple, found: object, *tensors: torch.Tensor) ->
         calls.remember(key, found, *tensors)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_a_call_alike_is_known(count):
     calls, tensors = Calls(), vectors(count)
     remember(calls, ("key",), "found", *tensors)

@@ -249,8 +249,8 @@ def test_any_number_of_sms(op, case, precision, generator, monkeypatch):
     options = precision_of(op, precision)
     wanted = differentiate(mhc, op, case, tensors, upstream, **options)
     for count in (1, 7, 100):
-        monkeypatch.setattr(launch, "sm_count", lambda index, count=count: count)
-        monkeypatch.setattr(launch, "_plans", {})
+        monkeypatch.setattr(launch.plans, "sm_count", lambda index, count=count: count)
+        launch._plans.clear()
         launch.calls.clear()
         found = differentiate(mhc, op, case, tensors, upstream, **options)
         assert_same_bits(found, wanted, f"{count} SMs")

@@ -43,7 +43,7 @@ from tests.gpu.mhc.test_sanitizer import RUNS, precision_of_run
 from tests.mhc_cases import differentiate, make_inputs, make_upstream, seeded_generator
 
 if sys.argv[1] in ("groups", "pairs"):
-    launch.sm_count = lambda index: 1  # one CTA, or pair of them, has all chunks; a CTA takes them by groups
+    launch.plans.sm_count = lambda index: 1  # one CTA, or pair of them, has all chunks; a CTA takes them by groups
 for op, case in RUNS[sys.argv[1]]:
     generator = seeded_generator(str(case), "cpu")  # the sanitizer makes each kernel slow
     tensors = {name: t.detach().cuda().requires_grad_() for name, t in make_inputs(case, generator).items()}

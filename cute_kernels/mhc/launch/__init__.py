@@ -1,0 +1,59 @@
+"""Plans and launches of the hyper-connections: from a call's signature to a compiled kernel, then one dict lookup.
+
+All take matrices, a row a token, and write to those that they are given; a kernel is found by what it is specialised
+on, so another number of tokens finds the same. Each launch is also registered as the operator
+``cute_kernels::mhc_<name>``, which runs in its place where graphs are traced. No tokens: nothing is launched, and sums
+over the tokens are zeros.
+
+Every kernel is a programmatic dependent launch: it starts while the one before it ends, and waits for its results
+before it touches memory (the sum of coefficients beside phi_gradient, which waits for nothing that this one writes,
+before its own end). Three of a hyper-connection's backward let the next one start earlier than at their own end:
+coefficients (a few warps), projection (each CTA with its last tile), phi_gradient. Elsewhere kernels that only wait
+stood in the way (bench/NOTES.md).
+"""
+
+from cute_kernels.mhc.launch import plans
+from cute_kernels.mhc.launch.coefficients import (
+    coefficient_sums,
+    coefficients_backward,
+    coefficients_forward,
+    sinkhorn_backward,
+    sinkhorn_forward,
+)
+from cute_kernels.mhc.launch.plans import OPERATORS, calls, dropout_arguments, variant_fields
+from cute_kernels.mhc.launch.plans import known as _plans
+from cute_kernels.mhc.launch.projection import pre_forward, pre_kernels, projection_backward, projection_forward
+from cute_kernels.mhc.launch.streams import (
+    aggregate_backward,
+    aggregate_forward,
+    bias_gradient,
+    expand_combine_backward,
+    expand_combine_forward,
+    expand_combine_kernel,
+    expand_streams,
+)
+
+__all__ = [
+    "OPERATORS",
+    "_plans",
+    "aggregate_backward",
+    "aggregate_forward",
+    "bias_gradient",
+    "calls",
+    "coefficient_sums",
+    "coefficients_backward",
+    "coefficients_forward",
+    "dropout_arguments",
+    "expand_combine_backward",
+    "expand_combine_forward",
+    "expand_combine_kernel",
+    "expand_streams",
+    "plans",
+    "pre_forward",
+    "pre_kernels",
+    "projection_backward",
+    "projection_forward",
+    "sinkhorn_backward",
+    "sinkhorn_forward",
+    "variant_fields",
+]
