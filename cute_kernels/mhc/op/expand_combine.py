@@ -111,7 +111,7 @@ def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, han
         out = apply(ExpandCombine, *tensors, seed, options, hands_on, forward)
     else:
         out = _forward(*tensors, seed, options) if forward is None else forward(*tensors)
-    if x.numel():
+    if key is not None and x.numel():
         remember(key, (owns, options, forward), *tensors)
     return out
 
