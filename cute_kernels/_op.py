@@ -78,25 +78,31 @@ class Calls(Plans):
                 return found
         return None
 
+    def takes(self, key: tuple, *tensors: Tensor | None) -> bool:
+        """Whether ``remember`` would keep what such a call finds out, not its key alone: no use in making it else."""
+        guarded = self.get(key)
+        if guarded is None or len(guarded) >= MAX_GUARDS or forward_ad._current_level >= 0:
+            return False
+        given = [t for t in tensors if t is not None]
+        # A guard refuses a tensor given twice
+        return len({*map(id, given)}) == len(given) and not any(t.data_ptr() & 15 for t in given)
+
     def remember(self, key: tuple, found: Any, *tensors: Tensor | None) -> None:
         """Of a call on plain tensors that succeeded; after a None there is none.
 
         Only its key is, when it is met for the first time: a batch's size may not come again, and a guard with what it
         leads to takes 3 us and 21 objects.
         """
-        guarded = self.get(key)
-        if guarded is None:
+        if key not in self:
             self[key] = ()
             return
+        if not self.takes(key, *tensors):
+            return
         given = [t for t in tensors if t is not None]
-        if len(guarded) >= MAX_GUARDS or len({*map(id, given)}) < len(given):  # a guard refuses a tensor given twice
-            return
-        if forward_ad._current_level >= 0 or any(t.data_ptr() & 15 for t in given):
-            return
         sizes, strides = [list(t.shape) for t in given], [list(t.stride()) for t in given]
         check = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         if check(*given):
-            self[key] = (*guarded, (check, found))
+            self[key] = (*self[key], (check, found))
 
 
 def is_plain(
