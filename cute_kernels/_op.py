@@ -79,7 +79,7 @@ class Calls(Plans):
         return None
 
     def takes(self, key: tuple, *tensors: Tensor | None) -> bool:
-        """Whether ``remember`` would keep what such a call finds out, not its key alone: no use in making it else."""
+        """Whether ``remember`` would keep what such a call finds out; if not, finding it out is wasted."""
         guarded = self.get(key)
         if guarded is None or len(guarded) >= MAX_GUARDS or forward_ad._current_level >= 0:
             return False
