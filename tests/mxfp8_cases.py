@@ -14,7 +14,7 @@ from torch import Tensor
 import cute_kernels
 from cute_kernels.mxfp8 import launch, op, reference
 from cute_kernels.mxfp8.checks import SCALE
-from cute_kernels.mxfp8.config import GRIDS, MODES, scale_rule  # noqa: F401
+from cute_kernels.mxfp8.config import GRIDS, MODES, DualConfig, scale_rule  # noqa: F401
 from tests.entry import check_entry
 from tests.norm_cases import seeded_generator  # noqa: F401
 
@@ -274,7 +274,9 @@ def emulated_scales(amax: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
     return torch.where(bits >= rule.upper, 255, torch.where(bits < rule.lower, 0, s))
 
 
-def _quantize(static, x, q_k, s_k, q_n, s_n, num_ctas) -> None:
+def _quantize(static, x, q_k, s_k, q_n, s_n, *rest) -> None:
+    *counter, num_ctas = rest
+    assert [t.dtype for t in counter] == [torch.int32] * isinstance(static["config"], DualConfig)
     assert num_ctas >= 1 and x.data_ptr() % 16 == 0 and x.dim() == static["rank"]
     assert (x.stride(-2) == 1) == static["transposed"]
     assert (q_k is not None, q_n is not None) == (static["along_k"], static["along_n"])

@@ -10,11 +10,13 @@ ATOM = 512  # bytes of that atom
 FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
 NARROW_TILES = 1000
 NARROW = 64  # columns
-MANY_TILES = 7000
+RING_TILES = 3000  # two outputs of as many: the ring of kernel_dual.py
+MANY_TILES = 10000
+TALL = 2  # tiles along A that a CTA of the ring stores together
 MOST_PADDING = 1.125  # tiles of whole clusters over tiles
-# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, many, too thin for
-# clusters
-GRIDS = ((1, 1, 1), (32, 36, 1), (64, 64, 1), (128, 64, 1), (1, 1, 4096))
+# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, a ring's, many, too
+# thin for clusters
+GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (128, 80, 1), (1, 1, 4096))
 MODES = ("rceil", "floor", "ceil", "even")
 
 _FP32_INFINITY = 0x7F800000
@@ -86,6 +88,25 @@ class QuantizeConfig:
         return min(num_ctas, self.ctas_per_sm * num_sms) if self.persistent else num_ctas
 
 
+@dataclass(frozen=True)
+class DualConfig:
+    """Geometry of the quantizer whose resident CTAs, one an SM, write two outputs (kernel_dual.py).
+
+    Attributes:
+        cluster: CTAs along the strided dimension (A) and the contiguous one (B) that store at the same time and put
+            their scales together.
+    """
+
+    cluster: tuple[int, int]
+
+    def num_ctas(self, tiles: tuple[int, int, int], num_sms: int) -> int:
+        """CTAs to launch for tiles of TILE x TILE along A, along B, and of so many experts."""
+        a, b, experts = tiles
+        ctas = self.cluster[0] * self.cluster[1]
+        clusters = -(-a // (TALL * self.cluster[0])) * -(-b // self.cluster[1]) * experts
+        return min(clusters, max(1, num_sms // ctas)) * ctas
+
+
 def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
     """How the scales of blocks along k and along n are laid out.
 
@@ -96,9 +117,14 @@ def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
     return ("square", "square") if square else ("columns", "columns" if rank == 2 else "rows")
 
 
+def _fill(tiles: tuple[int, int, int], sizes: tuple[int, int]) -> bool:
+    """Whether pieces of so many tiles along A and along B fill them well enough."""
+    return all(-(-count // size) * size <= MOST_PADDING * count for count, size in zip(tiles, sizes, strict=False))
+
+
 def quantize_config(
     arch: str, itemsize: int, row_kind: str | None, col_kind: str | None, tiles: tuple[int, int, int]
-) -> QuantizeConfig:
+) -> QuantizeConfig | DualConfig:
     """Geometry for inputs of ``itemsize`` bytes. The bytes written are the same in every geometry.
 
     Kinds: of the scales along the contiguous and along the strided dimension, None where they are not wanted.
@@ -112,14 +138,13 @@ def quantize_config(
     two outputs, three CTAs an SM               dual 131072x7168 0.826, 8192x7168 0.874; 3-D 8x8192x5120 0.905
     four, of which each writes over its x       0.836, 0.888; 0.896; blocked 4x2880x2880 0.933 for 0.894
 
-    Clusters, and four CTAs an SM, in one run (dual 131072x7168, 32768x7168, 8192x7168; 3-D 8x8192x5120, 4x2880x2880):
+    Two outputs in one run (dual 131072x7168, 131072x2048, 32768x7168, 8192x7168; 3-D 8x8192x5120, 4x2880x2880, of
+    8x8192x5120 blocked and of squares): four CTAs an SM and their best clusters; the ring and its clusters:
 
-    none        0.835, 0.879, 0.887; 0.911, 0.896
-    (1, 8)      0.870, 0.901, 0.894; 0.944, 0.926
-    (2, 4)      0.871, 0.907, 0.911; 0.932, 0.931
-    (4, 2)      0.863, 0.900, 0.914; 0.919, 0.927
-    (2, 2)      0.853, 0.892, 0.914; 0.911, 0.938
-    (2, 8)      0.870, 0.892, 0.889; 0.940, 0.887
+    four CTAs       0.887, 0.916, 0.912, 0.924; 0.947, 0.942; 0.946, 0.924
+    ring, (1, 2)    0.890, 0.918, 0.909, 0.920; 0.941, 0.904; 0.962, 0.952
+    ring, (2, 4)    0.910, 0.920, 0.914, 0.880; 0.945, 0.830; 0.957, 0.950
+    ring, (1, 8)    0.915, 0.919, 0.924, 0.898; 0.958, 0.851
     """
     outputs = (row_kind is not None) + (col_kind is not None)
     num_tiles = tiles[0] * tiles[1] * tiles[2]
@@ -130,6 +155,11 @@ def quantize_config(
         return QuantizeConfig(6, ctas_per_sm=2, warps=4, persistent=True, down=False, width=NARROW)
     if few and (outputs == 1 or row_kind != "blocked" or arch != "sm_90a"):
         return QuantizeConfig(3 if outputs == 1 else 2, ctas_per_sm=2, warps=8, persistent=True, down=False)
+    if outputs == 2 and arch == "sm_90a" and num_tiles >= RING_TILES:
+        for cluster in ((1, 8), (1, 2)):
+            together = row_kind == "columns" and num_tiles >= MANY_TILES  # else the smaller is faster
+            if (together or cluster == (1, 2)) and _fill(tiles, (TALL * cluster[0], cluster[1])):
+                return DualConfig(cluster)
     cluster = (1, 1)
     if outputs == 1:
         if row_kind == "columns":
@@ -137,8 +167,8 @@ def quantize_config(
         elif col_kind == "columns":
             cluster = (8, 1)
     elif row_kind == "columns" and arch == "sm_90a":
-        cluster = (2, 2) if num_tiles < MANY_TILES else (2, 4) if col_kind == "columns" else (1, 8)
-    if any(-(-count // size) * size > MOST_PADDING * count for count, size in zip(tiles[:2], cluster, strict=True)):
+        cluster = (2, 2)
+    if not _fill(tiles, cluster):
         cluster = (1, 1)
     if outputs == 1:
         return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=row_kind is None, cluster=cluster)

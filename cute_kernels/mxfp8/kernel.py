@@ -22,31 +22,18 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
-from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
-from cute_kernels.mxfp8.kernel_scales import (
-    as_float,
-    base_of,
-    byte_at,
-    largest_of_block,
-    largest_of_columns,
-    put,
-    scale_of,
-    scaled,
-    staged_at,
-    store_scales,
-    store_squares,
-    store_together,
-)
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, DualConfig, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
+from cute_kernels.mxfp8.kernel_dual import QuantizeDual
+from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory
+from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_together
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
-WARP = 32
-UNIT = 64  # columns that a warp takes at once in the col pass, of 32 rows
 
 
 class Quantize:
@@ -89,7 +76,7 @@ class Quantize:
             self.row_kind, self.col_kind = self.kinds
         self.dtype = x.element_type
         tile, tile_of_col = (TILE, self.width), (self.width, TILE)
-        x = self.as_memory(x, self.transposed)
+        x = as_memory(x, self.transposed)
         sX_layout = cute.make_layout((*tile, self.stages), stride=(self.width, 1, TILE * self.width))
         one = cute.make_layout(tile, stride=(self.width, 1))
         swizzled = cute.tile_to_shape(
@@ -100,11 +87,11 @@ class Quantize:
         store = cpasync.CopyBulkTensorTileS2GOp()
         if const_expr(q_row is not None):
             self.out = q_row.element_type
-            row = self.as_memory(cute.recast_tensor(q_row, Uint8), self.transposed)
+            row = as_memory(cute.recast_tensor(q_row, Uint8), self.transposed)
             tma_row, mRow = cpasync.make_tiled_tma_atom(store, row, one, tile)
         if const_expr(q_col is not None):
             self.out = q_col.element_type
-            col = self.as_memory(cute.recast_tensor(q_col, Uint8), not self.transposed)
+            col = as_memory(cute.recast_tensor(q_col, Uint8), not self.transposed)
             tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, tile_of_col)
         s_row = None if const_expr(s_row is None) else cute.recast_ptr(s_row.iterator, dtype=Uint8)
         s_col = None if const_expr(s_col is None) else cute.recast_ptr(s_col.iterator, dtype=Uint8)
@@ -120,17 +107,6 @@ class Quantize:
             stream=stream,
             use_pdl=True,
         )
-
-    @cute.jit
-    def as_memory(self, t: cute.Tensor, swapped: cutlass.Constexpr[bool]):
-        """(N, K) or (E, N, K) as (rows, contiguous dimension, E)."""
-        n, k = (1, 0) if const_expr(swapped) else (0, 1)
-        if const_expr(cute.rank(t) == 2):
-            shape, stride = (t.shape[n], t.shape[k], 1), (t.stride[n], t.stride[k], t.stride[n])
-        else:
-            shape = (t.shape[1 + n], t.shape[1 + k], t.shape[0])
-            stride = (t.stride[1 + n], t.stride[1 + k], t.stride[0])
-        return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.kernel
     def kernel(
@@ -181,6 +157,7 @@ class Quantize:
             together = smem.allocate_tensor(Int32, cute.make_layout((TILE, exchanges)))
             received = smem.allocate_array(Int64, exchanges)
 
+        self.passes = Passes(self.dtype, self.out, self.rule, self.width)
         num_tiles = along_a.divisor * along_b.divisor * mX.shape[2] * self.ctas
         gX = cute.local_tile(mX, (TILE, self.width), (None, None, None))
         tXsX, tXgX = cpasync.tma_partition(
@@ -224,7 +201,7 @@ class Quantize:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier()
             if const_expr(has_col or self.square):
-                for unit in cutlass.range(warp, TILE // BLOCK * (self.width // UNIT), self.warps, unroll=1):
+                for unit in cutlass.range(warp, BLOCKS * (self.width // UNIT), self.warps, unroll=1):
                     self.col_unit(sT, unit, lane, sCol, staged_col, squares)
             if const_expr(has_row):
                 if const_expr(self.square):
@@ -309,86 +286,27 @@ class Quantize:
     @cute.jit
     def col_unit(self, sT: cute.Pointer, unit: Int32, lane: Int32, sCol, staged, squares):
         """32 rows of 64 columns: a lane has columns 2 lane and 2 lane + 1."""
-        block, column = unit % (TILE // BLOCK), unit // (TILE // BLOCK) * UNIT + 2 * lane
-        swapped = (lane >> 2) & 1
-        rX = cute.make_rmem_tensor((2, BLOCK), self.dtype)
-        for half in cutlass.range_constexpr(2):
-            first = (block * BLOCK + (half ^ swapped) * (BLOCK // 2)) * self.width + column
-            layout = cute.make_layout((2, BLOCK // 2), stride=(1, self.width))
-            rows = cute.make_tensor(sT + cute.assume(first, divby=2), layout)
-            for i in cutlass.range_constexpr(BLOCK // 2):
-                cute.autovec_copy(rows[None, i], rX[None, half * (BLOCK // 2) + i])
-        bits = largest_of_columns(rX)
-        if const_expr(self.square):
-            both = cutlass.max(bits[0], bits[1])
-            for step in cutlass.range_constexpr(4):
-                both = cutlass.max(both, cute.arch.shuffle_sync_bfly(both, offset=1 << step))
-            s = scale_of(both, self.rule)
-            scales = [s, s]
-            if lane % 16 == 0:
-                squares[block * 4 + column // BLOCK] = s
-        else:
-            scales = [scale_of(bits[0], self.rule), scale_of(bits[1], self.rule)]
+        block, column = unit % BLOCKS, unit // BLOCKS * UNIT + 2 * lane
+        rX = self.passes.read_columns(sT, block, column)
+        scales = self.passes.scales_of_columns(rX, block, column, squares)
         if const_expr(sCol is not None):
-            for j in cutlass.range_constexpr(2):
-                row = column + j
-                rQ = self.quantized(rX[j, None], scales[j])
-                for half in cutlass.range_constexpr(2):
-                    chunk = (2 * block + (half ^ swapped)) ^ (row & 7)
-                    target = cute.make_tensor(base_of(sCol, row * TILE + chunk * 16), cute.make_layout(4))
-                    cute.autovec_copy(cute.local_tile(rQ, (4,), (half,)), target)
-                if const_expr(self.col_kind != "square"):
-                    put(byte_at(staged + staged_at(self.col_kind, row, block, self.width)), scales[j].to(Uint8))
+            staged = None if const_expr(self.col_kind == "square") else staged
+            self.passes.write_columns(rX, scales, block, column, sCol.iterator, staged, self.col_kind)
 
     @cute.jit
     def row_pass(self, sT: cute.Pointer, warp: Int32, lane: Int32, sRow, staged, squares):
-        """A warp's rows, eight at once: a lane has a block, 16 bytes at a time."""
-        vec = const_expr(128 // self.dtype.width)
-        chunks = const_expr(BLOCK // vec)
-        blocks = const_expr(TILE // BLOCK)
-        rows_at_once = const_expr(WARP // blocks)
-        count = const_expr(TILE // self.warps // rows_at_once)
-        batch = const_expr(count if self.in_place else 1)
-        block, turn = lane % blocks, (lane ^ (lane // blocks)) % chunks
-        for step in cutlass.range(count // batch, unroll=1):
-            first = warp * (TILE // self.warps) + step * batch * rows_at_once + lane // blocks
-            rX = cute.make_rmem_tensor((vec, chunks, batch), self.dtype)
-            for i in cutlass.range_constexpr(batch):
-                for c in cutlass.range_constexpr(chunks):
-                    place = cute.assume((first + i * rows_at_once) * TILE + block * BLOCK + (c ^ turn) * vec, divby=vec)
-                    cute.autovec_copy(cute.make_tensor(sT + place, cute.make_layout(vec)), rX[None, c, i])
+        """A warp's rows, eight at once: a lane has a block."""
+        rows = const_expr(TILE // self.warps)
+        batch = const_expr(rows // ROWS_AT_ONCE if self.in_place else 1)
+        staged = None if const_expr(self.row_kind == "square") else staged
+        for step in cutlass.range(rows // ROWS_AT_ONCE // batch, unroll=1):
+            first = warp * rows + step * batch * ROWS_AT_ONCE + lane // BLOCKS
+            rX = [self.passes.read_rows(sT, first + i * ROWS_AT_ONCE) for i in range(batch)]
             if const_expr(self.in_place):
                 cute.arch.barrier()  # all have read what is written over
             for i in cutlass.range_constexpr(batch):
-                row = first + i * rows_at_once
-                if const_expr(self.square):
-                    s = squares[row // BLOCK * 4 + block]
-                else:
-                    s = scale_of(largest_of_block(rX[None, None, i]), self.rule)
-                rQ = self.quantized(rX[None, None, i], s)
-                for c in cutlass.range_constexpr(chunks):
-                    place = cute.assume(row * TILE + block * BLOCK + (c ^ turn) * vec, divby=vec)
-                    target = cute.recast_ptr(sRow.iterator + place, dtype=Int32)
-                    words = cute.local_tile(rQ, (vec // 4,), (c,))
-                    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(vec // 4)))
-                if const_expr(self.row_kind != "square"):
-                    put(byte_at(staged + staged_at(self.row_kind, row, block)), s.to(Uint8))
-
-    @cute.jit
-    def quantized(self, values: cute.Tensor, s: Int32):
-        """fp8 of ``values * 2^(127 - s)``, four to an integer; all NaN where s is 255."""
-        bits = (254 - s) << 23
-        bits = Int32(0x7FC00000) if s == 255 else bits
-        count = cute.size(values)
-        product = cute.make_rmem_tensor((count,), Float32)
-        if const_expr(self.dtype is cutlass.BFloat16):
-            for i in cutlass.range_constexpr(count):
-                product[i] = scaled(values[i], bits)
-        else:
-            product.store(values.load().to(Float32) * as_float(bits))
-        rQ = cute.make_rmem_tensor((count,), self.out)
-        rQ.store(product.load().to(self.out))
-        return cute.recast_tensor(rQ, Int32)
+                row = first + i * ROWS_AT_ONCE
+                self.passes.write_rows(rX[i], row, sRow.iterator, squares, staged, self.row_kind)
 
 
 @compiled
@@ -403,7 +321,7 @@ def mxfp8_quantize(
     square: bool,
     mode: str,
     scale_layout: str,
-    config: QuantizeConfig,
+    config: QuantizeConfig | DualConfig,
 ) -> Program:
     """x (N, K) or (E, N, K) to fp8 and scales; sizes and the strides of x are run-time values.
 
@@ -426,14 +344,20 @@ def mxfp8_quantize(
         return cute.runtime.make_fake_compact_tensor(cutlass.Float8E8M0FNU, shape, stride_order=order, assumed_align=16)
 
     kinds = scale_kinds(rank, square, scale_layout)
-    fmt = "e5m2" if out is cutlass.Float8E5M2 else "e4m3"
+    rule = scale_rule(mode, "e5m2" if out is cutlass.Float8E5M2 else "e4m3")
+    if isinstance(config, DualConfig):
+        kernel = QuantizeDual(transposed, square, rule, kinds, config)
+        counter = (cute.runtime.make_fake_compact_tensor(Int32, (1,), stride_order=(0,), assumed_align=16),)
+    else:
+        kernel, counter = Quantize(transposed, square, rule, kinds, config), ()
     return Program(
-        Quantize(transposed, square, scale_rule(mode, fmt), kinds, config),
+        kernel,
         matrix(dtype, transposed, unit),
         matrix(out, False, BLOCK) if along_k else None,
         scales(kinds[0]) if along_k else None,
         matrix(out, True, BLOCK) if along_n else None,
         scales(kinds[1]) if along_n else None,
+        *counter,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -118,10 +118,10 @@ def staged_at(kind: str, row, column, height: int = TILE):
 
 
 @cute.jit
-def base_of(tensor: cute.Tensor, offset: Int32):
-    """16-byte aligned pointer to 32-bit words at a byte offset, without the tensor's swizzle."""
-    address = tensor.iterator.toint() + offset
-    return cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+def words_at(base: cute.Pointer, offset: Int32):
+    """16 bytes of shared memory at an offset, as words; a swizzle of the pointer is not applied."""
+    address = cute.make_ptr(Int32, base.toint() + offset, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(address, cute.make_layout(4))
 
 
 @cute.jit
@@ -150,27 +150,62 @@ def store_together(
     target = rank + (t // rows_each - mine) * stride
     cute.arch.store_async_dsmem(place, word_at(staged + 4 * t)[0], received, target)
     cute.arch.mbarrier_wait(received, 0)
-    part = (together, s, t, tr * TILE + mine * rows_each, (tc - mine) * 4, e, rows, columns, 4 * count)
+    row, column = tr * TILE + mine * rows_each, (tc - mine) * 4
+    store_words(TILE, TILE, 4 * count, together, s, t, row, column, e, rows, columns)
+
+
+@cute.jit
+def store_words(
+    count: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+    width: cutlass.Constexpr[int],
+    words: cute.Pointer,
+    s: cute.Pointer,
+    t: Int32,
+    row: Int32,
+    column: Int32,
+    e: Int32,
+    rows: Int32,
+    columns: Int32,
+):
+    """``count`` words, rows of ``width`` bytes, to (row, column) of an expert's scales, by so many ``threads``."""
+    part = (words, s, t, row, column, e, rows, columns, width)
     if columns % 4 == 0:
-        store_rows(Int32, *part)
+        store_rows(Int32, count, threads, *part)
     elif columns % 2 == 0:
-        store_rows(Uint16, *part)
+        store_rows(Uint16, count, threads, *part)
     else:
-        store_rows(Uint8, *part)
+        store_rows(Uint8, count, threads, *part)
 
 
 @cute.jit
 def store_rows(
-    dtype: cutlass.Constexpr, words, s, t: Int32, row, column, e, rows, columns, width: cutlass.Constexpr[int]
+    dtype: cutlass.Constexpr,
+    count: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+    words,
+    s,
+    t: Int32,
+    row,
+    column,
+    e,
+    rows,
+    columns,
+    width: cutlass.Constexpr[int],
 ):
-    """4 * TILE bytes, rows of ``width``, to (row, column) of an expert's scales, as numbers of the ``dtype``."""
+    """``store_words`` as numbers of the ``dtype``."""
     size = const_expr(dtype.width // 8)
-    pieces = cute.make_tensor(cute.recast_ptr(words, dtype=dtype), cute.make_layout(4 * TILE // size))
-    for i in cutlass.range_constexpr(4 // size):
-        place = (t + i * TILE) * size
-        r, c = row + place // width, column + place % width
-        if r < rows and c < columns:
-            keep(s + ((Int64(e) * rows + r) * columns + c), pieces[t + i * TILE].to(Int32), bits=8 * size)
+    numbers = const_expr(4 * count // size)
+    step = const_expr(threads * size // width)  # rows that the threads write at once
+    unsigned = const_expr(-1 if size == 4 else (1 << 8 * size) - 1)
+    pieces = cute.make_tensor(cute.recast_ptr(words, dtype=dtype), cute.make_layout(numbers))
+    row, column = row + t * size // width, column + t * size % width
+    first = s + ((Int64(e) * rows + row) * columns + column)
+    if column < columns:
+        for i in cutlass.range_constexpr(numbers // threads):
+            if row + i * step < rows:
+                number = pieces[t + i * threads].to(Int32) & unsigned
+                keep(first + Int64(i * step) * columns, number, bits=8 * size)
 
 
 @cute.jit

@@ -24,20 +24,21 @@ from cute_kernels.mxfp8.checks import (
     check_quantize,
     is_transposed,
 )
-from cute_kernels.mxfp8.config import BLOCK, TILE, quantize_config, scale_kinds
+from cute_kernels.mxfp8.config import BLOCK, TILE, DualConfig, quantize_config, scale_kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A compiled kernel, how many CTAs of it to launch, what outputs to allocate, strides to read x with.
 
-    Outputs: (shape, strides, dtype) each.
+    Outputs: (shape, strides, dtype) each. ``draws``: whether the kernel counts tiles, in memory that it is given.
     """
 
     function: Callable[..., None]
     num_ctas: int
     outputs: tuple = ()
     x_strides: tuple[int, ...] | None = None
+    draws: bool = False
 
 
 _plans = Plans()
@@ -90,7 +91,12 @@ def quantize(
     if plan.x_strides is not None:
         x = x.as_strided(x.shape, plan.x_strides)
     if along_k and along_n:
-        plan.function(x, found[0], found[1], found[2], found[3] if len(found) == 4 else found[1], plan.num_ctas)
+        outputs = (found[0], found[1], found[2], found[3] if len(found) == 4 else found[1])
+        if plan.draws:
+            counter = torch.empty(1, dtype=torch.int32, device=device)
+            plan.function(x, *outputs, counter, plan.num_ctas)
+        else:
+            plan.function(x, *outputs, plan.num_ctas)
     elif along_k:
         plan.function(x, found[0], found[1], None, None, plan.num_ctas)
     else:
@@ -174,7 +180,8 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
     if x.dim() == 3 and x.shape[0] == 1 and x.stride(0) * x.element_size() % 16:
         x_strides = (x.shape[1] * x.shape[2], *x.stride()[1:])  # one expert's stride means nothing, but TMA reads it
     specs = tuple((*spec, SCALE if i % 2 == 1 else dtype) for i, spec in enumerate(outputs))
-    return Plan(function, config.num_ctas(tiles, sm_count(index)), specs, x_strides)
+    num_ctas = config.num_ctas(tiles, sm_count(index))
+    return Plan(function, num_ctas, specs, x_strides, draws=isinstance(config, DualConfig))
 
 
 def _plan_dequantize(q: Tensor, kind: str, dtype: torch.dtype) -> Plan:

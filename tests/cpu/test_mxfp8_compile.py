@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.mxfp8 import prewarm
-from cute_kernels.mxfp8.config import GRIDS, quantize_config
+from cute_kernels.mxfp8.config import GRIDS, DualConfig, quantize_config
 from cute_kernels.mxfp8.launch import tiles_of
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
@@ -21,12 +21,13 @@ SIGNED_BYTE = re.compile(r"\.s8\b|\bbfe\.s|\bszext\b")
 
 def check(builder, arguments) -> None:
     record = builder.obtain(*arguments).record
-    assert record["key"]["arch"] == arguments[0] and len(record["kernels"]) == 1
+    is_ring = builder.__name__ == "mxfp8_quantize" and isinstance(arguments[-1], DualConfig)
+    assert record["key"]["arch"] == arguments[0] and len(record["kernels"]) == 1 + is_ring
     check_record(record)
     if builder.__name__ == "mxfp8_quantize":
         # As many CTAs fit an SM as the configuration counts on (each reserves 1 KB)
-        (kernel,) = record["kernels"]
-        ctas = arguments[-1].ctas_per_sm
+        kernel = max(record["kernels"], key=lambda kernel: kernel["threads"])  # before a ring's, one sets its counter
+        ctas = 1 if is_ring else arguments[-1].ctas_per_sm
         shared = kernel["static_smem_bytes"] + kernel["dynamic_smem_bytes"]
         assert ctas * (shared + 1024) <= SM_SHARED_MEMORY, kernel
         assert ctas * kernel["threads"] * kernel["registers"] <= 64 * 1024, kernel
@@ -63,10 +64,10 @@ def test_the_shipped_table(arch):
 
 
 def test_configs():
-    """Few tiles are walked over, narrow ones where they are fewest; clusters for scales in columns; with two outputs
-    one takes the place of x, on SM90.
+    """Few tiles are walked over, narrow ones where they are fewest; clusters for scales in columns; with two outputs,
+    on SM90, one takes the place of x, or both, in a ring.
     """
-    fewest, few, _, many, thin = GRIDS
+    fewest, few, more, ring, many, thin = GRIDS
     for arch in ARCHS:
         assert quantize_config(arch, 4, "rows", None, few).ctas_per_sm == 2
         assert quantize_config(arch, 2, "columns", None, few).persistent
@@ -80,11 +81,15 @@ def test_configs():
             assert config.cluster == cluster and not config.persistent and config.down == (kinds[0] is None)
             assert quantize_config(arch, 2, *kinds, thin).cluster == (1, 1)
         for kinds in (("blocked", "blocked"), ("square", "square"), ("rows", "columns")):
-            assert quantize_config(arch, 2, *kinds, many).cluster == (1, 1)
-    for kind, large in (("rows", (1, 8)), ("columns", (2, 4))):
+            assert quantize_config(arch, 2, *kinds, more).cluster == (1, 1)
+            if arch == "sm_90a":
+                assert quantize_config(arch, 2, *kinds, ring) == quantize_config(arch, 2, *kinds, many)
+                assert quantize_config(arch, 2, *kinds, many) == DualConfig((1, 2))
+    for kind in ("rows", "columns"):
         both = [quantize_config("sm_90a", 2, "columns", kind, tiles) for tiles in GRIDS]
-        assert [c.cluster for c in both] == [(1, 1), (1, 1), (2, 2), large, (1, 1)]
-        assert [c.in_place for c in both] == [False, False, True, True, True]
+        assert [c.cluster for c in both] == [(1, 1), (1, 1), (2, 2), (1, 2), (1, 8), (1, 1)]
+        assert [isinstance(c, DualConfig) for c in both] == [False, False, False, True, True, False]
+        assert [c.in_place for c in both if not isinstance(c, DualConfig)] == [False, False, True, True]
     assert quantize_config("sm_90a", 2, "blocked", "blocked", few).in_place
     assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", tiles).in_place for tiles in GRIDS)
 
@@ -92,12 +97,21 @@ def test_configs():
 def test_ctas():
     """One for each tile of whole clusters, of at most an eighth more tiles than there are; else as many as are held.
 
-    Narrow tiles are twice as many.
+    Narrow tiles are twice as many. A ring's CTAs have two tiles along A; a cluster of them there is on any GPU.
     """
     config = quantize_config("sm_90a", 2, "columns", "columns", (23, 23, 4))
     assert config.cluster == (2, 2) and config.num_ctas((23, 23, 4), 132) == 24 * 24 * 4
-    for tiles, cluster in (((14, 64, 9), (1, 8)), ((14, 63, 9), (1, 8)), ((14, 57, 9), (1, 8)), ((14, 49, 20), (1, 1))):
-        assert quantize_config("sm_90a", 2, "columns", "rows", tiles).cluster == cluster
+    for tiles, cluster in (
+        ((14, 64, 12), (1, 8)),
+        ((15, 57, 12), (1, 8)),
+        ((14, 49, 20), (1, 2)),
+        ((7, 64, 12), (1, 1)),
+    ):
+        config = quantize_config("sm_90a", 2, "columns", "rows", tiles)
+        assert config.cluster == cluster and isinstance(config, DualConfig) == (cluster != (1, 1))
+    ring = DualConfig((1, 8))
+    assert [ring.num_ctas((14, 9, 1), sms) for sms in (2, 8, 132)] == [8, 8, 112]
+    assert DualConfig((1, 2)).num_ctas((3, 3, 100), 132) == 132
     few = quantize_config("sm_90a", 2, "columns", "columns", (16, 16, 1))
     assert few.num_ctas((16, 16, 1), 132) == 256 and few.num_ctas((16, 32, 1), 132) == 264
     narrow = quantize_config("sm_90a", 2, None, "rows", (9, 9, 1))
@@ -109,7 +123,7 @@ def test_ctas():
 def test_in_place_of_what_is_still_needed():
     from cute_kernels.mxfp8.kernel import Quantize
 
-    config = quantize_config("sm_90a", 2, "columns", "columns", GRIDS[3])
+    config = quantize_config("sm_90a", 2, "columns", "columns", GRIDS[2])
     for change in ({"stages": 2}, {"persistent": True}):
         with pytest.raises(ValueError, match="^config.in_place wants one stage and a CTA a tile"):
             Quantize(False, False, None, ("columns", "columns"), dataclasses.replace(config, **change))
@@ -128,13 +142,18 @@ for builder, arguments in kernels_of({cases}, {arch!r}):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_instructions(arch, tmp_path):
-    """Tiles come and go by TMA, 32-bit and wider accesses between; subnormal numbers are kept; no atomics."""
+    """Tiles come and go by TMA, 32-bit and wider accesses between; subnormal numbers are kept; no atomics but the
+    integer by which a ring's clusters draw their tiles.
+    """
     cases = '[Case("3d_dual", (2, 96, 160)), Case("3d_dual", (2, 96, 160), FP32), Case("colwise", (96, 160), FP16)]'
     kernels = instructions(cases, arch, tmp_path)
     quantizers = [kernel for kernel in kernels if "mbarrier" in kernel]
-    assert len(quantizers) == 3 and len(kernels) > 3
+    rings = [kernel for kernel in quantizers if "atom." in kernel]
+    assert len(rings) == (arch == "sm_90a") and len(quantizers) == 3 + len(rings) and len(kernels) > 3
     for kernel in kernels:
-        assert not re.search(r"\b(atom|red)\.", kernel) and ".local" not in kernel and ".ftz" not in kernel
+        atomics = set(re.findall(r"\b(?:atom|red)\.[\w.]+", kernel))
+        assert atomics == ({"atom.global.add.u32"} if kernel in rings else set())
+        assert ".local" not in kernel and ".ftz" not in kernel
         assert not SIGNED_BYTE.search(kernel)
     for kernel in quantizers:
         assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.shared", kernel)
@@ -149,8 +168,9 @@ def test_instructions(arch, tmp_path):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scales_of_squares_are_not_signed(arch, tmp_path):
     """They go through shared memory: a byte read back as signed would be wrong from 128 on."""
-    (kernel,) = [k for k in instructions('[Case("3d_dual_square", (2, 96, 160))]', arch, tmp_path) if "mbarrier" in k]
-    assert not SIGNED_BYTE.search(kernel)
+    kernels = instructions('[Case("3d_dual_square", (2, 96, 160))]', arch, tmp_path)
+    assert not any(SIGNED_BYTE.search(kernel) for kernel in kernels)
+    (kernel,) = [kernel for kernel in kernels if "mbarrier" in kernel and "atom." not in kernel]  # no ring
     # Inputs, squares, outputs written; where one takes the place of x, all have read it
     assert kernel.count("bar.sync") == 3 + (arch == "sm_90a")
 

@@ -1,0 +1,413 @@
+"""Both orientations of block-scaled quantization from one read, for matrices of many tiles: resident CTAs, one an SM.
+
+Tiles of 128 x 128 pass through a ring of slots in shared memory. Two groups of eight warps quantize them in turn, each
+tile in its place: a thread has read all its elements before one is written over.
+
+    gmem x --TMA--> slot --> registers, all of the tile --> slot: row output, column output --TMA--> gmem q
+                                                        --> scales --> other CTAs of the cluster --> gmem s
+
+The time goes into how lines of 128 bytes reach memory: neighbours cost less the closer in time they are written, in
+both outputs (bench/NOTES.md). So a CTA takes two tiles along A and stores their columns in turn, a few rows of each;
+the CTAs of a cluster wait for each other before they store; and clusters draw their tiles in the order of memory, one
+number after the other, so that none falls behind (drawn or not, a tile's bytes are the same). The arithmetic is hidden.
+
+    warps 0 to 15   wait until a tile is there, quantize it
+    warp 16         draws the next tiles, loads, stores
+    warps 17, 18    put the cluster's scales of the row pass, of the col pass together and write them
+
+Names (A and B, row and col, kinds of scales) are those of kernel.py.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TALL, TILE, DualConfig, ScaleRule
+from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory
+from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_words, word_at
+
+GROUP = 8  # warps that share a tile
+GROUPS = 2
+MOVER = GROUP * GROUPS
+WARPS = MOVER + 3
+SLOT = 2 * TILE * TILE  # bytes: of x, or of both outputs
+SLOTS = 6  # a multiple of GROUPS, so that a slot is always the same group's, and of TALL
+PIECE = 16  # rows of the transposed output that are stored of one tile before those of its neighbour
+TICKETS = SLOTS // TALL + 2  # that may have been drawn before they are used
+
+
+class QuantizeDual:
+    """See the module; arguments as in the builder ``mxfp8_quantize``."""
+
+    def __init__(self, transposed: bool, square: bool, rule: ScaleRule, kinds: tuple, config: DualConfig):
+        self.transposed = transposed
+        self.square = square
+        self.rule = rule
+        self.kinds = kinds
+        self.cluster = config.cluster
+        self.ctas = config.cluster[0] * config.cluster[1]
+        # All pairs of CTAs find room at once and need not draw their first tiles. Of larger clusters some may have to
+        # wait for the others to end (15 of the 16 of 8 CTAs run at once on an H200) and must find nothing left then
+        self.draws_first = self.ctas > 2
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        q_k: cute.Tensor,
+        s_k: cute.Tensor,
+        q_n: cute.Tensor,
+        s_n: cute.Tensor,
+        counter: cute.Tensor,
+        num_ctas: Int32,
+        stream,
+    ):
+        if const_expr(self.transposed):
+            q_row, s_row, q_col, s_col = q_n, s_n, q_k, s_k
+            self.row_kind, self.col_kind = self.kinds[1], self.kinds[0]
+        else:
+            q_row, s_row, q_col, s_col = q_k, s_k, q_n, s_n
+            self.row_kind, self.col_kind = self.kinds
+        self.dtype = x.element_type
+        self.passes = Passes(self.dtype, q_row.element_type, self.rule, TILE)
+        flat = cute.make_layout((TILE, TILE), stride=(TILE, 1))
+        swizzled = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8), (PIECE, TILE), (0, 1)
+        )
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        x = as_memory(x, self.transposed)
+        row = as_memory(cute.recast_tensor(q_row, Uint8), self.transposed)
+        col = as_memory(cute.recast_tensor(q_col, Uint8), not self.transposed)
+        tma_x, mX = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, flat, (TILE, TILE))
+        tma_row, mRow = cpasync.make_tiled_tma_atom(store, row, flat, (TILE, TILE))
+        tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, (PIECE, TILE))
+        s_row = cute.recast_ptr(s_row.iterator, dtype=Uint8)
+        s_col = cute.recast_ptr(s_col.iterator, dtype=Uint8)
+        sizes = (TILE * TALL * self.cluster[0], TILE * self.cluster[1])
+        counts = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(mX.shape[i], sizes[i])) for i in range(2)]
+        counter = counter.iterator
+        self.zero(counter).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=stream, use_pdl=True)
+        self.kernel(tma_x, mX, *counts, tma_row, mRow, s_row, tma_col, mCol, s_col, swizzled, counter).launch(
+            grid=[num_ctas, 1, 1],
+            block=[WARPS * WARP, 1, 1],
+            cluster=[self.ctas, 1, 1],
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def zero(self, counter: cute.Pointer):
+        """Nothing has been drawn yet. What came before may have had this memory, so it must have ended."""
+        cute.arch.griddepcontrol_wait()
+        cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        along_a: cute.FastDivmodDivisorV2,
+        along_b: cute.FastDivmodDivisorV2,
+        tma_row: cute.CopyAtom,
+        mRow: cute.Tensor,
+        s_row: cute.Pointer,
+        tma_col: cute.CopyAtom,
+        mCol: cute.Tensor,
+        s_col: cute.Pointer,
+        swizzled: cute.ComposedLayout,
+        counter: cute.Pointer,
+    ):
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        rank, clusters = bidx % self.ctas, grid // self.ctas
+        num = along_a.divisor * along_b.divisor * mX.shape[2]
+        # Whose scales the cluster puts together, of the row pass and of the col pass
+        self.exchanges = const_expr((self.row_kind == "columns", self.col_kind == "columns"))
+        self.words = const_expr(TALL * TILE)  # that a CTA writes, of each
+
+        smem = SmemAllocator()
+        ring = smem.allocate_tensor(Uint8, cute.make_layout(SLOTS * SLOT), byte_alignment=1024).iterator
+        staged = smem.allocate_tensor(Uint8, cute.make_layout(SLOTS * 2 * ATOM), byte_alignment=16).iterator
+        together = smem.allocate_tensor(Int32, cute.make_layout((self.words, 2, 2)))
+        squares = None
+        if const_expr(self.square):
+            squares = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
+        numbers = smem.allocate_tensor(Int32, cute.make_layout(SLOTS))  # which tiles a slot has
+        tickets = smem.allocate_tensor(Int32, cute.make_layout(TICKETS))
+        full = smem.allocate_array(Int64, SLOTS)  # a tile of x has come
+        done = smem.allocate_array(Int64, SLOTS)  # it is quantized
+        ready = smem.allocate_array(Int64, 1)  # so are the next tiles of all CTAs of the cluster
+        read = smem.allocate_array(Int64, 1)  # their scales have been read
+        received = smem.allocate_array(Int64, 4)  # all scales that a CTA writes have come, twice for each pass
+        drawn = smem.allocate_array(Int64, TICKETS)  # a ticket has
+
+        if warp == MOVER:
+            cpasync.prefetch_descriptor(tma_x)
+            cpasync.prefetch_descriptor(tma_row)
+            cpasync.prefetch_descriptor(tma_col)
+            if lane == 0:
+                for slot in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(full + slot, 1)
+                    cute.arch.mbarrier_init(done + slot, GROUP)
+                cute.arch.mbarrier_init(ready, self.ctas * (1 + sum(self.exchanges)))
+                cute.arch.mbarrier_init(read, 2)
+                for i in cutlass.range_constexpr(4):
+                    cute.arch.mbarrier_init(received + i, 1)
+                    cute.arch.mbarrier_arrive_and_expect_tx(received + i, 4 * self.words)
+                for i in cutlass.range_constexpr(TICKETS):
+                    cute.arch.mbarrier_init(drawn + i, 1)
+                    cute.arch.mbarrier_arrive_and_expect_tx(drawn + i, 4)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+        cute.arch.barrier()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        cute.arch.griddepcontrol_wait()
+
+        if warp < MOVER:
+            group, slot, phase = warp // GROUP, warp // GROUP, Int32(0)
+            cute.arch.mbarrier_wait(full + slot, phase)
+            while numbers[slot] >= 0:
+                sS = staged + slot * (2 * ATOM)
+                sSquares = None if const_expr(squares is None) else squares[None, slot]
+                self.quantize(ring + slot * SLOT, sS, sSquares, group, warp & (GROUP - 1), lane)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(done + slot)
+                slot += GROUPS
+                if slot >= SLOTS:
+                    slot -= SLOTS
+                    phase ^= 1
+                cute.arch.mbarrier_wait(full + slot, phase)
+        elif warp == MOVER:
+            load = (tma_x, mX, ring, full, numbers, num, along_a, along_b)
+            draws = (counter, tickets, drawn, rank, 0 if const_expr(self.draws_first) else clusters)
+            self.draw(*draws, Int32(0))
+            slot, phase, turn, number, ticket = Int32(0), Int32(0), Int32(0), bidx // self.ctas, Int32(0)
+            if const_expr(self.draws_first):
+                number, ticket = self.next(*draws, num, Int32(-1), ticket)
+            for i in cutlass.range_constexpr(SLOTS // TALL):
+                self.fetch(*load, rank, i * TALL, number)
+                number, ticket = self.next(*draws, num, number, ticket)
+            while numbers[slot] >= 0:
+                a, b, e = self.place(numbers[slot], rank, along_a, along_b)
+                for i in cutlass.range_constexpr(TALL):
+                    cute.arch.mbarrier_wait(done + slot + i, phase)
+                self.arrive(ready, lane)
+                cute.arch.mbarrier_wait(ready, turn)
+                self.store(tma_row, mRow, tma_col, mCol, swizzled, ring, slot, a, b, e)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.mbarrier_wait(read, turn)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.fetch(*load, rank, slot, number)
+                number, ticket = self.next(*draws, num, number, ticket)
+                turn ^= 1
+                slot += TALL
+                if slot == SLOTS:
+                    slot = Int32(0)
+                    phase ^= 1
+        else:
+            cute.arch.mbarrier_wait(full, 0)  # the first number is there; the others are before it is their turn
+            rest = (numbers, ready, read, lane, rank, along_a, along_b, mX, squares)
+            if warp == MOVER + 1:
+                sTogether = together[None, None, 0]
+                self.write_scales("row", staged, s_row, sTogether, received, *rest)
+            else:
+                sTogether = together[None, None, 1]
+                self.write_scales("col", staged + ATOM, s_col, sTogether, received + 2, *rest)
+        # Until nobody sends to this CTA
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def place(self, number: Int32, rank: Int32, along_a: cute.FastDivmodDivisorV2, along_b: cute.FastDivmodDivisorV2):
+        """First tile along A, tile along B, expert of a CTA's share of the cluster's ``number``-th tiles."""
+        rest, b = divmod(number, along_b)
+        e, a = divmod(rest, along_a)
+        a = (a * self.cluster[0] + rank // self.cluster[1]) * TALL
+        return a, b * self.cluster[1] + rank % self.cluster[1], e
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer, lane: Int32):
+        """Arrive at the barrier of every CTA of the cluster."""
+        if lane < self.ctas:
+            cute.arch.mbarrier_arrive(barrier, lane)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def draw(self, counter, tickets, drawn, rank: Int32, first: Int32, ticket: Int32):
+        """The first CTA of a cluster draws a number for all, from ``first`` on."""
+        if rank == 0 and cute.arch.lane_idx() == 0:
+            number = cute.arch.atomic_add(counter, Int32(1)) + first
+            i = ticket % TICKETS
+            for peer in cutlass.range_constexpr(self.ctas):
+                cute.arch.store_async_dsmem(tickets.iterator + i, number, drawn + i, peer)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def next(self, counter, tickets, drawn, rank: Int32, first: Int32, num: Int32, number: Int32, ticket: Int32):
+        """(Number, ticket after it): of what has been drawn, and draws another one. At the end, the same again."""
+        if number < num:
+            i = ticket % TICKETS
+            cute.arch.mbarrier_wait(drawn + i, ticket // TICKETS & 1)
+            number = tickets[i]
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(drawn + i, 4)
+            cute.arch.sync_warp()
+            ticket += 1
+            if number < num:
+                self.draw(counter, tickets, drawn, rank, first, ticket)
+        return number, ticket
+
+    @cute.jit
+    def fetch(
+        self, tma_x, mX, ring, full, numbers, num: Int32, along_a, along_b, rank: Int32, slot: Int32, number: Int32
+    ):
+        """Ask for the tiles of a number; there are none from ``num`` on, which ends the work of who waits for them."""
+        lane = cute.arch.lane_idx()
+        if number < num:
+            a, b, e = self.place(number, rank, along_a, along_b)
+            last = const_expr(LAST_BYTES // SLOT // TALL // self.ctas)
+            policy = evict_first_if(num - number <= last)
+            for i in cutlass.range_constexpr(TALL):
+                if lane == 0:
+                    numbers[slot + i] = number
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot + i, SLOT)
+                cute.arch.sync_warp()
+                target = cute.recast_ptr((ring + (slot + i) * SLOT).align(1024), dtype=self.dtype)
+                sX = cute.make_tensor(target, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
+                gX = cute.local_tile(mX, (TILE, TILE), (a + i, b, e))
+                tXsX, tXgX = cpasync.tma_partition(
+                    tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+                )
+                cute.copy(tma_x, tXgX, tXsX, tma_bar_ptr=full + slot + i, cache_policy=policy)
+        else:
+            if lane < TALL:
+                numbers[slot + lane] = -1
+                cute.arch.mbarrier_arrive(full + slot + lane)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def store(self, tma_row, mRow, tma_col, mCol, swizzled, ring, slot: Int32, a: Int32, b: Int32, e: Int32):
+        """Store the outputs of a turn: the columns' in pieces, of the tiles in turn, so that neighbours go together."""
+        for piece in cutlass.range_constexpr(TILE // PIECE):
+            for i in cutlass.range_constexpr(TALL):
+                source = (ring + ((slot + i) * SLOT + SLOT // 2 + piece * PIECE * TILE)).align(1024)
+                sCol = cute.make_tensor(cute.recast_ptr(source, swizzled.inner, Uint8), swizzled.outer)
+                gCol = cute.local_tile(mCol, (PIECE, TILE), (b * (TILE // PIECE) + piece, a + i, e))
+                tSsQ, tSgQ = cpasync.tma_partition(
+                    tma_col, 0, cute.make_layout(1), cute.group_modes(sCol, 0, 2), cute.group_modes(gCol, 0, 2)
+                )
+                cute.copy(tma_col, tSsQ, tSgQ)
+        for i in cutlass.range_constexpr(TALL):
+            source = (ring + (slot + i) * SLOT).align(1024)
+            sRow = cute.make_tensor(source, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
+            gRow = cute.local_tile(mRow, (TILE, TILE), (a + i, b, e))
+            tSsQ, tSgQ = cpasync.tma_partition(
+                tma_row, 0, cute.make_layout(1), cute.group_modes(sRow, 0, 2), cute.group_modes(gRow, 0, 2)
+            )
+            cute.copy(tma_row, tSsQ, tSgQ)
+
+    @cute.jit
+    def quantize(self, slot: cute.Pointer, staged, squares, group, warp, lane):
+        """Quantize a slot's tile in its place: a warp has 32 rows of 64 columns, and 16 rows."""
+        slot = slot.align(1024)
+        sT = cute.recast_ptr(slot, dtype=self.dtype)
+        block, column = warp % BLOCKS, warp // BLOCKS * UNIT + 2 * lane
+        rows_each = const_expr(TILE // GROUP)
+        rCol = self.passes.read_columns(sT, block, column)
+        rows = [warp * rows_each + i * ROWS_AT_ONCE + lane // BLOCKS for i in range(rows_each // ROWS_AT_ONCE)]
+        rRows = [self.passes.read_rows(sT, row) for row in rows]
+        scales = self.passes.scales_of_columns(rCol, block, column, squares)
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=GROUP * WARP)  # all have read what is written over
+        sCol, staged_row, staged_col = slot + SLOT // 2, staged, staged + ATOM
+        if const_expr(self.square):
+            staged_row = staged_row if const_expr(self.row_kind != "square") else None
+            staged_col = staged_col if const_expr(self.col_kind != "square") else None
+        self.passes.write_columns(rCol, scales, block, column, sCol, staged_col, self.col_kind)
+        for i in cutlass.range_constexpr(len(rows)):
+            self.passes.write_rows(rRows[i], rows[i], slot, squares, staged_row, self.row_kind)
+
+    @cute.jit
+    def write_scales(
+        self,
+        side: cutlass.Constexpr[str],
+        staged: cute.Pointer,
+        s: cute.Pointer,
+        together: cute.Tensor,
+        received: cute.Pointer,
+        numbers: cute.Tensor,
+        ready: cute.Pointer,
+        read: cute.Pointer,
+        lane: Int32,
+        rank: Int32,
+        along_a,
+        along_b,
+        mX: cute.Tensor,
+        squares: Optional[cute.Tensor],
+    ):
+        """A warp's work: the scales of the row pass, or of the col pass."""
+        is_row = const_expr(side == "row")
+        kind = const_expr(self.row_kind if is_row else self.col_kind)
+        exchanges = const_expr(self.exchanges[0 if is_row else 1])
+        # CTAs that put scales together, this one's place among them, words of a row of scales that each has
+        count, words = const_expr((self.cluster[1], 1) if is_row else (self.cluster[0], TALL))
+        member = rank % count if const_expr(is_row) else rank // self.cluster[1]
+        stride = const_expr(1 if is_row else self.cluster[1])
+        rows_each = const_expr(self.words // words // count)
+        rows, columns = (mX.shape[0], mX.shape[1]) if const_expr(is_row) else (mX.shape[1], mX.shape[0])
+        columns //= BLOCK
+        slot, phase, turn = Int32(0), Int32(0), Int32(0)
+        if const_expr(exchanges):
+            self.arrive(ready, lane)
+        while numbers[slot] >= 0:
+            a, b, e = self.place(numbers[slot], rank, along_a, along_b)
+            row, column = (a, b) if const_expr(is_row) else (b, a)
+            cute.arch.mbarrier_wait(ready, turn)
+            if const_expr(exchanges):
+                # What was put together two times ago has been written, so its place is free for the next time
+                self.arrive(ready, lane)
+            for i in cutlass.range_constexpr(TALL):
+                down, right = const_expr((i, 0) if is_row else (0, i))
+                mine = staged + (slot + i) * (2 * ATOM)
+                for j in cutlass.range_constexpr(TILE // WARP):
+                    t = lane + j * WARP
+                    if const_expr(exchanges):
+                        r = const_expr(down * TILE + j * WARP)
+                        target = rank + (r // rows_each - member) * stride
+                        place = (r % rows_each + lane) * (count * words) + member * words + right
+                        place = together[None, turn].iterator + place
+                        cute.arch.store_async_dsmem(place, word_at(mine + 4 * t)[0], received + turn, target)
+                    elif const_expr(kind != "square"):
+                        if row * TILE + down * TILE < rows and (column + right) * 4 < columns:
+                            store_scales(TILE, kind, mine, s, t, row + down, column + right, e, rows, columns)
+                if const_expr(is_row and "square" in (self.row_kind, self.col_kind)):
+                    if lane < 16:
+                        at = (lane, row + i, column, e, rows // BLOCK, columns)
+                        store_squares(self.transposed, squares[None, slot + i], s, *at)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(read)
+            if const_expr(exchanges):
+                cute.arch.mbarrier_wait(received + turn, phase)
+                at = (lane, row * TILE + member * rows_each, (column - member * words) * 4, e, rows, columns)
+                store_words(self.words, WARP, 4 * count * words, together[None, turn].iterator, s, *at)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(received + turn, 4 * self.words)
+            phase ^= turn
+            turn ^= 1
+            slot += TALL
+            if slot == SLOTS:
+                slot = Int32(0)
