@@ -10,13 +10,12 @@ ATOM = 512  # bytes of that atom
 FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
 NARROW_TILES = 1000
 NARROW = 64  # columns
-RING_TILES = 3000  # two outputs of as many: the ring of kernel_dual.py
-MANY_TILES = 10000
+RING_TILES = 2500  # two outputs of as many: the ring of kernel_dual.py
 TALL = 2  # tiles along A that a CTA of the ring stores together
 MOST_PADDING = 1.125  # tiles of whole clusters over tiles
-# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, a ring's, many, too
-# thin for clusters
-GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (128, 80, 1), (1, 1, 4096))
+# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, rings in clusters of
+# 8, 4 and 2, too thin for clusters
+GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (64, 12, 4), (64, 10, 4), (1, 1, 4096))
 MODES = ("rceil", "floor", "ceil", "even")
 
 _FP32_INFINITY = 0x7F800000
@@ -93,18 +92,17 @@ class DualConfig:
     """Geometry of the quantizer whose resident CTAs, one an SM, write two outputs (kernel_dual.py).
 
     Attributes:
-        cluster: CTAs along the strided dimension (A) and the contiguous one (B) that store at the same time and put
-            their scales together.
+        ctas: of a cluster, neighbours along the contiguous dimension that store at the same time and put their scales
+            together.
     """
 
-    cluster: tuple[int, int]
+    ctas: int
 
     def num_ctas(self, tiles: tuple[int, int, int], num_sms: int) -> int:
         """CTAs to launch for tiles of TILE x TILE along A, along B, and of so many experts."""
         a, b, experts = tiles
-        ctas = self.cluster[0] * self.cluster[1]
-        clusters = -(-a // (TALL * self.cluster[0])) * -(-b // self.cluster[1]) * experts
-        return min(clusters, max(1, num_sms // ctas)) * ctas
+        clusters = -(-a // TALL) * -(-b // self.ctas) * experts
+        return min(clusters, max(1, num_sms // self.ctas)) * self.ctas
 
 
 def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
@@ -156,10 +154,9 @@ def quantize_config(
     if few and (outputs == 1 or row_kind != "blocked" or arch != "sm_90a"):
         return QuantizeConfig(3 if outputs == 1 else 2, ctas_per_sm=2, warps=8, persistent=True, down=False)
     if outputs == 2 and arch == "sm_90a" and num_tiles >= RING_TILES:
-        for cluster in ((1, 8), (1, 2)):
-            together = row_kind == "columns" and num_tiles >= MANY_TILES  # else the smaller is faster
-            if (together or cluster == (1, 2)) and _fill(tiles, (TALL * cluster[0], cluster[1])):
-                return DualConfig(cluster)
+        for ctas in (8, 4, 2):
+            if _fill(tiles, (TALL, ctas)):
+                return DualConfig(ctas)
     cluster = (1, 1)
     if outputs == 1:
         if row_kind == "columns":

@@ -8,12 +8,17 @@ tile in its place: a thread has read all its elements before one is written over
 
 The time goes into how lines of 128 bytes reach memory: neighbours cost less the closer in time they are written, in
 both outputs (bench/NOTES.md). So a CTA takes two tiles along A and stores their columns in turn, a few rows of each;
-the CTAs of a cluster wait for each other before they store; and clusters draw their tiles in the order of memory, one
-number after the other, so that none falls behind (drawn or not, a tile's bytes are the same). The arithmetic is hidden.
+the CTAs of a cluster, neighbours along B, wait for each other before they store; and clusters draw their tiles in the
+order of memory, one number after the other, so that none falls behind (whoever has a tile, its bytes are the same).
+The arithmetic is hidden.
 
     warps 0 to 15   wait until a tile is there, quantize it
     warp 16         draws the next tiles, loads, stores
-    warps 17, 18    put the cluster's scales of the row pass, of the col pass together and write them
+    warp 17         writes the scales of the row pass; those in columns the cluster puts together to whole sectors
+    warp 18         writes the scales of the col pass
+
+All lanes of a warp arrive at a barrier where other warps read next what they wrote: racecheck does not follow
+a warp's own synchronisation from there.
 
 Names (A and B, row and col, kinds of scales) are those of kernel.py.
 """
@@ -26,7 +31,7 @@ from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
+from cute_kernels.common.cache_hints import EVICT_LAST, LAST_BYTES, evict_first_if
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TALL, TILE, DualConfig, ScaleRule
 from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory
 from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_words, word_at
@@ -39,6 +44,9 @@ SLOT = 2 * TILE * TILE  # bytes: of x, or of both outputs
 SLOTS = 6  # a multiple of GROUPS, so that a slot is always the same group's, and of TALL
 PIECE = 16  # rows of the transposed output that are stored of one tile before those of its neighbour
 TICKETS = SLOTS // TALL + 2  # that may have been drawn before they are used
+# x is read with evict_last until so many bytes of it are left (131072x7168 992.5 -> 980.8 us). To its end, so much less
+# of the outputs would be left in L2 (8192x7168 65.3 -> 67.1)
+FAR_BYTES = 256 << 20
 
 
 class QuantizeDual:
@@ -49,11 +57,7 @@ class QuantizeDual:
         self.square = square
         self.rule = rule
         self.kinds = kinds
-        self.cluster = config.cluster
-        self.ctas = config.cluster[0] * config.cluster[1]
-        # All pairs of CTAs find room at once and need not draw their first tiles. Of larger clusters some may have to
-        # wait for the others to end (15 of the 16 of 8 CTAs run at once on an H200) and must find nothing left then
-        self.draws_first = self.ctas > 2
+        self.ctas = config.ctas
 
     @cute.jit
     def __call__(
@@ -88,7 +92,7 @@ class QuantizeDual:
         tma_col, mCol = cpasync.make_tiled_tma_atom(store, col, swizzled, (PIECE, TILE))
         s_row = cute.recast_ptr(s_row.iterator, dtype=Uint8)
         s_col = cute.recast_ptr(s_col.iterator, dtype=Uint8)
-        sizes = (TILE * TALL * self.cluster[0], TILE * self.cluster[1])
+        sizes = (TILE * TALL, TILE * self.ctas)
         counts = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(mX.shape[i], sizes[i])) for i in range(2)]
         counter = counter.iterator
         self.zero(counter).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=stream, use_pdl=True)
@@ -125,19 +129,17 @@ class QuantizeDual:
         counter: cute.Pointer,
     ):
         bidx, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        rank, clusters = bidx % self.ctas, grid // self.ctas
+        rank = bidx % self.ctas
         num = along_a.divisor * along_b.divisor * mX.shape[2]
-        # Whose scales the cluster puts together, of the row pass and of the col pass
-        self.exchanges = const_expr((self.row_kind == "columns", self.col_kind == "columns"))
-        self.words = const_expr(TALL * TILE)  # that a CTA writes, of each
+        self.exchanges = const_expr(self.row_kind == "columns")  # whether the cluster puts scales together
+        self.words = const_expr(TALL * TILE)  # of scales, of a turn of a pass
 
         smem = SmemAllocator()
         ring = smem.allocate_tensor(Uint8, cute.make_layout(SLOTS * SLOT), byte_alignment=1024).iterator
         staged = smem.allocate_tensor(Uint8, cute.make_layout(SLOTS * 2 * ATOM), byte_alignment=16).iterator
-        together = smem.allocate_tensor(Int32, cute.make_layout((self.words, 2, 2)))
+        together = smem.allocate_tensor(Int32, cute.make_layout((self.words, 2)))
         squares = None
         if const_expr(self.square):
             squares = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
@@ -147,7 +149,7 @@ class QuantizeDual:
         done = smem.allocate_array(Int64, SLOTS)  # it is quantized
         ready = smem.allocate_array(Int64, 1)  # so are the next tiles of all CTAs of the cluster
         read = smem.allocate_array(Int64, 1)  # their scales have been read
-        received = smem.allocate_array(Int64, 4)  # all scales that a CTA writes have come, twice for each pass
+        received = smem.allocate_array(Int64, 2)  # all that a CTA puts together have come
         drawn = smem.allocate_array(Int64, TICKETS)  # a ticket has
 
         if warp == MOVER:
@@ -157,10 +159,10 @@ class QuantizeDual:
             if lane == 0:
                 for slot in cutlass.range_constexpr(SLOTS):
                     cute.arch.mbarrier_init(full + slot, 1)
-                    cute.arch.mbarrier_init(done + slot, GROUP)
-                cute.arch.mbarrier_init(ready, self.ctas * (1 + sum(self.exchanges)))
-                cute.arch.mbarrier_init(read, 2)
-                for i in cutlass.range_constexpr(4):
+                    cute.arch.mbarrier_init(done + slot, GROUP * WARP)
+                cute.arch.mbarrier_init(ready, self.ctas * (1 + self.exchanges))
+                cute.arch.mbarrier_init(read, 2 * WARP)
+                for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(received + i, 1)
                     cute.arch.mbarrier_arrive_and_expect_tx(received + i, 4 * self.words)
                 for i in cutlass.range_constexpr(TICKETS):
@@ -177,13 +179,10 @@ class QuantizeDual:
             group, slot, phase = warp // GROUP, warp // GROUP, Int32(0)
             cute.arch.mbarrier_wait(full + slot, phase)
             while numbers[slot] >= 0:
-                sS = staged + slot * (2 * ATOM)
                 sSquares = None if const_expr(squares is None) else squares[None, slot]
-                self.quantize(ring + slot * SLOT, sS, sSquares, group, warp & (GROUP - 1), lane)
+                self.quantize(ring + slot * SLOT, staged, slot, sSquares, group, warp & (GROUP - 1), lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(done + slot)
+                cute.arch.mbarrier_arrive(done + slot)
                 slot += GROUPS
                 if slot >= SLOTS:
                     slot -= SLOTS
@@ -191,11 +190,12 @@ class QuantizeDual:
                 cute.arch.mbarrier_wait(full + slot, phase)
         elif warp == MOVER:
             load = (tma_x, mX, ring, full, numbers, num, along_a, along_b)
-            draws = (counter, tickets, drawn, rank, 0 if const_expr(self.draws_first) else clusters)
+            # The first number is drawn, too: a cluster that had to wait for others to end (15 of 16 clusters of 8 CTAs
+            # run at once on an H200) finds nothing left to do
+            draws = (counter, tickets, drawn, rank)
             self.draw(*draws, Int32(0))
-            slot, phase, turn, number, ticket = Int32(0), Int32(0), Int32(0), bidx // self.ctas, Int32(0)
-            if const_expr(self.draws_first):
-                number, ticket = self.next(*draws, num, Int32(-1), ticket)
+            slot, phase, turn, ticket = Int32(0), Int32(0), Int32(0), Int32(0)
+            number, ticket = self.next(*draws, num, Int32(-1), ticket)
             for i in cutlass.range_constexpr(SLOTS // TALL):
                 self.fetch(*load, rank, i * TALL, number)
                 number, ticket = self.next(*draws, num, number, ticket)
@@ -218,24 +218,21 @@ class QuantizeDual:
                     phase ^= 1
         else:
             cute.arch.mbarrier_wait(full, 0)  # the first number is there; the others are before it is their turn
-            rest = (numbers, ready, read, lane, rank, along_a, along_b, mX, squares)
+            rest = (numbers, ready, read, received, lane, rank, along_a, along_b, mX, squares)
             if warp == MOVER + 1:
-                sTogether = together[None, None, 0]
-                self.write_scales("row", staged, s_row, sTogether, received, *rest)
+                self.write_scales("row", staged, s_row, together, *rest)
             else:
-                sTogether = together[None, None, 1]
-                self.write_scales("col", staged + ATOM, s_col, sTogether, received + 2, *rest)
+                self.write_scales("col", staged, s_col, together, *rest)
         # Until nobody sends to this CTA
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     @cute.jit
     def place(self, number: Int32, rank: Int32, along_a: cute.FastDivmodDivisorV2, along_b: cute.FastDivmodDivisorV2):
-        """First tile along A, tile along B, expert of a CTA's share of the cluster's ``number``-th tiles."""
+        """Of the ``number``-th tiles, a CTA's: the first along A, which one along B, of which expert."""
         rest, b = divmod(number, along_b)
         e, a = divmod(rest, along_a)
-        a = (a * self.cluster[0] + rank // self.cluster[1]) * TALL
-        return a, b * self.cluster[1] + rank % self.cluster[1], e
+        return a * TALL, b * self.ctas + rank, e
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer, lane: Int32):
@@ -245,17 +242,17 @@ class QuantizeDual:
         cute.arch.sync_warp()
 
     @cute.jit
-    def draw(self, counter, tickets, drawn, rank: Int32, first: Int32, ticket: Int32):
-        """The first CTA of a cluster draws a number for all, from ``first`` on."""
+    def draw(self, counter, tickets, drawn, rank: Int32, ticket: Int32):
+        """The first CTA of a cluster draws a number for all."""
         if rank == 0 and cute.arch.lane_idx() == 0:
-            number = cute.arch.atomic_add(counter, Int32(1)) + first
+            number = cute.arch.atomic_add(counter, Int32(1))
             i = ticket % TICKETS
             for peer in cutlass.range_constexpr(self.ctas):
                 cute.arch.store_async_dsmem(tickets.iterator + i, number, drawn + i, peer)
         cute.arch.sync_warp()
 
     @cute.jit
-    def next(self, counter, tickets, drawn, rank: Int32, first: Int32, num: Int32, number: Int32, ticket: Int32):
+    def next(self, counter, tickets, drawn, rank: Int32, num: Int32, number: Int32, ticket: Int32):
         """(Number, ticket after it): of what has been drawn, and draws another one. At the end, the same again."""
         if number < num:
             i = ticket % TICKETS
@@ -267,7 +264,7 @@ class QuantizeDual:
             cute.arch.sync_warp()
             ticket += 1
             if number < num:
-                self.draw(counter, tickets, drawn, rank, first, ticket)
+                self.draw(counter, tickets, drawn, rank, ticket)
         return number, ticket
 
     @cute.jit
@@ -278,8 +275,10 @@ class QuantizeDual:
         lane = cute.arch.lane_idx()
         if number < num:
             a, b, e = self.place(number, rank, along_a, along_b)
-            last = const_expr(LAST_BYTES // SLOT // TALL // self.ctas)
-            policy = evict_first_if(num - number <= last)
+            bytes_each = const_expr(SLOT * TALL * self.ctas)
+            policy = evict_first_if(num - number <= const_expr(LAST_BYTES // bytes_each))
+            if num - number > const_expr(FAR_BYTES // bytes_each):
+                policy = Int64(EVICT_LAST)
             for i in cutlass.range_constexpr(TALL):
                 if lane == 0:
                     numbers[slot + i] = number
@@ -319,11 +318,20 @@ class QuantizeDual:
             )
             cute.copy(tma_row, tSsQ, tSgQ)
 
+    def staged_at(self, staged: cute.Pointer, side: str, slot: Int32) -> tuple[cute.Pointer, str]:
+        """(Where a slot's scales are, in which order): those in columns of the col pass beside their neighbour's."""
+        if side == "row":
+            return staged + slot * ATOM, self.row_kind
+        mine = staged + (SLOTS + slot) * ATOM
+        if self.col_kind != "columns":
+            return mine, self.col_kind
+        return mine - (slot & (TALL - 1)) * (ATOM - 4), "pairs"
+
     @cute.jit
-    def quantize(self, slot: cute.Pointer, staged, squares, group, warp, lane):
+    def quantize(self, sT: cute.Pointer, staged: cute.Pointer, slot: Int32, squares, group: Int32, warp: Int32, lane):
         """Quantize a slot's tile in its place: a warp has 32 rows of 64 columns, and 16 rows."""
-        slot = slot.align(1024)
-        sT = cute.recast_ptr(slot, dtype=self.dtype)
+        sRow = sT.align(1024)
+        sT, sCol = cute.recast_ptr(sRow, dtype=self.dtype), sRow + SLOT // 2
         block, column = warp % BLOCKS, warp // BLOCKS * UNIT + 2 * lane
         rows_each = const_expr(TILE // GROUP)
         rCol = self.passes.read_columns(sT, block, column)
@@ -331,13 +339,13 @@ class QuantizeDual:
         rRows = [self.passes.read_rows(sT, row) for row in rows]
         scales = self.passes.scales_of_columns(rCol, block, column, squares)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=GROUP * WARP)  # all have read what is written over
-        sCol, staged_row, staged_col = slot + SLOT // 2, staged, staged + ATOM
-        if const_expr(self.square):
-            staged_row = staged_row if const_expr(self.row_kind != "square") else None
-            staged_col = staged_col if const_expr(self.col_kind != "square") else None
-        self.passes.write_columns(rCol, scales, block, column, sCol, staged_col, self.col_kind)
+        staged_row, row_kind = self.staged_at(staged, "row", slot)
+        staged_col, col_kind = self.staged_at(staged, "col", slot)
+        staged_row = staged_row if const_expr(row_kind != "square") else None
+        staged_col = staged_col if const_expr(col_kind != "square") else None
+        self.passes.write_columns(rCol, scales, block, column, sCol, staged_col, col_kind)
         for i in cutlass.range_constexpr(len(rows)):
-            self.passes.write_rows(rRows[i], rows[i], slot, squares, staged_row, self.row_kind)
+            self.passes.write_rows(rRows[i], rows[i], sRow, squares, staged_row, row_kind)
 
     @cute.jit
     def write_scales(
@@ -346,10 +354,10 @@ class QuantizeDual:
         staged: cute.Pointer,
         s: cute.Pointer,
         together: cute.Tensor,
-        received: cute.Pointer,
         numbers: cute.Tensor,
         ready: cute.Pointer,
         read: cute.Pointer,
+        received: cute.Pointer,
         lane: Int32,
         rank: Int32,
         along_a,
@@ -359,13 +367,7 @@ class QuantizeDual:
     ):
         """A warp's work: the scales of the row pass, or of the col pass."""
         is_row = const_expr(side == "row")
-        kind = const_expr(self.row_kind if is_row else self.col_kind)
-        exchanges = const_expr(self.exchanges[0 if is_row else 1])
-        # CTAs that put scales together, this one's place among them, words of a row of scales that each has
-        count, words = const_expr((self.cluster[1], 1) if is_row else (self.cluster[0], TALL))
-        member = rank % count if const_expr(is_row) else rank // self.cluster[1]
-        stride = const_expr(1 if is_row else self.cluster[1])
-        rows_each = const_expr(self.words // words // count)
+        exchanges = const_expr(is_row and self.exchanges)
         rows, columns = (mX.shape[0], mX.shape[1]) if const_expr(is_row) else (mX.shape[1], mX.shape[0])
         columns //= BLOCK
         slot, phase, turn = Int32(0), Int32(0), Int32(0)
@@ -378,31 +380,19 @@ class QuantizeDual:
             if const_expr(exchanges):
                 # What was put together two times ago has been written, so its place is free for the next time
                 self.arrive(ready, lane)
-            for i in cutlass.range_constexpr(TALL):
-                down, right = const_expr((i, 0) if is_row else (0, i))
-                mine = staged + (slot + i) * (2 * ATOM)
-                for j in cutlass.range_constexpr(TILE // WARP):
-                    t = lane + j * WARP
-                    if const_expr(exchanges):
-                        r = const_expr(down * TILE + j * WARP)
-                        target = rank + (r // rows_each - member) * stride
-                        place = (r % rows_each + lane) * (count * words) + member * words + right
-                        place = together[None, turn].iterator + place
-                        cute.arch.store_async_dsmem(place, word_at(mine + 4 * t)[0], received + turn, target)
-                    elif const_expr(kind != "square"):
-                        if row * TILE + down * TILE < rows and (column + right) * 4 < columns:
-                            store_scales(TILE, kind, mine, s, t, row + down, column + right, e, rows, columns)
-                if const_expr(is_row and "square" in (self.row_kind, self.col_kind)):
-                    if lane < 16:
+                self.send(staged, slot, together[None, turn].iterator, received + turn, lane, rank)
+            else:
+                self.write(side, staged, slot, s, lane, row, column, e, rows, columns)
+            if const_expr(is_row and "square" in (self.row_kind, self.col_kind)):
+                if lane < 16:
+                    for i in cutlass.range_constexpr(TALL):
                         at = (lane, row + i, column, e, rows // BLOCK, columns)
                         store_squares(self.transposed, squares[None, slot + i], s, *at)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(read)
+            cute.arch.mbarrier_arrive(read)
             if const_expr(exchanges):
                 cute.arch.mbarrier_wait(received + turn, phase)
-                at = (lane, row * TILE + member * rows_each, (column - member * words) * 4, e, rows, columns)
-                store_words(self.words, WARP, 4 * count * words, together[None, turn].iterator, s, *at)
+                at = (lane, row * TILE + rank * (self.words // self.ctas), (column - rank) * 4, e, rows, columns)
+                store_words(self.words, WARP, 4 * self.ctas, together[None, turn].iterator, s, *at)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(received + turn, 4 * self.words)
@@ -411,3 +401,41 @@ class QuantizeDual:
             slot += TALL
             if slot == SLOTS:
                 slot = Int32(0)
+
+    @cute.jit
+    def send(self, staged: cute.Pointer, slot: Int32, together: cute.Pointer, received, lane: Int32, rank: Int32):
+        """The words of the row pass to the CTAs of the cluster: each gets all of a part of the rows."""
+        rows_each = const_expr(self.words // self.ctas)
+        for i in cutlass.range_constexpr(TALL):
+            mine, _ = self.staged_at(staged, "row", slot + i)
+            for j in cutlass.range_constexpr(TILE // WARP):
+                row = const_expr(i * TILE + j * WARP)
+                word = word_at(mine + 4 * (j * WARP + lane))[0]
+                place = together + ((row % rows_each + lane) * self.ctas + rank)
+                cute.arch.store_async_dsmem(place, word, received, row // rows_each)
+
+    @cute.jit
+    def write(
+        self,
+        side: cutlass.Constexpr[str],
+        staged: cute.Pointer,
+        slot: Int32,
+        s: cute.Pointer,
+        lane: Int32,
+        row: Int32,
+        column: Int32,
+        e: Int32,
+        rows: Int32,
+        columns: Int32,
+    ):
+        """What a CTA writes alone, of both tiles: their scales in atoms or rows, or in columns of the col pass."""
+        first, kind = self.staged_at(staged, side, slot)
+        if const_expr(kind == "pairs"):
+            store_words(self.words, WARP, 4 * TALL, first.align(4), s, lane, row * TILE, column * 4, e, rows, columns)
+        elif const_expr(kind != "square"):
+            for i in cutlass.range_constexpr(TALL):
+                tr, tc = (row + i, column) if const_expr(side == "row") else (row, column + i)
+                if tr * TILE < rows and tc * 4 < columns:
+                    mine, _ = self.staged_at(staged, side, slot + i)
+                    for j in cutlass.range_constexpr(TILE // WARP):
+                        store_scales(TILE, kind, mine, s, lane + j * WARP, tr, tc, e, rows, columns)

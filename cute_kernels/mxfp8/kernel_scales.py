@@ -112,6 +112,8 @@ def staged_at(kind: str, row, column, height: int = TILE):
     """Place of a tile's scale (row, column) of (``height``, 4) in shared memory, in the order in which it is written
     out.
     """
+    if kind == "pairs":  # in columns, those of two tiles side by side
+        return row * 8 + column
     if kind == "blocked":
         return row % 32 * (height // 8) + row // 32 * 4 + column
     return column * height + row if kind == "rows" else row * 4 + column

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.mxfp8 import prewarm
-from cute_kernels.mxfp8.config import GRIDS, DualConfig, quantize_config
+from cute_kernels.mxfp8.config import GRIDS, DualConfig, QuantizeConfig, quantize_config
 from cute_kernels.mxfp8.launch import tiles_of
 from tests.cpu.test_compile import check_record
 from tests.mxfp8_cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
@@ -67,7 +67,7 @@ def test_configs():
     """Few tiles are walked over, narrow ones where they are fewest; clusters for scales in columns; with two outputs,
     on SM90, one takes the place of x, or both, in a ring.
     """
-    fewest, few, more, ring, many, thin = GRIDS
+    fewest, few, more, *rings, thin = GRIDS
     for arch in ARCHS:
         assert quantize_config(arch, 4, "rows", None, few).ctas_per_sm == 2
         assert quantize_config(arch, 2, "columns", None, few).persistent
@@ -77,19 +77,17 @@ def test_configs():
         for kinds in (("columns", None), ("blocked", None), ("columns", "columns")):
             assert quantize_config(arch, 2, *kinds, fewest) == quantize_config(arch, 2, *kinds, few)
         for kinds, cluster in ((("columns", None), (1, 8)), ((None, "columns"), (8, 1))):
-            config = quantize_config(arch, 2, *kinds, many)
+            config = quantize_config(arch, 2, *kinds, rings[0])
             assert config.cluster == cluster and not config.persistent and config.down == (kinds[0] is None)
             assert quantize_config(arch, 2, *kinds, thin).cluster == (1, 1)
         for kinds in (("blocked", "blocked"), ("square", "square"), ("rows", "columns")):
             assert quantize_config(arch, 2, *kinds, more).cluster == (1, 1)
-            if arch == "sm_90a":
-                assert quantize_config(arch, 2, *kinds, ring) == quantize_config(arch, 2, *kinds, many)
-                assert quantize_config(arch, 2, *kinds, many) == DualConfig((1, 2))
+    for kinds in (("columns", "rows"), ("columns", "columns"), ("blocked", "blocked"), ("square", "square")):
+        assert [quantize_config("sm_90a", 2, *kinds, tiles) for tiles in rings] == [DualConfig(n) for n in (8, 4, 2)]
     for kind in ("rows", "columns"):
-        both = [quantize_config("sm_90a", 2, "columns", kind, tiles) for tiles in GRIDS]
-        assert [c.cluster for c in both] == [(1, 1), (1, 1), (2, 2), (1, 2), (1, 8), (1, 1)]
-        assert [isinstance(c, DualConfig) for c in both] == [False, False, False, True, True, False]
-        assert [c.in_place for c in both if not isinstance(c, DualConfig)] == [False, False, True, True]
+        others = [quantize_config("sm_90a", 2, "columns", kind, tiles) for tiles in (fewest, few, more, thin)]
+        assert [config.cluster for config in others] == [(1, 1), (1, 1), (2, 2), (1, 1)]
+        assert [config.in_place for config in others] == [False, False, True, True]
     assert quantize_config("sm_90a", 2, "blocked", "blocked", few).in_place
     assert not any(quantize_config("sm_100a", 2, "blocked", "blocked", tiles).in_place for tiles in GRIDS)
 
@@ -101,17 +99,12 @@ def test_ctas():
     """
     config = quantize_config("sm_90a", 2, "columns", "columns", (23, 23, 4))
     assert config.cluster == (2, 2) and config.num_ctas((23, 23, 4), 132) == 24 * 24 * 4
-    for tiles, cluster in (
-        ((14, 64, 12), (1, 8)),
-        ((15, 57, 12), (1, 8)),
-        ((14, 49, 20), (1, 2)),
-        ((7, 64, 12), (1, 1)),
-    ):
-        config = quantize_config("sm_90a", 2, "columns", "rows", tiles)
-        assert config.cluster == cluster and isinstance(config, DualConfig) == (cluster != (1, 1))
-    ring = DualConfig((1, 8))
-    assert [ring.num_ctas((14, 9, 1), sms) for sms in (2, 8, 132)] == [8, 8, 112]
-    assert DualConfig((1, 2)).num_ctas((3, 3, 100), 132) == 132
+    for tiles, ctas in (((14, 64, 9), 8), ((15, 57, 9), 8), ((14, 49, 9), 4), ((14, 17, 20), 2)):
+        assert quantize_config("sm_90a", 2, "columns", "rows", tiles) == DualConfig(ctas)
+    for tiles in ((14, 19, 7), (7, 64, 9), (14, 5, 90)):
+        assert isinstance(quantize_config("sm_90a", 2, "columns", "rows", tiles), QuantizeConfig)
+    assert [DualConfig(8).num_ctas((14, 9, 1), sms) for sms in (2, 8, 132)] == [8, 8, 112]
+    assert DualConfig(2).num_ctas((3, 3, 100), 132) == 132
     few = quantize_config("sm_90a", 2, "columns", "columns", (16, 16, 1))
     assert few.num_ctas((16, 16, 1), 132) == 256 and few.num_ctas((16, 32, 1), 132) == 264
     narrow = quantize_config("sm_90a", 2, None, "rows", (9, 9, 1))
