@@ -11,11 +11,13 @@ FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
 NARROW_TILES = 1000
 NARROW = 64  # columns
 RING_TILES = 2500  # two outputs of as many: the ring of kernel_dual.py
+RING_CTAS = 8  # of its clusters
 TALL = 2  # tiles along A that a CTA of the ring stores together
 MOST_PADDING = 1.125  # tiles of whole clusters over tiles
-# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, rings in clusters of
-# 8, 4 and 2, too thin for clusters
-GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (64, 12, 4), (64, 10, 4), (1, 1, 4096))
+MOST_RING_PADDING = 1.4
+# (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, a ring's, too thin
+# for clusters
+GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (1, 1, 4096))
 MODES = ("rceil", "floor", "ceil", "even")
 
 _FP32_INFINITY = 0x7F800000
@@ -115,9 +117,9 @@ def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
     return ("square", "square") if square else ("columns", "columns" if rank == 2 else "rows")
 
 
-def _fill(tiles: tuple[int, int, int], sizes: tuple[int, int]) -> bool:
-    """Whether pieces of so many tiles along A and along B fill them well enough."""
-    return all(-(-count // size) * size <= MOST_PADDING * count for count, size in zip(tiles, sizes, strict=False))
+def _fill(tiles: tuple[int, int, int], sizes: tuple[int, int], most: float) -> bool:
+    """Whether pieces of so many tiles along A and along B have no more than ``most`` times the tiles, along both."""
+    return all(-(-count // size) * size <= most * count for count, size in zip(tiles, sizes, strict=False))
 
 
 def quantize_config(
@@ -136,13 +138,12 @@ def quantize_config(
     two outputs, three CTAs an SM               dual 131072x7168 0.826, 8192x7168 0.874; 3-D 8x8192x5120 0.905
     four, of which each writes over its x       0.836, 0.888; 0.896; blocked 4x2880x2880 0.933 for 0.894
 
-    Two outputs in one run (dual 131072x7168, 131072x2048, 32768x7168, 8192x7168; 3-D 8x8192x5120, 4x2880x2880, of
-    8x8192x5120 blocked and of squares): four CTAs an SM and their best clusters; the ring and its clusters:
+    Two outputs in one run (dual 131072x7168, 131072x3584, 131072x1280, 8192x7168; 3-D 64x896x8192, 16x2880x2880):
 
-    four CTAs       0.887, 0.916, 0.912, 0.924; 0.947, 0.942; 0.946, 0.924
-    ring, (1, 2)    0.890, 0.918, 0.909, 0.920; 0.941, 0.904; 0.962, 0.952
-    ring, (2, 4)    0.910, 0.920, 0.914, 0.880; 0.945, 0.830; 0.957, 0.950
-    ring, (1, 8)    0.915, 0.919, 0.924, 0.898; 0.958, 0.851
+    ring, clusters of 8         0.926, 0.926, 0.894, 0.922; 0.984, 0.952
+    of 4                        0.914, 0.918, 0.929, 0.922; 0.971, 0.939
+    of 2                        0.900, 0.909, 0.924, 0.919; 0.959, 0.927
+    four CTAs an SM, (2, 2)     0.864, 0.871, 0.920, 0.917; 0.938, 0.975
     """
     outputs = (row_kind is not None) + (col_kind is not None)
     num_tiles = tiles[0] * tiles[1] * tiles[2]
@@ -153,10 +154,9 @@ def quantize_config(
         return QuantizeConfig(6, ctas_per_sm=2, warps=4, persistent=True, down=False, width=NARROW)
     if few and (outputs == 1 or row_kind != "blocked" or arch != "sm_90a"):
         return QuantizeConfig(3 if outputs == 1 else 2, ctas_per_sm=2, warps=8, persistent=True, down=False)
-    if outputs == 2 and arch == "sm_90a" and num_tiles >= RING_TILES:
-        for ctas in (8, 4, 2):
-            if _fill(tiles, (TALL, ctas)):
-                return DualConfig(ctas)
+    many = num_tiles >= RING_TILES and _fill(tiles, (TALL, RING_CTAS), MOST_RING_PADDING)
+    if outputs == 2 and arch == "sm_90a" and many:
+        return DualConfig(RING_CTAS)
     cluster = (1, 1)
     if outputs == 1:
         if row_kind == "columns":
@@ -165,7 +165,7 @@ def quantize_config(
             cluster = (8, 1)
     elif row_kind == "columns" and arch == "sm_90a":
         cluster = (2, 2)
-    if not _fill(tiles, cluster):
+    if not _fill(tiles, cluster, MOST_PADDING):
         cluster = (1, 1)
     if outputs == 1:
         return QuantizeConfig(1, ctas_per_sm=4, warps=8, persistent=False, down=row_kind is None, cluster=cluster)

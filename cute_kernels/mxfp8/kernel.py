@@ -203,19 +203,20 @@ class Quantize:
             if const_expr(has_col or self.square):
                 for unit in cutlass.range(warp, BLOCKS * (self.width // UNIT), self.warps, unroll=1):
                     self.col_unit(sT, unit, lane, sCol, staged_col, squares)
-            if const_expr(has_row):
-                if const_expr(self.square):
-                    cute.arch.barrier()
-                self.row_pass(sT, warp, lane, sRow, staged_row, squares)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier()
-            if warp == 0:
-                if const_expr(has_col):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier()
+            if const_expr(has_col):
+                # Before the row pass, else so much later (H200, 3-D 1x7168x2048 20.5 -> 20.1 us)
+                if warp == 0:
                     self.send(tma_col, sCol, mCol, (self.width, TILE), b, a, e)
-                if const_expr(has_row):
+            if const_expr(has_row):
+                self.row_pass(sT, warp, lane, sRow, staged_row, squares)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier()
+                if warp == 0:
                     self.send(tma_row, sRow, mRow, (TILE, TILE), a, b, e)
-                cute.arch.cp_async_bulk_commit_group()
-                if const_expr(self.persistent):  # all threads have read the slot
+            if const_expr(self.persistent):  # all threads have read the slot
+                if warp == 0:
                     next_tile = tile + self.stages * grid
                     self.fetch(tma_x, tXgX, tXsX, full, slot, next_tile, num_tiles, along_a, along_b)
             if const_expr(self.kind_is_square()):
@@ -282,6 +283,7 @@ class Quantize:
             tma_out, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(gQ, 0, 2)
         )
         cute.copy(tma_out, tSsQ, tSgQ)
+        cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def col_unit(self, sT: cute.Pointer, unit: Int32, lane: Int32, sCol, staged, squares):

@@ -49,7 +49,7 @@ def test_repeats_in_clusters(case, generator):
     x = make_input(case, generator)
     wanted = call(case, x, reference)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for tiles in GRIDS[2:6]:
+    for tiles in GRIDS[2:4]:
         with as_many_tiles(tiles):
             for _ in range(300):
                 found = call(case, x)
