@@ -10,11 +10,14 @@ ATOM = 512  # bytes of that atom
 FEW_TILES = {1: 2400, 2: 1200}  # by the number of orientations
 NARROW_TILES = 1000
 NARROW = 64  # columns
-RING_TILES = 2500  # two outputs of as many: the ring of kernel_dual.py
+RING_TILES = 3000  # two outputs of as many: the ring of kernel_dual.py
 RING_CTAS = 8  # of its clusters
 TALL = 2  # tiles along A that a CTA of the ring stores together
 MOST_PADDING = 1.125  # tiles of whole clusters over tiles
 MOST_RING_PADDING = 1.4
+# Along A and along B, of dequantize. H200, us, rows and columns of 32768x7168, of 8x7168x2048: (128, 128) 178.5, 178.6,
+# 91.0, 89.6; (32, 256) 175.8, 175.3, 89.5, 88.2; (16, 256) 174.6, 173.6, 89.1, 87.8; (8, 256) 182.3, 183.2, 90.6, 96.7
+DEQUANTIZE_TILE = (16, 256)
 # (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, a ring's, too thin
 # for clusters
 GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (1, 1, 4096))

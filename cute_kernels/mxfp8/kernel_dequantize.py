@@ -1,6 +1,6 @@
 """fp8 elements and their scales back to bf16, fp16 or fp32, in the layout in which the elements lie.
 
-A CTA has a tile of 128 x 128: all its loads are asked for first (64 bytes a thread in flight), 16 bytes a thread are
+A CTA has a tile of 16 x 256: all its loads are asked for first (16 bytes a thread in flight), 16 bytes a thread are
 written at once. In every layout the blocks lie along the contiguous dimension; a scale is read by the 4 threads (8 of
 fp32) of its block, from the cache lines that the tile's other threads use.
 """
@@ -9,12 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
-from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE
+from cute_kernels.mxfp8.config import ATOM, BLOCK, DEQUANTIZE_TILE, TILE
 from cute_kernels.mxfp8.kernel_scales import as_float
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
 THREADS = 256
+ROWS, COLUMNS = DEQUANTIZE_TILE
 
 
 class Dequantize:
@@ -31,7 +32,8 @@ class Dequantize:
         if const_expr(self.transposed):
             rows, columns = columns, rows
         s = cute.recast_ptr(scale.iterator, dtype=Uint8)
-        tiles = [cute.fast_divmod_create_divisor_v2(cute.ceil_div(size, TILE)) for size in (rows, columns)]
+        counts = cute.ceil_div(rows, ROWS), cute.ceil_div(columns, COLUMNS)
+        tiles = [cute.fast_divmod_create_divisor_v2(count) for count in counts]
         self.kernel(q.iterator, s, y.iterator, rows, columns, *tiles).launch(
             grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
@@ -50,12 +52,12 @@ class Dequantize:
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         vec = const_expr(128 // y.dtype.width)
-        rows_at_once = const_expr(THREADS * vec // TILE)
-        count = const_expr(TILE // rows_at_once)
+        rows_at_once = const_expr(THREADS * vec // COLUMNS)
+        count = const_expr(ROWS // rows_at_once)
         rest, tc = divmod(bidx, tiles_c)
         e, tr = divmod(rest, tiles_r)
-        first = tr * TILE + tidx // (TILE // vec)
-        column = tc * TILE + tidx % (TILE // vec) * vec
+        first = tr * ROWS + tidx // (COLUMNS // vec)
+        column = tc * COLUMNS + tidx % (COLUMNS // vec) * vec
         cute.arch.griddepcontrol_wait()
         if column < columns:
             rQ = cute.make_rmem_tensor((vec, count), q.dtype)

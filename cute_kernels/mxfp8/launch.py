@@ -24,7 +24,7 @@ from cute_kernels.mxfp8.checks import (
     check_quantize,
     is_transposed,
 )
-from cute_kernels.mxfp8.config import BLOCK, TILE, DualConfig, quantize_config, scale_kinds
+from cute_kernels.mxfp8.config import BLOCK, DEQUANTIZE_TILE, TILE, DualConfig, quantize_config, scale_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +190,14 @@ def _plan_dequantize(q: Tensor, kind: str, dtype: torch.dtype) -> Plan:
 
     arch = arch_of(q.get_device())
     function = mxfp8_dequantize(arch, fp8_dtype(q.dtype), cutlass_dtype(dtype), q.dim(), is_transposed(q), kind)
-    return Plan(function, math.prod(tiles_of(q)))
+    return Plan(function, math.prod(tiles_of(q, DEQUANTIZE_TILE)))
 
 
-def tiles_of(x: Tensor) -> tuple[int, int, int]:
-    """Tiles of 128 x 128 along the strided dimension, along the contiguous one, and experts."""
-    n, k = (-(-size // TILE) for size in x.shape[-2:])
-    return (*((k, n) if is_transposed(x) else (n, k)), x.shape[0] if x.dim() == 3 else 1)
+def tiles_of(x: Tensor, sizes: tuple[int, int] = (TILE, TILE)) -> tuple[int, int, int]:
+    """Tiles of these sizes along the strided dimension, along the contiguous one, and experts."""
+    n, k = x.shape[-2:]
+    a, b = (-(-count // size) for count, size in zip((k, n) if is_transposed(x) else (n, k), sizes, strict=True))
+    return a, b, x.shape[0] if x.dim() == 3 else 1
 
 
 def fp8_dtype(dtype: torch.dtype):
