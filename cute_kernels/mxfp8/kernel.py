@@ -6,14 +6,11 @@ B ("row": the output has the input's layout), along A ("col": the output is the 
     gmem x --TMA--> sX --> registers: magnitudes, scale, product, fp8 --> sRow, sCol --TMA--> gmem q
                                                                       --> scales in smem --> gmem s
 
-The col pass gives a thread two neighbouring columns of 32 rows, so their largest magnitude needs no other thread and
-their 32 bytes of output lie together; sCol is swizzled as TMA wants it, and half of the threads take their two halves
-in the other order, so no bank is met twice. The row pass gives a thread a block, 16 bytes at once, in an order that
-differs between threads for the same reason. Elements beyond the matrix arrive as zeros, whose scale is 0: the padding
-of blocked scales comes for nothing.
+The passes are in kernel_passes.py. With both outputs, the col pass's leaves while the row pass is at work. Elements
+beyond the matrix arrive as zeros, whose scale is 0: the padding of blocked scales comes for nothing.
 Of scales of which a tile has 4 bytes a row, the CTAs of a cluster, neighbours, make larger parts of a sector or all of
 it; L2 keeps what is not whole.
-The scales of squares go from the col pass to the row pass, as words: a byte read through a pointer counts as signed.
+Two outputs of many tiles have a kernel of their own on SM90 (kernel_dual.py).
 
 Profile: ncu --clock-control none -k regex:Quantize python -m bench.bench_mxfp8 --filter 1x8192x5120
 """
