@@ -57,19 +57,21 @@ def test_repeats_of_ctas_with_many_tiles(tiles, case, generator):
         assert_repeats(case, generator)
 
 
-def test_repeats_beside_other_work(generator):
-    """Two streams at once: CTAs of both share the SMs."""
+@pytest.mark.parametrize("tiles", [GRIDS[2], GRIDS[3]], ids=["more", "ring"])
+def test_repeats_beside_other_work(tiles, generator):
+    """Two streams at once: CTAs of both share the SMs, and each ring draws its own tiles."""
     cases = [Case("3d_dual", (4, 1408, 1024), scale_layout="blocked"), Case("3d_dual_square", (4, 1408, 1024))]
     inputs = [make_input(case, generator) for case in cases]
     first = [call(case, x, reference) for case, x in zip(cases, inputs, strict=True)]
     streams = [torch.cuda.Stream() for _ in cases]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in cases]
     torch.cuda.synchronize()
-    for _ in range(REPEATS // 4):
-        for case, x, wanted, stream, count in zip(cases, inputs, first, streams, wrong, strict=True):
-            with torch.cuda.stream(stream):
-                for t, expected in zip(call(case, x), wanted, strict=True):
-                    count += (as_bytes(t) != as_bytes(expected)).any()
+    with as_many_tiles(tiles):
+        for _ in range(REPEATS // 4):
+            for case, x, wanted, stream, count in zip(cases, inputs, first, streams, wrong, strict=True):
+                with torch.cuda.stream(stream):
+                    for t, expected in zip(call(case, x), wanted, strict=True):
+                        count += (as_bytes(t) != as_bytes(expected)).any()
     torch.cuda.synchronize()
     assert [int(count) for count in wrong] == [0, 0]
 
