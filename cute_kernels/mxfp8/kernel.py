@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, DualConfig, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
 from cute_kernels.mxfp8.kernel_dual import QuantizeDual
-from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory
+from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory, of_passes
 from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_together
 from jit_cache import Program, compiled
 
@@ -64,13 +64,8 @@ class Quantize:
         num_ctas: Int32,
         stream,
     ):
-        # Blocks along the contiguous dimension are the row pass's
-        if const_expr(self.transposed):
-            q_row, s_row, q_col, s_col = q_n, s_n, q_k, s_k
-            self.row_kind, self.col_kind = self.kinds[1], self.kinds[0]
-        else:
-            q_row, s_row, q_col, s_col = q_k, s_k, q_n, s_n
-            self.row_kind, self.col_kind = self.kinds
+        of_k, of_n = (q_k, s_k, self.kinds[0]), (q_n, s_n, self.kinds[1])
+        (q_row, s_row, self.row_kind), (q_col, s_col, self.col_kind) = of_passes(self.transposed, of_k, of_n)
         self.dtype = x.element_type
         tile, tile_of_col = (TILE, self.width), (self.width, TILE)
         x = as_memory(x, self.transposed)

@@ -33,7 +33,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import EVICT_LAST, LAST_BYTES, evict_first_if
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TALL, TILE, DualConfig, ScaleRule
-from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory
+from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory, of_passes
 from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_words, word_at
 
 GROUP = 8  # warps that share a tile
@@ -71,12 +71,8 @@ class QuantizeDual:
         num_ctas: Int32,
         stream,
     ):
-        if const_expr(self.transposed):
-            q_row, s_row, q_col, s_col = q_n, s_n, q_k, s_k
-            self.row_kind, self.col_kind = self.kinds[1], self.kinds[0]
-        else:
-            q_row, s_row, q_col, s_col = q_k, s_k, q_n, s_n
-            self.row_kind, self.col_kind = self.kinds
+        of_k, of_n = (q_k, s_k, self.kinds[0]), (q_n, s_n, self.kinds[1])
+        (q_row, s_row, self.row_kind), (q_col, s_col, self.col_kind) = of_passes(self.transposed, of_k, of_n)
         self.dtype = x.element_type
         self.passes = Passes(self.dtype, q_row.element_type, self.rule, TILE)
         flat = cute.make_layout((TILE, TILE), stride=(TILE, 1))

@@ -33,6 +33,13 @@ ROWS_AT_ONCE = 8  # of a warp in the row pass
 UNIT = 64  # columns that a warp takes at once in the col pass, of 32 rows
 
 
+def of_passes(transposed: bool, of_k: tuple, of_n: tuple) -> tuple[tuple, tuple]:
+    """What belongs to blocks along K and along N, as the row pass's, whose blocks are along the contiguous dimension,
+    and the col pass's.
+    """
+    return (of_n, of_k) if transposed else (of_k, of_n)
+
+
 @cute.jit
 def as_memory(t: cute.Tensor, swapped: cutlass.Constexpr[bool]):
     """(N, K) or (E, N, K) as (rows, contiguous dimension, E)."""
