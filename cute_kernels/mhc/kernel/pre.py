@@ -12,6 +12,9 @@ A block comes to shared memory once and stays there until the cluster knows its 
 while the ring's other slots load, multiply and wait for the cluster's messages. For H alone a CTA loads at most
 ``lead`` blocks beyond the last whose H it knows: the CTAs of a cluster wait for their slowest anyway, and who is ahead
 of it takes its share of the memory (4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2, 8192x4x4096 79.2 -> 74.6).
+In clusters of 16 ``flight`` blocks at most are on their way at once: each more puts as many bytes of what is not yet
+written to DRAM out of L2. Clusters that have a block more than others may have one more: all end together, and the
+memory is busy to the end (2048x4x5120, 18 or 19 blocks, 29.7 -> 29.2).
 
 Within a CTA warp w has the steps w, w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs'
 as a tree: a token's bits depend on nothing but C, n, the order of the streams and the dtypes.
@@ -155,6 +158,7 @@ class PreForward:
         start = const_expr(2 * cute.cosize(ring) - 128 * rows * boxes)
         self.sPhi = cute.make_tensor(cute.recast_ptr(memory + start, cute.make_swizzle(3, 4, 3), self.phi_type), slices)
         self.last_steps = last_steps(config, start, 128 * rows * boxes // config.steps)
+        self.has_room = const_expr(0 not in self.last_steps)  # for a block beside phi
         columns = const_expr(config.columns + 1)
         sums = cute.make_layout(
             (BLOCK_TOKENS, columns, PRODUCT_WARPS, 2),
@@ -166,6 +170,11 @@ class PreForward:
         gates = cute.make_layout((self.gates, BLOCK_TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
         loader, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
+        first, step = bidx // cluster, grid // cluster
+        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
+        # The first block comes amid phi where others wait for its slot (2048x4x5120 30.1 -> 29.8 us), else behind it (a
+        # token's layer input 13.1 us, not 13.6)
+        begins = Int32(self.has_room and rounds > stages)
         if tidx == 0:
             for stage in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(self.full + stage, 1)
@@ -183,11 +192,9 @@ class PreForward:
         cute.arch.barrier()
         cute.arch.cluster_arrive_relaxed()
         if warp_index == loader:
-            self.load_phi(tma_phi, mPhi, rank)  # on its way while the cluster meets
+            self.load_first(tma_x, mX, tma_phi, mPhi, rank, first, begins)  # on its way while the cluster meets
         cute.arch.cluster_wait()
 
-        first, step = bidx // cluster, grid // cluster
-        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
         if warp_index < PRODUCT_WARPS:
             take_registers(registers[0], self.threads)
             self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
@@ -198,46 +205,80 @@ class PreForward:
         else:
             take_registers(registers[2], self.threads)
             if warp_index == loader:
-                self.load(tma_x, mX, rank, first, step, rounds)
+                self.load(tma_x, mX, rank, first, step, begins, rounds)
             elif warp_index <= loader + SUM_WARPS:
                 self.add_up(rank, rounds, warp_index - (loader + 1), lane)
             else:
                 self.own(alpha, beta, h, mean_square, pre, rank, first, step, rounds, lane)
 
     @cute.jit
-    def load(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, first: Int32, step: Int32, rounds: Int32):
-        """One warp: block after block to the ring."""
-        config = self.config
-        policy, last_tokens = Int64(EVICT_NORMAL), const_expr(LAST_BYTES // (2 * config.k))
-        slot, phase = Int32(0), Int32(0)
-        before, before_phase = Int32((config.stages - config.lead) % config.stages), Int32(1)
-        for index in cutlass.range(rounds):
-            if index >= min(self.last_steps) and index < config.stages:
-                cute.arch.mbarrier_wait(self.phi_taken + index, 0)
-            cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-            if const_expr(not self.mixes):  # who mixes has waited for them
-                cute.arch.mbarrier_wait(self.known + before, before_phase)
-                before, before_phase = advance(before, before_phase, config.stages)
-            full = self.full + slot
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
-            row = (first + index * step) * BLOCK_TOKENS
-            if const_expr(not self.mixes):  # the last tokens stay for aggregate, which takes them first
-                policy = evict_first_if(self.num_tokens - row > last_tokens)
-            for box in cutlass.range_constexpr(config.boxes):
-                self.copy_box(tma_x, mX, row, rank, box, self.sX[None, None, box, slot], full, policy)
-            slot, phase = advance(slot, phase, config.stages)
+    def load_first(
+        self,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        tma_phi: cute.CopyAtom,
+        mPhi: cute.Tensor,
+        rank: Int32,
+        first: Int32,
+        begins: Int32,
+    ):
+        """The loading warp: a CTA's columns of phi, a step of all warps after the other; zeros beyond its edges.
 
-    @cute.jit
-    def load_phi(self, tma_phi: cute.CopyAtom, mPhi: cute.Tensor, rank: Int32):
-        """The loading warp: a CTA's columns of phi, a step of all warps after the other; zeros beyond its edges."""
+        Amid them, if x ``begins`` here, the first block, which is on its way longer: it comes from DRAM.
+        """
         rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2] // self.config.steps)  # of a step
         for s in cutlass.range_constexpr(self.config.steps):
+            if const_expr(s == self.config.steps // 2):
+                if begins == 1:
+                    self.load_block(tma_x, mX, rank, first * BLOCK_TOKENS, Int32(0))
             full = self.phi_full + s
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 128 * rows * boxes)
             for box in cutlass.range_constexpr(s * boxes, (s + 1) * boxes):
                 self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], full, Int64(EVICT_NORMAL))
+
+    @cute.jit
+    def load(
+        self,
+        tma_x: cute.CopyAtom,
+        mX: cute.Tensor,
+        rank: Int32,
+        first: Int32,
+        step: Int32,
+        begins: Int32,
+        rounds: Int32,
+    ):
+        """The loading warp: the other blocks, one after the other, to the ring."""
+        config = self.config
+        slot, phase = begins, Int32(0)
+        # One more where there is a block more than in other clusters, so that all end together
+        flight = config.flight + Int32(rounds * step > cute.ceil_div(self.num_tokens, BLOCK_TOKENS))
+        for index in cutlass.range(begins, rounds):
+            if index >= min(self.last_steps) and index < config.stages:
+                cute.arch.mbarrier_wait(self.phi_taken + index, 0)
+            cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+            if const_expr(not self.mixes):  # who mixes has waited for them
+                if index >= config.lead:
+                    before = index - config.lead
+                    cute.arch.mbarrier_wait(self.known + before % config.stages, before // config.stages % 2)
+            if const_expr(config.flight < config.stages):
+                if index >= flight:
+                    before = index - flight
+                    cute.arch.mbarrier_wait(self.full + before % config.stages, before // config.stages % 2)
+            self.load_block(tma_x, mX, rank, (first + index * step) * BLOCK_TOKENS, slot)
+            slot, phase = advance(slot, phase, config.stages)
+
+    @cute.jit
+    def load_block(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, row: Int32, slot: Int32):
+        """Ask for a CTA's part of a block of tokens."""
+        config = self.config
+        policy, full = Int64(EVICT_NORMAL), self.full + slot
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
+        if const_expr(not self.mixes):  # the last tokens stay for aggregate, which takes them first
+            policy = evict_first_if(self.num_tokens - row > LAST_BYTES // (2 * config.k))
+        for box in cutlass.range_constexpr(config.boxes):
+            self.copy_box(tma_x, mX, row, rank, box, self.sX[None, None, box, slot], full, policy)
 
     @cute.jit
     def copy_box(
@@ -410,7 +451,7 @@ class PreForward:
             # The slot's messages of the ring's turn before have been read by those that made these gates of them
             cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
             # Both arrive: of few columns one sends nothing, and this turn could end before it has seen that one's end
-            if lane == 0:
+            if lane == 0 and self.awaited(index, rounds):
                 if mine == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * BLOCK_TOKENS)
                 else:
@@ -437,8 +478,14 @@ class PreForward:
             slot, phase = advance(slot, phase, config.stages)
         # Nothing may arrive after a CTA's end
         for stage in cutlass.range(cutlass.min(rounds, config.stages)):
-            slot = (rounds + config.stages - 1 - stage) % config.stages
-            cute.arch.mbarrier_wait(self.known + slot, (rounds - 1 - stage) // config.stages % 2)
+            index = rounds - 1 - stage
+            if self.awaited(index, rounds):
+                cute.arch.mbarrier_wait(self.known + index % config.stages, index // config.stages % 2)
+
+    @cute.jit
+    def awaited(self, index: Int32, rounds: Int32):
+        """Whether anybody waits until what follows from a block's sums is known."""
+        return self.mixes or index + self.config.lead < rounds
 
     @cute.jit
     def own(self, alpha, beta, h, mean_square, pre, rank: Int32, first: Int32, step: Int32, rounds: Int32, lane: Int32):
@@ -481,7 +528,7 @@ class PreForward:
             for part in cutlass.range_constexpr(-(-gates * BLOCK_TOKENS // WARP_SIZE)):
                 at = part * WARP_SIZE + lane
                 message = cute.arch.shuffle_sync(value, at % (gates * owned))
-                if at < gates * BLOCK_TOKENS:
+                if at < gates * BLOCK_TOKENS and self.awaited(index, rounds):
                     t = at % (gates * owned) // gates
                     target = self.sGates.layout((at % gates, rank * owned + t, slot))
                     cute.arch.store_async_dsmem(
