@@ -256,6 +256,29 @@ def test_any_number_of_sms(op, case, precision, generator, monkeypatch):
         assert_same_bits(found, wanted, f"{count} SMs")
 
 
+# Clusters of 16 CTAs with four, three and five slots, of 8, of 4 and of 2 CTAs
+RINGS = [Case(4, channels, (640,)) for channels in (5120, 7168, 4096, 2560, 1280, 768)]
+
+
+@pytest.mark.parametrize("case", RINGS, ids=str)
+@pytest.mark.parametrize("forward_of", [("projection", "pre")])
+def test_any_number_of_blocks(forward_of, case, generator, monkeypatch):
+    """Of one cluster, and of three, of which some have one more: that is what they load when, and tell each other."""
+    t = {name: tensor.detach() for name, tensor in make_inputs(case, generator).items()}
+    wanted = {op: call(mhc, op, case, t) for op in forward_of}
+    for count in (16, 64):
+        monkeypatch.setattr(launch.plans, "sm_count", lambda index, count=count: count)
+        launch._plans.clear()
+        launch.calls.clear()
+        for blocks in (*range(1, 15), 40):
+            tokens = 16 * blocks - (3 if blocks % 2 else 0)
+            few = tokens_at(t, torch.arange(tokens, device=generator.device))
+            for op in forward_of:
+                found = call(mhc, op, replace(case, tokens=(tokens,)), few)
+                for result, whole in zip(found, wanted[op], strict=True):
+                    assert same_bits(result, whole[:tokens]), f"{op}, {blocks} blocks, {count} SMs"
+
+
 @pytest.mark.parametrize("tokens", [600, 2600])
 @pytest.mark.parametrize(
     "op, case, precision",

@@ -26,6 +26,7 @@ RUNS = {
     "wide": [(op, Case(4, 2048, (3,), bias=True, layout=a)) for op in STREAMWISE for a in ("streams", "channels")]
     + [(op, Case(8, 1024, (3,))) for op in STREAMWISE],
     "clusters": [("pre", Case(4, 4096, (130,), norm_weight=True))],
+    "rings": [(op, Case(4, 5120, (150,))) for op in ("projection", "pre")],  # the only cluster has ten blocks
     "chunks": [("hyper_connection", Case(2, 2056, (520,), norm_weight=True, bias=True))],
     "pairs": [  # of CTAs, by warpgroups: one pair has all tiles of two slices or more
         ("pre", Case(8, 40, (330,))),
@@ -42,8 +43,8 @@ from cute_kernels.mhc import launch
 from tests.gpu.mhc.test_sanitizer import RUNS, precision_of_run
 from tests.mhc_cases import differentiate, make_inputs, make_upstream, seeded_generator
 
-if sys.argv[1] in ("groups", "pairs"):
-    launch.plans.sm_count = lambda index: 1  # one CTA, or pair of them, has all chunks; a CTA takes them by groups
+if sys.argv[1] in ("groups", "pairs", "rings"):
+    launch.plans.sm_count = lambda index: 1  # one CTA, pair or cluster has all chunks; a CTA takes them by groups
 for op, case in RUNS[sys.argv[1]]:
     generator = seeded_generator(str(case), "cpu")  # the sanitizer makes each kernel slow
     tensors = {name: t.detach().cuda().requires_grad_() for name, t in make_inputs(case, generator).items()}
