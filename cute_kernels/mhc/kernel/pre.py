@@ -171,10 +171,7 @@ class PreForward:
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
         loader, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
         first, step = bidx // cluster, grid // cluster
-        rounds = cute.ceil_div(cute.ceil_div(self.num_tokens, BLOCK_TOKENS) - first, step)
-        # The first block comes amid phi where others wait for its slot (2048x4x5120 30.1 -> 29.8 us), else behind it (a
-        # token's layer input 13.1 us, not 13.6)
-        begins = Int32(self.has_room and rounds > stages)
+        self.blocks = cute.ceil_div(self.num_tokens, BLOCK_TOKENS)
         if tidx == 0:
             for stage in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(self.full + stage, 1)
@@ -192,9 +189,10 @@ class PreForward:
         cute.arch.barrier()
         cute.arch.cluster_arrive_relaxed()
         if warp_index == loader:
-            self.load_first(tma_x, mX, tma_phi, mPhi, rank, first, begins)  # on its way while the cluster meets
+            self.load_first(tma_x, mX, tma_phi, mPhi, rank, first, step)  # on its way while the cluster meets
         cute.arch.cluster_wait()
 
+        rounds = cute.ceil_div(self.blocks - first, step)
         if warp_index < PRODUCT_WARPS:
             take_registers(registers[0], self.threads)
             self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
@@ -205,7 +203,7 @@ class PreForward:
         else:
             take_registers(registers[2], self.threads)
             if warp_index == loader:
-                self.load(tma_x, mX, rank, first, step, begins, rounds)
+                self.load(tma_x, mX, rank, first, step, rounds)
             elif warp_index <= loader + SUM_WARPS:
                 self.add_up(rank, rounds, warp_index - (loader + 1), lane)
             else:
@@ -220,16 +218,16 @@ class PreForward:
         mPhi: cute.Tensor,
         rank: Int32,
         first: Int32,
-        begins: Int32,
+        step: Int32,
     ):
         """The loading warp: a CTA's columns of phi, a step of all warps after the other; zeros beyond its edges.
 
-        Amid them, if x ``begins`` here, the first block, which is on its way longer: it comes from DRAM.
+        Amid them, if it is ``early``, the first block, which is on its way longer: it comes from DRAM.
         """
         rows, boxes = const_expr(self.sPhi.shape[0]), const_expr(self.sPhi.shape[2] // self.config.steps)  # of a step
         for s in cutlass.range_constexpr(self.config.steps):
-            if const_expr(s == self.config.steps // 2):
-                if begins == 1:
+            if const_expr(s == self.config.steps // 2 and self.has_room):
+                if self.early(first, step):
                     self.load_block(tma_x, mX, rank, first * BLOCK_TOKENS, Int32(0))
             full = self.phi_full + s
             if cute.arch.lane_idx() == 0:
@@ -238,21 +236,21 @@ class PreForward:
                 self.copy_box(tma_phi, mPhi, Int32(0), rank, box, self.sPhi[None, None, box], full, Int64(EVICT_NORMAL))
 
     @cute.jit
-    def load(
-        self,
-        tma_x: cute.CopyAtom,
-        mX: cute.Tensor,
-        rank: Int32,
-        first: Int32,
-        step: Int32,
-        begins: Int32,
-        rounds: Int32,
-    ):
+    def early(self, first: Int32, step: Int32):
+        """Whether the first block comes amid phi: where others wait for its slot (2048x4x5120 30.1 -> 29.8 us).
+
+        Elsewhere it would only hold phi up (a token's layer input, 4x5120, 13.1 -> 13.6).
+        """
+        return self.has_room and self.blocks - first > self.config.stages * step
+
+    @cute.jit
+    def load(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, first: Int32, step: Int32, rounds: Int32):
         """The loading warp: the other blocks, one after the other, to the ring."""
         config = self.config
+        begins = Int32(self.early(first, step))
         slot, phase = begins, Int32(0)
         # One more where there is a block more than in other clusters, so that all end together
-        flight = config.flight + Int32(rounds * step > cute.ceil_div(self.num_tokens, BLOCK_TOKENS))
+        flight = config.flight + Int32(rounds * step > self.blocks)
         for index in cutlass.range(begins, rounds):
             if index >= min(self.last_steps) and index < config.stages:
                 cute.arch.mbarrier_wait(self.phi_taken + index, 0)
@@ -451,7 +449,7 @@ class PreForward:
             # The slot's messages of the ring's turn before have been read by those that made these gates of them
             cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
             # Both arrive: of few columns one sends nothing, and this turn could end before it has seen that one's end
-            if lane == 0 and self.awaited(index, rounds):
+            if lane == 0 and index < self.awaited(rounds):
                 if mine == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * BLOCK_TOKENS)
                 else:
@@ -477,15 +475,13 @@ class PreForward:
             cute.arch.mbarrier_arrive(self.taken + buffer)
             slot, phase = advance(slot, phase, config.stages)
         # Nothing may arrive after a CTA's end
-        for stage in cutlass.range(cutlass.min(rounds, config.stages)):
-            index = rounds - 1 - stage
-            if self.awaited(index, rounds):
-                cute.arch.mbarrier_wait(self.known + index % config.stages, index // config.stages % 2)
+        last = self.awaited(rounds)
+        for index in cutlass.range(cutlass.max(last - config.stages, 0), last):
+            cute.arch.mbarrier_wait(self.known + index % config.stages, index // config.stages % 2)
 
-    @cute.jit
-    def awaited(self, index: Int32, rounds: Int32):
-        """Whether anybody waits until what follows from a block's sums is known."""
-        return self.mixes or index + self.config.lead < rounds
+    def awaited(self, rounds: Int32):
+        """Of how many blocks anybody waits for what follows from their sums: to mix, or to load ``lead`` blocks on."""
+        return rounds if self.mixes else rounds - self.config.lead
 
     @cute.jit
     def own(self, alpha, beta, h, mean_square, pre, rank: Int32, first: Int32, step: Int32, rounds: Int32, lane: Int32):
@@ -528,7 +524,7 @@ class PreForward:
             for part in cutlass.range_constexpr(-(-gates * BLOCK_TOKENS // WARP_SIZE)):
                 at = part * WARP_SIZE + lane
                 message = cute.arch.shuffle_sync(value, at % (gates * owned))
-                if at < gates * BLOCK_TOKENS and self.awaited(index, rounds):
+                if at < gates * BLOCK_TOKENS and index < self.awaited(rounds):
                     t = at % (gates * owned) // gates
                     target = self.sGates.layout((at % gates, rank * owned + t, slot))
                     cute.arch.store_async_dsmem(
