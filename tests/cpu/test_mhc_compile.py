@@ -198,8 +198,18 @@ def test_clusters_hold_phi():
                 assert config.product_registers < products <= 224 and helps >= 24 and (mixing >= 40) == mixes
             assert config.stages >= 3 and config.stages * 16 * 2 >= 8 * config.octets * (4 if phi == "float32" else 2)
             assert config.cluster * config.slice_c - channels >= 0 and config.boxes % 2 == 0
+            # A slot is awaited before it is asked for again; a cluster with a block more has one more on its way
+            assert 1 <= config.lead <= config.stages
+            assert 1 <= config.flight <= config.stages - (config.cluster == 16)
     configs = [pre_config(4, c, "streams", 24, "float32", "tf32") for c in (768, 1280, 2560, 4096, 7168)]
     assert [config.cluster for config in configs] == [2, 4, 8, 16, 16]
+    assert [(config.stages, config.lead, config.flight) for config in configs] == [
+        (3, 3, 3),
+        (4, 3, 4),
+        (4, 4, 4),
+        (5, 4, 2),
+        (3, 3, 2),
+    ]
     assert [config.num_clusters(10**6, 132) for config in configs] == [66, 30, 14, 7, 7]
     assert [config.num_clusters(33, 132) for config in configs] == [3] * 5
     assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
