@@ -136,8 +136,10 @@ def share_goal(op: str, direction: str, n: int) -> float | None:
 
 
 def minimal_bytes(connection: Connection, direction: str) -> int:
-    """The least that must pass through device memory: each input read once, each output written once.
+    """The least that must pass through device memory: streams, f and layer inputs read and written once.
 
+    What is small beside them does not count: H, coefficients, and phi but for decode (of the projection's forward phi
+    and H are 2.6 % at 2048x4x5120, 4.4 % at 4096x8x4096).
     A layer reads x once before the sublayer and once after it; its backward reads dout, x and f for the gradients of
     post and res, then x and dlayer_input for that of pre, then dout, x and dlayer_input for dx; it writes df and dx.
     """

@@ -191,7 +191,8 @@ class PreConfig:
     ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
     ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens have a place; where nothing is mixed
     ``flight`` at most are on their way at once, one more in clusters that have a block more than others, and ``lead``
-    at most are loaded beyond the last whose H is known; ``phi_terms``: bf16 numbers whose sum is an element of phi.
+    at most are loaded beyond the last whose H is known; ``phi_terms``: bf16 numbers whose sum stands for an element of
+    phi.
     """
 
     n: int

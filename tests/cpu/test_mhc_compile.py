@@ -88,7 +88,7 @@ PARTS = ("coefficients", "sinkhorn", "aggregate", "expand_combine", "expand")
 CALLS = {
     "parts": [(op, Case(4, 4096, norm_weight=True, bias=True, dropout_p=0.1)) for op in PARTS],
     "composites": [("hyper_connection", Case(4, 4096, norm_weight=True, bias=True)), ("head", Case(4, 4096))],
-    "widest in clusters": [("pre", Case(4, 7168, layout=layout)) for layout in LAYOUTS],  # helped by few registers
+    "widest in clusters": [("pre", Case(4, 7168, layout=layout)) for layout in LAYOUTS],  # few registers left
     "many parts of K": [("projection", Case(4, 65536))],
     "fp32": [(op, Case(4, 1280, (5,), FP32, bias=True), "fp32") for op in ("projection", "hyper_connection")],
     "fp16": [

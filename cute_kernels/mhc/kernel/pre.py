@@ -12,8 +12,8 @@ A block comes to shared memory once and stays there until the cluster knows its 
 while the ring's other slots load, multiply and wait for the cluster's messages. For H alone a CTA loads at most
 ``lead`` blocks beyond the last whose H it knows: the CTAs of a cluster wait for their slowest anyway, and who is ahead
 of it takes its share of the memory (4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2, 8192x4x4096 79.2 -> 74.6).
-In clusters of 16 ``flight`` blocks at most are on their way at once: each more puts as many bytes of what is not yet
-written to DRAM out of L2. Clusters that have a block more than others may have one more: all end together, and the
+In clusters of 16 ``flight`` blocks at most are on their way at once: each more presumably puts as many bytes out of
+L2 that DRAM has yet to get. Clusters that have a block more than others may have one more: all end together, and the
 memory is busy to the end (2048x4x5120, 18 or 19 blocks, 29.7 -> 29.2).
 
 Within a CTA warp w has the steps w, w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs'
@@ -192,7 +192,7 @@ class PreForward:
             self.load_first(tma_x, mX, tma_phi, mPhi, rank, bidx // cluster, grid // cluster)
         cute.arch.cluster_wait()
 
-        first, step = bidx // cluster, grid // cluster  # before, they spill (pre 4096x4x7168 94.5 -> 103.7 us)
+        first, step = bidx // cluster, grid // cluster  # computed before, they spill (pre, 4x7168)
         rounds = cute.ceil_div(self.blocks - first, step)
         if warp_index < PRODUCT_WARPS:
             take_registers(registers[0], self.threads)
