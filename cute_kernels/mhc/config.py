@@ -190,9 +190,9 @@ class PreConfig:
 
     ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
     ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens have a place; where nothing is mixed
-    ``flight`` at most are on their way at once, one more in clusters that have a block more than others, and ``lead``
-    at most are loaded beyond the last whose H is known; ``phi_terms``: bf16 numbers whose sum stands for an element of
-    phi.
+    ``lead`` at most are loaded beyond the last whose H is known, and ``flight`` pieces of them at most are on their way
+    at once (0: any number), one more in clusters that have a block more than others; ``phi_terms``: bf16 numbers whose
+    sum stands for an element of phi.
     """
 
     n: int
@@ -222,9 +222,23 @@ class PreConfig:
         return self.n * self.slice_c // 64
 
     @property
+    def piece(self) -> int:
+        """Boxes that are asked for together: a stream's, or 512 bytes of a token.
+
+        Neighbours within 512 bytes that are asked for at other times cost DRAM more. H200, projection, 2048x4x5120, us,
+        boxes a piece: streams 5 (a stream's) 29.0, 4 30.8, 4 and 6 31.1; channels 4 28.5, 5 28.9, 4 and 6 30.2.
+        """
+        return self.boxes // self.n if self.layout == "streams" else math.gcd(self.boxes, 4)
+
+    @property
     def steps(self) -> int:
         """Of 16 columns, that each of eight warps multiplies."""
         return self.boxes // 2
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's sums, H and mean square, in shared memory: an odd number of quads, to use all banks."""
+        return -(-(self.columns + 1) // 4) // 2 * 8 + 4
 
     @property
     def octets(self) -> int:
@@ -245,11 +259,12 @@ class PreConfig:
         """Of a thread that multiplies, that makes the layer input, that helps.
 
         Together at most what a CTA of 512 threads, or of 384 that mixes nothing, starts with: 128 or 168 a thread.
+        H200, pre, 4096x4x7168, us: 224, 40, 24 102.1, 216, 48, 32 91.5.
         """
-        products = max(128, min(224, self.product_registers + 40))
+        products = max(128, min(216, self.product_registers + 40))
         if not mixes:
             return products, 0, min(104, 504 - 2 * products)
-        helps = 56 if products <= 208 else 24
+        helps = 56 if products <= 208 else 32
         return products, min(144, (512 - 2 * products - helps) // 8 * 8), helps
 
     def num_clusters(self, num_tokens: int, num_sms: int) -> int:
@@ -276,8 +291,9 @@ def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, preci
     the memory. H200, projection, us: 16384x4x1280, in clusters of 4, with 2, 3, 4 blocks of 40 KB 60.3, 50.9, 51.3;
     2048x4x5120, of 16, with 3, 4 of 40 KB 31.3, 30.2; 8192x4x4096, of 16, with 3, 4, 5 of 32 KB 83.2, 74.6, 76.6.
 
-    ``flight``: 64 KB that have not arrived, in clusters of 16. With 1, 2, 3 blocks, and 2 or 3, by a cluster's number
-    of blocks: 2048x4x5120 32.8, 29.7, 29.8, 29.2; smaller clusters are 1 % slower so (8192x4x2560 48.9 -> 49.3).
+    ``flight``: 64 KB that have not arrived, in clusters of 16. 2048x4x5120, 4 to 7 of 10 KB: 30.5, 29.4, 29.0, 29.3;
+    order of channels, 6 to 8 of 8 KB: 29.0, 28.6, 28.7; smaller clusters are 1 % slower so (8192x4x2560, by blocks,
+    48.9 -> 49.3).
     """
     phi_terms = min(TERMS[phi], 2 if precision == "tf32" else 3)
     unit = max(64, 128 // n)  # whole boxes of each stream, an even number of them
@@ -286,13 +302,14 @@ def pre_config(n: int, channels: int, layout: str, columns: int, phi: str, preci
         config = PreConfig(n, channels, "streams" if n == 1 else layout, columns, cluster, slice_c, 0, 0, 0, phi_terms)
         fits = config.product_registers <= MAX_PRODUCT_REGISTERS and n * slice_c <= MAX_PRE_COLUMNS
         if fits and n * config.owned <= 32:  # a lane has one gate
-            sums = 2 * 8 * 24 * 4 * (columns + 1)
-            stage = BLOCK_TOKENS * (config.boxes * 128 + 4 * (columns + 1 + n))
+            sums = 2 * 8 * BLOCK_TOKENS * 4 * config.width
+            stage = BLOCK_TOKENS * (config.boxes * 128 + 4 * (config.width + n))
             stages = min(MAX_STAGES, (SHARED_MEMORY - sums - 4096) // stage)
             phi_bytes = 8 * config.octets * (2 if phi == "bfloat16" else 4)  # a column, as it comes through the ring
             block = BLOCK_TOKENS * config.boxes * 128
             lead = min(stages, -(-(112 if cluster <= 4 else 128) * 1024 // block))
-            flight = min(stages - 1, -(-64 * 1024 // block)) if cluster == 16 else stages
+            piece = block * config.piece // config.boxes
+            flight = max(2, round(64 * 1024 / piece)) if cluster == 16 else 0
             config = replace(config, stages=stages, flight=flight, lead=lead)
             return config if phi_bytes <= 2 * BLOCK_TOKENS * stages else None
     return None

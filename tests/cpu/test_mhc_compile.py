@@ -23,7 +23,7 @@ from cute_kernels.mhc.config import (
 )
 from cute_kernels.mhc.kernel.aggregate import AggregateBackward
 from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
-from cute_kernels.mhc.kernel.pre import last_steps
+from cute_kernels.mhc.kernel.pre import PreForward, last_steps, row_of
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
@@ -198,21 +198,45 @@ def test_clusters_hold_phi():
                 assert config.product_registers < products <= 224 and helps >= 24 and (mixing >= 40) == mixes
             assert config.stages >= 3 and config.stages * 16 * 2 >= 8 * config.octets * (4 if phi == "float32" else 2)
             assert config.cluster * config.slice_c - channels >= 0 and config.boxes % 2 == 0
-            # A slot is awaited before it is asked for again; a cluster with a block more has one more on its way
+            # A slot is awaited before it is asked for again; a cluster with a block more has a piece more on its way
             assert 1 <= config.lead <= config.stages
-            assert 1 <= config.flight <= config.stages - (config.cluster == 16)
+            pieces = config.stages * config.boxes // config.piece
+            assert 2 <= config.flight < pieces if config.cluster == 16 else config.flight == 0
+            forward = PreForward(config, None)
+            assert forward.pieces == (config.boxes // config.piece if config.cluster == 16 else 1)
+            steps, boxes = forward.steps_by_piece(), config.boxes // forward.pieces
+            assert list(itertools.chain(*steps)) == list(range(config.steps))
+            assert all((2 * s + 1) // boxes <= piece for piece, some in enumerate(steps) for s in some)
     configs = [pre_config(4, c, "streams", 24, "float32", "tf32") for c in (768, 1280, 2560, 4096, 7168)]
     assert [config.cluster for config in configs] == [2, 4, 8, 16, 16]
     assert [(config.stages, config.lead, config.flight) for config in configs] == [
-        (3, 3, 3),
-        (4, 3, 4),
-        (4, 4, 4),
-        (5, 4, 2),
-        (3, 3, 2),
+        (3, 3, 0),
+        (4, 3, 0),
+        (4, 4, 0),
+        (5, 4, 8),
+        (3, 3, 5),
     ]
     assert [config.num_clusters(10**6, 132) for config in configs] == [66, 30, 14, 7, 7]
     assert [config.num_clusters(33, 132) for config in configs] == [3] * 5
     assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
+
+
+def banks(bytes_of_lanes, width: int) -> set[int]:
+    return {(start + byte) // 4 % 32 for start in bytes_of_lanes for byte in range(0, width, 4)}
+
+
+def test_all_banks_serve_sums_and_phi():
+    """A warp's stores of a column's sums, eight lanes that read a quad each, half a warp that reads pairs of phi."""
+    assert sorted(row_of(lane) for lane in range(0, 32, 4)) == list(range(8))
+    for n, columns in ((1, 3), (2, 8), (4, 24), (4, 4), (2, 2)):
+        config = pre_config(n, 5120, "streams", columns, "float32", "tf32")
+        assert config.width % 4 == 0 and columns < config.width <= columns + 8
+        stores = [4 * (config.width * (lane % 4 * 2) + row_of(lane)) for lane in range(32)]
+        assert len(banks(stores, 4)) == 32
+        assert len(banks([4 * config.width * token for token in range(8)], 16)) == 32
+    for first in (0, 16):
+        lanes = range(first, first + 16)
+        assert len(banks([128 * row_of(lane) + ((lane % 4 * 8) ^ row_of(lane) * 16) for lane in lanes], 8)) == 32
 
 
 @pytest.mark.parametrize("phi", ["bfloat16", "float32"])

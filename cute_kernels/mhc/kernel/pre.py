@@ -12,9 +12,10 @@ A block comes to shared memory once and stays there until the cluster knows its 
 while the ring's other slots load, multiply and wait for the cluster's messages. For H alone a CTA loads at most
 ``lead`` blocks beyond the last whose H it knows: the CTAs of a cluster wait for their slowest anyway, and who is ahead
 of it takes its share of the memory (4096x4x7168 72.2 -> 67.9 us, 2048x4x5120 32.1 -> 30.2, 8192x4x4096 79.2 -> 74.6).
-In clusters of 16 ``flight`` blocks at most are on their way at once: each more presumably puts as many bytes out of
-L2 that DRAM has yet to get. Clusters that have a block more than others may have one more: all end together, and the
-memory is busy to the end (2048x4x5120, 18 or 19 blocks, 29.7 -> 29.2).
+In clusters of 16 a block comes in pieces, of which ``flight`` at most are on their way at once: what is beyond need
+only puts bytes out of L2 that DRAM has yet to get. Clusters that have a block more than others may have one piece
+more: all end together, and the memory is busy to the end. A piece is multiplied as soon as it has come, so that little
+is left to do after the last one (2048x4x5120, blocks -> pieces, 29.0 -> 28.8).
 
 Within a CTA warp w has the steps w, w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs'
 as a tree: a token's bits depend on nothing but C, n, the order of the streams and the dtypes.
@@ -36,7 +37,6 @@ from cute_kernels.common.reduce import float_bits
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import BLOCK_TOKENS, PreConfig, StreamLayout
 from cute_kernels.mhc.kernel.coefficients import Coefficients, sigmoid
-from cute_kernels.mhc.kernel.projection_products import load_operand
 from cute_kernels.mhc.kernel.streams import (
     WARP_SIZE,
     store_channels,
@@ -54,7 +54,6 @@ PRODUCT_WARPS = 8
 AHEAD = 4  # steps whose x a warp has asked for
 MIX_WARPS = 4  # that make the layer input
 SUM_WARPS = 2
-SUM_STRIDE = 24  # fp32 numbers from one column's 16 sums to the next one's: eight columns then lie in all banks
 
 
 def last_steps(config: PreConfig, start: int, step_bytes: int) -> dict[int, int]:
@@ -65,6 +64,14 @@ def last_steps(config: PreConfig, start: int, step_bytes: int) -> dict[int, int]
     return {slot: min(count, config.steps) - 1 for slot, count in steps.items()}
 
 
+def row_of(lane):
+    """A lane's row of an octet of phi: the even ones first, so that half a warp reads pairs of fp32 from all banks.
+
+    Rows 2r and 2r + 1 have the same 32 bytes of a column in the same banks: the swizzle moves 16 bytes at a time.
+    """
+    return lane // 4 % 4 * 2 + lane // 16
+
+
 class PreForward:
     """See the module; arguments as in the builder ``pre_forward``."""
 
@@ -72,6 +79,8 @@ class PreForward:
         self.config = config
         self.mixes = variant is not None
         self.math = Coefficients(config.n, variant, True) if variant is not None else None
+        self.paced = config.flight > 0 and not self.mixes
+        self.pieces = config.boxes // config.piece if self.paced else 1  # of a block
         self.gates = config.n if variant is not None else 1  # messages to every CTA for a token
         self.threads = (PRODUCT_WARPS + MIX_WARPS * self.mixes + 4) * WARP_SIZE
         vec = 8 if config.layout == "streams" else 8 // config.n
@@ -143,7 +152,8 @@ class PreForward:
         self.num_tokens = mX.shape[0]
 
         smem = SmemAllocator()
-        self.full, self.empty, self.heard, self.known = (smem.allocate_array(Int64, stages) for _ in range(4))
+        self.full = smem.allocate_array(Int64, self.pieces * stages)
+        self.empty, self.heard, self.known = (smem.allocate_array(Int64, stages) for _ in range(3))
         self.summed, self.taken = (smem.allocate_array(Int64, 2) for _ in range(2))
         self.phi_full, self.phi_taken = (smem.allocate_array(Int64, count) for count in (config.steps, stages))
         ring = cute.make_layout(
@@ -152,20 +162,18 @@ class PreForward:
         )
         memory = smem.allocate(2 * cute.cosize(ring), byte_alignment=1024)
         self.sX = cute.make_tensor(cute.recast_ptr(memory, cute.make_swizzle(3, 4, 3), BFloat16), ring)
+        self.x_memory = cute.recast_ptr(memory, dtype=BFloat16)  # for those that swizzle once
         # Until it is in registers phi fills the end of the ring, a step of all warps after the other
         rows, boxes = const_expr(8 * config.octets), const_expr(config.boxes * BOX // self.phi_box)
         slices = cute.make_layout((rows, self.phi_box, boxes), stride=(self.phi_box, 1, rows * self.phi_box))
         start = const_expr(2 * cute.cosize(ring) - 128 * rows * boxes)
         self.sPhi = cute.make_tensor(cute.recast_ptr(memory + start, cute.make_swizzle(3, 4, 3), self.phi_type), slices)
+        self.phi_memory = cute.recast_ptr(memory + start, dtype=self.phi_type)
         self.last_steps = last_steps(config, start, 128 * rows * boxes // config.steps)
         self.has_room = const_expr(0 not in self.last_steps)  # for a block beside phi
-        columns = const_expr(config.columns + 1)
-        sums = cute.make_layout(
-            (BLOCK_TOKENS, columns, PRODUCT_WARPS, 2),
-            stride=(1, SUM_STRIDE, SUM_STRIDE * columns, SUM_STRIDE * columns * PRODUCT_WARPS),
-        )
+        sums = cute.make_layout((config.width, BLOCK_TOKENS, PRODUCT_WARPS, 2))
         self.sSums = smem.allocate_tensor(Float32, sums, byte_alignment=16)
-        messages = cute.make_layout((columns, config.owned, cluster, stages))
+        messages = cute.make_layout((config.width, config.owned, cluster, stages))
         self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
         gates = cute.make_layout((self.gates, BLOCK_TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
@@ -173,11 +181,12 @@ class PreForward:
         self.blocks = cute.ceil_div(self.num_tokens, BLOCK_TOKENS)
         if tidx == 0:
             for stage in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(self.full + stage, 1)
                 cute.arch.mbarrier_init(self.empty + stage, loader * WARP_SIZE)
                 cute.arch.mbarrier_init(self.heard + stage, 1)
                 cute.arch.mbarrier_init(self.known + stage, SUM_WARPS)
                 cute.arch.mbarrier_init(self.phi_taken + stage, PRODUCT_WARPS * WARP_SIZE)
+            for piece in cutlass.range_constexpr(self.pieces * stages):
+                cute.arch.mbarrier_init(self.full + piece, 1)
             for buffer in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
                 cute.arch.mbarrier_init(self.taken + buffer, SUM_WARPS * WARP_SIZE)
@@ -229,7 +238,7 @@ class PreForward:
         for s in cutlass.range_constexpr(self.config.steps):
             if const_expr(s == self.config.steps // 2 and self.has_room):
                 if self.early(first, step):
-                    self.load_block(tma_x, mX, rank, first * BLOCK_TOKENS, Int32(0))
+                    self.load_block(tma_x, mX, rank, first * BLOCK_TOKENS, Int32(0), Int32(-self.pieces))
             full = self.phi_full + s
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 128 * rows * boxes)
@@ -250,7 +259,7 @@ class PreForward:
         config = self.config
         begins = Int32(self.early(first, step))
         slot, phase = begins, Int32(0)
-        # One more where there is a block more than in other clusters, so that all end together
+        # One piece more where there is a block more than in other clusters, so that all end together
         flight = config.flight + Int32(rounds * step > self.blocks)
         for index in cutlass.range(begins, rounds):
             if index >= min(self.last_steps) and index < config.stages:
@@ -260,24 +269,33 @@ class PreForward:
                 if index >= config.lead:
                     before = index - config.lead
                     cute.arch.mbarrier_wait(self.known + before % config.stages, before // config.stages % 2)
-            if const_expr(not self.mixes and config.flight < config.stages):
-                if index >= flight:
-                    before = index - flight
-                    cute.arch.mbarrier_wait(self.full + before % config.stages, before // config.stages % 2)
-            self.load_block(tma_x, mX, rank, (first + index * step) * BLOCK_TOKENS, slot)
+            self.load_block(tma_x, mX, rank, (first + index * step) * BLOCK_TOKENS, slot, index * self.pieces - flight)
             slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
-    def load_block(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, row: Int32, slot: Int32):
-        """Ask for a CTA's part of a block of tokens."""
+    def load_block(self, tma_x: cute.CopyAtom, mX: cute.Tensor, rank: Int32, row: Int32, slot: Int32, arrived: Int32):
+        """Ask for a CTA's part of a block; where blocks are paced, for its first piece when piece ``arrived`` has come.
+
+        In a loop: all copies one after the other took 30.5 us, not 29.0 (projection, 2048x4x5120).
+        """
         config = self.config
-        policy, full = Int64(EVICT_NORMAL), self.full + slot
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
+        policy, ring = Int64(EVICT_NORMAL), const_expr(self.pieces * config.stages)
         if const_expr(not self.mixes):  # the last tokens stay for aggregate, which takes them first
             policy = evict_first_if(self.num_tokens - row > LAST_BYTES // (2 * config.k))
-        for box in cutlass.range_constexpr(config.boxes):
-            self.copy_box(tma_x, mX, row, rank, box, self.sX[None, None, box, slot], full, policy)
+        lane, full = cute.arch.lane_idx(), self.full + slot * self.pieces
+        if const_expr(not self.paced):
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
+        for piece in cutlass.range(config.boxes // config.piece, unroll=1):
+            if const_expr(self.paced):
+                before, full = arrived + piece, self.full + (slot * self.pieces + piece)
+                if before >= 0:
+                    cute.arch.mbarrier_wait(self.full + before % ring, before // ring % 2)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, config.piece * BLOCK_TOKENS * BOX * 2)
+            for b in cutlass.range_constexpr(config.piece):
+                box = piece * config.piece + b
+                self.copy_box(tma_x, mX, row, rank, box, self.sX[None, None, box, slot], full, policy)
 
     @cute.jit
     def copy_box(
@@ -286,7 +304,7 @@ class PreForward:
         matrix,
         row: Int32,
         rank: Int32,
-        box: cutlass.Constexpr[int],
+        box,
         target: cute.Tensor,
         mbar: cute.Pointer,
         policy: Int64,
@@ -323,22 +341,27 @@ class PreForward:
         config = self.config
         rPhi = self.terms_of_phi(tiled_mma, norm_weight, rank, mine, lane)
         sums = cute.make_rmem_tensor(tiled_mma.partition_shape_C((16 * config.row_tiles, BLOCK_TOKENS)), Float32)
+        # A lane's row of a matrix that ldmatrix brings, as it lies in shared memory, in the ring's first slot; steps
+        # and slots are whole turns of the swizzle away
+        chunk = (mine % 4 * 2 + lane // 8 % 2) ^ (lane % 8)
+        place = mine // 4 * (BLOCK_TOKENS * BOX) + (lane // 16 * 8 + lane % 8) * BOX + chunk * 8
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
-            cute.arch.mbarrier_wait(self.full + slot, phase)
             sums.fill(0.0)
             squares = [Float32(0.0), Float32(0.0)]
-            start = slot * (config.boxes * BLOCK_TOKENS * BOX) + mine // 4 * (BLOCK_TOKENS * BOX) + mine % 4 * 16
-            operands = [self.operand(tiled_mma, start, s, lane) for s in range(min(AHEAD, config.steps))]
-            for s in cutlass.range_constexpr(config.steps):
-                rX = operands[s]
-                if const_expr(s + AHEAD < config.steps):
-                    operands.append(self.operand(tiled_mma, start, s + AHEAD, lane))
-                cute.gemm(tiled_mma, sums, rPhi[None, None, s], rX[None, None, 0], sums)
-                values = to_fp32(rX.load())
-                for t in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(4):
-                        squares[t] = squares[t] + values[t * 4 + e] * values[t * 4 + e]
+            start = slot * (config.boxes * BLOCK_TOKENS * BOX) + place
+            for piece, steps in enumerate(self.steps_by_piece()):
+                cute.arch.mbarrier_wait(self.full + (slot * self.pieces + piece), phase)
+                operands = [self.operand(start, s) for s in steps[:AHEAD]]
+                for at, s in enumerate(steps):
+                    rX = operands[at]
+                    if const_expr(at + AHEAD < len(steps)):
+                        operands.append(self.operand(start, steps[at + AHEAD]))
+                    cute.gemm(tiled_mma, sums, rPhi[None, None, s], rX[None, None, 0], sums)
+                    values = to_fp32(rX.load())
+                    for t in cutlass.range_constexpr(2):
+                        for e in cutlass.range_constexpr(4):
+                            squares[t] = squares[t] + values[t * 4 + e] * values[t * 4 + e]
             cute.arch.mbarrier_arrive(self.empty + slot)
             slot, phase = advance(slot, phase, config.stages)
             buffer, use = index % 2, index // 2 % 2
@@ -346,35 +369,40 @@ class PreForward:
             self.put(sums, squares, self.sSums[None, None, mine, buffer], lane)
             cute.arch.mbarrier_arrive(self.summed + buffer)
 
+    def steps_by_piece(self) -> list[list[int]]:
+        """Of each piece of a block, the steps that can be multiplied when it has come and those before it have."""
+        boxes = self.config.boxes // self.pieces
+        steps = range(self.config.steps)
+        return [[s for s in steps if (2 * s + 1) // boxes == piece] for piece in range(self.pieces)]
+
     @cute.jit
-    def operand(self, tiled_mma: cute.TiledMma, start: Int32, s: cutlass.Constexpr[int], lane: Int32):
+    def operand(self, start: Int32, s: cutlass.Constexpr[int]):
         """A block's 16 columns of a warp's step as operand B; eight warps' steps are two boxes."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
         place = cute.assume(start + s * (2 * BLOCK_TOKENS * BOX), divby=8)
-        tile = cute.make_tensor(self.sX.iterator + place, cute.make_layout((BLOCK_TOKENS, 16), stride=(BOX, 1)))
-        return load_operand(tiled_mma, "b", tile, False, lane)
+        operand = cute.make_rmem_tensor(((2, 2), 2, 1), BFloat16)  # (column, token, 1)
+        source = cute.make_tensor((self.x_memory + place).align(16), cute.make_layout((8, 1)))
+        cute.copy(atom, source, cute.make_tensor(operand.iterator, cute.make_layout((8, 1))))
+        return operand
 
     @cute.jit
     def put(self, sums: cute.Tensor, squares, target: cute.Tensor, lane: Int32):
-        """A warp's sums, its terms of phi added, to shared memory (token, column)."""
+        """A warp's sums, its terms of phi added, to shared memory (column, token)."""
         config = self.config
-        token = lane % 4 * 2
         for octet in cutlass.range_constexpr(config.octets):
+            column = octet * 8 + row_of(lane)
             for t in cutlass.range_constexpr(2):
-                pair = cute.make_rmem_tensor((2,), Float32)
                 for e in cutlass.range_constexpr(2):
                     total = sums[(e, octet % 2), octet // 2, t]
                     for b in cutlass.range_constexpr(1, config.phi_terms):
                         row = const_expr(b * config.octets + octet)
                         total = total + sums[(e, row % 2), row // 2, t]
-                    pair[e] = total
-                column = octet * 8 + lane // 4
-                if column < config.columns:
-                    place = cute.assume(column * SUM_STRIDE + t * 8 + token, divby=2)
-                    cute.autovec_copy(pair, cute.make_tensor(target.iterator + place, cute.make_layout(2)))
+                    if column < config.columns:
+                        target[column, t * 8 + lane % 4 * 2 + e] = total
         for t in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(squares[t], threads_in_group=4)
             if lane % 4 == 0:
-                target[t * 8 + lane // 4, config.columns] = total
+                target[config.columns, t * 8 + lane // 4] = total
 
     @cute.jit
     def terms_of_phi(self, tiled_mma, norm_weight, rank: Int32, mine: Int32, lane: Int32):
@@ -385,7 +413,12 @@ class PreForward:
         if const_expr(config.octets * config.phi_terms < 2 * config.row_tiles):
             rPhi.fill(0.0)
         words = cute.recast_tensor(rPhi, Int32)
-        per_box = const_expr(self.phi_box // 16)
+        per_box, rows = const_expr(self.phi_box // 16), const_expr(8 * config.octets)
+        # A lane's pairs of columns of step 0, as they lie in shared memory, in the first octet; others by constants
+        width = const_expr(self.phi_type.width // 8)
+        row = mine // per_box * rows + row_of(lane)
+        columns = [mine % per_box * 16 + half * 8 + lane % 4 * 2 for half in range(2)]
+        places = [row * self.phi_box + (column * width ^ row_of(lane) * 16) // width for column in columns]
         for s in cutlass.range_constexpr(config.steps):
             cute.arch.mbarrier_wait(self.phi_full + s, 0)
             step = s * PRODUCT_WARPS + mine
@@ -399,10 +432,9 @@ class PreForward:
                             weights[e, half] = norm_weight[column + lane % 4 * 2 + e].to(Float32)
             for octet in cutlass.range_constexpr(config.octets):
                 for half in cutlass.range_constexpr(2):
-                    start = step // per_box * (8 * config.octets) + octet * 8 + lane // 4
-                    place = start * self.phi_box + step % per_box * 16 + half * 8 + lane % 4 * 2
+                    beyond = const_expr((s * (PRODUCT_WARPS // per_box) * rows + octet * 8) * self.phi_box)
                     pair = cute.make_rmem_tensor((2,), self.phi_type)
-                    source = self.sPhi.iterator + cute.assume(place, divby=2)
+                    source = self.phi_memory + cute.assume(places[half] + beyond, divby=2)
                     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
                     values = pair.load().to(Float32)
                     if const_expr(norm_weight is not None):
@@ -440,9 +472,9 @@ class PreForward:
     def add_up(self, rank: Int32, rounds: Int32, mine: Int32, lane: Int32):
         """Two warps: the sums of a CTA's warps in ascending order, each token's to the CTA that owns it."""
         config = self.config
-        tokens, owned = lane % 4 * 4, const_expr(config.owned)
-        group = lane // 4 + 8 * mine  # of a column in 16
-        count = const_expr(-(-(config.columns + 1) // 16))
+        token, owned, quads = lane % 16, const_expr(config.owned), const_expr(config.width // 4)
+        quad = mine * 2 + lane // 16
+        source = token * config.width + quad * 4
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
             buffer, use = index % 2, index // 2 % 2
@@ -456,23 +488,23 @@ class PreForward:
                 else:
                     cute.arch.mbarrier_arrive(self.known + slot)
             cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(count):
-                column = i * 16 + group
-                if column <= config.columns:
+            for i in cutlass.range_constexpr(-(-quads // (2 * SUM_WARPS))):
+                if quad + i * 2 * SUM_WARPS < quads:
                     parts = cute.make_rmem_tensor((4, PRODUCT_WARPS), Float32)
                     for w in cutlass.range_constexpr(PRODUCT_WARPS):
-                        place = self.sSums.layout((0, column, w, buffer)) + tokens
-                        source = self.sSums.iterator + cute.assume(place, divby=4)
-                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), parts[None, w])
+                        place = self.sSums.layout((0, 0, w, buffer)) + (source + i * 8 * SUM_WARPS)
+                        values = self.sSums.iterator + cute.assume(place, divby=4)
+                        cute.autovec_copy(cute.make_tensor(values, cute.make_layout(4)), parts[None, w])
                     total = parts[None, 0].load()
                     for w in cutlass.range_constexpr(1, PRODUCT_WARPS):
                         total = total + parts[None, w].load()
-                    for t in cutlass.range_constexpr(4):
-                        token = tokens + t
-                        target = self.sMessages.layout((column, token % owned, rank, slot))
-                        cute.arch.store_async_dsmem(
-                            self.sMessages.iterator + target, float_bits(total[t]), self.heard + slot, token // owned
-                        )
+                    place = self.sMessages.layout((0, token % owned, rank, slot)) + (quad * 4 + i * 8 * SUM_WARPS)
+                    cute.arch.store_async_dsmem(
+                        self.sMessages.iterator + cute.assume(place, divby=4),
+                        tuple(float_bits(total[e]) for e in range(4)),
+                        self.heard + slot,
+                        token // owned,
+                    )
             cute.arch.mbarrier_arrive(self.taken + buffer)
             slot, phase = advance(slot, phase, config.stages)
         # Nothing may arrive after a CTA's end
@@ -500,7 +532,7 @@ class PreForward:
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.heard + slot, 4 * sums * config.cluster)
+                cute.arch.mbarrier_arrive_and_expect_tx(self.heard + slot, 4 * config.width * BLOCK_TOKENS)
             cute.arch.mbarrier_wait(self.heard + slot, phase)
             first_row = (first + index * step) * BLOCK_TOKENS + rank * owned
             totals = cute.make_rmem_tensor((-(-sums // WARP_SIZE),), Float32)
