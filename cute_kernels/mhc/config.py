@@ -225,8 +225,8 @@ class PreConfig:
     def piece(self) -> int:
         """Boxes that are asked for together: a stream's, or 512 bytes of a token.
 
-        Neighbours within 512 bytes that are asked for at other times cost DRAM more. H200, projection, 2048x4x5120, us,
-        boxes a piece: streams 5 (a stream's) 29.0, 4 30.8, 4 and 6 31.1; channels 4 28.5, 5 28.9, 4 and 6 30.2.
+        Neighbours within 512 bytes asked for at other times presumably cost DRAM more. H200, projection, 2048x4x5120,
+        us, boxes a piece: streams 5 (a stream's) 29.0, 4 30.8, 4 and 6 31.1; channels 4 28.5, 5 28.9, 4 and 6 30.2.
         """
         return self.boxes // self.n if self.layout == "streams" else math.gcd(self.boxes, 4)
 
