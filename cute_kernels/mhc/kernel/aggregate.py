@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.mhc.config import StreamLayout
 from cute_kernels.mhc.kernel.streams import (
-    THREADS,
+    LOADS_FIRST,
     TokenSums,
     launch_size,
     load_channels,
@@ -48,7 +48,10 @@ class AggregateForward:
     @cute.jit
     def __call__(self, x: cute.Tensor, pre: Optional[cute.Tensor], out: cute.Tensor, scale: Float32, stream):
         self.kernel(x, pre, out, scale).launch(
-            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+            grid=[launch_size(x.shape[0], self.layout), 1, 1],
+            block=[self.layout.threads, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -89,6 +92,7 @@ class AggregateBackward:
         self.kernel(dout, x, pre, dx, dpre).launch(
             grid=[cute.ceil_div(x.shape[0], self.sums.tokens), 1, 1],
             block=[self.sums.threads, 1, 1],
+            min_blocks_per_mp=LOADS_FIRST,
             stream=stream,
             use_pdl=True,
         )
@@ -141,7 +145,10 @@ class Expand:
     @cute.jit
     def __call__(self, h: cute.Tensor, x: cute.Tensor, scale: Float32, stream):
         self.kernel(h, x, scale).launch(
-            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+            grid=[launch_size(x.shape[0], self.layout), 1, 1],
+            block=[self.layout.threads, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel

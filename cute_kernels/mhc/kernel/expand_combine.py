@@ -23,7 +23,7 @@ from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import StreamLayout
 from cute_kernels.mhc.kernel.philox import philox
 from cute_kernels.mhc.kernel.streams import (
-    THREADS,
+    LOADS_FIRST,
     WARP_SIZE,
     TokenSums,
     last_reads_first,
@@ -128,7 +128,7 @@ class ExpandCombineForward:
     def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int, int]):
         self.layout = layout
         self.post_align, _, self.pre_align = aligns
-        self.weights = StreamWeights(layout.n, orientation, "o", aligns[1], THREADS // WARP_SIZE)
+        self.weights = StreamWeights(layout.n, orientation, "o", aligns[1], layout.threads // WARP_SIZE)
 
     @cute.jit
     def __call__(
@@ -147,7 +147,11 @@ class ExpandCombineForward:
         stream,
     ):
         self.kernel(f, bias, post, x, res, seed, out, pre, layer_input, threshold, scale).launch(
-            grid=[launch_size(x.shape[0], self.layout), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+            grid=[launch_size(x.shape[0], self.layout), 1, 1],
+            block=[self.layout.threads, 1, 1],
+            min_blocks_per_mp=LOADS_FIRST if self.layout.n < 8 and pre is None and seed is None else 0,
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -263,6 +267,7 @@ class ExpandCombineBackward:
         self.kernel(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, threshold, scale).launch(
             grid=[cute.ceil_div(x.shape[0], self.sums.tokens), 1, 1],
             block=[self.sums.threads, 1, 1],
+            min_blocks_per_mp=LOADS_FIRST if (self.layout.n < 4 or dx is None) and seed is None else 0,
             stream=stream,
             use_pdl=True,
         )
