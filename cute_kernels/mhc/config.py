@@ -11,7 +11,8 @@ class StreamLayout:
     """How a thread takes part in a token: ``vec`` channels of each of ``n`` streams.
 
     ``order``: "streams" (stream after stream in memory) or "channels" (channel after channel). ``access``: elements of
-    x that one load moves. ``unroll``: vectors whose loads a thread has in flight.
+    x that one load moves. ``unroll``: vectors whose loads a thread has in flight. ``threads``: of a CTA whose warps
+    have nothing to do with each other.
     """
 
     n: int
@@ -20,19 +21,12 @@ class StreamLayout:
     vec: int
     access: int
     unroll: int
+    threads: int = 256
 
     @property
     def vectors(self) -> int:
         """Vectors of a token."""
         return self.channels // self.vec
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA whose warps have nothing to do with each other.
-
-        H200, forward of expand_combine, 4096x8x4096, order of streams, 256 threads 156.2 us, 128 146.4.
-        """
-        return 128 if self.n == 8 else 256
 
 
 def stream_layout(n: int, channels: int, order: str, itemsize: int, alignment: int) -> StreamLayout:
@@ -41,14 +35,15 @@ def stream_layout(n: int, channels: int, order: str, itemsize: int, alignment: i
     16 bytes of every stream a thread, with 8 streams 8 (their 72 sums of products fill the registers); in the order of
     channels 16 bytes in all, so that neighbouring threads read neighbouring units, and as many of them as streams.
     H200, 4096x8x4096, share of the same-bytes copy, 4 units and 8: expand_combine fwd 0.880, 0.966; aggregate bwd
-    0.921, 0.953.
+    0.921, 0.953. CTAs of 256 threads and of 128, whose many registers are free sooner: expand_combine fwd, order of
+    streams, 156.2 us, 146.4.
     """
-    widest = 16 // itemsize
+    widest, threads = 16 // itemsize, 128 if n == 8 else 256
     if n == 1 or order == "streams":
         vec = math.gcd(widest if n < 8 else widest // 2, channels, alignment)
-        return StreamLayout(n, channels, "streams", vec, vec, 1)
+        return StreamLayout(n, channels, "streams", vec, vec, 1, threads)
     vec = math.gcd(max(1, widest // n), channels, alignment)
-    return StreamLayout(n, channels, "channels", vec, math.gcd(widest, vec * n, alignment), n)
+    return StreamLayout(n, channels, "channels", vec, math.gcd(widest, vec * n, alignment), n, threads)
 
 
 def product_layout(layout: StreamLayout) -> StreamLayout:
