@@ -345,6 +345,50 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
         assert "cp.reduce" not in kernel and ".local" not in kernel
 
 
+BOUNDS = """
+from cutlass import BFloat16
+from cute_kernels.mhc.config import product_layout, stream_layout
+from cute_kernels.mhc.kernel.aggregate import aggregate_backward
+from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward, expand_combine_forward
+
+def layout(n, channels):  # of each kernel other channels: files are named by the first matrices alone
+    return stream_layout(n, channels, "channels", 2, 8)
+
+for n, channels, dropout, aggregates in (4, 256, 0, 0), (4, 320, 0, 1), (4, 384, 1, 0), (8, 448, 0, 0):
+    arguments = BFloat16, None, bool(dropout), bool(aggregates), "io", (4, 4, 4), layout(n, channels)
+    expand_combine_forward.obtain("sm_90a", *arguments)
+for n, channels, dropout, needs_dx in (4, 256, 0, 0), (4, 320, 0, 1), (4, 384, 1, 0), (2, 448, 0, 1):
+    arguments = bool(dropout), bool(needs_dx), True, True, "io", (2, 2), product_layout(layout(n, channels))
+    expand_combine_backward.obtain("sm_90a", BFloat16, None, *arguments)
+aggregate_backward.obtain("sm_90a", BFloat16, True, True, 4, layout(4, 512))
+"""
+
+
+def test_bounds_of_launches(tmp_path):
+    """Where that is faster ptxas may use all registers; CTAs are small where a thread has many."""
+    compile_in(tmp_path, BOUNDS)
+    found = set()
+    for kernel in kernels_in(tmp_path):
+        bounds = dict(re.findall(r"\.(reqntid|minnctapersm) (\d+)", kernel))
+        (name,) = [
+            name for name in ("ExpandCombineForward", "ExpandCombineBackward", "AggregateBackward") if name in kernel
+        ]
+        width = int(re.search(r"o(\d+)i64", kernel)[1])
+        found.add((name, width, int(bounds["reqntid"]), bounds.get("minnctapersm")))
+    # Kernel, numbers of a row of its first matrix, threads, CTAs an SM at least
+    assert found == {
+        ("ExpandCombineForward", 256, 256, "1"),
+        ("ExpandCombineForward", 320, 128, None),  # with the next layer's input
+        ("ExpandCombineForward", 384, 256, None),  # with dropout
+        ("ExpandCombineForward", 448, 128, None),  # of eight streams
+        ("ExpandCombineBackward", 4 * 256, 128, "1"),
+        ("ExpandCombineBackward", 4 * 320, 128, None),  # with dx
+        ("ExpandCombineBackward", 4 * 384, 128, None),  # with dropout
+        ("ExpandCombineBackward", 2 * 448, 128, "1"),
+        ("AggregateBackward", 512, 128, "1"),
+    }
+
+
 HEAD = """
 import cutlass
 from cute_kernels.mhc.config import pre_config
