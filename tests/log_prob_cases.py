@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_kernels.gemm import launch_log_prob as launch
 from cute_kernels.gemm.config import vocabulary_tile
 from tests.entry import check_entry
-from tests.gemm_cases import BF16, FP32_EPS, Exact, randn, stand_in, steps_of
+from tests.gemm_cases import BF16, FP32_EPS, Exact, check, randn, stand_in, steps_of
 from tests.norm_cases import name_of, strided
 
 IGNORED = -100
@@ -91,6 +91,39 @@ def exact_inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor
         x[likely] = 4 * weight[target[likely]]
     x[:, 0], weight[:, 0] = 2.0**18, 1.0
     return x, weight * 2.0 ** math.floor(math.log2(case.temperature)), target
+
+
+def mask_columns(inputs: Inputs, masked: Tensor, low: float) -> tuple[Inputs, Inputs]:
+    """Inputs whose logits of the columns ``masked`` (V,) are ``low``, and inputs without these columns.
+
+    As people do it who pad a vocabulary: a column of ones in x, and rows of weight that are ``low`` there, else 0.
+    """
+    x, weight = inputs.x.detach().clone(), inputs.weight.detach().clone()
+    x[:, 0], weight[masked] = 1.0, 0.0
+    weight[masked, 0] = low
+    kept = (~masked).nonzero().squeeze(1)
+    target = torch.where(inputs.target == IGNORED, IGNORED, inputs.target % len(kept))
+    with_them = torch.where(target == IGNORED, IGNORED, kept[target.clamp_min(0)])
+    return (
+        Inputs(x.requires_grad_(), weight.requires_grad_(), with_them, inputs.g, inputs.h),
+        Inputs(x, weight[kept].detach().requires_grad_(), target, inputs.g, inputs.h),
+    )
+
+
+def check_masked(function: Callable, case: Case, inputs: Inputs, masked: Tensor, low: float) -> dict[str, Tensor]:
+    """Fails unless masked columns add 0 to the entropy and to every gradient; returns what there is without them."""
+    padded, without = mask_columns(inputs, masked, low)
+    found, truth = run(function, case, padded), oracle(case, without)
+    for name, value in truth.values.items():
+        assert ((found[name].double() - value).abs() <= truth.bounds[name]).all(), name
+    assert (found["dw"][masked] == 0.0).all()
+    finite = {"dw": found["dw"][~masked]}
+    if math.isinf(low):
+        assert found["dx"][inputs.target != IGNORED, 0].isnan().all()  # 0 times an infinite weight
+    else:
+        finite["dx"] = found["dx"]
+    check(finite, truth.gradients)
+    return found
 
 
 def run(function: Callable, case: Case, inputs: Inputs) -> dict[str, Tensor]:

@@ -14,8 +14,7 @@ from cute_kernels._check import FLOATS, expect, expect_dtype, expect_float, expe
 INPUTS = (torch.bfloat16, torch.float16)
 FP64 = (torch.float64,)
 ACTIVATIONS = (None, "relu", "silu", "gelu")
-# A difference of logits over it must be finite in fp32, also times a tile's columns: at the smallest up to 1e30. What
-# stands for no logit, -1e20, must leave nothing after exp: at the largest it is still -1e14
+# What divides the logits: its inverse, too, is far from the ends of fp32
 TEMPERATURES = 1e-6, 1e6
 MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile
 

@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.gemm.kernel import symbolic_matrix
-from cute_kernels.gemm.kernel_log_prob_epilogue import LN_2, target_column
+from cute_kernels.gemm.kernel_log_prob_epilogue import LN_2, bounded, target_column
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -183,7 +183,7 @@ class LogProb:
             e = cute.math.exp2(shift, fastmath=True)
             part = statistics[1, tile, at]
             total = cute.math.fma(e, part, total)
-            moment = cute.math.fma(e, cute.math.fma(shift, part, statistics[2, tile, at]), moment)
+            moment = cute.math.fma(e, cute.math.fma(bounded(shift), part, statistics[2, tile, at]), moment)
         shared[tidx % ROWS, group, 1] = total
         shared[tidx % ROWS, group, 2] = moment
         cute.arch.barrier()
@@ -196,7 +196,10 @@ class LogProb:
             if target[row] != ignore_index:
                 value, spread = Float32.nan, Float32.nan
                 if target_column(target, row, vocabulary) >= 0:
-                    value = LN_2 * cute.math.fma(target_logit[row] - largest, scale, -log2_total)
+                    distance = target_logit[row] - largest
+                    value = LN_2 * cute.math.fma(distance, scale, -log2_total)
+                    if value == -Float32.inf:  # in bits; in nats it may yet be finite
+                        value = distance * (scale * LN_2)
                     spread = LN_2 * (log2_total - moment / total)
             log_prob[row] = value
             entropy[row] = spread

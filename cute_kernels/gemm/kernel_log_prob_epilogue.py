@@ -3,6 +3,9 @@
 Exponentials are to the base of 2, of differences to a largest logit. The scale comes after the difference, so that its
 product is rounded where it is small. Where a product is added it is a fused multiply-add by name: what the compiler
 fuses by itself depends on what stands around, and kernels for few and for many tokens must agree bit by bit.
+
+A logit may be so low that its difference, or that times the scale, is -inf: its exponential is 0. Where an exponential
+is multiplied by its exponent, the exponent is at least ``VANISHED``.
 """
 
 import cutlass
@@ -11,8 +14,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.gemm.kernel_epilogue import transpose
 
-MASKED = -1e20  # in place of logits beyond the last column: nothing after exp2, and no infinity to subtract
 LN_2 = 0.6931471805599453
+LOWEST = -3.4028234663852886e38  # of fp32: a largest logit of -inf could be subtracted from none
+# 2 to this power, as to all below, is 0 in fp32: times the power it is 0, where 0 times an infinity would be NaN
+VANISHED = -200.0
 
 
 class StatisticsEntry:
@@ -81,11 +86,17 @@ def target_column(target: cute.Tensor, row: Int32, vocabulary: Int32) -> Int32:
 
 @cute.jit
 def largest_of(logits: cute.Tensor) -> Float32:
-    """The largest of a fragment; a NaN among them shows in ``sums_of``."""
-    largest = logits[0]
-    for i in cutlass.range_constexpr(1, cute.size(logits)):
+    """The largest of a fragment, at least ``LOWEST``; a NaN among them shows in ``sums_of``."""
+    largest = Float32(LOWEST)
+    for i in cutlass.range_constexpr(cute.size(logits)):
         largest = cute.arch.fmax(largest, logits[i])
     return largest
+
+
+@cute.jit
+def bounded(u: Float32) -> Float32:
+    """An exponent of 2 as a factor of its own power: finite unless it is +inf; the power of a NaN is a NaN already."""
+    return cute.arch.fmax(u, VANISHED)
 
 
 @cute.jit
@@ -96,7 +107,7 @@ def sums_of(logits: cute.Tensor, scale: Float32, largest: Float32):
         u = (logits[i] - largest) * scale
         e = cute.math.exp2(u, fastmath=True)
         total = total + e
-        moment = cute.math.fma(e, u, moment)
+        moment = cute.math.fma(e, bounded(u), moment)
     return total, moment
 
 
@@ -147,7 +158,7 @@ def differentiate(
         p = cute.math.exp2(u, fastmath=True)
         factor = constant
         if const_expr(has_dentropy):
-            factor = cute.math.fma(slope, u, constant)
+            factor = cute.math.fma(slope, bounded(u), constant)
         here = of_target if columns[i] + first_column == column else Float32(0.0)
         gradient = cute.math.fma(p, factor, here)
         logits[i] = gradient if column >= 0 else Float32(0.0)

@@ -10,7 +10,6 @@ from cutlass import Float32, Int32
 
 from cute_kernels.gemm.config import GemmConfig, vocabulary_tile
 from cute_kernels.gemm.kernel_log_prob_epilogue import (
-    MASKED,
     GradientEntry,
     StatisticsEntry,
     differentiate,
@@ -54,7 +53,7 @@ class StatisticsSm100(StatisticsEntry, GemmSm100):
         if (tile + 1) * width > vocabulary:
             for i in cutlass.range_constexpr(cute.size(sums)):
                 if columns[i] >= vocabulary:
-                    sums[i] = Float32(MASKED)
+                    sums[i] = -Float32.inf
         largest = largest_of(sums)
         total, moment = sums_of(sums, scale, largest)
         keep_statistics(rows, row, tile, largest, total, moment)

@@ -12,7 +12,6 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.gemm.kernel_log_prob_epilogue import (
-    MASKED,
     GradientEntry,
     StatisticsEntry,
     differentiate,
@@ -53,7 +52,7 @@ class StatisticsSm90(StatisticsEntry, GemmSm90):
         if first_n + self.tile[1] > vocabulary:
             for i in cutlass.range_constexpr(cute.size(sums)):
                 if first_n + tCcD[i][1] >= vocabulary:
-                    sums[i] = Float32(MASKED)
+                    sums[i] = -Float32.inf
         for r in cutlass.range_constexpr(rows_of(sums)):
             logits, columns, row = row_of(sums, tCcD, r, first_m, first_n)
             largest = cute.arch.warp_reduction(largest_of(logits), cute.arch.fmax, threads_in_group=QUAD)

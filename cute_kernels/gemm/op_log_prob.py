@@ -47,10 +47,12 @@ def linear_log_prob(
         TypeError, ValueError: naming argument, expected and got.
         UnsupportedDeviceError: a GPU without kernels.
 
-    The x of ignored tokens must be finite for dweight to be. Finite logits below -1e20 count as none. In fp16 scale the
-    loss: gradients of logits underflow, or overflow at small temperatures. The temperature divides a logit's difference
-    to the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is
-    never above 0, an entropy never below.
+    Logits of -inf, or so low that their probability is 0 (a masked vocabulary), add 0 to the entropy and to every
+    gradient. The weight of such columns must be finite for dx to be, the x of ignored tokens for dweight to be: a
+    gradient of 0 through an infinity is NaN. A token without a logit above -inf gets NaN. In fp16 scale the loss:
+    gradients of logits underflow, or overflow at small temperatures. The temperature divides a logit's difference to
+    the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is never
+    above 0, an entropy never below.
 
     Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
     fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its

@@ -1,5 +1,6 @@
 """linear_log_prob without a GPU: the reference, bad arguments, and its kernels compiled for both architectures."""
 
+import math
 import re
 import weakref
 
@@ -12,8 +13,9 @@ from cute_kernels.gemm import launch_log_prob as launch
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config import log_prob_candidates, vocabulary_tile
 from tests.cpu.test_compile import check_record
-from tests.gemm_cases import BF16, check
-from tests.log_prob_cases import IGNORED, Case, log_prob_stand_in, make_inputs, oracle, run
+from tests.gemm_cases import BF16, FP16, check
+from tests.log_prob_cases import IGNORED, Case, check_masked, log_prob_stand_in, make_inputs, oracle, run
+from tests.norm_cases import name_of
 from tests.ptx import compile_in, kernels_in
 
 # The reference
@@ -80,6 +82,17 @@ def test_what_is_ignored(generator):
     log_prob, _ = linear_log_prob(x, weight, target, ignore_index=1)
     (dx,) = torch.autograd.grad(log_prob.sum(), x)
     assert log_prob[1] == 0 and (dx[1] == 0).all() and dx.isfinite().all()
+
+
+@pytest.mark.parametrize("low", ["finfo.min", "-inf"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=name_of)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1e-2])
+def test_reference_with_a_masked_vocabulary(dtype, low, temperature, generator):
+    case = Case(40, 300, 64, dtype, temperature=temperature)
+    columns = torch.arange(case.v)
+    masked = (columns % 3 == 1) | (columns >= 250)
+    lowest = torch.finfo(dtype).min if low == "finfo.min" else -math.inf
+    check_masked(linear_log_prob, case, make_inputs(case, generator), masked, lowest)
 
 
 # Bad arguments

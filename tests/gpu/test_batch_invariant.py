@@ -295,6 +295,25 @@ def test_rows_that_are_masked(x):
     assert (y.double() - expected).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("low", ["finfo.min", "-inf"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
+def test_a_masked_vocabulary(dtype, low, generator):
+    """Masked logits have probability 0, and add 0 to a loss and to its gradients; the others as without them."""
+    logits = torch.randn(9, 300, generator=generator, device=generator.device).to(dtype)
+    target = torch.arange(9, device=generator.device)
+    wanted = [torch.softmax(logits, -1), torch.log_softmax(logits, -1)]
+    padded = F.pad(logits, (0, 700), value=torch.finfo(dtype).min if low == "finfo.min" else -math.inf)
+    padded.requires_grad_()
+    with batch_invariant("strict"):
+        softmax, log_softmax = padded.softmax(-1), padded.log_softmax(-1)
+        (of_softmax,) = torch.autograd.grad(softmax[:, :300].float().square().sum(), padded)
+        (of_loss,) = torch.autograd.grad(F.cross_entropy(padded, target), padded)
+    assert torch.allclose(softmax[:, :300], wanted[0], rtol=1e-2) and not softmax[:, 300:].any()
+    assert torch.allclose(log_softmax[:, :300], wanted[1], rtol=1e-2, atol=1e-2)
+    for gradient in (of_softmax, of_loss):
+        assert gradient.isfinite().all() and not gradient[:, 300:].any() and gradient[:, :300].any()
+
+
 def test_a_row_that_begins_anywhere(generator):
     """Alone it is contiguous; among others it is copied: the same bits."""
     wide = torch.randn(5, 400, generator=generator, device=generator.device)

@@ -15,7 +15,8 @@ from cute_kernels.gemm.launch_log_prob import backward_op, forward_op
 from jit_cache import stats
 from tests.gemm_cases import BF16, FP16, FP32, Recorder, assert_same_bits, check, here, kernel_name
 from tests.gpu.sanitizer import assert_clean, needs_sanitizer
-from tests.log_prob_cases import IGNORED, Case, make_inputs, oracle, run
+from tests.log_prob_cases import IGNORED, Case, check_masked, make_inputs, mask_columns, oracle, run
+from tests.norm_cases import name_of
 
 CASES = [
     Case(300, 1000, 200),
@@ -64,6 +65,55 @@ def test_a_token_that_is_sure(temperature, generator):
     assert all((found[name][1::4].abs() <= 1e-9).all() for name in ("entropy", "dx"))
     halved = found["log_prob"][2::4][inputs.target[2::4] != IGNORED]
     assert len(halved) and (halved == -torch.tensor(math.log(2))).all()
+
+
+LOWEST = ["finfo.min", "-inf"]  # logits of masked columns
+
+
+def lowest(name, dtype):
+    return torch.finfo(dtype).min if name == "finfo.min" else -math.inf
+
+
+@pytest.mark.parametrize("low", LOWEST)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=name_of)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1e-2])
+def test_a_masked_vocabulary(temperature, dtype, low, generator, monkeypatch):
+    """Some columns of each tile, a whole tile, the last ones; few tokens and many; gradients whole and in parts."""
+    for m, columns in ((40, 2048), (300, 256)):
+        monkeypatch.setattr(launch, "GRADIENT_COLUMNS", columns)
+        monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", columns * m)
+        case = Case(m, 600, 64, dtype, temperature=temperature)
+        column = torch.arange(case.v, device="cuda")
+        masked = (column % 3 == 1) | (column // 128 == 1) | (column >= 530)
+        check_masked(linear_log_prob, case, make_inputs(case, generator), masked, lowest(low, dtype))
+
+
+@pytest.mark.parametrize("low", LOWEST)
+def test_a_padded_vocabulary_changes_no_bit(low, generator):
+    """Masked columns behind the last one, to the end of its tile and some tiles more."""
+    case = Case(100, 1100, 64, temperature=0.7)
+    masked = torch.arange(case.v, device="cuda") >= 393
+    padded, without = mask_columns(make_inputs(case, generator), masked, lowest(low, BF16))
+    found, wanted = run(linear_log_prob, case, padded), run(linear_log_prob, case, without)
+    for name in ("log_prob", "entropy") + ("dx",) * (low == "finfo.min"):
+        assert_same_bits(found[name], wanted[name], name)
+    assert_same_bits(found["dw"][:393], wanted["dw"], "dw")
+
+
+def test_a_target_that_is_masked(generator):
+    """Its log-probability is the fp64 value where fp32 holds it, else -inf; without a logit above -inf it is NaN."""
+    case = Case(40, 300, 64, entropy=False)
+    masked = torch.arange(case.v, device="cuda") % 3 == 1
+    padded, _ = mask_columns(make_inputs(case, generator), masked, torch.finfo(BF16).min)
+    padded.target[:] = 4
+    for temperature, wanted in ((1.0, torch.finfo(BF16).min), (2.0, torch.finfo(BF16).min / 2), (0.7, -math.inf)):
+        found = run(linear_log_prob, replace(case, temperature=temperature), padded)
+        assert torch.allclose(found["log_prob"], torch.full_like(found["log_prob"], wanted), rtol=1e-6)
+        assert found["dx"].isfinite().all() and found["dw"].isfinite().all()
+    nothing, _ = mask_columns(padded, torch.ones_like(masked), -math.inf)
+    nothing.target[:] = 4
+    log_prob, entropy = linear_log_prob(nothing.x, nothing.weight, nothing.target)
+    assert log_prob.isnan().all() and entropy.isnan().all()
 
 
 def test_dimensions(generator):
