@@ -80,29 +80,34 @@ class Calls(Plans):
 
     def takes(self, key: tuple, *tensors: Tensor | None) -> bool:
         """Whether ``remember`` would keep what such a call finds out; if not, finding it out is wasted."""
-        guarded = self.get(key)
-        if guarded is None or len(guarded) >= MAX_GUARDS or forward_ad._current_level >= 0:
-            return False
-        given = [t for t in tensors if t is not None]
-        # A guard refuses a tensor given twice
-        return len({*map(id, given)}) == len(given) and not any(t.data_ptr() & 15 for t in given)
+        return _takes(self.get(key), tensors)
 
     def remember(self, key: tuple, found: Any, *tensors: Tensor | None) -> None:
-        """Of a call on plain tensors that succeeded; after a None there is none.
+        """Keep what a call on plain tensors that succeeded found out: all that launches it, or None if it is not made.
 
-        Only its key is, when it is met for the first time: a batch's size may not come again, and a guard with what it
-        leads to takes 3 us and 21 objects.
+        A key that is met for the first time is kept alone: a batch's size may not come again, and a guard with what it
+        leads to takes 3 us and 21 objects. Threads may do this together: an entry is whole when it is stored, and one
+        that another thread's takes the place of is found out again.
         """
-        if key not in self:
+        guarded = self.get(key)
+        if guarded is None:
             self[key] = ()
             return
-        if not self.takes(key, *tensors):
+        if found is None or not _takes(guarded, tensors):
             return
         given = [t for t in tensors if t is not None]
         sizes, strides = [list(t.shape) for t in given], [list(t.stride()) for t in given]
         check = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         if check(*given):
-            self[key] = (*self[key], (check, found))
+            self[key] = (*guarded, (check, found))
+
+
+def _takes(guarded: tuple | None, tensors: tuple[Tensor | None, ...]) -> bool:
+    if guarded is None or len(guarded) >= MAX_GUARDS or forward_ad._current_level >= 0:
+        return False
+    given = [t for t in tensors if t is not None]
+    # A guard refuses a tensor given twice
+    return len({*map(id, given)}) == len(given) and not any(t.data_ptr() & 15 for t in given)
 
 
 def is_plain(

@@ -40,7 +40,7 @@ class Plan:
 _plans = Plans()
 calls = Calls()
 _forced: list[tuple[GemmConfig | None, bool]] = []
-_observers: list[list] = []
+_observers: dict[int, list] = {}  # by id: two that have seen nothing yet are equal
 
 
 def plan_product(
@@ -236,18 +236,18 @@ def forced(config: GemmConfig | None, transposed: bool) -> Iterator[None]:
 def observed() -> Iterator[list[tuple[Plan, tuple[int, ...], int]]]:
     """The (plan, (M, N, K), device) of the products inside, in order; of batches (L, M, N, K)."""
     launches: list = []
-    _observers.append(launches)
+    _observers[id(launches)] = launches
     try:
         yield launches
     finally:
-        _observers[:] = [other for other in _observers if other is not launches]
+        del _observers[id(launches)]
 
 
 def observe(plan: Plan, a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> None:
     """Tell ``observed`` of a launch."""
     a, b = a.mT if trans_a else a, b.mT if trans_b else b
     *rows, k = a.shape
-    for launches in _observers:
+    for launches in list(_observers.values()):
         launches.append((plan, (*rows, b.shape[-2], k), a.get_device()))
 
 

@@ -73,6 +73,29 @@ def assert_as_the_reference(op, case, generator):
     check(found, exact)
 
 
+@pytest.mark.parametrize("autograd", [False, True])
+@pytest.mark.parametrize("op", ["expand_combine", "hyper_connection"])
+def test_a_first_call_amid_another(op, autograd, generator, monkeypatch):
+    """As two threads make them, one while the other's kernel is launched: later calls have all that they need."""
+    case = Case(4, 24, (5,), BF16)
+    inputs = make_inputs(case, generator)
+    wanted = call(reference, op, case, inputs)
+    launches, calls, threads = launch.expand_combine_forward, [], iter([2])
+
+    def another_thread_is_here(*arguments):
+        if next(threads, None):
+            with torch.set_grad_enabled(autograd):
+                calls.append(call(mhc, op, case, inputs))
+        launches(*arguments)
+
+    monkeypatch.setattr(launch, "expand_combine_forward", another_thread_is_here)
+    with torch.set_grad_enabled(autograd):
+        calls += [call(mhc, op, case, inputs) for _ in range(3)]
+    assert len(calls) == 4
+    for (found,) in calls:
+        assert torch.allclose(found, wanted[0], rtol=2e-2, atol=2e-2) and found.requires_grad is autograd
+
+
 # Results and gradients
 
 

@@ -1,5 +1,7 @@
 """What the families share of eager calls: their plans, and memory for what they return."""
 
+import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -153,3 +155,35 @@ def test_allocates_on_the_device_of_its_tensor(device, devices, current, past_th
         slow.assert_called_once_with((2, 3), (3, 1), dtype=torch.bfloat16, device=torch.device(device))
         assert found is slow.return_value and not fast.called
     assert current_device.called == (devices == 2)
+
+
+def in_threads(work):
+    """Call ``work`` with the number of each of eight threads, which take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_that_remember_together(monkeypatch):
+    """More keys than are kept: one thread forgets all, amid what another remembers."""
+    monkeypatch.setattr(_op, "MAX_PLANS", 2)
+    calls, (x,), errors = Calls(), vectors(1), []
+
+    def work(thread):
+        try:
+            for i in range(2000):
+                key = (thread, i // 3)
+                calls.remember(key, "found", x)
+                assert calls.find(key, x) in (None, "found")
+        except Exception as error:
+            errors.append(error)
+
+    in_threads(work)
+    assert not errors and len(calls) <= 2 + 8

@@ -81,7 +81,7 @@ def _is_simple(*tensors: Tensor | None) -> bool:
 
 
 def remember(key: tuple | None, found: Any, *tensors: Tensor | None) -> None:
-    """Of a call on plain tensors that succeeded, whose key ``recall`` gave."""
+    """Of a call on plain tensors that succeeded, whose key ``recall`` gave; ``found``: None unless it was known."""
     if key is not None and _is_simple(*tensors):
         launch.calls.remember(key, found, *tensors)
 

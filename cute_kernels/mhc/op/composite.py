@@ -58,14 +58,15 @@ def compute(
         fields = launch.variant_fields(head_of(variant) if op == "head" else variant)
         options = op, fields, layout, precision, orientation
         owns = differentiates(*tensors)
-        forward = plan(*tensors, options, owns) if is_known(key, *tensors) else None
+        planned = is_known(key, *tensors)
+        forward = plan(*tensors, options, owns) if planned else None
     if owns:
         results = apply(Composite, *tensors, options, forward)
         results = results if isinstance(results, tuple) else (results, None, None)
     else:
         results = (run(*tensors, options, False) if forward is None else forward(*tensors))[0]
     if known is None:
-        remember(key, (owns, options, forward), *tensors)
+        remember(key, (owns, options, forward) if planned else None, *tensors)
     return results, owns
 
 

@@ -106,22 +106,20 @@ def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, han
         seed = seed.view(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=x.device)
     options = op, float(dropout_p), layout, orientation
     owns = differentiates(*tensors)
-    forward = _plan(*tensors, options) if is_known(key, *tensors) else None
+    forward = _plan(*tensors, options) if x.numel() and is_known(key, *tensors) else None
     if owns:
         out = apply(ExpandCombine, *tensors, seed, options, hands_on, forward)
     else:
         out = _forward(*tensors, seed, options) if forward is None else forward(*tensors)
-    if key is not None and x.numel():
-        remember(key, (owns, options, forward), *tensors)
+    if x.numel():
+        remember(key, None if forward is None else (owns, options, forward), *tensors)
     return out
 
 
-def _plan(f, post, x, res, bias, options) -> Callable | None:
-    """What ``_forward`` does without dropout for plain tensors like these, all that it asks found; None: no tokens."""
+def _plan(f, post, x, res, bias, options) -> Callable:
+    """What ``_forward`` does without dropout for plain tensors like these, all that it asks found."""
     op, dropout_p, layout, orientation = options
     (n, channels), shape, dtype, allocate = sizes(x, layout), tuple(x.shape), x.dtype, allocator(x)
-    if not x.numel():
-        return None
     widths = {"f": (f, channels), "post": (post, n), "x": (x, n * channels), "res": (res, n * n)}
     f, post, x, res = (rows(op, name, t, width) for name, (t, width) in widths.items())
     matrices, strides = [(tuple(t.shape), t.stride()) for t in (f, post, x, res)], contiguous_strides(shape)
