@@ -35,6 +35,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cute_kernels import _env
+from jit_cache.files import append_whole
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
@@ -556,8 +557,7 @@ def results_path(gpu: str) -> Path:
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    append_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def print_table(measurements: Sequence[Measurement], *, title: str = "", console: Console | None = None) -> None:

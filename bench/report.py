@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ import matplotlib.pyplot as plt
 from bench import bench_host, bench_log_prob, bench_mhc
 from bench.bench_gemm import FLOOR, YARDSTICK, summarize
 from bench.harness import RESULTS
+from jit_cache.files import write_whole
 
 Line = dict[str, Any]
 OURS = "cute_kernels"
@@ -474,8 +476,10 @@ def draw(lines: Sequence[Line], path: Path, title: str, section: Section = COPY_
         )
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.suptitle(f"{title}: {section.title}", x=0.01, ha="left", fontsize=10)
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-        figure.savefig(path.with_suffix(".png"), dpi=90, metadata={"Software": None})
+        for suffix, dpi, metadata in ((".svg", "figure", {"Date": None}), (".png", 90, {"Software": None})):
+            image = io.BytesIO()
+            figure.savefig(image, format=suffix[1:], dpi=dpi, metadata=metadata)
+            write_whole(path.with_suffix(suffix), image.getvalue())
         plt.close(figure)
     return True
 
@@ -532,7 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     results = parser.parse_args(arguments).results
     readme = results / "README.md"
-    readme.write_text(report(results))
+    write_whole(readme, report(results).encode())
     print(readme)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cute_kernels._demo import _has_supported_gpu
 from cute_kernels.invariance import ROW_TRANSFORMS, TRANSFORMS, Report, check_invariance
+from jit_cache.files import write_whole
 
 DTYPE = torch.bfloat16
 
@@ -96,7 +97,11 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
             }
             for subject, report, result, ok in reports
         ]
-        json_file.write_text(json.dumps(entries, indent=1) + "\n")
+        try:
+            write_whole(json_file, (json.dumps(entries, indent=1) + "\n").encode())
+        except OSError as error:
+            console.print(f"--json could not be written: {error}", style="red", markup=False)
+            return 1
     all_ok = all(ok for *_, ok in reports)
     console.print(f"\n{'OK' if all_ok else 'FAILED'}", style="bold")
     return int(not all_ok)

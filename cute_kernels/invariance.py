@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_kernels._check import expect, expect_tensor
 from cute_kernels._invariance_runs import FILLER, Rows, Run, Runner, has_rows, summary
+from jit_cache.files import write_whole
 
 TRANSFORMS = {
     "T1": "population: the first m rows alone",
@@ -93,8 +94,8 @@ class Report:
             raise AssertionError(str(self))
 
     def save(self, path: str | Path) -> None:
-        """Writes the report as JSON."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Writes the report as JSON. Raises OSError; a file that it replaces is then still there."""
+        write_whole(path, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
 
     def __str__(self) -> str:
         from rich.console import Console

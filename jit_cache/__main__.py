@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import naming
 from .store import Damaged, Entry, Store, settings
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        with naming("standard output"):
+            sys.stdout.flush()
+        return status
     except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except KeyboardInterrupt:
         print("jit_cache: interrupted", file=sys.stderr)
@@ -35,7 +39,15 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, LookupError, ImportError, Damaged) as error:
         compiler = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "cutlass"
         print(f"jit_cache: {error}{': pip install nvidia-cutlass-dsl' if compiler else ''}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was the error, and would be again at exit
+            _discard_output()
         return 1
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +118,8 @@ def _list(arguments: argparse.Namespace) -> int:
     entries = [entry for store in _stores() for entry in _selected(store.entries(problems), arguments)]
     if arguments.json:
         rows = [{"directory": str(entry.store.root), "name": entry.name, **entry.record} for entry in entries]
-        print(json.dumps(rows, indent=1))
+        with naming("standard output"):
+            print(json.dumps(rows, indent=1))
     else:
         for entry in entries:
             place = "" if entry.store.writable else f"; in {entry.store.root}"

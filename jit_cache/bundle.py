@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import naming, write_whole
 from .key import FORMAT, differences, digest, stack, stack_serves
 from .store import NAME, Damaged, Entry, Store, describe
 
@@ -46,6 +47,7 @@ def export_bundle(path: Path, entries: Iterable[Entry], shared: bool = False) ->
     Raises:
         BundleError: no kernels, or linking failed.
         Damaged: a stored object is not what was stored.
+        OSError: the archive could not be written; one that it replaces is still there.
     """
     files: dict[str, bytes] = {}
     kernels = []
@@ -67,7 +69,7 @@ def export_bundle(path: Path, entries: Iterable[Entry], shared: bool = False) ->
             member = tarfile.TarInfo(name)  # owner, time and mode stay at constant defaults
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    path.write_bytes(buffer.getvalue())
+    write_whole(path, buffer.getvalue())
     return hashlib.sha256(buffer.getvalue()).hexdigest(), len(kernels)
 
 
@@ -180,12 +182,14 @@ def _link(data: bytes) -> bytes:
     ]
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
-        source.write_bytes(data)
+        with naming(source):
+            source.write_bytes(data)
         command = [compiler, "-shared", "-s", "-Wl,--build-id=none", "-o", str(target), str(source)]
         command += [word for library in libraries for word in (f"-L{library.parent}", f"-l:{library.name}")]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise BundleError(f"linking failed: {done.stderr.strip()}")
+            reason = done.stderr.strip() or f"{compiler} ended with status {done.returncode}"
+            raise BundleError(f"linking failed: {reason}")
         return target.read_bytes()
 
 

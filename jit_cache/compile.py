@@ -405,7 +405,8 @@ def _load_object(data: bytes) -> Any:
 
     start = time.perf_counter()
     with _memory_file() as (descriptor, path):
-        os.write(descriptor, data)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)  # all of it or an error, unlike os.write
         function = cute.runtime.load_module(path, enable_tvm_ffi=True)["func"]
     _stats.load_seconds += time.perf_counter() - start
     return function

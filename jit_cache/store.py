@@ -16,13 +16,13 @@ import logging
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import write_all
 from .key import FORMAT, Key, digest, runs_here
 
 log = logging.getLogger("jit_cache")
@@ -259,26 +259,8 @@ class Store:
         self._make(directory)
         record = {**record, "files": {suffix: describe(data) for suffix, data in files.items()}}
         text = json.dumps({**record, "checksum": digest(record)}, indent=1, sort_keys=True)
-        with contextlib.ExitStack() as leftovers:
-            written = []
-            for suffix, data in {**files, ".json": text.encode()}.items():
-                path = self.path(name, suffix)
-                descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=directory)
-                leftovers.callback(_unlink, Path(temporary))
-                with open(descriptor, "wb") as file:
-                    os.fchmod(descriptor, self.file_mode)
-                    file.write(data)
-                    file.flush()
-                    os.fsync(descriptor)
-                written.append((temporary, path))
-            for temporary, path in written:
-                os.replace(temporary, path)
-        with contextlib.suppress(OSError):  # the names, too, should survive a crash (and be seen by other NFS clients)
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        contents = {**files, ".json": text.encode()}
+        write_all({self.path(name, suffix): data for suffix, data in contents.items()}, self.file_mode)
         return Entry(self, name, record)
 
     def touch(self, name: str) -> None:

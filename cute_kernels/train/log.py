@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
+
+from jit_cache.files import append_whole, write_whole
 
 Line = dict[str, Any]
 
@@ -23,17 +26,13 @@ class Log:
             path.rename(_free(path))
         self.lines = [line for line in read(path) if line["step"] <= steps]
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(map(_text, self.lines)))
-        partial.replace(path)
-        self._file = path.open("a", buffering=1)
+        write_whole(path, "".join(map(_text, self.lines)).encode())
+        self._path = path
 
     def add(self, line: Line) -> None:
+        """Raises OSError; the file then ends with the line before."""
         self.lines.append(line)
-        self._file.write(_text(line))
-
-    def close(self) -> None:
-        self._file.close()
+        append_whole(self._path, _text(line).encode())
 
 
 def read(path: Path) -> list[Line]:
@@ -73,7 +72,9 @@ def plot(lines: list[Line], path: Path) -> None:
     axis.set(xlabel="step", ylabel="loss, nats a byte")
     axis.grid(linewidth=0.3)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    write_whole(path, image.getvalue())
 
 
 def _free(path: Path) -> Path:

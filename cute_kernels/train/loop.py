@@ -119,7 +119,6 @@ def _run(
                 if log is not None:
                     plot(log.lines, folder / "loss.png")
     if log is not None:
-        log.close()
         console.print(_summary(log.lines, folder), highlight=False, markup=False)
 
 

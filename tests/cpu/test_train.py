@@ -388,7 +388,6 @@ def test_the_log_goes_on_behind_its_checkpoint(tmp_path):
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
     lines = log.Log(path, 3)
     lines.add({"step": 4, "loss": 1.0})
-    lines.close()
     assert [line["step"] for line in log.read(path)] == [1, 2, 3, 4] and log.read(path)[-1]["loss"] == 1.0
 
 
