@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from . import resources
 from .key import ARCH, Key, Unsupported, classes_in, differences, encode, environment, is_flat, module_name, same, stack
-from .source import PROCESS_START, source_digest
+from .source import PROCESS_START, SourceError, look_at_loaded, source_digest
 from .store import Damaged, Store, close_inherited_locks, log, settings, warn_once
 
 
@@ -43,9 +43,6 @@ class KernelCompileError(RuntimeError):
 
 class ForkedProcessError(RuntimeError):
     """A compilation was asked for in a process that was forked while torch had CUDA in use, or a thread compiled."""
-
-
-_CHANGED = "the source cannot be read, or changed (content, name, links, mode) during or after its import"
 
 
 class Program:
@@ -124,11 +121,11 @@ class Compiled:
         _import_loader()
         environment()
         self._module = sys.modules[build.__module__]
-        self._imported_at = time.time()
+        look_at_loaded()
         self.kernel = f"{module_name(self._module)}.{build.__qualname__}"
         self._memory = functools.lru_cache(maxsize=None, typed=True)(self._load)  # in C: half the time of a dict
         self._loaded: dict[str, Kernel] = {}
-        self._sources: dict[frozenset[type], str | None] = {}
+        self._sources: dict[frozenset[type], tuple[str | None, str]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loaded `tvm_ffi.Function` of these arguments; it takes positional arguments only.
@@ -172,8 +169,9 @@ class Compiled:
         classes = frozenset(classes_in(args))
         if classes not in self._sources:
             self._sources[classes] = self._source(classes)
+        source, problem = self._sources[classes]
         record = {"kernel": self.kernel, "line": self._line, "arguments": encoded, "arch": arch, "stack": stack()}
-        return Key({**record, "environment": environment(), "source": self._sources[classes]})
+        return Key({**record, "environment": environment(), "source": source}, problem)
 
     def find(self, *args: Any, **kwargs: Any) -> Kernel | None:
         """Returns the stored kernel of these arguments, or None. Compiles and loads nothing."""
@@ -199,7 +197,7 @@ class Compiled:
         """
         key = self.key(*args, **kwargs)
         if not key.storable:
-            return [_CHANGED]
+            return [key.problem]
         if self._find(key, load=False):
             return []
         found: list[list[str]] = []
@@ -290,9 +288,12 @@ class Compiled:
         record = {"key": key.record, "options": program.options, "seconds": round(seconds, 3), "created": created}
         record |= {"kernels": kernels, "files": {".o": {"size": len(data)}}}
         problem = None
-        # What the builder imported may have changed after the key was made.
-        if not key.storable or self._source(frozenset(classes_in(args))) != key.record["source"]:
-            problem = f"{self.kernel} is not stored: {_CHANGED}"
+        source, changed = self._source(frozenset(classes_in(args)))
+        if not key.storable:
+            problem = f"{self.kernel} is not stored: {key.problem}"
+        elif source != key.record["source"]:
+            # The builder imported it after the key was made.
+            problem = f"{self.kernel} is not stored: {changed or 'its source changed while it was compiled'}"
         elif environment.__wrapped__() != key.record["environment"]:
             problem = f"{self.kernel} is not stored: CUTE_DSL_* variables changed after the first builder was decorated"
         else:
@@ -307,10 +308,13 @@ class Compiled:
 
     # ------------------------------------------------------------------------------------------------------------- keys
 
-    def _source(self, classes: frozenset[type]) -> str | None:
-        """The hash of the builder's module and of those that define its arguments' classes."""
+    def _source(self, classes: frozenset[type]) -> tuple[str | None, str]:
+        """The hash of the builder's module and of those that define its arguments' classes, or why there is none."""
         modules = {sys.modules[cls.__module__] for cls in classes if not cls.__module__.startswith("cutlass.")}
-        return source_digest([self._module, *modules], self._imported_at, PROCESS_START)
+        try:
+            return source_digest([self._module, *modules], PROCESS_START), ""
+        except SourceError as error:
+            return None, str(error)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if not kwargs and len(args) == len(self._signature.parameters):
@@ -325,7 +329,7 @@ class Compiled:
     def _report_miss(self, key: Key, args: tuple[Any, ...]) -> None:
         mode = settings().mode
         if mode == "off":
-            why = "is not stored" if key.storable else f"is looked for nowhere ({_CHANGED})"
+            why = "is not stored" if key.storable else f"is looked for nowhere ({key.problem})"
             command = f"JIT_CACHE_MODE=on python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
             advice = "Start the process anew"
             if key.storable:

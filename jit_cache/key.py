@@ -46,10 +46,11 @@ class Key:
     """The identity of one compiled kernel.
 
     `record` holds kernel, line, arguments, arch, stack, environment, source. Without source (it cannot be read, or
-    changed during or after its import) the kernel is compiled for this process only.
+    changed during or after its import) the kernel is compiled for this process only; `problem` says why.
     """
 
     record: dict[str, Any]
+    problem: str = ""
 
     @functools.cached_property
     def digest(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
 import hashlib
 import importlib.machinery
@@ -12,6 +14,7 @@ import symtable
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -36,10 +39,51 @@ _IMPORT = re.compile(
 _BREAK = re.compile(r"[\n:;]")
 
 _INSTALLED = {"site-packages", "dist-packages"}
-_IMPORT_SECONDS = 30.0  # that pass at most from reading a module to its builders: it imports torch and cutlass before
+_SECOND = 10**9
+_IMPORT_NS = 30 * _SECOND  # from reading a module to its builders, at most: it imports torch and cutlass before
+_AHEAD_NS = 60 * _SECOND  # that the clock of a file server is ahead, at most: one that is more is wrong
 
 
-def source_digest(modules: Sequence[ModuleType], imported_at: float, began: float) -> str | None:
+class SourceError(Exception):
+    """A source that must not be hashed, and why: it cannot be read, or the running code may not be what it says."""
+
+
+Stamp = tuple[int, int, int]  # when a file was changed and modified, its size: another after every change
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A file when this process first looked at it: its stamp, the time then, whether its module was loaded."""
+
+    stamp: Stamp
+    at_ns: int
+    loaded: bool
+
+
+_looks: dict[str, _Look] = {}  # by path
+_looked_at: set[str] = set()  # names of modules
+
+
+def look_at_loaded() -> None:
+    """Looks at the sources of the modules that are loaded, but for those that no hash includes."""
+    for name in set(sys.modules) - _looked_at:
+        _looked_at.add(name)
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file.endswith(".py") and _top(name) not in _NOT_FOLLOWED:
+            with contextlib.suppress(OSError):
+                _first_look(Path(file), _stamp(Path(file)), loaded=True)
+
+
+def _first_look(path: Path, stamp: Stamp, loaded: bool) -> _Look:
+    return _looks.setdefault(str(path), _Look(stamp, time.time_ns(), loaded))
+
+
+def _stamp(path: Path) -> Stamp:
+    status = path.stat()  # without the inode: some network file systems give a file another one after a while
+    return status.st_ctime_ns, status.st_mtime_ns, status.st_size
+
+
+def source_digest(modules: Sequence[ModuleType], began: float) -> str:
     """Returns the sha256 over the sources of `modules` and of what they import, also inside functions.
 
     Followed are imports of
@@ -49,21 +93,26 @@ def source_digest(modules: Sequence[ModuleType], imported_at: float, began: floa
     `from package import module` counts package/__init__.py only if the module's name occurs in it, so that a package's
     table of contents does not tie all its kernels together; `import package.module` only if the text takes more of it.
 
-    Returns:
-        None if a source cannot be read, or changed (its content, name or mode) so late that the running code may not be
-        what the file says: an object stored under the file's hash would be wrong for the next process. A change before
-        the process `began` is never too late, nor is, of what was not loaded before this package, one before that
-        (an `exec`, as at a container's start, leaves a process as old as the shell was). After that
-        - the builder's module, the first, may change until 30 s before `imported_at`, when its builder was decorated:
-          Python reads a module, then runs what it imports;
-        - a script, and all else that is loaded, may not change: it was read at some time since then;
-        - what is not loaded yet may change until `imported_at`.
+    Raises:
+        SourceError: a source cannot be read, or changed (its content, name, links or mode) so late that the running
+            code may not be what the file says: an object stored under the file's hash would be wrong for the next
+            process.
+
+    A process looks at what is loaded whenever a builder is decorated, and at the rest when it first hashes it. After
+    that look no file may change, whatever the clock says. What was not loaded then will be read as it was. The rest was
+    read at some time before the look, so the date of its last change decides:
+    - A change before the process `began` is not too late, nor is, of what was not loaded before this package, one
+      before that (an `exec`, as at a container's start, leaves a process as old as the shell was).
+    - The builder's module, the first, may change until 30 s before the look: Python reads a module, then runs what it
+      imports. A script may not.
+    - A date in the future, by more than a minute, tells of a clock that was wrong, and not of a change since then.
+    The date is the inode's (ctime), which only the kernel sets: `touch -d` and `cp -p` choose the other (mtime).
     """
     hashes: dict[str, str] = {}
     for module in modules:
         own_name, file = module_name(module), getattr(module, "__file__", None)
         if file is None:
-            return None
+            raise SourceError(f"{own_name} has no source file")
         alone = "." not in own_name and not file.endswith("__init__.py")
         pending = [(own_name, Path(file), own_name)]
         while pending:
@@ -71,24 +120,25 @@ def source_digest(modules: Sequence[ModuleType], imported_at: float, began: floa
             if name in hashes:
                 continue
             try:
-                status = path.stat()
-                changed = max(status.st_mtime_ns, status.st_ctime_ns)  # many a copy has the time of its original
-                hashed, device_code, imports = _scan(name, path, changed, status.st_size)
+                stamp = _stamp(path)
+                hashed, device_code, imports = _scan(name, path, stamp)
                 own = _top(name) == _top(importer) or (alone and _beside(path, Path(file)))
                 if not own and not device_code:
                     continue
+                look = _first_look(path, stamp, name == own_name or name in sys.modules)
                 is_script = name == own_name and module.__name__ in SCRIPT
-                limit = began if is_script or name in BEFORE else max(began, IMPORTED)
+                limit = _SECOND * (began if is_script or name in BEFORE else max(began, IMPORTED))
                 if name == module_name(modules[0]) and not is_script:
-                    limit = max(limit, imported_at - _IMPORT_SECONDS)
-                elif name != own_name and name not in sys.modules:
-                    limit = imported_at
-                if changed > limit * 1e9:
-                    return None
+                    limit = max(limit, look.at_ns - _IMPORT_NS)
+                changed = stamp[0]
+                if stamp != look.stamp or (look.loaded and limit < changed <= look.at_ns + _AHEAD_NS):
+                    date = datetime.datetime.fromtimestamp(changed / _SECOND).isoformat(" ", "seconds")
+                    change = f"changed (content, name, links or mode) at {date}"
+                    raise SourceError(f"{path} {change}, during or after its import")
                 hashes[name] = hashed
                 pending += [(target, place, name) for source in imports for target, place in _resolve(*source)]
-            except (OSError, SyntaxError, ValueError):
-                return None
+            except (OSError, SyntaxError, ValueError) as error:
+                raise SourceError(f"{path} cannot be read: {error}") from error
     return digest(hashes)
 
 
@@ -123,7 +173,7 @@ PROCESS_START = _process_start()  # now: a forked child, which runs what its par
 
 
 @functools.cache
-def _scan(name: str, path: Path, changed_ns: int, size: int) -> tuple[str, bool, tuple[tuple[str, str | None], ...]]:
+def _scan(name: str, path: Path, stamp: Stamp) -> tuple[str, bool, tuple[tuple[str, str | None], ...]]:
     """Hash of a file, whether it mentions cutlass, and its imports as (module, name or None).
 
     Raises SyntaxError for what is no Python; a module that was imported from the file is.

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from jit_cache import KernelCompileError, MissingKernelError, source
-from jit_cache import compile as jc
 from jit_cache.compile import Compiled, reset, stats
 from jit_cache.store import Store
 from tests.jit_cache import kernels
@@ -247,18 +246,16 @@ def test_a_file_size_limit_costs_one_warning(cache, monkeypatch, caplog):
     assert not [path for path in cache.rglob("*") if path.suffix in (".tmp", ".o", ".json")]
 
 
-def read_at(when, monkeypatch):
-    """This process, and this package, are as old."""
-    monkeypatch.setattr(jc, "PROCESS_START", when)
-    monkeypatch.setattr(source, "IMPORTED", when)
+def change_source(monkeypatch):
+    """The builders' file is another than this process has looked at."""
+    monkeypatch.setitem(source._looks, kernels.__file__, source._Look((0, 0, 0), 0, True))
 
 
 def test_a_source_that_changed_after_the_import_is_not_stored(cache, caplog, monkeypatch):
-    read_at(0.0, monkeypatch)
+    change_source(monkeypatch)
     builder = fresh()
-    builder._imported_at = os.stat(kernels.__file__).st_mtime - 1
     assert counted(lambda: builder("sm_90a")) == (1, 0)
-    assert len(caplog.messages) == 1 and "not stored: the source cannot be read, or changed" in caplog.text
+    assert len(caplog.messages) == 1 and f"add is not stored: {kernels.__file__} changed" in caplog.text
     assert not list(cache.rglob("*.o"))
 
 
@@ -293,7 +290,7 @@ for n in (8192, 8193):
 """
     out, err = run(code.format(edit=True))
     assert out.split("\n") == ["compiled", "compiled 128 False", "compiled 128 False"]
-    assert len(warnings(err)) == 1 and "late.build is not stored: the source" in err
+    assert len(warnings(err)) == 1 and f"late.build is not stored: {tmp_path}/late_tiles.py changed" in err
     out, err = run(code.format(edit=False))
     assert out.split("\n") == ["compiled", "compiled 128 True", "compiled 128 True"] and not warnings(err)
 
@@ -369,10 +366,11 @@ def test_mode_off_loads_but_never_compiles(monkeypatch):
 def test_mode_off_says_if_the_source_keeps_a_kernel_from_being_found(stored, monkeypatch):
     """As after a hard link or chmod of a file, which changes its ctime."""
     monkeypatch.setenv("JIT_CACHE_MODE", "off")
-    read_at(0.0, monkeypatch)
+    change_source(monkeypatch)
     builder = fresh()
-    builder._imported_at = 0.0
-    with pytest.raises(MissingKernelError, match="content, name, links, mode.* Start the process anew") as info:
+    date = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    changed = rf"{kernels.__file__} changed \(content, name, links or mode\) at {date}"
+    with pytest.raises(MissingKernelError, match=f"{changed}, .* Start the process anew") as info:
         builder("sm_90a")
     assert "prewarm" not in str(info.value)
 
@@ -397,8 +395,7 @@ def test_explain_names_what_differs(stored, monkeypatch):
     store.path(key.name, ".o").write_bytes(b"x")
     assert fresh().explain("sm_90a") == ["stored, but its files are damaged"]
     builder = fresh()
-    builder._imported_at = 0.0
-    read_at(0.0, monkeypatch)
+    change_source(monkeypatch)
     assert "during or after its import" in builder.explain("sm_90a")[0]
 
 

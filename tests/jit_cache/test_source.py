@@ -1,6 +1,7 @@
 """Which edits rebuild a kernel."""
 
 import ast
+import datetime
 import importlib
 import os
 import shlex
@@ -13,7 +14,7 @@ import pytest
 
 from jit_cache import source
 from jit_cache.key import module_name
-from jit_cache.source import source_digest
+from jit_cache.source import SourceError, source_digest
 from tests.jit_cache.conftest import environment
 
 FILES = {
@@ -78,8 +79,18 @@ def module(name, tmp_path):
     return result
 
 
-def later():
-    return time.time() + 100
+def hashed(module, began=None):
+    """The hash in a process that began then, by default just now, and looks at the sources for the first time."""
+    source._looks.clear()
+    return digest(module, began)
+
+
+def digest(module, began=None):
+    """The hash in the same process later; None if there is none."""
+    try:
+        return source_digest([module], time.time() + 1 if began is None else began)
+    except SourceError:
+        return None
 
 
 @pytest.mark.parametrize(
@@ -99,10 +110,10 @@ def later():
 )
 def test_what_a_kernel_imports_rebuilds_it(tree, tmp_path, name):
     kernel = module("fam.norm.kernel", tmp_path)
-    before = source_digest([kernel], later(), later())
-    assert before is not None and before == source_digest([kernel], later(), later())
+    before = hashed(kernel)
+    assert before is not None and before == hashed(kernel)
     tree(name)
-    assert source_digest([kernel], later(), later()) != before
+    assert hashed(kernel) != before
 
 
 @pytest.mark.parametrize(
@@ -110,9 +121,9 @@ def test_what_a_kernel_imports_rebuilds_it(tree, tmp_path, name):
 )
 def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
     kernel = module("fam.norm.kernel", tmp_path)
-    before = source_digest([kernel], later(), later())
+    before = hashed(kernel)
     tree(name)
-    assert source_digest([kernel], later(), later()) == before
+    assert hashed(kernel) == before
 
 
 @pytest.mark.parametrize(
@@ -121,9 +132,9 @@ def test_other_kernels_and_tables_of_contents_do_not(tree, tmp_path, name):
 )
 def test_a_package_counts_if_more_is_taken_of_it_than_the_module_imported(tree, tmp_path, name, counts):
     kernel = module("fam.mhc.kernel", tmp_path)
-    before = source_digest([kernel], later(), later())
+    before = hashed(kernel)
     tree(name)
-    assert (source_digest([kernel], later(), later()) != before) == bool(counts)
+    assert (hashed(kernel) != before) == bool(counts)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +154,10 @@ def test_what_is_taken_of_a_package_that_imports_lazily_counts(tree, tmp_path, t
     for name in ("__init__", "tiles", "more"):
         (tmp_path / f"fam/mhc/lazy/{name}.py").write_text("")
     user = module("fam.mhc.user", tmp_path)
-    digests = [source_digest([user], later(), later())]
+    digests = [hashed(user)]
     for name in ("tiles", "more"):
         tree(f"fam/mhc/lazy/{name}.py")
-        digests.append(source_digest([user], later(), later()))
+        digests.append(hashed(user))
     assert digests[0] != digests[1] == digests[2]
 
 
@@ -165,42 +176,79 @@ def test_what_is_taken_of_a_package_that_imports_lazily_counts(tree, tmp_path, t
 )
 def test_a_script_counts_with_its_neighbours(tree, tmp_path, name, counts):
     script = module("script", tmp_path)
-    before = source_digest([script], later(), later())
+    before = hashed(script)
     tree(name)
-    assert (source_digest([script], later(), later()) != before) == bool(counts)
+    assert (hashed(script) != before) == bool(counts)
 
 
 def test_the_place_of_the_source_does_not_count(tree, tmp_path, monkeypatch):
-    before = source_digest([module("fam.norm.kernel", tmp_path)], later(), later())
+    before = hashed(module("fam.norm.kernel", tmp_path))
     moved = tmp_path.with_name("moved")
     tmp_path.rename(moved)
     monkeypatch.syspath_prepend(str(moved))
     source._locate.cache_clear()
-    assert source_digest([module("fam.norm.kernel", moved)], later(), later()) == before
+    assert hashed(module("fam.norm.kernel", moved)) == before
     moved.rename(tmp_path)
 
 
-def test_a_source_that_changed_after_the_import_has_no_hash(tree, tmp_path):
+@pytest.mark.parametrize("name, counts", [("fam/common/deep.py", True), ("plain.py", False)])
+@pytest.mark.parametrize("date", [None, -3600, 3600])
+def test_a_source_that_changed_after_the_look_has_no_hash(tree, tmp_path, name, counts, date):
+    """Whatever its date says, and whatever the clock does."""
     kernel = module("fam.norm.kernel", tmp_path)
-    now = time.time()
-    assert source_digest([kernel], now + 1, now + 1)
-    os.utime(tmp_path / "fam/common/deep.py", (now + 60, now + 60))
-    assert source_digest([kernel], now + 1, now + 1) is None
-    os.utime(tmp_path / "plain.py", (now + 60, now + 60))
-    os.utime(tmp_path / "fam/common/deep.py", (now - 60, now - 60))
-    assert source_digest([kernel], now + 1, now + 1)
+    assert hashed(kernel)
+    tree(name)
+    if date is not None:
+        os.utime(tmp_path / name, (time.time() + date,) * 2)
+    assert (digest(kernel, 2e9) is None) == counts
+    assert hashed(kernel), "another process"
 
 
-def test_a_helper_that_changed_between_its_import_and_the_builders_has_no_hash(tree, tmp_path, monkeypatch):
+def test_the_message_names_the_file_and_its_date(tree, tmp_path):
+    kernel = module("fam.norm.kernel", tmp_path)
+    hashed(kernel)
+    tree("fam/common/deep.py")
+    today = datetime.date.today().isoformat()
+    with pytest.raises(SourceError, match=rf"fam/common/deep.py changed \(content, name, links or mode\) at {today} "):
+        source_digest([kernel], 2e9)
+
+
+def clock(monkeypatch, seconds):
+    """The clock of this process is ahead by so much of the one that dates files."""
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + int(seconds * 1e9))
+
+
+def load(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, module(name, tmp_path))
+
+
+def test_a_helper_that_changed_between_its_import_and_the_look_has_no_hash(tree, tmp_path, monkeypatch):
     """It was loaded at some time since the process began: perhaps before the change."""
-    kernel = module("fam.norm.kernel", tmp_path)
-    now = later()
-    os.utime(tmp_path / "fam/common/deep.py", (now - 5, now - 5))
-    assert source_digest([kernel], now, now - 30)  # not loaded yet: it will be as it is
-    monkeypatch.setitem(sys.modules, "fam.common.deep", module("fam.common.deep", tmp_path))
-    assert source_digest([kernel], now, now - 30) is None
-    assert source_digest([kernel], now, now - 1)
+    kernel, now = module("fam.norm.kernel", tmp_path), time.time()
+    os.utime(tmp_path / "fam/common/deep.py")
+    clock(monkeypatch, 40)
+    monkeypatch.setattr(source, "IMPORTED", now - 30)
+    assert hashed(kernel, now - 30)  # not loaded yet: it will be as it is
+    load("fam.common.deep", tmp_path, monkeypatch)
+    assert digest(kernel, now - 30), "it was loaded after the look, since which it did not change"
+    assert hashed(kernel, now - 30) is None
+    assert hashed(kernel, time.time() + 1)
     assert time.time() - 3600 * 24 < source.PROCESS_START <= time.time()
+
+
+@pytest.mark.parametrize("seconds, stored", [(0, False), (-30, False), (-3600, True)])
+def test_a_date_in_the_future_says_nothing(tree, tmp_path, monkeypatch, seconds, stored):
+    """The clock was set back since; a file server's is not ahead by more than a minute."""
+    kernel, now = module("fam.norm.kernel", tmp_path), time.time()
+    for name in ("fam/norm/kernel.py", "fam/common/deep.py"):
+        (tmp_path / name).touch()
+    load("fam.common.deep", tmp_path, monkeypatch)
+    monkeypatch.setattr(source, "IMPORTED", now + seconds - 60)
+    clock(monkeypatch, seconds)
+    assert (hashed(kernel, now + seconds - 60) is not None) == stored
+    tree("fam/common/deep.py")
+    assert digest(kernel, now + seconds - 60) is None
 
 
 def test_a_forked_process_began_with_its_first_parent():
@@ -239,28 +287,34 @@ def test_a_process_that_a_shell_became(tmp_path, first):
 BUILD = "@compiled\ndef build(arch):\n    raise AssertionError\n"
 
 
-def test_a_file_replaced_by_one_with_an_older_time_has_no_hash(tree, tmp_path):
+def test_a_file_replaced_by_one_with_an_older_time_has_no_hash(tree, tmp_path, monkeypatch):
     """As rsync -t, cp -p, tar and installers do."""
     kernel, new = module("fam.norm.kernel", tmp_path), tmp_path / "new.py"
-    time.sleep(0.05)
     now = time.time()
-    assert source_digest([kernel], now, now)
+    monkeypatch.setattr(source, "IMPORTED", now)
+    assert hashed(kernel, now)
     time.sleep(0.05)
-    new.write_text("Config = 2\n")
+    new.write_text("Config = 1\n")
     os.utime(new, (now - 3600, now - 3600))
     new.replace(tmp_path / "fam/norm/config.py")
-    assert source_digest([kernel], now, now) is None
+    assert digest(kernel, now) is None
+    load("fam.norm.config", tmp_path, monkeypatch)
+    assert hashed(kernel, now) is None, "also of a process that was reading it"
 
 
 @pytest.mark.parametrize("age, stored", [(10, False), (50, True)])
-def test_a_builders_module_may_take_half_a_minute_from_its_reading_to_its_builder(tree, tmp_path, age, stored):
-    kernel, now = module("fam.norm.kernel", tmp_path), later()
-    os.utime(tmp_path / "fam/norm/kernel.py", (now - age, now - age))
-    assert (source_digest([kernel], now, now - 90) is not None) == stored
-    assert source_digest([kernel], now, now - 5), "older than the process"
+def test_a_builders_module_may_take_half_a_minute_from_its_reading_to_its_builder(
+    tree, tmp_path, monkeypatch, age, stored
+):
+    kernel, now = module("fam.norm.kernel", tmp_path), time.time()
+    (tmp_path / "fam/norm/kernel.py").touch()
+    clock(monkeypatch, age)
+    monkeypatch.setattr(source, "IMPORTED", now - 90)
+    assert (hashed(kernel, now - 90) is not None) == stored
+    assert hashed(kernel, time.time() + 1), "older than the process"
     kernel.__name__, kernel.__spec__ = "__main__", importlib.machinery.ModuleSpec("fam.norm.kernel", None)
-    assert source_digest([kernel], now, now - 90) is None, "a script is read when the process begins"
-    assert source_digest([kernel], now, now - 5)
+    assert hashed(kernel, now - 90) is None, "a script is read when the process begins"
+    assert hashed(kernel, time.time() + 1)
 
 
 SCRIPT = """
@@ -308,19 +362,57 @@ os.waitpid(child, 0)
     assert run(code)[0] == "False"
 
 
+FUTURE = """
+sys.path.insert(0, {place!r})
+import os, time
+if {back}:  # the clock, while this process runs
+    real, real_ns = time.time, time.time_ns
+    time.time, time.time_ns = lambda: real() - 7200, lambda: real_ns() - 7200 * 10**9
+from future import build
+before = jc.stats()
+build("sm_90a")
+print(stats().compiles, stats().disk_loads, stats().bundle_loads)
+"""
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_source_that_is_dated_in_the_future(tmp_path, run, back):
+    """Its kernel is compiled once, then loaded, from a bundle too; an edit after its import is noticed all the same."""
+    (tmp_path / "future.py").write_text(
+        "from jit_cache import compiled\nfrom future_tiles import THREADS\nfrom tests.jit_cache import kernels\n"
+        "@compiled\ndef build(arch):\n    return kernels.add.build(arch, config=kernels.Config(threads=THREADS))\n"
+    )
+    (tmp_path / "future_tiles.py").write_text("THREADS = 64\n")
+    later = time.time() + 3 * 3600
+    for name in ("future.py", "future_tiles.py"):
+        os.utime(tmp_path / name, (later, later))
+    code = FUTURE.format(place=str(tmp_path), back=back)
+    assert run(code)[0] == "1 0 0"
+    assert run(code)[0] == "0 1 0"
+    bundle = {"JIT_CACHE_MODE": "off", "JIT_CACHE_BUNDLE": os.environ["JIT_CACHE_DIR"]}
+    assert run(code, **bundle, JIT_CACHE_DIR=str(tmp_path / "none"))[0] == "0 0 1"
+    edit = f"""
+path = {str(tmp_path / "future_tiles.py")!r}
+open(path, "w").write("THREADS = 32\\n")
+os.utime(path, ({later}, {later}))
+print(jc.Compiled(build.build).key("sm_90a").storable)
+"""
+    assert run(code + edit)[0].split() == ["0", "1", "0", "False"]
+
+
 def test_an_unreadable_source_has_no_hash(tree, tmp_path):
-    assert source_digest([module("fam.nowhere", tmp_path)], later(), later()) is None
+    assert hashed(module("fam.nowhere", tmp_path)) is None
     tree("fam/norm/config.py", "def (:\n")
-    assert source_digest([module("fam.norm.kernel", tmp_path)], later(), later()) is None
+    assert hashed(module("fam.norm.kernel", tmp_path)) is None
     notebook = module("fam.norm.here", tmp_path)
     del notebook.__file__
-    assert source_digest([notebook], later(), later()) is None
+    assert hashed(notebook) is None
 
 
 @pytest.mark.parametrize("coding, readable", [("latin-1", True), ("utf-8", False)])
 def test_a_table_of_contents_may_be_in_any_coding(tree, tmp_path, coding, readable):
     (tmp_path / "fam/norm/__init__.py").write_bytes(f"# -*- coding: {coding} -*-\n# \xe9\n".encode("latin-1"))
-    digest = source_digest([module("fam.norm.kernel", tmp_path)], later(), later())
+    digest = hashed(module("fam.norm.kernel", tmp_path))
     assert (digest is not None) == readable
 
 
