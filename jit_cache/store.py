@@ -264,10 +264,10 @@ class Store:
         return Entry(self, name, record)
 
     def touch(self, name: str) -> None:
-        """Notes the use of an entry for `gc`, once an hour at most."""
+        """Notes the use of an entry for `gc`, once an hour at most. A date in the future is corrected."""
         path = self.path(name, ".json")
         with contextlib.suppress(OSError):
-            if self.writable and time.time() - path.stat().st_mtime > _HOUR:
+            if self.writable and abs(time.time() - path.stat().st_mtime) > _HOUR:
                 os.utime(path)
 
     # ----------------------------------------------------------------------------------------------------------- safety
@@ -353,12 +353,15 @@ class Store:
         for path, name in self._files():
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
-                old = now - status.st_mtime > _HOUR
+                date = min(status.st_mtime, now)
+                if status.st_mtime > now + _HOUR:  # by a clock that was wrong: it ages from now on
+                    os.utime(path, follow_symlinks=False)
+                old = now - date > _HOUR
                 if path.suffix != ".tmp":
                     sizes[name] = sizes.get(name, 0) + status.st_size
                     # An entry was last used when its record was touched; a young object may be about to get its record.
                     if path.suffix == ".json" or not old:
-                        used[name] = max(used.get(name, 0.0), status.st_mtime)
+                        used[name] = max(used.get(name, 0.0), date)
                 elif old and (freed := _unlink(path)):
                     removed.append((path.name, freed))
         total = sum(sizes.values())

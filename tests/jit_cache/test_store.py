@@ -384,6 +384,25 @@ def test_touch_writes_once_an_hour(store):
     assert time.time() - path.stat().st_mtime < 60
 
 
+def test_dates_in_the_future_are_corrected(store):
+    """Those of files that were written or used while the clock was ahead: they would never be old."""
+    put(store, key(1))
+    put(store, key(2))
+    store.path(key(2).name, ".json").unlink()
+    (store.base / "sm_90a" / f".{store.path(key(1).name).name}.o.x.tmp").write_text("x")
+    age(store, -86400)
+    before = files(store)
+    assert store.gc(10**9, 86400) == [] and files(store) == before
+    now = time.time()
+    assert all(path.stat().st_mtime < now + 1 for path in store.base.glob("*/*"))
+    age(store, 7200)
+    assert len(store.gc(10**9, 3600)) == 3 and files(store) == []
+    put(store, key(1))
+    age(store, -86400)
+    store.touch(key(1).name)
+    assert store.path(key(1).name, ".json").stat().st_mtime < time.time() + 1
+
+
 HOLD = """
 with Store(settings().root).lock('sm_90a/x'):
     print("held", flush=True)
