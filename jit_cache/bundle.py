@@ -8,6 +8,7 @@ apache-tvm-ffi and the DSL's runtime library (libcute_dsl_runtime.so) only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -96,7 +97,12 @@ def import_bundle(path: Path, wanted: str, store: Store) -> list[Entry]:
         kernels = _unpack(data)
     except (tarfile.TarError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise BundleError(f"{path}: {error}") from error
-    return [store.write(name, record, files) for name, record, files in kernels]
+    entries = []
+    for name, record, files in kernels:
+        # Nobody removes kernels from a bundle; in a cache `clear` would take a temporary file that is not locked.
+        with contextlib.nullcontext() if store.for_all else store.lock(name):
+            entries.append(store.write(name, record, files))
+    return entries
 
 
 def _unpack(archive_bytes: bytes) -> list[tuple[str, dict[str, Any], dict[str, bytes]]]:

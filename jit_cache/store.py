@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -133,7 +134,7 @@ class Entry:
         """
         try:
             data = self.store.read_file(self.name + suffix)
-        except OSError as error:
+        except OSError as error:  # it is not there, or its directory is not ours
             raise Damaged(f"{self.store.path(self.name, suffix)}: {error.strerror}") from error
         if describe(data) != self.record["files"][suffix]:
             raise Damaged(f"{self.store.path(self.name, suffix)}: not the bytes that were stored")
@@ -149,6 +150,7 @@ class Store:
     def __init__(self, root: Path, writable: bool = True, for_all: bool = False) -> None:
         self.root = root
         self.writable = writable
+        self.for_all = for_all
         self.directory_mode, self.file_mode = (0o755, 0o644) if for_all else (0o700, 0o600)
         self.base = root / f"v{FORMAT}"
 
@@ -236,16 +238,28 @@ class Store:
         return Entry(self, name, record)
 
     def read_file(self, name: str) -> bytes:
-        """Reads a file of ours. What others own or may write is refused: it becomes native code in this process."""
+        """Reads a file of ours. What others own or may write is refused: it becomes native code in this process.
+
+        Raises:
+            Damaged: it is no file of ours, or cannot be read. FileNotFoundError. Untrusted: its directory is not ours.
+        """
         path = self.path(name)
         self._check(path.parent)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self._trust(path, os.fstat(descriptor), stat.S_ISREG)
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read()
-        finally:
-            os.close(descriptor)
+            self._trust(path, os.stat(path, follow_symlinks=False), stat.S_ISREG)  # before a device is opened
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self._trust(path, os.fstat(descriptor), stat.S_ISREG)
+                with open(descriptor, "rb", closefd=False) as file:
+                    return file.read()
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            raise
+        except Untrusted as error:
+            raise Damaged(error.strerror) from error
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror}") from error
 
     # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -260,6 +274,8 @@ class Store:
         record = {**record, "files": {suffix: describe(data) for suffix, data in files.items()}}
         text = json.dumps({**record, "checksum": digest(record)}, indent=1, sort_keys=True)
         contents = {**files, ".json": text.encode()}
+        for suffix in contents:
+            _make_way(self.path(name, suffix))
         write_all({self.path(name, suffix): data for suffix, data in contents.items()}, self.file_mode)
         return Entry(self, name, record)
 
@@ -314,6 +330,8 @@ class Store:
         try:
             try:
                 self._make(path.parent)
+                if _make_way(path):
+                    warn_once(f"{path} was no file of this user: replaced")
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 _held.add(descriptor)
                 end = time.monotonic() + timeout
@@ -335,9 +353,17 @@ class Store:
     # ---------------------------------------------------------------------------------------------------------- removal
 
     def remove(self, name: str) -> int:
-        """Removes an entry; returns the bytes freed. While another process holds its lock, it stays."""
+        """Removes an entry and its temporary files; returns the bytes freed. While another process holds its lock, they
+        stay.
+
+        Raises:
+            Untrusted: the cache is not this user's, who can take no lock in it.
+        """
+        path = self.path(name)
+        self._check(path.parent)
         with self.lock(name, timeout=0.0) as free:
-            return sum(_unlink(self.path(name, suffix)) for suffix in _SUFFIXES) if free else 0
+            paths = [self.path(name, suffix) for suffix in _SUFFIXES]
+            return sum(map(_unlink, [*path.parent.glob(f".{path.name}.*.tmp"), *paths])) if free else 0
 
     def gc(self, max_bytes: float, max_age: float) -> list[tuple[str, int]]:
         """Removes temporary files older than an hour, incomplete entries, entries not used for `max_age` seconds, then
@@ -345,6 +371,9 @@ class Store:
 
         Returns:
             (name, bytes) of what was removed.
+
+        Raises:
+            Untrusted: the cache is not this user's.
         """
         removed: list[tuple[str, int]] = []
         now = time.time()
@@ -362,8 +391,10 @@ class Store:
                     # An entry was last used when its record was touched; a young object may be about to get its record.
                     if path.suffix == ".json" or not old:
                         used[name] = max(used.get(name, 0.0), date)
-                elif old and (freed := _unlink(path)):
-                    removed.append((path.name, freed))
+                elif old:
+                    with self.lock(name, timeout=0.0) as free:
+                        if free and (freed := _unlink(path)):
+                            removed.append((path.name, freed))
         total = sum(sizes.values())
         for name in sorted(sizes, key=lambda name: used.get(name, 0.0)):
             if (now - used.get(name, 0.0) > max_age or total > max_bytes) and (freed := self.remove(name)):
@@ -374,12 +405,12 @@ class Store:
     def clear(self) -> int:
         """Removes all that jit_cache wrote here; returns the number of kernels. Foreign files stay, and entries whose
         lock another process holds.
+
+        Raises:
+            Untrusted: the cache is not this user's.
         """
         files = self._files()
-        for path, _ in files:
-            if path.suffix == ".tmp":
-                _unlink(path)
-        for name in {name for path, name in files if path.suffix != ".tmp"}:
+        for name in {name for _, name in files}:
             self.remove(name)
         for directory in (*self.base.glob("sm_*"), self.base):
             with contextlib.suppress(OSError):
@@ -388,9 +419,14 @@ class Store:
         return sum(not path.exists() for path in records)
 
     def _files(self) -> list[tuple[Path, str]]:
-        """Our files with the names of their entries; temporary files with their own."""
+        """Our files with the names of their entries."""
+        with contextlib.suppress(FileNotFoundError):
+            self._check(self.root)
+        paths = sorted(self.base.glob("sm_*/*"))
+        for directory in {path.parent for path in paths}:
+            self._check(directory)
         files = []
-        for path in sorted(self.base.glob("sm_*/*")):
+        for path in paths:
             written = _TEMPORARY.fullmatch(path.name)
             name = f"{path.parent.name}/{written[1] if written else path.stem}"
             if NAME.fullmatch(name) and (written or path.suffix in _SUFFIXES):
@@ -399,12 +435,38 @@ class Store:
 
 
 def _unlink(path: Path) -> int:
-    """Removes a file; returns its size, 0 if it is gone already or a directory."""
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-        size = path.lstat().st_size
-        path.unlink()
-        return size
+    """Removes a file or an empty directory; returns a file's size, 0 for all else and for what is gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            path.unlink()
+            return status.st_size
+        with contextlib.suppress(OSError):  # it is not empty
+            path.rmdir()
     return 0
+
+
+def _make_way(path: Path) -> bool:
+    """Removes what lies in the place of a file of ours and is none, such as a link or another user's file; returns
+    whether there was any. A directory that is not empty is renamed, its content is somebody's.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                return False
+            path.unlink()
+            return True
+        try:
+            try:
+                path.rmdir()
+            except OSError:
+                path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}.aside"))
+        except OSError as error:  # a mount point, as of a container
+            text = f"{path} is a directory that cannot be moved: {error.strerror}"
+            raise OSError(error.errno, text) from error
+        return True
+    return False
 
 
 _held: set[int] = set()

@@ -140,6 +140,23 @@ def test_what_is_damaged_or_of_another_is_rebuilt_with_one_warning(stored, damag
     assert len(caplog.messages) == 1 and object_file.read_bytes() == data
 
 
+@pytest.mark.parametrize("suffix", [".o", ".json", ".lock"])
+def test_a_directory_in_the_place_of_a_file_is_replaced_with_one_warning(stored, suffix, caplog):
+    store, key = stored
+    path = store.path(key.name, suffix)
+    path.unlink()
+    path.mkdir()
+    if suffix == ".lock":
+        store.path(key.name, ".o").unlink()
+        store.path(key.name, ".json").unlink()
+    builder = fresh()
+    assert counted(lambda: builder("sm_90a")) == (1, 0)
+    assert len(caplog.messages) == 1 and str(path) in caplog.text
+    builder = fresh()
+    assert counted(lambda: builder("sm_90a")) == (0, 1)
+    assert len(caplog.messages) == 1 and path.is_file()
+
+
 def test_an_object_with_a_right_hash_that_does_not_load_is_rebuilt(stored, caplog):
     store, key = stored
     store.write(key.name, store.find(key)[0].record, {".o": b"no object at all"})

@@ -107,13 +107,74 @@ def test_damage_is_noticed(store, suffix, damage, tmp_path):
     with pytest.raises((Damaged, OSError)):
         store.find(key())[0].read()
     signal.alarm(0)
-    if damage == "directory":
-        store.gc(0, 0)
-        store.clear()
-        assert files(store) == [path.name], "neither stops at what cannot be removed"
-    else:
+    put(store, key())
+    assert store.find(key())[0].read() == DATA
+
+
+ODD = {
+    "directory": Path.mkdir,
+    "full directory": lambda path: (path / "theirs").mkdir(parents=True),
+    "fifo": os.mkfifo,
+    "link": lambda path: path.symlink_to("elsewhere"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "socket": lambda path: os.mknod(path, 0o600 | stat.S_IFSOCK),
+    "device": lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 7)),  # /dev/full
+    "foreign file": lambda path: (path.touch(), os.chown(path, 12345, -1)),
+}
+
+
+@as_root
+@pytest.mark.parametrize("suffix", [".o", ".json", ".lock"])
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_file_of_ours_is_replaced(store, suffix, odd):
+    put(store, key())
+    path = store.path(key().name, suffix)
+    path.unlink(missing_ok=True)
+    ODD[odd](path)
+    signal.alarm(20)  # nothing waits for a fifo
+    if suffix != ".lock":
+        with pytest.raises(Damaged, match=str(path)):
+            store.find(key())[0].read()
+    with store.lock(key().name):
+        with pytest.raises(BlockingIOError), open(store.path(key().name, ".lock"), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         put(store, key())
-        assert store.find(key())[0].read() == DATA
+    signal.alarm(0)
+    assert store.find(key())[0].read() == DATA
+    left = set(files(store)) - {store.path(key().name, suffix).name for suffix in (".o", ".json", ".lock")}
+    assert len(left) == (odd == "full directory"), "somebody's files are kept"
+    assert all((path.parent / name / "theirs").is_dir() for name in left)
+
+
+@as_root
+@pytest.mark.parametrize("suffix", [".o", ".json", ".lock"])
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("how", ["gc", "clear"])
+def test_what_is_no_file_of_ours_stops_no_removal(store, suffix, odd, how):
+    for n in range(2):
+        put(store, key(n))
+    path = store.path(key(0).name, suffix)
+    path.unlink(missing_ok=True)
+    ODD[odd](path)
+    store.gc(0, 0) if how == "gc" else store.clear()
+    theirs = [name for name in files(store) if not name.endswith(".lock")]
+    assert all(name.startswith(path.name) and odd == "full directory" for name in theirs)
+
+
+def test_a_directory_that_cannot_be_moved_is_named(small_disk):
+    """A mount point."""
+    store = Store(small_disk / "cache")
+    put(store, key())
+    path = store.path(key().name, ".o")
+    path.unlink()
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=True)
+    try:
+        with pytest.raises(OSError, match=f"{path} is a directory that cannot be moved"):
+            put(store, key())
+        store.gc(0, 0)
+    finally:
+        subprocess.run(["umount", path], check=True)
 
 
 @pytest.mark.parametrize("suffix", [".o", ".json"])
@@ -371,6 +432,44 @@ def test_clear_counts_what_is_gone(store):
     with store.lock("sm_90a/alone-" + "0" * 32), store.lock(key(2).name):
         assert store.clear() == 1
     assert [entry.name for entry in store.entries()] == [key(2).name]
+
+
+@as_root
+@pytest.mark.parametrize("level", ["root", "base", "arch"])
+@pytest.mark.parametrize("how", ["gc", "clear", "remove"])
+def test_nothing_is_removed_from_the_cache_of_another_user(store, level, how):
+    """Root could, but takes no lock there: a kernel that is being written would be lost."""
+    put(store, key())
+    (store.base / "sm_90a" / f".{store.path(key().name).name}.o.x.tmp").write_text("x")
+    age(store, 7200)
+    os.chown({"root": store.root, "base": store.base, "arch": store.base / "sm_90a"}[level], 12345, -1)
+    before = files(store)
+    with pytest.raises(Untrusted, match="belongs to user 12345"):
+        store.gc(0, 0) if how == "gc" else store.clear() if how == "clear" else store.remove(key().name)
+    assert files(store) == before
+
+
+def test_nothing_is_removed_through_a_link(store, tmp_path):
+    put(store, key())
+    (store.base / "sm_90a").rename(tmp_path / "moved")
+    (store.base / "sm_90a").symlink_to(tmp_path / "moved")
+    for remove in (lambda: store.gc(0, 0), store.clear):
+        with pytest.raises(Untrusted, match="is a link"):
+            remove()
+    assert len(list((tmp_path / "moved").iterdir())) == 2
+
+
+@pytest.mark.parametrize("how", ["gc", "clear"])
+def test_a_temporary_file_stays_while_its_kernel_is_locked(store, how):
+    put(store, key())
+    temporary = store.base / "sm_90a" / f".{store.path(key().name).name}.o.x.tmp"
+    temporary.write_text("x")
+    age(store, 7200)
+    with store.lock(key().name):
+        store.gc(0, 0) if how == "gc" else store.clear()
+        assert temporary.exists()
+    store.gc(0, 0) if how == "gc" else store.clear()
+    assert not temporary.exists()
 
 
 def test_touch_writes_once_an_hour(store):
