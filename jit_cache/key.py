@@ -213,8 +213,8 @@ def _version(name: str) -> str | None:
 
 def flavour(dsl: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     """Splits the DSL's distributions into the CUDA flavour (12 or 13) and the versions with the flavour taken out."""
-    found = [int(match[1]) for name in dsl if (match := re.search(r"-cu(\d+)$", name))]
-    return max(found, default=0), {re.sub(r"-cu\d+$", "", name): version for name, version in dsl.items()}
+    found = [int(match[1]) for name in dsl if (match := re.search(r"-cu(\d{1,4})$", name))]
+    return max(found, default=0), {re.sub(r"-cu\d{1,4}$", "", name): version for name, version in dsl.items()}
 
 
 _X86_LEVELS = (

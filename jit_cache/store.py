@@ -25,9 +25,9 @@ from typing import Any
 
 from .files import write_all
 from .key import FORMAT, Key, digest, runs_here
+from .record import NAME, check_record, parse
 
 log = logging.getLogger("jit_cache")
-NAME = re.compile(r"sm_\d+[af]?/\w+-[0-9a-f]{32}")
 _SUFFIXES = (".json", ".o", ".so", ".lock")  # .json first: without it the entry is gone, whatever happens to the rest
 _TEMPORARY = re.compile(r"\.([^.]+)\.(?:json|o|so)\..*\.tmp")
 _HOUR = 3600.0
@@ -217,24 +217,24 @@ class Store:
         return index
 
     def entry(self, name: str) -> Entry | None:
-        """Returns the entry of a name, or None.
+        """Returns the entry of a name, or None if there is none or it is no name.
 
         Raises:
             Damaged: the record is not what was stored under this name. OSError, Untrusted.
         """
+        if not NAME.fullmatch(name):
+            return None
         try:
             data = self.read_file(name + ".json")
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
-            record = json.loads(data)
-            whole = record.pop("checksum") == digest(record)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            whole = False
-        if not whole:
-            raise Damaged(f"{self.path(name, '.json')}: not the record that was stored")
-        if digest(record["key"])[:32] != name.rpartition("-")[2]:
-            raise Damaged(f"{self.path(name, '.json')}: the record is of another kernel")
+            record = parse(data)
+            if not isinstance(record, dict) or record.pop("checksum", None) != digest(record):
+                raise ValueError("not the record that was stored")
+            check_record(name, record)
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{self.path(name, '.json')}: {error}") from error
         return Entry(self, name, record)
 
     def read_file(self, name: str) -> bytes:
