@@ -41,7 +41,7 @@ _BREAK = re.compile(r"[\n:;]")
 _INSTALLED = {"site-packages", "dist-packages"}
 _SECOND = 10**9
 _IMPORT_NS = 30 * _SECOND  # from reading a module to its builders, at most: it imports torch and cutlass before
-_AHEAD_NS = 60 * _SECOND  # that the clock of a file server is ahead, at most: one that is more is wrong
+_AHEAD_NS = 60 * _SECOND  # a file server's clock may be ahead by this much; a later date comes from a wrong clock
 
 
 class SourceError(Exception):
