@@ -209,10 +209,13 @@ def _introduction(options: Options, ranks: World, learner: Learner, text: Text, 
     residual = f"{options.hyper_connections} streams" if options.hyper_connections else "a plain residual"
     size = sum(parameter.numel() for parameter in learner.model.parameters())
     where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "the CPU"
+    unchecked = ""
+    if started_from is not None and not checkpoint.has_digests(started_from):
+        unchecked = f", which an earlier version wrote without {checkpoint.DIGESTS}: its files are not checked"
     return (
         f"{size:,} parameters, {options.layers} layers with {residual}, {ranks.size} x {where}; "
         f"{len(text.training):,} bytes to learn, {len(text.held_out):,} held out\n"
-        + (f"goes on from {started_from}\n" if started_from else "")
+        + (f"goes on from {started_from}{unchecked}\n" if started_from else "")
         + f"if it is interrupted, --resume goes on from the newest checkpoint in {options.checkpoint}"
     )
 

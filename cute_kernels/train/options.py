@@ -54,7 +54,7 @@ class Options:
     )
     checkpoint_every: int = _option(100, "steps from a checkpoint to the next; the last step always makes one")
     evaluate_every: int = _option(100, "steps from a test on held-out text to the next; the last step is always tested")
-    resume: bool = _option(False, "go on from the newest checkpoint in the folder")
+    resume: bool = _option(False, "go on from the newest checkpoint in the folder; its SHA256SUMS are checked")
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Options)

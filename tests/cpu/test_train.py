@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -127,29 +128,124 @@ def test_goes_on_with_the_same_run_alone(tmp_path, capsys, changed, message):
     assert_says(capsys, message)
 
 
+def flipped(content):
+    """With one bit of its middle flipped."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGES = {"flipped": flipped, "truncated": lambda content: content[:-1], "empty": lambda content: b""}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    run(folder, steps=2, checkpoint_every=1)
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", [checkpoint.FACTS, checkpoint.DIGESTS, ".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(two_checkpoints, tmp_path, capsys, caplog, name, damage):
+    """In one line, which tells how to go on from the one before."""
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    path = checkpoint.latest(folder) / name
+    path.write_bytes(damage(path.read_bytes()))
+    named = r"\S*" if (name, damage) == (checkpoint.DIGESTS, flipped) else name  # a digest may be of any file
+    assert_refused(folder, capsys, caplog, f"OSError: {named} is damaged")
+
+
+@pytest.mark.parametrize("name", [checkpoint.FACTS, checkpoint.DIGESTS, ".metadata", "__0_0.distcp"])
+def test_a_checkpoint_that_lacks_a_file(two_checkpoints, tmp_path, capsys, caplog, name):
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    (checkpoint.latest(folder) / name).unlink()
+    assert_refused(folder, capsys, caplog, f"FileNotFoundError: {name} is missing")
+
+
+def test_a_file_without_a_digest(two_checkpoints, tmp_path, capsys, caplog):
+    """As where a line of the digests is lost: nothing is loaded that is not checked."""
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    path = checkpoint.latest(folder) / checkpoint.DIGESTS
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert_refused(folder, capsys, caplog, f"OSError: {checkpoint.DIGESTS} does not name run.json")
+
+
+def test_goes_on_from_the_checkpoint_before_a_damaged_one(two_checkpoints, tmp_path):
+    """As the message says."""
+    whole = run(tmp_path / "whole", steps=3)
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    (folder / "step-00000002").rename(folder / "step-00000002.damaged")
+    assert checkpoint.step_of(checkpoint.latest(folder)) == 1
+    found = run(folder, steps=3, resume=True)
+    assert [line["loss"] for line in found] == [line["loss"] for line in whole]
+
+
+def test_the_first_checkpoint_is_damaged(two_checkpoints, tmp_path, capsys):
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run", ignore=shutil.ignore_patterns("step-00000002"))
+    (folder / "step-00000001" / "__0_0.distcp").write_bytes(b"")
+    assert cli.main(["train", *train_cases.arguments(folder, **{**TINY, "steps": 3, "resume": True})]) == 1
+    assert_says(capsys, "step-00000001 could not be read: .* is damaged.*; there is no checkpoint before it\n$")
+
+
+def assert_refused(folder, capsys, caplog, message):
+    capsys.readouterr()
+    command = train_cases.arguments(folder, **{**TINY, "steps": 3, "resume": True})
+    assert cli.main(["train", *command]) == 1
+    way_on = "to go on from step-00000001, rename step-00000002 to step-00000002.damaged and give --resume again"
+    assert_says(capsys, rf"^train: .*step-00000002 could not be read: {message}[^\n]*; {way_on}\n$")
+    assert not [record for record in caplog.records if record.name == "root"]
+
+
+def without_digests(found):
+    """As a version before the digests wrote it."""
+    (found / checkpoint.DIGESTS).unlink()
+    facts = json.loads((found / checkpoint.FACTS).read_text())
+    del facts["digests"]
+    (found / checkpoint.FACTS).write_text(json.dumps(facts))
+
+
+def test_a_checkpoint_of_an_earlier_version(two_checkpoints, tmp_path, capsys):
+    """It has no digests: it is loaded, and one line says so."""
+    whole = run(tmp_path / "whole", steps=3)
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    without_digests(checkpoint.latest(folder))
+    capsys.readouterr()
+    found = run(folder, steps=3, resume=True)
+    assert [line["loss"] for line in found] == [line["loss"] for line in whole]
+    message = "step-00000002, which an earlier version wrote without SHA256SUMS: its files are not checked"
+    assert capsys.readouterr().out.count(message) == 1
+    assert checkpoint.has_digests(checkpoint.latest(folder))
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        (checkpoint.FACTS, b"", "run.json must be what a run wrote, got Expecting value"),
-        (checkpoint.FACTS, b"[1]", r"run.json must be what a run wrote, got \[1\]"),
-        (checkpoint.FACTS, None, "step-00000001 could not be read: FileNotFoundError.*run.json"),
-        ("__0_0.distcp", b"", "step-00000001 could not be read: EOFError"),
-        ("__0_0.distcp", b"PK", "step-00000001 could not be read: "),
-        ("__0_0.distcp", None, "step-00000001 could not be read: FileNotFoundError.*distcp"),
-        (".metadata", b"", "step-00000001 could not be read: EOFError"),
-        (".metadata", None, "step-00000001 could not be read: FileNotFoundError.*metadata"),
+        (checkpoint.FACTS, b"", "JSONDecodeError"),
+        (checkpoint.FACTS, b"[1]", "ValueError: run.json is not what a run wrote"),
+        (checkpoint.FACTS, None, "FileNotFoundError.*run.json"),
+        ("__0_0.distcp", b"", "EOFError"),
+        ("__0_0.distcp", b"PK", ""),
+        ("__0_0.distcp", None, "FileNotFoundError.*distcp"),
+        (".metadata", b"", "EOFError"),
+        (".metadata", None, "FileNotFoundError.*metadata"),
     ],
 )
-def test_a_damaged_checkpoint_is_named(tmp_path, capsys, caplog, name, content, message):
-    """In one line."""
-    run(tmp_path, steps=1)
-    path = checkpoint.latest(tmp_path) / name
+def test_a_damaged_checkpoint_of_an_earlier_version(two_checkpoints, tmp_path, capsys, caplog, name, content, message):
+    """It is named where torch notices."""
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    without_digests(checkpoint.latest(folder))
+    path = checkpoint.latest(folder) / name
     path.write_bytes(content) if content is not None else path.unlink()
-    capsys.readouterr()
-    command = train_cases.arguments(tmp_path, **{**TINY, "steps": 2, "resume": True})
-    assert cli.main(["train", *command]) == 1
-    assert_says(capsys, rf"^train: .*{message}[^\n]*\n$")
-    assert not [record for record in caplog.records if record.name == "root"]
+    assert_refused(folder, capsys, caplog, f".*{message}")
+
+
+def test_sha256sum_reads_the_digests(two_checkpoints):
+    found = checkpoint.latest(two_checkpoints)
+    names = {path.name for path in found.iterdir()} - {checkpoint.DIGESTS}
+    text = subprocess.run(
+        ["sha256sum", "--check", "--strict", checkpoint.DIGESTS], cwd=found, check=True, capture_output=True, text=True
+    ).stdout
+    assert set(text.splitlines()) == {f"{name}: OK" for name in names}
 
 
 def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path, capsys):

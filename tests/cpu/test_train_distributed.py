@@ -1,9 +1,12 @@
 """The train command under torchrun, two ranks on the CPU: FSDP2, gloo, checkpoints for another number of ranks."""
 
 import fcntl
+import re
+import shutil
 
 import pytest
 
+from cute_kernels.train import checkpoint
 from tests import train_cases
 
 OPTIONS = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 16, "batch": 4, "device": "cpu"}
@@ -37,6 +40,27 @@ def test_resumes_on_another_number_of_ranks(runs, tmp_path, wrote, ranks, change
 def test_a_killed_rank_ends_the_job_and_the_resumed_job_goes_on(runs, tmp_path):
     """Bit by bit as the run that was not killed: two runs of two ranks are equal, too."""
     train_cases.check_killed_rank(runs[0] / "two", tmp_path, **OPTIONS)
+
+
+@pytest.mark.parametrize("ranks", [2, 0])
+def test_a_damaged_shard_of_the_other_rank(runs, tmp_path, ranks):
+    """Every file has its digest; a rank that reads a damaged one names it, and no rank makes a step."""
+    folder = shutil.copytree(runs[0] / "two", tmp_path / "run")
+    newest = checkpoint.latest(folder)
+    digests = (newest / checkpoint.DIGESTS).read_text().split()[1::2]
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(digests) == {path.name for path in newest.iterdir()} - {"SHA256SUMS"}
+    content = bytearray((newest / "__1_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "__1_0.distcp").write_bytes(content)
+    options = {**train_cases.RANKS_OPTIONS, **OPTIONS, "steps": 18, "resume": True}
+    process = train_cases.start(train_cases.arguments(folder, **options), ranks)
+    with train_cases.stopped_on_error(process):
+        text, _ = process.communicate(timeout=train_cases.PATIENCE)
+    assert process.returncode == 1, text
+    assert re.search(
+        "step-00000016 could not be read: OSError: __1_0.distcp is damaged.*go on from step-00000012", text
+    )
+    assert train_cases.numbers(folder) == train_cases.numbers(runs[0] / "two")
 
 
 def test_a_folder_that_another_run_writes(tmp_path):
