@@ -100,15 +100,23 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     """(what the kernel writes, what autograd gets): a main_grad is accumulated into, and autograd gets None.
 
     ``main_grad``: as the forward knew it; that of the parameter, or of what it was cast of, may be another one by now.
+    A hook of ``register_hook`` would get None. Those of ``register_post_accumulate_grad_hook`` and of the node
+    AccumulateGrad run as ever: training systems have them beside a main_grad.
 
     Raises:
-        ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device.
+        ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device, or the parameter has a
+            hook of ``register_hook``. A trace does not see the hook.
     """
+    hooks = None
     if main_grad is not None and not is_compiling():
-        main_grad = getattr(_leaf(parameter), "main_grad", main_grad)
+        leaf = _leaf(parameter)
+        main_grad, hooks = getattr(leaf, "main_grad", main_grad), leaf._backward_hooks
     if main_grad is None:
         gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient
+    if hooks:
+        expected = "be of a parameter without tensor hooks, since its gradient does not go through autograd"
+        expect(False, op, f"{name}.main_grad", expected, f"{len(hooks)} of register_hook")
     good = main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
     got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)}, strides {main_grad.stride()}"
     expect(good, op, f"{name}.main_grad", f"be contiguous float32 of shape {tuple(parameter.shape)}", got)
@@ -129,7 +137,7 @@ def widened(op: str, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor
     """``parameter.to(dtype)``, for the references; a gradient is added to ``parameter.main_grad`` if that exists.
 
     Raises:
-        ValueError: in the backward; the main_grad is not contiguous fp32 of the parameter's shape on its device.
+        ValueError: in the backward, as ``gradient_buffer``.
     """
     if getattr(parameter, "main_grad", None) is None:
         return parameter.to(dtype)

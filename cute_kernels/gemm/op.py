@@ -137,9 +137,10 @@ def linear(
     what is saved; the incoming gradient is rounded to x's dtype. dweight and dbias sum over the tokens in their order,
     16 at a time; where ``weight.main_grad`` (or ``bias.main_grad``, fp32) exists, the accumulator starts from it and
     ``.grad`` stays None: micro-batches split at multiples of 16 tokens then give the bits of one batch. In eager mode
-    ``torch.autograd.grad`` of other tensors alone leaves it as it is; a compiled backward adds to it nonetheless. Zero
-    tokens behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is copied unless
-    its rows are contiguous and of one stride, or its columns, on 16 bytes.
+    ``torch.autograd.grad`` of other tensors alone leaves it as it is; a compiled backward adds to it nonetheless. A
+    hook of ``weight.register_hook``, which would get None, is an error in the backward; a compiled one does not see it.
+    Zero tokens behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is copied
+    unless its rows are contiguous and of one stride, or its columns, on 16 bytes.
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), "linear", "backend", "be None or 'reference'", repr(backend))

@@ -59,7 +59,8 @@ def linear_log_prob(
     log-probability, its entropy and its row of dx have the same bits whatever the number of tokens, its place and the
     others. In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over
     the vocabulary in ascending order, dweight over the tokens in theirs; from ``weight.main_grad`` (fp32) if that
-    exists, and ``weight.grad`` then stays None: micro-batches split at multiples of 16 tokens give the bits of one.
+    exists, and ``weight.grad`` then stays None: micro-batches split at multiples of 16 tokens give the bits of one. A
+    hook of ``weight.register_hook`` is then an error in the backward, as in ``linear``.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, over tiles of fixed columns.
     """

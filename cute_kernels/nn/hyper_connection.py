@@ -171,7 +171,8 @@ class HyperConnection(FloatModule):
 
     Parameters, fp32 always (``.to(dtype)`` leaves them as they are): ``phi`` (n * n + 2 * n, n * C), begun as Xavier's
     uniform; ``alpha`` (3,) of pre, post and res, ``init_gating_factor``; ``beta`` (n * n + 2 * n,), zeros. The
-    coefficients are fp32, too. Where a parameter has a ``main_grad`` (fp32) the backward adds to it.
+    coefficients are fp32, too. Where a parameter has a ``main_grad`` (fp32) the backward adds to it; a tensor hook on
+    such a parameter is an error.
 
     The residual is (..., n, C), for variants of layout "channels" (..., C, n). Its gradient is written once.
 

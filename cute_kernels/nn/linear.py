@@ -26,7 +26,8 @@ class Linear(nn.Module):
             arguments, too. x is bf16 or fp16 (torch.nn's takes fp32, too).
 
     An fp32 weight is cast to x's dtype at each call; its gradient is fp32. Where ``weight.main_grad`` or
-    ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None.
+    ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None; a tensor hook on such
+    a parameter is an error.
     """
 
     def __init__(

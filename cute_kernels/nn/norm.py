@@ -93,7 +93,8 @@ class RMSNorm(_Norm):
         device, dtype: of the weight.
         weight_offset, save, out_dtype, backend: see ``cute_kernels.rms_norm``.
 
-    If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None.
+    If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None; a tensor hook on
+    such a weight is an error.
 
     Raises: ValueError for a ``normalized_shape`` that is not one positive size; ``forward``: as ``rms_norm``.
     """
@@ -153,7 +154,8 @@ class LayerNorm(_Norm):
         device, dtype: of the parameters.
         weight_offset, save, out_dtype, backend: see ``cute_kernels.layer_norm``.
 
-    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None.
+    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None; a
+    tensor hook on such a parameter is an error.
 
     Raises: ValueError for a ``normalized_shape`` that is not one positive size; ``forward``: as ``layer_norm``.
     """

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
@@ -323,7 +324,8 @@ class _Checkpoint(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(leaves)
         for i, leaf in enumerate(leaves):
             if leaf.requires_grad:  # a hook sees a gradient in the layout that it came in; ``grad`` may be a copy of it
-                leaf.register_hook(functools.partial(found.__setitem__, i))
+                node = get_gradient_edge(leaf).node  # whose hooks main_grad admits
+                node.register_prehook(lambda gradients, i=i: found.__setitem__(i, gradients[0]))
         if pairs and (inputs is None or inputs):
             torch.autograd.backward(*zip(*pairs, strict=True), inputs=inputs)
         return None, *found
@@ -363,4 +365,6 @@ def _leaf(t: Tensor) -> Tensor:
     leaf = t.detach().requires_grad_(t.requires_grad)
     if getattr(t, "main_grad", None) is not None:
         leaf.main_grad = t.main_grad
+        if t._backward_hooks:  # what adds to main_grad then refuses the leaf as it would the parameter
+            leaf.register_hook(lambda gradient: None)
     return leaf

@@ -68,8 +68,9 @@ def rms_norm(
     each team of a CTA adds its rows in ascending order, then the teams, then 32 interleaved sequences of CTAs; bitwise
     reproducible run to run. If ``weight.main_grad`` (fp32) exists, dw is added to it, on the stream of the forward, and
     ``weight.grad`` stays None: ``torch.autograd.grad`` cannot be asked for it. In eager mode that of other tensors
-    alone leaves it as it is; a compiled backward adds to it nonetheless. An incoming gradient without contiguous rows
-    is copied.
+    alone leaves it as it is; a compiled backward adds to it nonetheless. A hook of ``weight.register_hook``, which
+    would get None, is an error in the backward; a compiled one does not see it. An incoming gradient without contiguous
+    rows is copied.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
     """

@@ -6,7 +6,7 @@ layer:  y = (h - mean(h)) * rsqrt(var(h) + eps) * W + bias      (population vari
 
 All in ``compute_dtype``, rounded once at the end. ``save`` chooses what the kernels keep for the backward; here it
 changes one result, as there: with "output" dw = 0 where W = 0. A parameter's gradient is added to its ``main_grad``
-where it has one, and its ``grad`` stays None.
+where it has one, and its ``grad`` stays None; a tensor hook on such a parameter is an error.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from cute_kernels import mhc
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import num_coefficients
 from cute_kernels.mhc.reference.dropout import philox4x32
@@ -33,6 +34,7 @@ from tests.mhc_cases import (
     oracle,
     saturated_logits,
     seeded_generator,
+    stand_in,
     sublayer,
 )
 
@@ -546,6 +548,8 @@ def test_expand_makes_new_memory():
 
 # Parameters with a main_grad
 
+PARAMETERS = {"phi", "norm_weight", "alpha", "beta", "bias", "fn", "base", "scale"}
+
 
 @pytest.mark.parametrize("op", ["projection", "coefficients", "expand_combine", "head", "pre", "hyper_connection"])
 def test_main_grad_is_added_to(op, generator):
@@ -555,8 +559,7 @@ def test_main_grad_is_added_to(op, generator):
     upstream = make_upstream(op, case, generator)
     exact = oracle(op, case, inputs, upstream)
     found = differentiate(reference, op, case, inputs, upstream)
-    names = {"phi", "norm_weight", "alpha", "beta", "bias", "fn", "base", "scale"}
-    parameters = {name: inputs[name] for name in OPERATIONS[op][0] if name in names}
+    parameters = {name: inputs[name] for name in OPERATIONS[op][0] if name in PARAMETERS}
     assert parameters
     start = {}
     for name, parameter in parameters.items():
@@ -571,7 +574,7 @@ def test_main_grad_is_added_to(op, generator):
             rtol = 3e-2 if op == "hyper_connection" else 1e-4
             allowed = rtol * value.abs().max() + 1e-5
             assert (parameter.main_grad.double() - start[name] - times * value).abs().max() <= times * allowed, name
-        for name in set(OPERATIONS[op][0]) - names:
+        for name in set(OPERATIONS[op][0]) - PARAMETERS:
             assert torch.equal(inputs[name].grad, times * found["d" + name])
 
 
@@ -586,6 +589,20 @@ def test_bad_main_grad(main_grad, generator):
     H, _ = reference.projection(inputs["x"], inputs["phi"])
     with pytest.raises(ValueError, match=r"^projection: phi.main_grad must be contiguous float32 of shape \(24, 64\)"):
         H.sum().backward()
+
+
+@pytest.mark.parametrize("module", [reference, mhc], ids=["reference", "kernels"])
+@pytest.mark.parametrize("op", ["projection", "coefficients", "expand_combine", "head", "pre", "hyper_connection"])
+def test_a_main_grad_beside_a_tensor_hook_is_refused(op, module, generator):
+    """Of each parameter; its hook would be called with None."""
+    case = Case(4, 16, (5,), norm_weight=True, bias=True)
+    for name in PARAMETERS.intersection(OPERATIONS[op][0]):
+        inputs = make_inputs(case, generator)
+        inputs[name].main_grad = torch.zeros(inputs[name].shape)
+        inputs[name].register_hook(lambda gradient: gradient * 2)
+        upstream = make_upstream(op, case, generator)
+        with stand_in(), pytest.raises(ValueError, match=rf"^\w+: {name}.main_grad must be of a parameter without "):
+            torch.autograd.backward(call(module, op, case, inputs), [upstream[output] for output in OPERATIONS[op][1]])
 
 
 # Dropout

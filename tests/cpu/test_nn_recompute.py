@@ -283,6 +283,30 @@ def test_main_grad_of_an_argument_that_nobody_asked_for():
         assert bool(weight.main_grad.any()) == changes, asked
 
 
+def test_a_main_grad_of_an_argument_beside_a_tensor_hook_is_refused():
+    """As without recompute; without main_grad the hook sees the gradient."""
+    x, weight = torch.randn(4, 8).bfloat16().requires_grad_(), torch.nn.Parameter(torch.randn(8, 8).bfloat16())
+    weight.main_grad, seen = torch.zeros(8, 8), []
+    handle = weight.register_hook(seen.append)
+
+    def end():
+        manager = RecomputeManager()
+        end = manager.checkpoint(linear, x * 1, weight).sin().sum()
+        manager.end_block(end)
+        return end
+
+    with pytest.raises(ValueError, match="^linear: weight.main_grad must be of a parameter without tensor hooks"):
+        end().backward()
+    assert not seen and not weight.main_grad.any()
+    handle.remove()
+    end().backward()
+    assert weight.main_grad.any() and weight.grad is None
+    weight.main_grad = None
+    weight.register_hook(seen.append)
+    end().backward()
+    assert torch.equal(seen[0], weight.grad)
+
+
 def test_random_numbers_are_forked_and_restored():
     """The replay sees the forward's; whoever draws after the backward sees what they would have seen."""
     x = torch.randn(64, requires_grad=True)

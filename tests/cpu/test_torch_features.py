@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cute_kernels import dequantize, linear, mhc, mm, quantize_dual, quantize_rowwise, rms_norm
+from cute_kernels import (
+    dequantize,
+    layer_norm,
+    linear,
+    linear_log_prob,
+    mhc,
+    mm,
+    quantize_dual,
+    quantize_rowwise,
+    rms_norm,
+)
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.nn import Linear
@@ -160,6 +170,56 @@ def test_a_main_grad_that_is_another_one_in_the_backward(op, run, path):
     weight.main_grad = None
     y.float().sum().backward()
     assert weight.grad is not None and weight.main_grad is None
+
+
+@pytest.mark.parametrize("run", [lambda function, x: function(x), checkpointed, on_cpu])
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "cast"])
+def test_a_main_grad_beside_a_tensor_hook_is_refused(op, run, path):
+    """It would be called with None. A hook that is removed, or on a parameter without main_grad, is none."""
+    function, weight = call(op)
+    y, handle = run(function, randn(6, 64)), weight.register_hook(lambda gradient: gradient * 2)
+    name = "rms_norm" if op == "rms_norm" else "linear"
+    expected = f"{name}: weight.main_grad must be of a parameter without tensor hooks, since its gradient does not go "
+    with pytest.raises(ValueError, match=f"^{expected}through autograd, got 1 of register_hook$"):
+        y.float().sum().backward()
+    assert weight.main_grad.eq(0).all() and weight.grad is None
+    handle.remove()
+    run(function, randn(6, 64)).float().sum().backward()
+    assert weight.main_grad.ne(0).any() and weight.grad is None
+    weight.main_grad = None
+    seen = []
+    weight.register_hook(seen.append)
+    run(function, randn(6, 64)).float().sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], weight.grad)
+
+
+def test_a_main_grad_of_a_bias_beside_a_tensor_hook_is_refused(path):
+    for function, x, weight in ((linear, randn(6, 64), randn(48, 64)), (layer_norm, randn(6, 64), randn(64))):
+        bias = randn(len(weight))
+        bias.main_grad = torch.zeros(bias.shape)
+        bias.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(ValueError, match=f"^{function.__name__}: bias.main_grad must be of a parameter without "):
+            function(x, weight, bias).float().sum().backward()
+
+
+def test_a_main_grad_of_a_vocabulary_beside_a_tensor_hook_is_refused():
+    weight = randn(48, 64)
+    weight.main_grad = torch.zeros(weight.shape)
+    weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ValueError, match="^linear_log_prob: weight.main_grad must be of a parameter without "):
+        linear_log_prob(randn(6, 64), weight, torch.arange(6))[0].sum().backward()
+
+
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "cast"])
+def test_hooks_that_training_systems_have_beside_a_main_grad(op, path):
+    """Those of the AccumulateGrad node, and those after it, run as without a main_grad."""
+    function, weight = call(op)
+    seen, node = [], torch.autograd.graph.get_gradient_edge(weight).node
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("after"))
+    node.register_prehook(lambda gradients: seen.append(gradients))
+    node.register_hook(lambda *gradients: seen.append("node"))
+    function(randn(6, 64)).float().sum().backward()
+    assert seen == [(None,), "after", "node"] and weight.main_grad.ne(0).any() and weight.grad is None
 
 
 @pytest.mark.parametrize("run", [lambda function, x: function(x), on_cpu])

@@ -54,8 +54,8 @@ def coefficients(
 
     Numerics: fp32; a token's coefficients and gradients have the same bits whatever the other tokens. The gradients of
     alpha and beta are added over 32 tokens at a time, then over these in a fixed order, without atomics; into
-    ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A token of zeros has no gradient of its mean
-    square where eps is outside the root.
+    ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A tensor hook on such a parameter is an error in
+    the backward. A token of zeros has no gradient of its mean square where eps is outside the root.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 16 to 18.
     """

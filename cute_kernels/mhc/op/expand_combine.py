@@ -66,7 +66,8 @@ def expand_combine(
     by C, the dtype and the alignment of the rows; a token's output and gradients have the same bits whatever the other
     tokens, but for its mask, which depends on its place. The gradient of bias is added over 64 tokens at a time, then
     over these in a fixed order, without atomics; into ``bias.main_grad`` (fp32) where that exists, and ``.grad`` stays
-    None. An incoming gradient whose tokens are not rows of one stride is copied.
+    None. A tensor hook on such a bias is an error in the backward. An incoming gradient whose tokens are not rows of
+    one stride is copied.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
     """

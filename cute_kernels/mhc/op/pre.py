@@ -45,7 +45,8 @@ def pre(
 
     Numerics: the bits of the four operators one after the other, with gradients or without; their contracts. Two
     launches and one reading of x where clusters hold phi (see ``projection``), else three. The gradient of x is summed
-    in fp32 and written once. Parameters' gradients go to their ``main_grad`` where that exists.
+    in fp32 and written once. Parameters' gradients go to their ``main_grad`` where that exists; a
+    tensor hook on such a parameter is an error in the backward.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 to 19.
     """

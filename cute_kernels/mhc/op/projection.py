@@ -53,7 +53,8 @@ def projection(
     gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients
     of phi and norm_weight are added over chunks of 512 tokens, groups of four chunks, then all groups, in ascending
     order, without atomics (phi of more than 32 rows: no groups, in "fp32" chunks of 480, and on SM90, of bf16 rows on
-    16 bytes, in "tf32" chunks of 1024); into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None.
+    16 bytes, in "tf32" chunks of 1024); into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A
+    tensor hook on such a parameter is an error in the backward.
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
     """

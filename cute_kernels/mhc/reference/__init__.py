@@ -11,7 +11,8 @@ out_o = (f + bias) post_o + sum_i R(i, o) x_i,  f = sublayer(layer_input)       
 
 All in ``compute_dtype``. Results in x's dtype are rounded once, at the end; coefficients stay in ``compute_dtype``
 (fp64 of it admits fp64 tensors, too). ``precision`` chooses how the kernels multiply and changes nothing here. A
-parameter's gradient is added to its ``main_grad`` where it has one, and its ``grad`` stays None.
+parameter's gradient is added to its ``main_grad`` where it has one, and its ``grad`` stays None; a tensor hook on
+such a parameter is an error.
 
 Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
 """
