@@ -34,8 +34,8 @@ def expect_int(op: str, argument: str, value: object) -> None:
 
 
 def expect_float(op: str, argument: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a float or an int; a bool is none."""
-    if type(value) not in (int, float):  # as in expect_int
+    """Raise TypeError unless ``value`` is a float, as ``as_float`` makes it of a real number."""
+    if type(value) is not float:  # as in expect_int
         expect(False, op, argument, "be a float", f"{value!r} of type {type(value).__name__}", TypeError)
 
 

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from cute_kernels._autograd import as_rows, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
+from cute_kernels._real import as_float
 from cute_kernels.gemm import reference_log_prob
 from cute_kernels.gemm.checks import check_log_prob
 from cute_kernels.gemm.launch_log_prob import backward_op, forward_op, run_backward, run_forward
@@ -35,7 +36,7 @@ def linear_log_prob(
         weight: (V, K) of x's dtype, rows or columns contiguous, each starting on 16 bytes.
         target: (...) int64 or int32: the column of each token's logits. Copied unless contiguous.
         ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
-        temperature: what logits are divided by, from 1e-6 to 1e6.
+        temperature: what logits are divided by, a real number from 1e-6 to 1e6.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
             all logits.
 
@@ -67,8 +68,9 @@ def linear_log_prob(
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), "linear_log_prob", "backend", "be None or 'reference'", repr(backend))
         return reference_log_prob.linear_log_prob(x, weight, target, ignore_index=ignore_index, temperature=temperature)
+    temperature = as_float(temperature)
     check_log_prob(x, weight, target, ignore_index, temperature)
-    options = (is_plain(x, weight, target), ignore_index, float(temperature))
+    options = (is_plain(x, weight, target), ignore_index, temperature)
     if forward_ad._current_level >= 0 or (is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return _LinearLogProb.apply(x, weight, target, options)
     return _forward(x, weight, target, *options)[:2]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import widened, without_autocast
+from cute_kernels._real import as_float
 from cute_kernels.gemm.checks import check_log_prob
 
 
@@ -19,6 +20,7 @@ def linear_log_prob(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each token; see ``cute_kernels.linear_log_prob``."""
     is_fp64 = isinstance(x, Tensor) and x.dtype is torch.float64
+    temperature = as_float(temperature)
     check_log_prob(x, weight, target, ignore_index, temperature, is_fp64)
     wide = torch.float64 if is_fp64 else torch.float32
     with without_autocast(x):

@@ -163,7 +163,7 @@ def _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, 
 
 def check_dropout(op: str, dropout_p: float, seed: Tensor | int | None, device: torch.device) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
-    good = type(dropout_p) in (int, float) and 0.0 <= dropout_p < 1.0
+    good = type(dropout_p) is float and 0.0 <= dropout_p < 1.0
     if not good:  # torch.compile traces no text of a number that is another at another call
         expect(False, op, "dropout_p", "be a float in [0, 1)", repr(dropout_p))
     if isinstance(seed, Tensor):

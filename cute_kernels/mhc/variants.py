@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from cute_kernels._real import as_float
+
 RMS_EPS_PLACEMENTS = ("inside", "outside")
 SINKHORNS = ("log", "softmax_eps", "exp_clamp")
 RES_ORIENTATIONS = ("io", "oi")
@@ -45,6 +47,8 @@ class Variant:
     layout: str
 
     def __post_init__(self) -> None:
+        for name in ("rms_eps", "pre_eps", "post_mult", "sinkhorn_eps"):
+            object.__setattr__(self, name, as_float(getattr(self, name)))
         for name in ("rms_eps", "post_mult"):
             value = getattr(self, name)
             _expect(_is_finite(value) and value > 0.0, "Variant", name, "be a positive float", value)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cute_kernels import mhc
 from cute_kernels._check import expect, expect_float, expect_int, expect_tensor
 from cute_kernels._op import is_plain
+from cute_kernels._real import as_float
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_dropout, check_pre, num_coefficients, sizes
 from cute_kernels.mhc.op.common import checked, rows, takes_reference
@@ -73,6 +74,8 @@ class HyperConnectionConfig:
             expect_int(name, "sinkhorn_iterations", self.sinkhorn_iterations)
             good = 1 <= self.sinkhorn_iterations <= MAX_ITERATIONS
             expect(good, name, "sinkhorn_iterations", f"be from 1 to {MAX_ITERATIONS}", self.sinkhorn_iterations)
+        for field in ("init_gating_factor", "eps"):
+            object.__setattr__(self, field, as_float(getattr(self, field)))
         expect_float(name, "init_gating_factor", self.init_gating_factor)
         good = 0.0 <= self.init_gating_factor < math.inf
         expect(good, name, "init_gating_factor", "be finite and not negative", self.init_gating_factor)
@@ -99,7 +102,7 @@ class HyperConnectionConfig:
         if self.sinkhorn_iterations is not None:
             changes["iterations"] = self.sinkhorn_iterations
         if self.eps is not None:
-            changes["rms_eps"] = float(self.eps)
+            changes["rms_eps"] = self.eps
         return replace(variant_of("HyperConnectionConfig", self.variant), **changes)
 
     def layers_per_block(self, num_layers: int) -> int:
@@ -265,6 +268,7 @@ class HyperConnection(FloatModule):
             if own_res is not None and torch.is_grad_enabled():
                 good = res.data_ptr() == own_res.data_ptr() and residual.requires_grad
                 expect(good, OP, "mix", "have the res and residual that forward returned", "others, or a detached one")
+        dropout_p = as_float(dropout_p)
         check_dropout(OP, dropout_p, None, x.device)
         expect_manager(OP, recompute)
         if takes_reference(OP, x, self.backend):
@@ -285,7 +289,7 @@ class HyperConnection(FloatModule):
                 rows(OP, "res", res.detach(), n * n),
                 seed,
             )
-            refill = _Recombination(matrices, float(dropout_p), v.layout, v.res_orientation)
+            refill = _Recombination(matrices, dropout_p, v.layout, v.res_orientation)
             names = (f"HyperConnection.combine: {name}" for name in ("f", "bias", "post", "x", "res", "seed"))
             recompute.discard((out,), refill, dict(zip(names, matrices, strict=True)))
         return out

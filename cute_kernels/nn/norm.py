@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels._check import expect
+from cute_kernels._real import as_float
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
@@ -27,9 +28,9 @@ class _Norm(nn.Module):
         good = len(sizes) == 1 and isinstance(sizes[0], Integral) and type(sizes[0]) is not bool and sizes[0] > 0
         expect(good, type(self).__name__, "normalized_shape", "be one positive size", repr(normalized_shape))
         self.normalized_shape = (int(sizes[0]),)
-        self.eps = eps
+        self.eps = as_float(eps)
         self.elementwise_affine = elementwise_affine
-        self.weight_offset = weight_offset
+        self.weight_offset = as_float(weight_offset)
         self.save = save
         self.out_dtype = out_dtype
         self.backend = backend
@@ -133,7 +134,7 @@ class RMSNorm(_Norm):
         y = self(x)
         weight, rows = self.weight, x.detach()
         statistics = x.new_empty((1, x.shape[:-1].numel()), dtype=torch.float32)
-        facts = "rms", self.eps, self.weight_offset, self.save, self.out_dtype, False, True
+        facts = "rms", as_float(self.eps), as_float(self.weight_offset), self.save, self.out_dtype, False, True
 
         def refill(out: Tensor) -> None:
             tensors = rows, weight, None, None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cute_kernels import mhc
 from cute_kernels._check import expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
+from cute_kernels._real import as_float
 from cute_kernels.gemm import linear_log_prob
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
@@ -70,11 +71,12 @@ class TransformerConfig:
         expect(good, name, "hidden_size", f"be a multiple of 2 * num_heads = {2 * self.num_heads}", self.hidden_size)
         good = self.num_heads % self.kv_heads == 0
         expect(good, name, "num_kv_heads", f"divide num_heads = {self.num_heads}", self.num_kv_heads)
+        for field in ("rope_theta", "norm_eps", "dropout_p"):
+            object.__setattr__(self, field, as_float(getattr(self, field)))
+            expect_float(name, field, getattr(self, field))
         for field in ("rope_theta", "norm_eps"):
             value = getattr(self, field)
-            expect_float(name, field, value)
             expect(0.0 < value < math.inf, name, field, "be finite and positive", value)
-        expect_float(name, "dropout_p", self.dropout_p)
         expect(0.0 <= self.dropout_p < 1.0, name, "dropout_p", "be in [0, 1)", self.dropout_p)
         expect(self.backend in BACKENDS, name, "backend", "be None or 'reference'", repr(self.backend))
         hc = self.hyper_connections
@@ -124,7 +126,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         expect_config("TransformerLayer", config, TransformerConfig)
         device = options.get("device")
-        norm = {"eps": float(config.norm_eps), "backend": config.backend, **options}
+        norm = {"eps": config.norm_eps, "backend": config.backend, **options}
         self.config = config
         self.attention_norm = RMSNorm(config.hidden_size, **norm)
         self.attention = Attention(config, **options)
@@ -193,7 +195,7 @@ class TransformerBlock(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(TransformerLayer(config, **options) for _ in range(config.num_layers))
         self.rotary = RotaryEmbedding(config, device=options.get("device"))
-        self.norm = RMSNorm(config.hidden_size, eps=float(config.norm_eps), backend=config.backend, **options)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, backend=config.backend, **options)
         hc = config.hyper_connections
         if hc is not None:
             self.head = LearnedHead(hc, backend=config.backend, device=options.get("device"))

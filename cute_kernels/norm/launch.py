@@ -88,7 +88,7 @@ def plan_forward(
     )
     plan = _plans.get(key)
     rows = shape[0] if len(shape) == 2 else x.numel() // shape[-1]
-    floats = type(eps) is float and type(weight_offset) is float  # 1 and True are equal to 1.0, and so a key's part is
+    floats = type(eps) is float and type(weight_offset) is float  # True is equal to 1.0, and so a key's part is
     if plan is None or not floats or not rows or (residual is not None and residual.shape != shape):
         check_norm(op, x, weight, bias, residual, eps, weight_offset, save, out_dtype)
     num_statistics = _num_statistics(kind, save) if keeps_statistics else 0

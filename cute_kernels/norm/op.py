@@ -17,6 +17,7 @@ from cute_kernels._autograd import (
 )
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
+from cute_kernels._real import as_float
 from cute_kernels.norm import reference
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import backward_op, calls, launch_operator, plan_forward, run_backward
@@ -45,8 +46,8 @@ def rms_norm(
         weight, bias: (C,) bf16, fp16 or fp32 each; None: 1 and 0.
         residual: (..., C) in x's dtype or fp32. h = x + residual is rounded to the residual's dtype; the rounded value
             is what is normalised, returned and differentiated. Without it h = x.
-        eps: added to the mean square, a float > 0.
-        weight_offset: added to the weight in fp32, a float (1.0 for zero-centred weights).
+        eps: added to the mean square, a real number > 0.
+        weight_offset: added to the weight in fp32, a real number (1.0 for zero-centred weights).
         save: what the backward keeps. "input": h. "output": y, which a following linear layer keeps anyway; x_hat is
             recovered as (y - bias) / W with |W| clamped to eps from below, and is 0 where W == 0: such a column gets
             dw = 0. Since y - bias cancels, the errors of dw and dx grow like |bias| / |W|. Not with a residual.
@@ -132,6 +133,8 @@ def _check_backend(op: str, backend: str | None) -> None:
 
 
 def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
+    if type(eps) is not float or type(weight_offset) is not float:
+        eps, weight_offset = as_float(eps), as_float(weight_offset)
     try:
         call = key = None
         if (weight is not None or (bias is None and residual is None)) and not is_dynamo_compiling():
@@ -139,7 +142,7 @@ def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, 
                 kind,
                 eps,
                 weight_offset,
-                type(eps) is type(weight_offset) is float,  # 1 and True are equal to 1.0
+                type(eps) is type(weight_offset) is float,  # True is equal to 1.0
                 save,
                 out_dtype,
                 not return_residual,

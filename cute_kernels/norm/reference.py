@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import widened
+from cute_kernels._real import as_float
 from cute_kernels.norm.checks import check_norm
 
 Norm = Tensor | tuple[Tensor, Tensor]
@@ -34,6 +35,7 @@ def rms_norm(
     compute_dtype: torch.dtype = torch.float32,
 ) -> Norm:
     """Root-mean-square norm; see ``cute_kernels.rms_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
+    eps, weight_offset = as_float(eps), as_float(weight_offset)
     check_norm("rms_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
     h, stored = _residual_stream(x, residual, compute_dtype)
     x_hat = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -55,6 +57,7 @@ def layer_norm(
     compute_dtype: torch.dtype = torch.float32,
 ) -> Norm:
     """Layer norm; see ``cute_kernels.layer_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
+    eps, weight_offset = as_float(eps), as_float(weight_offset)
     check_norm("layer_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
     h, stored = _residual_stream(x, residual, compute_dtype)
     centred = h - h.mean(-1, keepdim=True)

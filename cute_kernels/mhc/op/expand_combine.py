@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels._op import alias, allocator, contiguous_strides
+from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand_combine, sizes
 from cute_kernels.mhc.op.common import (
@@ -94,6 +95,7 @@ def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, han
     if known is not None:
         owns, options, forward = known
         return apply(ExpandCombine, *tensors, None, options, hands_on, forward) if owns else forward(*tensors)
+    dropout_p = as_float(dropout_p)
     arguments = *tensors, dropout_p, seed, layout, orientation
     if isinstance(seed, int):  # not a part of what has been checked
         check_expand_combine(*arguments, op=op)
@@ -105,7 +107,7 @@ def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, han
         seed = draw_seed(x.device)
     else:
         seed = seed.view(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=x.device)
-    options = op, float(dropout_p), layout, orientation
+    options = op, dropout_p, layout, orientation
     owns = differentiates(*tensors)
     forward = _plan(*tensors, options) if x.numel() and is_known(key, *tensors) else None
     if owns:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from cute_kernels._real import as_float
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import check_pre, check_sublayer
 from cute_kernels.mhc.op.common import checked, takes_reference
@@ -68,7 +69,7 @@ def hyper_connection(
             res_orientation=res_orientation,
             precision=precision,
         )
-    variant = variant_of(OP, variant)
+    variant, dropout_p = variant_of(OP, variant), as_float(dropout_p)
     layout = variant.layout if layout is None else layout
     orientation = variant.res_orientation if res_orientation is None else res_orientation
     tensors = x, phi, alpha, beta, norm_weight

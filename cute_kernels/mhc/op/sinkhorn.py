@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
+from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_sinkhorn
 from cute_kernels.mhc.op.common import (
@@ -56,6 +57,7 @@ def sinkhorn(
 
     Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 9 and 19.
     """
+    eps = as_float(eps)
     if takes_reference(OP, logits, backend):
         return reference.sinkhorn(logits, iterations=iterations, variant=variant, eps=eps)
     checked(check_sinkhorn, logits, iterations, variant, eps)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._check import expect, expect_size
+from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_dropout
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -26,6 +27,7 @@ def dropout_mask(seed: Tensor | int, num_tokens: int, K: int, dropout_p: float, 
     """
     op, device = "dropout_mask", torch.empty(0, device=device).device  # "cuda" is the current one
     expect(seed is not None, op, "seed", "be an int64 tensor or an int", "None", TypeError)
+    dropout_p = as_float(dropout_p)
     check_dropout(op, dropout_p, seed, device)
     for name, size in (("num_tokens", num_tokens), ("K", K)):
         expect_size(op, name, size)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import widened
+from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_expand_combine
 from cute_kernels.mhc.reference.dropout import draw_seed, dropout_mask
 from cute_kernels.mhc.reference.product import product
@@ -46,6 +47,7 @@ def expand_combine(
     Raises:
         TypeError, ValueError: naming argument, expected and got.
     """
+    dropout_p = as_float(dropout_p)
     check_expand_combine(f, post, x, res, bias, dropout_p, seed, layout, res_orientation, compute_dtype=compute_dtype)
     update = f.to(compute_dtype)
     if bias is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_expand_combine, check_pre, check_sublayer
 from cute_kernels.mhc.reference.expand_combine import expand_combine
 from cute_kernels.mhc.reference.pre import pre
@@ -42,7 +43,7 @@ def hyper_connection(
         TypeError, ValueError: naming argument, expected and got.
     """
     op = "hyper_connection"
-    variant = variant_of(op, variant)
+    variant, dropout_p = variant_of(op, variant), as_float(dropout_p)
     layout = variant.layout if layout is None else layout
     res_orientation = variant.res_orientation if res_orientation is None else res_orientation
     check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
+from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_sinkhorn
 
 
@@ -38,6 +39,7 @@ def sinkhorn(
     Raises:
         TypeError, ValueError: naming argument, expected and got.
     """
+    eps = as_float(eps)
     check_sinkhorn(logits, iterations, variant, eps, compute_dtype=compute_dtype)
     x = logits.to(compute_dtype)
     res = _log(x, iterations) if variant == "log" else _Divisions.apply(x, iterations, variant, eps)
