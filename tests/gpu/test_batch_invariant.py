@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import UncoveredOperatorError, batch_invariant, check_invariance
 from tests.reduction_cases import BF16, FP32
@@ -451,3 +452,13 @@ def test_without_it_torch_is_caught(device):
     assert not check_invariance(linear, x, gradients=False, transforms=("T1",)).ok
     with batch_invariant():
         assert check_invariance(linear, x, gradients=False, transforms=("T1",)).ok
+
+
+def test_flops_are_counted_as_without(x, generator):
+    """By a counter around the block, forward and backward."""
+    module, found = block(generator), []
+    for mode in ("off", "strict"):
+        with FlopCounterMode(display=False) as counter, batch_invariant(mode), attention_of_products():
+            module(x).square().sum().backward()
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1] > 0
