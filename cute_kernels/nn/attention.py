@@ -45,6 +45,12 @@ class RotaryEmbedding(FloatModule):
             self.reset_parameters()
         return self
 
+    def leave_meta(self, device: torch.device) -> None:
+        """Make a table on the meta device anew, on this one: ``load_state_dict(assign=True)`` brings none."""
+        if self.cos.is_meta and device.type != "meta":
+            with torch.inference_mode(False):  # a later call may differentiate
+                self.to_empty(device=device)
+
     def reset_parameters(self) -> None:
         """Fill the table, made on the CPU: the same bits wherever it is."""
         channels = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")

@@ -199,6 +199,8 @@ class TransformerBlock(nn.Module):
         hc = config.hyper_connections
         if hc is not None:
             self.head = LearnedHead(hc, backend=config.backend, device=options.get("device"))
+        # Before a trace or a capture, where no table can be made
+        self.register_load_state_dict_post_hook(_leave_meta)
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, S, C) from (B, S, C).
@@ -220,6 +222,7 @@ class TransformerBlock(nn.Module):
             h.shape[1] <= longest, "TransformerBlock", "h", f"have S of at most {longest}", f"shape {tuple(h.shape)}"
         )
         hc = config.hyper_connections
+        self.rotary.leave_meta(h.device)
         rotation = self.rotary(h.shape[1])
         if hc is None:
             for layer in self.layers:
@@ -242,6 +245,10 @@ class TransformerBlock(nn.Module):
                     offload.keep(begin, x)
                 recompute.end_block(x)
         return self.norm(self.head(x))
+
+
+def _leave_meta(block: TransformerBlock, _: object) -> None:
+    block.rotary.leave_meta(block.norm.weight.device)
 
 
 class _TokenEmbedding(nn.Embedding):

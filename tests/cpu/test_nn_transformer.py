@@ -1,5 +1,6 @@
 """MHCTransformer on the references, and on the path of the kernels (stand-ins)."""
 
+import copy
 import inspect
 from dataclasses import replace
 from unittest import mock
@@ -57,6 +58,49 @@ def test_a_model_from_the_meta_device(streams):
         move(made)
         assert torch.equal(made(tokens), model(tokens))
     assert made.block.rotary.cos.dtype is FP32 and "cos" not in "".join(made.state_dict())
+
+
+@pytest.mark.parametrize("load", ["whole", "by modules", "by hand", "inference mode"])
+@pytest.mark.parametrize("streams", [None, 4])
+def test_a_model_that_is_assigned_from_the_meta_device(streams, load):
+    """Nothing moves it: its table is made when the model is loaded or first called."""
+    config = make_config(streams=streams)
+    model, (tokens, targets) = make_model(config), make_tokens(config)
+    with torch.device("meta"):
+        made = MHCTransformer(config, dtype=BF16)
+    if load == "whole":
+        made.load_state_dict(model.state_dict(), assign=True)
+        assert not made.block.rotary.cos.is_meta and not made.block.rotary.sin.is_meta
+    elif load == "inference mode":
+        with torch.inference_mode():
+            made.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        assert not made.block.rotary.cos.is_inference()
+        return
+    else:
+        for own, part in zip(made.modules(), model.modules(), strict=True):
+            if load == "by hand":
+                for key, parameter in part.named_parameters(recurse=False):
+                    setattr(own, key, torch.nn.Parameter(parameter.detach().clone()))
+            elif not list(part.children()):
+                own.load_state_dict(part.state_dict(), assign=True)
+        assert made.block.rotary.cos.is_meta
+    with torch.inference_mode():
+        assert torch.equal(made(tokens), model(tokens))
+    assert_same_bits(gradients(made, tokens, targets), gradients(model, tokens, targets))
+    copied = copy.deepcopy(made).to(torch.float16).to(BF16)
+    assert copied.block.rotary.cos.dtype is FP32 and torch.equal(copied.block.rotary.cos, model.block.rotary.cos)
+    assert list(made.state_dict()) == list(model.state_dict())
+
+
+def test_an_assigned_model_is_compiled():
+    torch._dynamo.reset()
+    config = make_config(streams=None)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    with torch.device("meta"):
+        made = MHCTransformer(config, dtype=BF16)
+    made.load_state_dict(model.state_dict(), assign=True)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=2e-2, atol=2e-2)
 
 
 def test_an_emptied_model_has_its_table():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels.nn import CapturedStep, LayerNorm, Linear, ResidualOffload, RMSNorm
+from cute_kernels.nn import CapturedStep, LayerNorm, Linear, MHCTransformer, ResidualOffload, RMSNorm
 from cute_kernels.nn.offload import _side_stream
 from tests.nn_cases import (
     BF16,
@@ -54,6 +54,21 @@ def test_gradients_are_the_references(config, dtype):
     errors = relative_errors(ours, wanted)
     bounds = {name: max(0.1, *(2 * move[name] for move in moves)) for name in errors}
     assert all(errors[name] < bounds[name] for name in errors), (errors, bounds)
+
+
+def test_a_model_that_is_assigned_from_the_meta_device():
+    """Its table is there before the first call, which may be captured: a capture cannot copy from the host."""
+    model, (tokens, _) = make_model(PLAIN, "cuda"), make_tokens(PLAIN, device="cuda")
+    with torch.device("meta"):
+        made = MHCTransformer(PLAIN, dtype=BF16)
+    made.load_state_dict(model.state_dict(), assign=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        wanted = model(tokens)
+        with torch.cuda.graph(graph):
+            found = made(tokens)
+    graph.replay()
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("config", [DROPOUT, ONE_STREAM], ids=["four", "one"])
