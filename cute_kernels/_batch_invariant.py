@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from cute_kernels import _aten
 from cute_kernels._check import expect
@@ -26,8 +32,7 @@ class UncoveredOperatorError(RuntimeError):
     """An operator that may sum in an order of the batch's, inside ``batch_invariant("strict")``."""
 
 
-@contextmanager
-def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
+def batch_invariant(mode: str = "strict") -> _Block:
     """Inside, torch's operators on CUDA tensors give a row the same bits whatever the batch, forward and backward.
 
     Replaced by kernels of this library, where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
@@ -42,16 +47,24 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
         mode: what becomes of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,
             with a warning at its first call. "off": nothing is replaced, also inside of another block.
 
-    Yields:
-        A Counter of the operators that were not covered: name of the operator -> calls.
+    Returns:
+        A context manager and decorator. ``with`` gives a Counter, name of the operator -> calls: what was not covered
+        and ran while the block was live, also in a block within.
 
     Raises:
         ValueError: mode is none of these.
+        TypeError: a decorated function is a generator function or async: the block would end before it runs.
         UncoveredOperatorError: in the block, in strict mode.
+        RuntimeError: the block is live already; a block of another mode is live in another task of the thread; the
+            block ends in another thread; the block ends before a weaker one that began later.
 
-    The innermost block decides; when it ends, by an exception, too, the one around it goes on. A block is of one thread
-    and of the backward passes that it starts: one that starts later, recomputation of checkpoints with it, runs torch's
-    own kernels. Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of
+    A block is of one thread and of the backward passes that it starts: one that starts later, recomputation of
+    checkpoints with it, runs torch's own kernels. A block is live from its begin to its end, by an exception, too. The
+    live block of a thread that began last decides, so the innermost one. Blocks may end in any order, as those of two
+    generators or asyncio tasks do: while a generator or task is suspended, its block goes on, and holds for all that
+    the thread runs. Other dispatch modes (``FlopCounterMode``, say) see torch's operators, not what replaces them.
+
+    Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of
     what was compiled and run before does not); torch refuses a block inside of one. Each operator costs host time of
     Python's: capture a CUDA graph inside.
 
@@ -61,63 +74,156 @@ def batch_invariant(mode: str = "strict") -> Iterator[Counter[str]]:
     and ``sort`` name.
     """
     expect(mode in MODES, "batch_invariant", "mode", f"be of {', '.join(MODES)}", repr(mode))
-    uncovered: Counter[str] = Counter()
-    outer = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, _Replacing)]
-    replacing = outer[-1] if outer else _Replacing()
-    more = (mode != "off") - replacing.is_on()
-    _eager.count(more)
-    replacing.levels.append((mode, uncovered))
-    try:
-        if outer:
-            yield uncovered
-        else:
-            with replacing, _Functions(replacing):
-                yield uncovered
-    finally:
-        replacing.levels.pop()
-        _eager.count(-more)
+    return _Block(mode)
+
+
+class _Block:
+    """One block: its mode, its counter, and while it is live the thread that it began in."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.uncovered: Counter[str] = Counter()
+        self.replacing: _Replacing | None = None
+        self.thread = 0
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Each call of the function is a block of its own."""
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        expected = "be no generator function and not async: the block would end before it runs; use ``with`` inside"
+        good = not any(is_such(function) for is_such in kinds)
+        expect(good, "batch_invariant", "the decorated function", expected, function, TypeError)
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with _Block(self.mode):
+                return function(*args, **kwargs)
+
+        return inside
+
+    def __enter__(self) -> Counter[str]:
+        if self.replacing is not None:
+            raise RuntimeError("batch_invariant: a block that has not ended cannot begin again; make another one")
+        replacing = _Replacing.of_this_thread() or _Replacing()
+        self.thread = threading.get_ident()
+        for other in replacing.blocks:
+            if other.thread == self.thread and other.mode != self.mode and other not in _begun.get():
+                raise RuntimeError(
+                    f"batch_invariant: a block of mode {self.mode!r} cannot begin: one of mode {other.mode!r} is live "
+                    "in another task of this thread, for which it would decide, too"
+                )
+        replacing.add(self)
+        _begun.set((*_begun.get(), self))
+        self.uncovered, self.replacing = Counter(), replacing
+        return self.uncovered
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self.replacing is None:
+            raise RuntimeError("batch_invariant: a block that has not begun cannot end")
+        later = self.replacing.remove(self)
+        self.replacing = None
+        _begun.set(tuple(block for block in _begun.get() if block is not self))
+        if kind is not None:
+            return
+        if self.thread != threading.get_ident():
+            raise RuntimeError(
+                "batch_invariant: a block must end in the thread that it began in: elsewhere it covered nothing"
+            )
+        for other in later:
+            if MODES.index(other.mode) > MODES.index(self.mode):
+                raise RuntimeError(
+                    f"batch_invariant: a block of mode {self.mode!r} ends before one of mode {other.mode!r} that began "
+                    "later, and decided what ran since"
+                )
+
+
+# The live blocks that began in this context: a task sees those that were there when it was made, and its own
+_begun: ContextVar[tuple[_Block, ...]] = ContextVar("batch_invariant", default=())
 
 
 class _Eager:
     """torch.compile's stance, of which a process has one: force_eager while any thread is in a block that replaces."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._threads = 0
+        self._lock = threading.RLock()  # a generator that is collected ends its block at any place
+        self._replacing: set[_Replacing] = set()
         self._stance = None  # ours; it knows the user's
 
-    def count(self, more: int) -> None:
-        """So many more threads are in such a block, or fewer."""
+    def update(self, replacing: _Replacing) -> None:
+        """After a change of its blocks."""
         with self._lock:
-            threads = self._threads + more
-            if threads and self._stance is None:
+            (self._replacing.add if replacing.is_on() else self._replacing.discard)(replacing)
+            if self._replacing and self._stance is None:
                 self._stance = torch.compiler.set_stance("force_eager")  # raises inside of a compiled function
-            elif not threads and self._stance is not None:
-                self._stance.__exit__(None, None, None)
+            elif not self._replacing and self._stance is not None:
+                if torch._dynamo.eval_frame._stance is self._stance.stance:  # else others have set one meanwhile
+                    self._stance.__exit__(None, None, None)
                 self._stance = None
-            self._threads = threads
 
 
 _eager = _Eager()
 
 
 class _Replacing(TorchDispatchMode):
-    """The one mode of a thread; ``levels``: (mode, uncovered) of the blocks that it is in, the innermost last."""
+    """The one mode of a thread, and of its backward passes; ``blocks``: the live ones, in the order that they began.
+
+    It lies beneath the thread's other modes, which may begin and end while a block is live: each ends by taking the
+    topmost mode off the stack, whichever that is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.levels: list[tuple[str, Counter[str]]] = []
+        self.blocks: list[_Block] = []
+        self.functions = _Functions(self)
+
+    @staticmethod
+    def of_this_thread() -> _Replacing | None:
+        return next((m for m in _get_current_dispatch_mode_stack() if isinstance(m, _Replacing)), None)
+
+    def add(self, block: _Block) -> None:
+        """One more live block, which decides from here on."""
+        self.blocks.append(block)
+        try:
+            _eager.update(self)
+        except BaseException:
+            self.blocks.remove(block)
+            _eager.update(self)
+            raise
+        if self is not _Replacing.of_this_thread():
+            with _without(_dispatch_modes(), _push_mode, _pop_mode):
+                _push_mode(self)
+            with _without(_function_modes(), _push_function_mode, _pop_function_mode):
+                _push_function_mode(self.functions)
+
+    def remove(self, block: _Block) -> list[_Block]:
+        """One less; gives those that began after it. In another thread an empty mode stays, and does nothing."""
+        later = self.blocks[self.blocks.index(block) + 1 :]
+        self.blocks.remove(block)
+        _eager.update(self)
+        modes, functions = _dispatch_modes(), _function_modes()
+        if not self.blocks and self in modes and self.functions in functions:
+            with _without(modes[modes.index(self) + 1 :], _push_mode, _pop_mode):
+                _pop_mode()
+            with _without(functions[functions.index(self.functions) + 1 :], _push_function_mode, _pop_function_mode):
+                _pop_function_mode()
+        return later
+
+    def __enter__(self) -> _Replacing:
+        """As any mode, but for torch's flags: the process has one of each, which two threads would leave set."""
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
 
     def is_on(self) -> bool:
-        """Whether the innermost block replaces anything."""
-        return bool(self.levels) and self.levels[-1][0] != "off"
+        """Whether the block that decides replaces anything."""
+        return any(block.mode != "off" for block in self.blocks[-1:])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _PLAIN.issuperset(types):  # tensors that wrap others: what is inside comes by itself
             return NotImplemented
         kwargs = kwargs or {}
-        mode, uncovered = self.levels[-1]
-        if mode == "off" or not _is_concerned(args, kwargs):
+        if not self.is_on() or not _is_concerned(args, kwargs):
             return func(*args, **kwargs)
         replacement = _aten.replacement_of(func)
         if replacement is not None:
@@ -131,16 +237,21 @@ class _Replacing(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        name = str(func)
-        if mode == "strict":
+        self.count(str(func), (*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+    def count(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Count an operator that is not covered in all live blocks, or raise as the one that decides says."""
+        live = list(self.blocks)
+        if live[-1].mode == "strict":
             raise UncoveredOperatorError(
-                f"batch_invariant: {name} of {', '.join(_signatures((*args, *kwargs.values())))} is not covered; "
+                f"batch_invariant: {name} of {', '.join(_signatures(arguments))} is not covered; "
                 "batch_invariant('warn') lets it run"
             )
-        uncovered[name] += 1
-        if uncovered[name] == 1:
-            warnings.warn(f"batch_invariant: {name} is not covered: its bits may depend on the batch", stacklevel=2)
-        return func(*args, **kwargs)
+        for block in live:
+            block.uncovered[name] += 1
+        if live[-1].uncovered[name] == 1:
+            warnings.warn(f"batch_invariant: {name} is not covered: its bits may depend on the batch", stacklevel=3)
 
 
 class _Functions(TorchFunctionMode):
@@ -155,6 +266,28 @@ class _Functions(TorchFunctionMode):
         if func is F.linear and self.replacing.is_on() and _is_concerned(args, kwargs):
             return _linear(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _dispatch_modes() -> list[TorchDispatchMode]:
+    """This thread's, the topmost last, without those of torch's own that lie beneath all others."""
+    return [m for m in _get_current_dispatch_mode_stack() if getattr(m, "_mode_key", None) is None]
+
+
+def _function_modes() -> list[TorchFunctionMode]:
+    """This thread's, the topmost last, without the one of the default device, which lies beneath all others."""
+    return [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
+
+
+@contextmanager
+def _without(modes: list, push: Callable[[Any], Any], pop: Callable[[], Any]) -> Iterator[None]:
+    """The topmost modes of a stack are off it meanwhile; they do not notice."""
+    for _ in modes:
+        pop()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            push(mode)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
