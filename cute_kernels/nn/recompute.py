@@ -168,9 +168,19 @@ def expect_manager(op: str, recompute: object) -> None:
 
 def expect_no_checkpoint(what: str) -> None:
     """Raise RuntimeError inside of a checkpoint, whose replay would read what is not there (any more, or yet)."""
-    hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+    if not is_compiling() and any(pack.__module__ == "torch.utils.checkpoint" for pack, _ in _saved_tensors_hooks()):
         raise RuntimeError(f"{what} inside of torch.utils.checkpoint: use one of them")
+
+
+def _saved_tensors_hooks() -> list[tuple[Callable, Callable]]:
+    """All of this thread, the topmost first, of which torch shows that one alone."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(hooks):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return hooks
 
 
 class _Inputs:

@@ -558,6 +558,21 @@ def test_the_replay_runs_under_the_forward_s_autocast():
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
+def test_a_checkpoint_beneath_other_hooks_is_found():
+    """Torch shows the topmost hooks alone; those of others stay where they were."""
+
+    def function(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            with pytest.raises(RuntimeError, match="inside of torch.utils.checkpoint: use one of them"):
+                RecomputeManager()
+            x = x.sin()
+        return x.exp()
+
+    packed, x = [], torch.ones(4, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert packed and torch.equal(x.grad, (x.sin().exp() * x.cos()).detach())
+
+
 def test_recompute_inside_of_torch_s_checkpoint_is_refused():
     def function(x):
         manager = RecomputeManager()
