@@ -225,11 +225,12 @@ activation_backward_op = mutating_op(
 @contextmanager
 def forced(config: GemmConfig | None, transposed: bool) -> Iterator[None]:
     """Every product inside runs on this kernel: how the tests hold the candidates together."""
-    _forced.append((config, transposed))
+    entry = (config, transposed)
+    _forced.append(entry)
     try:
         yield
     finally:
-        _forced.pop()
+        _forced[:] = [other for other in _forced if other is not entry]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The kernels' path of bmm on the CPU, ``serial_k16`` in plain torch in place of them; the tests are the GPU's."""
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -103,6 +104,17 @@ def test_a_known_call_looks_no_plan_up(grad, generator, monkeypatch):
     with forced(None, False):
         bmm(a, b)
     assert len(lookups) == 4
+
+
+def test_forced_kernels_end_in_any_order():
+    first, second = (None, False), (None, True)
+    with contextlib.ExitStack() as stack:
+        one = forced(*first)
+        one.__enter__()
+        stack.enter_context(forced(*second))
+        one.__exit__(None, None, None)
+        assert launch._forced == [second]
+    assert not launch._forced
 
 
 def test_a_tangent_is_refused_and_not_lost():
