@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -263,9 +264,28 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.linear and self.replacing.is_on() and _is_concerned(args, kwargs):
+        if not self.replacing.is_on() or not _PLAIN.issuperset(types):
+            return func(*args, **kwargs)
+        if func is F.linear and _is_concerned(args, kwargs):
             return _linear(*args, **kwargs)
+        if func in WITH_THE_MODE:
+            with self:
+                return _body(func)(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+# They call functions that a mode must see: torch runs them with the mode off, as all that it writes in Python
+WITH_THE_MODE = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@functools.cache
+def _body(func: types.FunctionType) -> types.FunctionType:
+    """The function without its question whether a mode takes it, to which the answer is yes while one is on."""
+    questions = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    variables = {**func.__globals__, **dict.fromkeys(questions, lambda *_: False)}
+    body = types.FunctionType(func.__code__, variables, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def _dispatch_modes() -> list[TorchDispatchMode]:
@@ -292,9 +312,10 @@ def _without(modes: list, push: Callable[[Any], Any], pop: Callable[[], Any]) ->
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Product and bias rounded once, where torch rounds twice if x is no view of a matrix. A batch of one mostly is."""
-    if bias is None or input.dim() < 3 or weight.dim() != 2:
+    if bias is None or input.dim() in (0, 2) or weight.dim() != 2:
         return F.linear(input, weight, bias)
-    return torch.addmm(bias, input.flatten(0, -2), weight.t()).unflatten(0, input.shape[:-1])
+    rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+    return torch.addmm(bias, rows, weight.t()).view(*input.shape[:-1], len(weight))
 
 
 def _is_concerned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -404,6 +405,59 @@ def test_transforms_of_functions(x):
         leaf = x[0].clone().requires_grad_()
         assert torch.equal(torch.autograd.grad((leaf @ weight).softmax(-1).square().sum(), leaf)[0], gradient)
     assert not uncovered
+
+
+def test_linear_under_autocast(generator):
+    """The same bits for a vector, a matrix and a batch, whose bias is cast."""
+    linear = torch.nn.Linear(64, 48, device=generator.device)
+    x = torch.randn(3, 5, 64, generator=generator, device=generator.device)
+    with batch_invariant() as uncovered, torch.autocast(torch.device(generator.device).type, BF16):
+        y = linear(x.transpose(0, 1))
+        assert y.dtype is BF16 and torch.equal(y.transpose(0, 1), linear(x))
+        assert torch.equal(linear(x[0]), y[:, 0]) and torch.equal(linear(x[0, 2]), y[2, 0])
+    assert not uncovered
+
+
+def test_a_vector_that_is_not_contiguous(generator):
+    x = torch.randn(64, 9, generator=generator, device=generator.device).to(BF16).mT
+    linear = torch.nn.Linear(64, 48, device=generator.device, dtype=BF16)
+    with batch_invariant():
+        for row, expected in zip(x, linear(x), strict=True):
+            assert torch.equal(linear(row), expected)
+
+
+def test_attention_of_torch_does_not_know_its_batch(generator, x):
+    """Its projections are of tensors that are contiguous only where the batch is one."""
+    module = torch.nn.MultiheadAttention(WIDTH, 4, batch_first=True, device=generator.device, dtype=BF16)
+    torch.nn.init.normal_(module.in_proj_bias)
+    with batch_invariant() as uncovered, attention_of_products():
+        together = module(x, x, x, need_weights=False)[0]
+        for i in range(len(x)):
+            one = x[i : i + 1]
+            assert torch.equal(module(one, one, one, need_weights=False)[0], together[i : i + 1])
+    assert not uncovered
+
+
+@pytest.mark.parametrize("way", ["Tensor.backward", "backward", "grad"])
+def test_what_a_backward_recomputes(generator, way):
+    """The recomputed product has the bits of the forward."""
+    linear = torch.nn.Linear(64, 48, device=generator.device, dtype=BF16)
+    x = torch.randn(7, 5, 64, generator=generator, device=generator.device).to(BF16).transpose(0, 1)
+    outputs = []
+
+    def function(x):
+        outputs.append(linear(x))
+        return outputs[-1].sin()
+
+    with batch_invariant():
+        y = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum()
+        if way == "Tensor.backward":
+            y.backward()
+        elif way == "backward":
+            torch.autograd.backward(y)
+        else:
+            torch.autograd.grad(y, linear.weight)
+    assert len(outputs) == 2 and torch.equal(*outputs)
 
 
 def test_nothing_at_all(device):
