@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
@@ -64,6 +67,10 @@ def batch_invariant(mode: str = "strict") -> _Block:
     live block of a thread that began last decides, so the innermost one. Blocks may end in any order, as those of two
     generators or asyncio tasks do: while a generator or task is suspended, its block goes on, and holds for all that
     the thread runs. Other dispatch modes (``FlopCounterMode``, say) see torch's operators, not what replaces them.
+
+    Under ``torch.func.vmap`` torch makes several operators of some, which round in between: of ``linear`` with a bias,
+    ``addmm``, ``addmv``, ``baddbmm``, ``nll_loss``, ``cross_entropy``, norms with weights of a batch and the backwards
+    of norms. They are not covered there: give them the batch as a dimension.
 
     Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of
     what was compiled and run before does not); torch refuses a block inside of one. Each operator costs host time of
@@ -256,7 +263,7 @@ class _Replacing(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What torch decides by strides before it calls an operator, in one way for all."""
+    """What torch decides above its operators: by strides, or in a transform of functions."""
 
     def __init__(self, replacing: _Replacing) -> None:
         super().__init__()
@@ -266,12 +273,50 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.replacing.is_on() or not _PLAIN.issuperset(types):
             return func(*args, **kwargs)
-        if func is F.linear and _is_concerned(args, kwargs):
+        if _is_taken_apart(func, args, kwargs) and _is_concerned(args, kwargs):
+            self.replacing.count(f"{func.__name__} under vmap", (*args, *kwargs.values()))
+        elif func is F.linear and _is_concerned(args, kwargs):
             return _linear(*args, **kwargs)
-        if func in WITH_THE_MODE:
+        elif func in WITH_THE_MODE:
             with self:
                 return _body(func)(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+# Under vmap torch makes several operators of each, which round in between
+SUMS = ("addmm", "addmv", "baddbmm", "addbmm", "addr")
+LOSSES = ("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward")
+TAKEN_APART = frozenset((*SUMS, *(f"{name}_" for name in SUMS), *LOSSES))
+NORMS = ("layer_norm", "native_layer_norm", "rms_norm")  # with weights of a batch
+NODES_OF_NORMS = ("NativeLayerNormBackward0", "FusedRmsNormBackward0")  # in a backward
+
+
+def _is_taken_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether vmap is on and makes other operators of a function than torch does without it."""
+    if not _are_functorch_transforms_active():
+        return False
+    if all(layer.key() != TransformType.Vmap for layer in get_interpreter_stack()):
+        return False
+    name = getattr(func, "__name__", "").partition(".")[0]  # of aten's operators, too
+    given = list(_tensors((*args, *kwargs.values())))
+    if name == "linear":
+        return len(given) == 3
+    if name in NORMS:
+        return any(map(is_batchedtensor, given[1:]))
+    if name in ("backward", "grad"):
+        return any(node.name() in NODES_OF_NORMS for node in _nodes(t.grad_fn for t in given))
+    return name in TAKEN_APART
+
+
+def _nodes(roots: Iterable[Node | None]) -> set[Node]:
+    """The nodes of autograd's graph that a backward may go through."""
+    found, waiting = set(), list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 # They call functions that a mode must see: torch runs them with the mode off, as all that it writes in Python

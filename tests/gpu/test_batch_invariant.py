@@ -407,6 +407,74 @@ def test_transforms_of_functions(x):
     assert not uncovered
 
 
+def rows_of_vmap(generator):
+    """(function, its batches) of what reaches batch_invariant in another form, or not, where vmap is on."""
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, device=generator.device).to(BF16)
+
+    weight, bias, scale = randn(24, 40), randn(24), randn(40)
+    target = torch.randint(0, 40, (6, 5), generator=generator, device=generator.device)
+    return {
+        "linear": (lambda x: F.linear(x, weight, bias), randn(6, 40)),
+        "linear of matrices": (torch.nn.Linear(40, 24, dtype=BF16, device=generator.device), randn(6, 5, 40)),
+        "linear, its weights of a batch": (F.linear, randn(6, 5, 40), randn(6, 24, 40), randn(6, 24)),
+        "linear without bias": (lambda x: F.linear(x, weight), randn(6, 5, 40)),
+        "aten.addmm": (lambda x: torch.ops.aten.addmm(bias, x, weight.mT), randn(6, 5, 40)),
+        "addmm with factors": (lambda x: torch.addmm(bias, x, weight.mT, beta=0.5, alpha=2), randn(6, 5, 40)),
+        "addmm in place": (lambda x, c: c.clone().addmm_(x, weight.mT), randn(6, 5, 40), randn(6, 5, 24)),
+        "addmv": (lambda x: torch.addmv(bias, weight, x), randn(6, 40)),
+        "baddbmm": (torch.baddbmm, randn(6, 2, 5, 7), randn(6, 2, 5, 40), randn(6, 2, 40, 7)),
+        "matmul and sum": (lambda x: x @ weight.mT + bias, randn(6, 5, 40)),
+        "mv": (lambda x: weight @ x, randn(6, 40)),
+        "softmax": (lambda x: x.softmax(-1), randn(6, 5, 40)),
+        "log_softmax": (lambda x: x.log_softmax(0), randn(6, 5, 40)),
+        "sum and mean": (lambda x: x.sum(0) + x.mean(), randn(6, 5, 40)),
+        "layer_norm": (lambda x: F.layer_norm(x, (40,), scale, scale), randn(6, 5, 40)),
+        "layer_norm, its weights of a batch": (
+            lambda x, w: F.layer_norm(x, (40,), w, w),
+            randn(6, 5, 40),
+            randn(6, 40),
+        ),
+        "rms_norm": (lambda x: F.rms_norm(x, (40,), scale, 1e-5), randn(6, 5, 40)),
+        "rms_norm, its weights of a batch": (lambda x, w: F.rms_norm(x, (40,), w, 1e-5), randn(6, 5, 40), randn(6, 40)),
+        "cross_entropy": (F.cross_entropy, randn(6, 5, 40), target),
+        "nll_loss": (F.nll_loss, randn(6, 5, 40), target),
+    }
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_vmap_gives_the_bits_of_each_row_or_refuses(generator, gradient):
+    refused = set()
+    for name, (function, *batches) in rows_of_vmap(generator).items():
+
+        def call(first, *rest, function=function):
+            return function(first, *rest).float().square().sum()
+
+        mapped = torch.func.grad(call) if gradient else function
+        with batch_invariant() as uncovered:
+            rows = torch.stack([mapped(*row) for row in zip(*batches, strict=True)])
+            try:
+                assert torch.equal(torch.func.vmap(mapped)(*batches), rows), name
+            except UncoveredOperatorError:
+                refused.add(name)
+        assert not uncovered
+    assert refused >= {"linear", "linear of matrices", "aten.addmm", "addmm with factors", "addmv", "baddbmm"}
+    kept = {"linear without bias", "matmul and sum", "mv", "softmax", "log_softmax", "sum and mean"}
+    assert refused.isdisjoint(kept if gradient else {*kept, "layer_norm"})
+
+
+def test_what_vmap_takes_apart_is_named(generator):
+    linear = torch.nn.Linear(64, 48, device=generator.device, dtype=BF16)
+    x = torch.randn(7, 64, generator=generator, device=generator.device).to(BF16)
+    with batch_invariant(), pytest.raises(UncoveredOperatorError, match=r"linear under vmap of bfloat16\[64\]"):
+        torch.func.vmap(linear)(x)
+    with batch_invariant("warn") as uncovered, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.func.vmap(linear)(x)
+    assert uncovered == {"linear under vmap": 1}
+
+
 def test_linear_under_autocast(generator):
     """The same bits for a vector, a matrix and a batch, whose bias is cast."""
     linear = torch.nn.Linear(64, 48, device=generator.device)
