@@ -225,7 +225,8 @@ class _Replacing(TorchDispatchMode):
 
     def is_on(self) -> bool:
         """Whether the block that decides replaces anything."""
-        return any(block.mode != "off" for block in self.blocks[-1:])
+        last = self.blocks[-1:]  # another thread may end the last one
+        return bool(last) and last[0].mode != "off"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _PLAIN.issuperset(types):  # tensors that wrap others: what is inside comes by itself
@@ -320,7 +321,9 @@ def _nodes(roots: Iterable[Node | None]) -> set[Node]:
 
 
 # They call functions that a mode must see: torch runs them with the mode off, as all that it writes in Python
-WITH_THE_MODE = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+WITH_THE_MODE = frozenset(
+    (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+)
 
 
 @functools.cache
