@@ -326,9 +326,11 @@ WITH_THE_MODE = frozenset(
 )
 
 
-@functools.cache
 def _body(func: types.FunctionType) -> types.FunctionType:
-    """The function without its question whether a mode takes it, to which the answer is yes while one is on."""
+    """The function without its question whether a mode takes it, to which the answer is yes while one is on.
+
+    Made anew at each call, so that it sees what its module holds now.
+    """
     questions = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
     variables = {**func.__globals__, **dict.fromkeys(questions, lambda *_: False)}
     body = types.FunctionType(func.__code__, variables, func.__name__, func.__defaults__, func.__closure__)
