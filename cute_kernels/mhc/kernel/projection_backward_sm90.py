@@ -403,7 +403,19 @@ class ProjectionBackwardSm90(WarpgroupProducts):
 
     @cute.jit
     def compute_dx(self, tiled_mma: cute.TiledMma, phi, norm_weight, dmean_square, pre, tidx: Int32):
-        """Two warpgroups: dx of every tile, half of the columns each; or each all columns of every second tile."""
+        """Two warpgroups: dx of every tile, half of the columns each; or each all columns of every second tile.
+
+        A wait tells adjacent phases of a slot apart, no others: the tile that the slot had before, c - S of S slots,
+        must be known to have come before tile c is waited for. Sharers wait for every tile. In turns tile c, counted
+        over all items, is warpgroup c % 2's, and so a slot is always the same warpgroup's where S is even: of dH's and
+        R's rings with their two slots, and of x's where there are neither dout nor partials. Else it follows from dH:
+
+            with partials   dH's tile c came when its slot was free, for which the adder had multiplied tile c - 2: it
+                            had waited for x's tiles up to c - 2, and said that it read those up to c - 3
+            with dout       R's tile c - 1 was asked for before dH's tile c, when its slot was free, for which the other
+                            warpgroup had finished tile c - 3: it had waited for x's tiles up to there
+        S is 3 or more (tests/cpu/test_mhc_rings.py).
+        """
         config = self.config
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         turns, turn, share = const_expr(DX_GROUPS // config.sharers), group, Int32(0)
@@ -423,14 +435,11 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 dx_barrier()
             tiles = self.tiles_of(item)
-            for tile in cutlass.range(turn, tiles, turns):
+            for tile in cutlass.range(first_of_turn(turn, before, turns), tiles, turns):
                 first_row = self.block_of(item, tile) * TILE_TOKENS + places[(0, 0, 0), 0, 0][0]
                 rows = [cutlass.min(first_row + 8 * half, self.num_tokens - 1) for half in range(2)]
                 scales = [dmean_square[row] * (2.0 / config.k) for row in rows]
                 gates = [self.dx_tile.load_gates(pre, row, tidx) for row in rows]
-                # A wait tells two phases apart. In turns a slot's tile before may have been the other warpgroup's: that
-                # it had come is known since dH's slot, one of two, was free again, for which the adder had read it, or
-                # R's, for which that warpgroup had; with neither x's ring has an even number of slots
                 slot, phase = place_in_ring(before + tile, config.stages)
                 cute.arch.mbarrier_wait(self.split + slot, phase)
                 self.project(tiled_mma, tCrH, tCrPhi, sums, slot)
@@ -494,6 +503,11 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     cute.gemm(tiled_mma, sums, rA, rB, sums)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
+
+
+def first_of_turn(turn, before, turns: int):
+    """An item's first tile of those that take turns over all tiles; ``before``: tiles of the items before it."""
+    return (turn + before) % turns
 
 
 def place_in_ring(count: Int32, stages: int) -> tuple:

@@ -1,0 +1,140 @@
+"""The rings of the projection's backward by warpgroups, its roles run in Python in many orders.
+
+A wait on an mbarrier tells adjacent phases apart, no others. So every wait must come when the phase before the awaited
+one is known to be over, however late a role or a copy is.
+"""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from cute_kernels.mhc.config import warpgroup_backward_config
+from cute_kernels.mhc.kernel.projection_backward_sm90 import first_of_turn
+
+FLAGS = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or flags[1]]  # where they take turns
+CASES = [(columns, phi, *flags) for columns in (8, 80) for phi in ("bfloat16", "float32") for flags in FLAGS]
+ITEMS = [3, 3, 3], [3, 5, 4, 1], [1, 1, 1, 1, 1, 1, 1], [16, 5, 16, 3], [5, 3, 5, 3]  # tiles of each
+
+
+class Rings:
+    """Barriers by (name, slot), and tasks that run between their waits; each wait says which use of a slot it means."""
+
+    def __init__(self, counts: dict[str, int]):
+        self.counts = counts
+        self.arrived: Counter = Counter()
+        self.tasks: list = []
+
+    def arrive(self, name: str, slot: int) -> None:
+        self.arrived[name, slot] += 1
+
+    def copy(self, name: str, slot: int):
+        """A copy arrives whenever it has come."""
+
+        def task():
+            yield None
+            self.arrive(name, slot)
+
+        self.tasks.append(task())
+
+    def over(self, name: str, slot: int) -> int:
+        """How many phases are."""
+        return self.arrived[name, slot] // self.counts[name]
+
+    def run(self, roles, rng) -> None:
+        """In an order of priorities, changed now and then."""
+        self.tasks = list(roles)
+        awaited: dict = {}
+        priorities: dict = {}
+        while self.tasks:
+            ready = []
+            for task in self.tasks:
+                wait = awaited.get(task)
+                # What the instruction tells: whether the phase under way has the other parity
+                if wait is None or self.over(*wait[:2]) % 2 != wait[2] % 2:
+                    ready.append(task)
+            assert ready, "all wait"
+            task = min(ready, key=lambda task: priorities.setdefault(task, rng.random()))
+            if rng.random() < 0.05:
+                priorities[task] = rng.random()
+            if awaited.get(task) is not None:
+                name, slot, use = awaited[task]
+                assert self.over(name, slot) == use + 1, f"a wait for use {use} of {name}[{slot}] came too early"
+            try:
+                awaited[task] = next(task)
+            except StopIteration:
+                self.tasks.remove(task)
+
+
+def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up: bool, combines: bool):
+    """As in ProjectionBackwardSm90 of one CTA whose warpgroups take turns."""
+    total = sum(items)
+
+    def loader():
+        for c in range(total):
+            slot, use = c % stages, c // stages
+            if use:
+                yield "empty", slot, use - 1
+            rings.copy("split", slot)
+            if combines:
+                if use:
+                    yield "res_empty", slot, use - 1
+                rings.copy("res_full", slot)
+
+    def mover():
+        for count in range(total + x_stages - 1):
+            if count < total:
+                rings.copy("x_full", count % x_stages)
+            if count >= x_stages - 1:
+                done = count - (x_stages - 1)
+                yield "done", done % x_stages, done // x_stages
+
+    def adder():
+        for c in range(total):
+            yield "split", c % stages, c // stages
+            yield "x_full", c % x_stages, c // x_stages
+            rings.arrive("empty", c % stages)
+            rings.arrive("read", c % x_stages)
+
+    def group(turn):
+        before = 0
+        for tiles in items:
+            for c in range(before + first_of_turn(turn, before, 2), before + tiles, 2):
+                yield "split", c % stages, c // stages
+                rings.arrive("empty", c % stages)
+                yield "x_full", c % x_stages, c // x_stages
+                if combines:
+                    yield "res_full", c % stages, c // stages
+                if adds_up:
+                    yield "read", c % x_stages, c // x_stages
+                if combines:
+                    rings.arrive("res_empty", c % stages)
+                rings.arrive("done", c % x_stages)
+            before += tiles
+
+    return [loader(), mover(), *([adder()] if adds_up else []), group(0), group(1)]
+
+
+@pytest.mark.parametrize("columns, phi, combines, gathers, adds_up", CASES)
+def test_no_wait_is_early(columns, phi, combines, gathers, adds_up):
+    config = warpgroup_backward_config(8, 4096, "streams", columns, phi, combines, gathers)
+    assert config.x_stages >= 3 and config.stages == 2 and config.sharers == 1
+    if not adds_up and not combines:
+        assert config.x_stages % 2 == 0
+    counts = {"empty": 1 + adds_up, "res_empty": 1, "split": 1, "res_full": 1, "x_full": 1, "read": 1, "done": 1}
+    rng = random.Random(columns)
+    for _ in range(30):
+        for items in ITEMS:
+            rings = Rings(counts)
+            rings.run(roles_of(rings, config.stages, config.x_stages, items, adds_up, combines), rng)
+
+
+@pytest.mark.parametrize("items", ITEMS)
+def test_tiles_alternate_over_all_items(items):
+    before, owners = 0, {}
+    for tiles in items:
+        for turn in range(2):
+            owners |= {before + tile: turn for tile in range(first_of_turn(turn, before, 2), tiles, 2)}
+        before += tiles
+    assert owners == {c: c % 2 for c in range(sum(items))}
