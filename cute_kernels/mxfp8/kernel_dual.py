@@ -143,7 +143,10 @@ class QuantizeDual:
         tickets = smem.allocate_tensor(Int32, cute.make_layout(TICKETS))
         full = smem.allocate_array(Int64, SLOTS)  # a tile of x has come
         done = smem.allocate_array(Int64, SLOTS)  # it is quantized
-        ready = smem.allocate_array(Int64, 1)  # so are the next tiles of all CTAs of the cluster
+        # So are the next tiles of all CTAs of the cluster; in turns. A CTA that has heard of all may arrive for the
+        # next turn where an arrival for this one is still on its way, in whose place it would count at one barrier. Two
+        # turns early none arrives: for the turn between every CTA does, once its own barrier has heard of this one
+        ready = smem.allocate_array(Int64, 2)
         read = smem.allocate_array(Int64, 1)  # their scales have been read
         received = smem.allocate_array(Int64, 2)  # all that a CTA puts together have come
         drawn = smem.allocate_array(Int64, TICKETS)  # a ticket has
@@ -156,9 +159,9 @@ class QuantizeDual:
                 for slot in cutlass.range_constexpr(SLOTS):
                     cute.arch.mbarrier_init(full + slot, 1)
                     cute.arch.mbarrier_init(done + slot, GROUP * WARP)
-                cute.arch.mbarrier_init(ready, self.ctas * (1 + self.exchanges))
                 cute.arch.mbarrier_init(read, 2 * WARP)
                 for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(ready + i, self.ctas * (1 + self.exchanges))
                     cute.arch.mbarrier_init(received + i, 1)
                     cute.arch.mbarrier_arrive_and_expect_tx(received + i, 4 * self.words)
                 for i in cutlass.range_constexpr(TICKETS):
@@ -191,7 +194,7 @@ class QuantizeDual:
             # of the others the first tile would come late (2.4 us more)
             draws = (counter, tickets, drawn, rank)
             self.draw(*draws, Int32(0))
-            slot, phase, turn, ticket = Int32(0), Int32(0), Int32(0), Int32(0)
+            slot, phase, turn, ready_phase, ticket = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
             number, ticket = self.next(*draws, num, Int32(-1), ticket)
             for i in cutlass.range_constexpr(SLOTS // TALL):
                 self.fetch(*load, rank, i * TALL, number)
@@ -200,14 +203,15 @@ class QuantizeDual:
                 a, b, e = self.place(numbers[slot], rank, along_a, along_b)
                 for i in cutlass.range_constexpr(TALL):
                     cute.arch.mbarrier_wait(done + slot + i, phase)
-                self.arrive(ready, lane)
-                cute.arch.mbarrier_wait(ready, turn)
+                self.arrive(ready + turn, lane)
+                cute.arch.mbarrier_wait(ready + turn, ready_phase)
                 self.store(tma_row, mRow, tma_col, mCol, swizzled, ring, slot, a, b, e)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.mbarrier_wait(read, turn)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self.fetch(*load, rank, slot, number)
                 number, ticket = self.next(*draws, num, number, ticket)
+                ready_phase ^= turn
                 turn ^= 1
                 slot += TALL
                 if slot == SLOTS:
@@ -373,10 +377,10 @@ class QuantizeDual:
         while numbers[slot] >= 0:
             a, b, e = self.place(numbers[slot], rank, along_a, along_b)
             row, column = (a, b) if const_expr(is_row) else (b, a)
-            cute.arch.mbarrier_wait(ready, turn)
+            cute.arch.mbarrier_wait(ready + turn, phase)
             if const_expr(exchanges):
                 # What was put together two times ago has been written, so its place is free for the next time
-                self.arrive(ready, lane)
+                self.arrive(ready + (turn ^ 1), lane)
                 self.send(staged, slot, together[None, turn].iterator, received + turn, lane, rank)
             else:
                 self.write(side, staged, slot, s, lane, row, column, e, rows, columns)
