@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import EVICT_LAST, LAST_BYTES, evict_first_if
+from cute_kernels.common.cluster_barriers import arrive_in_cluster, wait_in_cluster
 from cute_kernels.mxfp8.config import ATOM, BLOCK, TALL, TILE, DualConfig, ScaleRule
 from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory, of_passes
 from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_words, word_at
@@ -204,7 +205,7 @@ class QuantizeDual:
                 for i in cutlass.range_constexpr(TALL):
                     cute.arch.mbarrier_wait(done + slot + i, phase)
                 self.arrive(ready + turn, lane)
-                cute.arch.mbarrier_wait(ready + turn, ready_phase)
+                wait_in_cluster(ready + turn, ready_phase)
                 self.store(tma_row, mRow, tma_col, mCol, swizzled, ring, slot, a, b, e)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.mbarrier_wait(read, turn)
@@ -239,7 +240,7 @@ class QuantizeDual:
     def arrive(self, barrier: cute.Pointer, lane: Int32):
         """Arrive at the barrier of every CTA of the cluster."""
         if lane < self.ctas:
-            cute.arch.mbarrier_arrive(barrier, lane)
+            arrive_in_cluster(barrier, lane)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -377,7 +378,7 @@ class QuantizeDual:
         while numbers[slot] >= 0:
             a, b, e = self.place(numbers[slot], rank, along_a, along_b)
             row, column = (a, b) if const_expr(is_row) else (b, a)
-            cute.arch.mbarrier_wait(ready + turn, phase)
+            wait_in_cluster(ready + turn, phase)
             if const_expr(exchanges):
                 # What was put together two times ago has been written, so its place is free for the next time
                 self.arrive(ready + (turn ^ 1), lane)

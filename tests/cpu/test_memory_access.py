@@ -106,6 +106,19 @@ def test_sums_that_are_read_again_stay(texts):
             assert not policies, name
 
 
+REMOTE_ARRIVAL = re.compile(r"mbarrier\.arrive\S*\.shared::cluster\S*")
+
+
+def test_arrivals_at_other_ctas_have_the_clusters_scope(texts):
+    """But for those of the DSL's pipelines (gemm), which order what the tensor cores read by its having been read."""
+    found = {name: set(REMOTE_ARRIVAL.findall(text)) for name, text in texts.items() if "gemm" not in name}
+    for name, arrivals in found.items():
+        assert arrivals <= {"mbarrier.arrive.relaxed.cluster.shared::cluster.b64"}, name
+        assert not arrivals or "fence.release.sync_restrict::shared::cta.cluster" in texts[name], name
+    of_pairs = {name.removeprefix("other_").partition(".")[0] for name, arrivals in found.items() if arrivals}
+    assert of_pairs == (BY_WARPGROUPS if any("sm_90a" in text for text in texts.values()) else set())
+
+
 def test_all_wait_for_the_kernel_before(texts):
     """Before they touch memory or let the next one begin: they may be launched while that one still runs.
 

@@ -12,14 +12,12 @@ import torch
 
 from cute_kernels.mhc import prewarm
 from cute_kernels.mhc.config import (
-    TILE_TOKENS,
     pre_config,
     product_layout,
     projection_backward_config,
     projection_config,
     splits_of,
     stream_layout,
-    warpgroup_backward_config,
 )
 from cute_kernels.mhc.kernel.aggregate import AggregateBackward
 from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
@@ -424,17 +422,6 @@ def test_backward_by_warpgroups_compiles(op, layout, order, parameters, norm_wei
     builder, (*facts, sums, n, orientation, gathers, config) = job
     assert sums
     compile_and_check([(builder, (*facts, needs_dphi, n, orientation, gathers, config))], "sm_90a")
-
-
-def test_turns_of_warpgroups():
-    """What the waits of compute_dx rest on, where its warpgroups take turns."""
-    for layout, phi in itertools.product(LAYOUTS, ("bfloat16", "float32")):
-        for combines, gathers in itertools.product((False, True), repeat=2):
-            config = warpgroup_backward_config(8, 4096, layout, 80, phi, combines, gathers)
-            assert config.stages == 2 and config.x_stages >= 2
-            assert config.sharers == (1 if combines or gathers else 2)
-            assert config.chunk // TILE_TOKENS % 2 == 0  # an item that another of its slice follows
-            assert config.sharers == 2 or combines or config.x_stages % 2 == 0
 
 
 @pytest.mark.parametrize("op, boxes", [("projection", 10), ("hyper_connection", 12)])  # dH's; and R's

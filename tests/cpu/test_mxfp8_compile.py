@@ -149,6 +149,8 @@ def test_instructions(arch, tmp_path):
         atomics = set(re.findall(r"\b(?:atom|red)\.[\w.]+", kernel))
         assert atomics == ({"atom.global.add.u32"} if kernel in rings else set())
         assert ".local" not in kernel and ".ftz" not in kernel
+        assert ("mbarrier.arrive.relaxed.cluster.shared::cluster" in kernel) == (kernel in rings)
+        assert "mbarrier.arrive.shared::cluster" not in kernel  # of the CTA's scope
         assert not SIGNED_BYTE.search(kernel)
     for kernel in quantizers:
         assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.shared", kernel)

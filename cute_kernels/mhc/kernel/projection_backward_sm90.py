@@ -30,6 +30,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
+from cute_kernels.common.cluster_barriers import wait_in_cluster
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import MAX_BOX, SLICE_CHANNELS, TILE_TOKENS, WarpgroupBackwardConfig
 from cute_kernels.mhc.kernel.dx_tile import OCTET, RES_BOX, DxTile
@@ -266,7 +267,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         for item in cutlass.range(self.first, self.items, self.step):
             for tile in cutlass.range(self.tiles_of(item)):
                 block, full = self.block_of(item, tile), self.full + slot
-                cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+                wait_in_cluster(self.empty + slot, phase ^ 1)
                 if cute.arch.lane_idx() == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_TOKENS * config.columns)
                 for octet in cutlass.range_constexpr(config.columns // OCTET):
@@ -275,7 +276,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     self.load_shared(tma_dh, source, target, full, self.rank == octet % CLUSTER)
                 if const_expr(self.combines):
                     full = self.res_full + slot
-                    cute.arch.mbarrier_wait(self.res_empty + slot, phase ^ 1)
+                    wait_in_cluster(self.res_empty + slot, phase ^ 1)
                     if cute.arch.lane_idx() == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_TOKENS * self.n**2)
                     for box in cutlass.range_constexpr(self.n**2 // RES_BOX):

@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
+from cute_kernels.common.cluster_barriers import wait_in_cluster
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import TILE_K, WarpgroupProjectionConfig
@@ -148,7 +149,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
             policy = evict_first_if(num_tokens - block * config.tokens > last_tokens)
             for index in cutlass.range(self.tiles_of(item)):
                 k = item % splits + index * splits
-                cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+                wait_in_cluster(self.empty + slot, phase ^ 1)
                 full = self.full + slot
                 if cute.arch.lane_idx() == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)

@@ -13,6 +13,8 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from cute_kernels.common.cluster_barriers import arrive_in_cluster
+
 WARPGROUP = 128
 THREADS = 4 * WARPGROUP
 CLUSTER = 2  # CTAs that share the rows
@@ -71,7 +73,7 @@ class WarpgroupProducts:
         """This warp has read a slot: its lanes tell both CTAs."""
         lane = cute.arch.lane_idx()
         if lane < CLUSTER:
-            cute.arch.mbarrier_arrive(empty + slot, lane)
+            arrive_in_cluster(empty + slot, lane)
 
 
 def swizzled(shape: tuple[int, int], bits: int):
