@@ -152,6 +152,11 @@ def test_instructions(arch, tmp_path):
         assert ("mbarrier.arrive.relaxed.cluster.shared::cluster" in kernel) == (kernel in rings)
         assert "mbarrier.arrive.shared::cluster" not in kernel  # of the CTA's scope
         assert not SIGNED_BYTE.search(kernel)
+    for kernel in rings:
+        # Two barriers for the arrivals of two warps of each of eight CTAs, in turns
+        constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", kernel))
+        counts = re.findall(r"mbarrier\.init\S*\s+\[\S+\], (\S+);", kernel)
+        assert [constants.get(count, count) for count in counts].count("16") == 2
     for kernel in quantizers:
         assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.shared", kernel)
         assert re.search(r"cp\.async\.bulk\.tensor\.[23]d\.global", kernel)
