@@ -1,7 +1,8 @@
-"""The rings of the projection's backward by warpgroups, its roles run in Python in many orders.
+"""The rings of the projection by warpgroups, there and back: their roles run in Python in many orders.
 
 A wait on an mbarrier tells adjacent phases apart, no others. So every wait must come when the phase before the awaited
-one is known to be over, however late a role or a copy is.
+one is known to be over, however late a role or a copy is. And an arrival must come when its phase has begun: before, it
+would count for the one before.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import pytest
 
 from cute_kernels.mhc.config import warpgroup_backward_config
 from cute_kernels.mhc.kernel.projection_backward_sm90 import first_of_turn
+from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, loaders
 
 FLAGS = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or flags[1]]  # where they take turns
 CASES = [(columns, phi, *flags) for columns in (8, 80) for phi in ("bfloat16", "float32") for flags in FLAGS]
@@ -19,22 +21,23 @@ ITEMS = [3, 3, 3], [3, 5, 4, 1], [1, 1, 1, 1, 1, 1, 1], [16, 5, 16, 3], [5, 3, 5
 
 
 class Rings:
-    """Barriers by (name, slot), and tasks that run between their waits; each wait says which use of a slot it means."""
+    """Barriers by (name, slot), and tasks that run between their waits; each says which use of a slot it means."""
 
     def __init__(self, counts: dict[str, int]):
         self.counts = counts
         self.arrived: Counter = Counter()
         self.tasks: list = []
 
-    def arrive(self, name: str, slot: int) -> None:
+    def arrive(self, name: str, slot: int, use: int) -> None:
+        assert self.over(name, slot) == use, f"an arrival for use {use} of {name}[{slot}] came too early"
         self.arrived[name, slot] += 1
 
-    def copy(self, name: str, slot: int):
-        """A copy arrives whenever it has come."""
+    def send(self, name: str, slot: int, use: int) -> None:
+        """A copy, or an arrival at another CTA's barrier, comes sooner or later."""
 
         def task():
             yield None
-            self.arrive(name, slot)
+            self.arrive(name, slot, use)
 
         self.tasks.append(task())
 
@@ -76,16 +79,16 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
             slot, use = c % stages, c // stages
             if use:
                 yield "empty", slot, use - 1
-            rings.copy("split", slot)
+            rings.send("split", slot, use)
             if combines:
                 if use:
                     yield "res_empty", slot, use - 1
-                rings.copy("res_full", slot)
+                rings.send("res_full", slot, use)
 
     def mover():
         for count in range(total + x_stages - 1):
             if count < total:
-                rings.copy("x_full", count % x_stages)
+                rings.send("x_full", count % x_stages, count // x_stages)
             if count >= x_stages - 1:
                 done = count - (x_stages - 1)
                 yield "done", done % x_stages, done // x_stages
@@ -94,23 +97,23 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
         for c in range(total):
             yield "split", c % stages, c // stages
             yield "x_full", c % x_stages, c // x_stages
-            rings.arrive("empty", c % stages)
-            rings.arrive("read", c % x_stages)
+            rings.arrive("empty", c % stages, c // stages)
+            rings.arrive("read", c % x_stages, c // x_stages)
 
     def group(turn):
         before = 0
         for tiles in items:
             for c in range(before + first_of_turn(turn, before, 2), before + tiles, 2):
                 yield "split", c % stages, c // stages
-                rings.arrive("empty", c % stages)
+                rings.arrive("empty", c % stages, c // stages)
                 yield "x_full", c % x_stages, c // x_stages
                 if combines:
                     yield "res_full", c % stages, c // stages
                 if adds_up:
                     yield "read", c % x_stages, c // x_stages
                 if combines:
-                    rings.arrive("res_empty", c % stages)
-                rings.arrive("done", c % x_stages)
+                    rings.arrive("res_empty", c % stages, c // stages)
+                rings.arrive("done", c % x_stages, c // x_stages)
             before += tiles
 
     return [loader(), mover(), *([adder()] if adds_up else []), group(0), group(1)]
@@ -138,3 +141,45 @@ def test_tiles_alternate_over_all_items(items):
             owners |= {before + tile: turn for tile in range(first_of_turn(turn, before, 2), tiles, 2)}
         before += tiles
     assert owners == {c: c % 2 for c in range(sum(items))}
+
+
+def roles_of_pair(rings: Rings, stages: int, total: int, boxes: int):
+    """As in ProjectionForwardSm90, of both CTAs: what they bring, two warps that multiply, one that squares x."""
+
+    def loader(rank):
+        for c in range(total):
+            slot, use = c % stages, c // stages
+            if use:
+                yield f"empty{rank}", slot, use - 1
+            rings.send(f"full{rank}", slot, use)  # its own bytes of x
+            if loaders(boxes) > 1:
+                rings.send(f"full{1 - rank}", slot, use)
+            if rank < boxes:
+                for peer in range(CLUSTER):
+                    rings.send(f"full{peer}", slot, use)
+
+    def multiplier(rank):
+        for c in range(total):
+            slot, use = c % stages, c // stages
+            yield f"full{rank}", slot, use
+            for peer in range(CLUSTER):
+                rings.send(f"empty{peer}", slot, use)
+
+    def squarer(rank):
+        for c in range(total):
+            slot, use = c % stages, c // stages
+            yield f"full{rank}", slot, use
+            rings.arrive(f"empty{rank}", slot, use)
+
+    ranks = range(CLUSTER)
+    return [role(rank) for rank in ranks for role in (loader, multiplier, multiplier, squarer)]
+
+
+@pytest.mark.parametrize("boxes", [1, 2, 4])
+def test_no_arrival_of_a_pair_is_early(boxes):
+    arrivals = 1 + min(boxes, CLUSTER) + (loaders(boxes) - 1)
+    counts = {f"{name}{rank}": count for rank in range(CLUSTER) for name, count in (("full", arrivals), ("empty", 5))}
+    rng = random.Random(boxes)
+    for _ in range(300):
+        rings = Rings(counts)
+        rings.run(roles_of_pair(rings, 2, 8, boxes), rng)

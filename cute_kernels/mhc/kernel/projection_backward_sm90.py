@@ -37,7 +37,7 @@ from cute_kernels.mhc.kernel.dx_tile import OCTET, RES_BOX, DxTile
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import advance, load_box, store_box
-from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, swizzled
+from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, loaders, swizzled
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -145,9 +145,9 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 cute.arch.mbarrier_init(self.done + stage, config.sharers * WARPGROUP)
             if const_expr(self.combines):
                 for stage in cutlass.range_constexpr(config.stages):
-                    cute.arch.mbarrier_init(self.res_full + stage, 1)
+                    cute.arch.mbarrier_init(self.res_full + stage, loaders(self.n**2 // RES_BOX))
                     cute.arch.mbarrier_init(self.res_empty + stage, CLUSTER * 4)
-        self.meet(smem, tidx, SPLITTERS, CLUSTER * warps)
+        self.meet(smem, tidx, config.columns // OCTET, SPLITTERS, CLUSTER * warps)
 
         if warp_index < SUM_WARP:
             take_registers(registers[0], THREADS)  # also of who has nothing to do: others wait for what is given up
@@ -268,8 +268,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
             for tile in cutlass.range(self.tiles_of(item)):
                 block, full = self.block_of(item, tile), self.full + slot
                 wait_in_cluster(self.empty + slot, phase ^ 1)
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_TOKENS * config.columns)
+                self.expect(full, 4 * TILE_TOKENS * config.columns, config.columns // OCTET)
                 for octet in cutlass.range_constexpr(config.columns // OCTET):
                     source = cute.local_tile(mDh, (TILE_TOKENS, OCTET), (block, octet))
                     target = self.sOctets[None, None, (octet % 2, octet // 2), slot]
@@ -277,8 +276,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 if const_expr(self.combines):
                     full = self.res_full + slot
                     wait_in_cluster(self.res_empty + slot, phase ^ 1)
-                    if cute.arch.lane_idx() == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_TOKENS * self.n**2)
+                    self.expect(full, 4 * TILE_TOKENS * self.n**2, self.n**2 // RES_BOX)
                     for box in cutlass.range_constexpr(self.n**2 // RES_BOX):
                         source = cute.local_tile(mRes, (TILE_TOKENS, RES_BOX), (block, box))
                         target = self.sRes[None, None, box, slot]

@@ -110,7 +110,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
             (rows, width, TILE_K // width, config.stages), stride=(width, 1, rows * width, slot_size)
         )
         self.sPhi = cute.make_tensor(cute.recast_ptr(memory, term_layout.inner, self.phi_type), boxes)
-        self.meet(smem, tidx, WARPGROUP, CLUSTER * CONSUMERS * 4 + SQUARE_WARPS * WARP_SIZE)
+        self.meet(smem, tidx, TILE_K // width, WARPGROUP, CLUSTER * CONSUMERS * 4 + SQUARE_WARPS * WARP_SIZE)
 
         if warp_index < SPLITTER:
             take_registers(REGISTERS[0], THREADS)
@@ -151,8 +151,7 @@ class ProjectionForwardSm90(WarpgroupProducts):
                 k = item % splits + index * splits
                 wait_in_cluster(self.empty + slot, phase ^ 1)
                 full = self.full + slot
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+                self.expect(full, tile_bytes, boxes)
                 for box in cutlass.range_constexpr(boxes):
                     gPhi = cute.local_tile(mPhi, (config.padded_columns, self.phi_box), (0, k * boxes + box))
                     self.load_shared(tma_phi, gPhi, self.sPhi[None, None, box, slot], full, self.rank == box % CLUSTER)

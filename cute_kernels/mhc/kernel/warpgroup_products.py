@@ -32,13 +32,22 @@ class WarpgroupProducts:
         return sm90.make_trivial_tiled_mma(BFloat16, BFloat16, *majors, Float32, warpgroups, tiler_mn=(64, columns))
 
     @cute.jit
-    def meet(self, smem, tidx: Int32, splitters: cutlass.Constexpr[int], readers: cutlass.Constexpr[int]):
-        """Barriers, for as many threads that split, and that tell a slot is read; both CTAs and the kernel before."""
+    def meet(
+        self,
+        smem,
+        tidx: Int32,
+        boxes: cutlass.Constexpr[int],
+        splitters: cutlass.Constexpr[int],
+        readers: cutlass.Constexpr[int],
+    ):
+        """Barriers, for tiles of so many ``boxes``, for as many threads that split, and that tell a slot is read; both
+        CTAs and the kernel before.
+        """
         stages = const_expr(self.config.stages)
         self.full, self.split, self.empty = (smem.allocate_array(Int64, stages) for _ in range(3))
         if tidx == 0:
             for stage in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(self.full + stage, 1)
+                cute.arch.mbarrier_init(self.full + stage, loaders(boxes))
                 cute.arch.mbarrier_init(self.split + stage, splitters)
                 cute.arch.mbarrier_init(self.empty + stage, readers)
         cute.arch.mbarrier_init_fence()
@@ -51,6 +60,14 @@ class WarpgroupProducts:
         """The pair has multiplied: nothing may arrive at the barriers of a CTA that has ended."""
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+    @cute.jit
+    def expect(self, full: cute.Pointer, num_bytes: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int]):
+        """The loading warp, where its slot is empty: so many bytes come, of the rows as many ``boxes``."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+            if const_expr(loaders(boxes) > 1):
+                arrive_in_cluster(full, 1 - self.rank)
 
     @cute.jit
     def load_shared(self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, full, mine: Boolean):
@@ -74,6 +91,15 @@ class WarpgroupProducts:
         lane = cute.arch.lane_idx()
         if lane < CLUSTER:
             arrive_in_cluster(empty + slot, lane)
+
+
+def loaders(boxes: int) -> int:
+    """CTAs whose loading warps arrive when a slot is filled: all where one has no box of the rows to bring.
+
+    A slot must not be full before it is empty in both CTAs: who has multiplied tells both, and would count for the
+    tile before where another has yet to read that one. Boxes of both CTAs, or their arrivals, see to it.
+    """
+    return 1 if boxes >= CLUSTER else CLUSTER
 
 
 def swizzled(shape: tuple[int, int], bits: int):
