@@ -50,8 +50,9 @@ class NormForward:
     """y = (h - mean) * rstd * (weight + weight_offset) + bias with h = x + residual; rstd and mean for the backward.
 
     gmem --bulk copy--> ring in smem --> registers (fp32): row sums --> y (and h) straight to gmem. A ring slot is free
-    once the first row sum is known, since that took every thread's elements: the next tile is requested there. Weight
-    and bias wait in shared memory, or where they do not fit in L2, so that the registers hold rows.
+    once the first row sum is known, since that took every thread's elements of x and of the residual: the next tile is
+    requested there. Weight and bias wait in shared memory, or where they do not fit in L2, so that the registers hold
+    rows.
     """
 
     def __init__(self, kind: str, weight_offset: float, config: NormConfig):
@@ -337,7 +338,8 @@ class NormBackward:
         rdW.fill(0.0)
         rdB.fill(0.0)
 
-        # What is read again after the row sums keeps its ring slot until all threads are done with it
+        # What is read again after the row sums, or is not in them, keeps its ring slot until all threads are done with
+        # it; else the sums are known when every thread has its elements of both matrices
         late_release = const_expr(layout.reload or dh_out is not None)
         slot = team * layout.stages
         phase = Int32(0)

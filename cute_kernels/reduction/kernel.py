@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, load_vector
 from cute_kernels.common.convert import to_fp32
-from cute_kernels.common.reduce import RowSum
+from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import WARP_SIZE, RowConfig
 from cute_kernels.common.row_ring import RowRing
 from cute_kernels.common.rows import (
@@ -47,6 +47,7 @@ class RowKernel:
     """What the kernels that stream rows share: geometry, launch, and the walk of a team over its tiles."""
 
     rounds = 1  # of messages that ``reduce_row`` takes
+    sums_all = True  # whether it takes the elements of all streams
 
     def __init__(self, config: RowConfig, writes: bool = True):
         self.ctas_per_sm = config.ctas_per_sm
@@ -73,7 +74,8 @@ class RowKernel:
         Or if it is a vector, the sum of each row times ``scale``.
 
         gmem --bulk copy--> ring in smem --> registers (fp32) --> target. A slot is free once the sum over the last of
-        its rows is known, since that took every thread's elements: the next tile is requested there.
+        its rows is known, since that took every thread's elements: the next tile is requested there. Where the sum
+        leaves a stream out, and comes from a cluster's messages, without a barrier, the team meets before.
         """
         layout = self.layout
         rows = streams[0].shape[0]
@@ -112,6 +114,8 @@ class RowKernel:
                 sums = self.reduce_row(tile_rows[j], has_column, messages, message_mbars, team, round_index)
                 round_index += self.rounds
                 if const_expr(j == layout.rows_per_thread - 1):
+                    if const_expr(layout.cluster > 1 and not self.sums_all):
+                        team_barrier(layout, team)
                     if leads:
                         self.ring.refill(streams, tiles, mbars, slot, tile + layout.stages * step, num_tiles, column)
                 results.append(sums[0] * scale)
@@ -192,6 +196,7 @@ class SoftmaxBackward(RowKernel):
     def __init__(self, log: bool, config: RowConfig):
         super().__init__(config)
         self.log = log
+        self.sums_all = not log
 
     @cute.jit
     def __call__(self, y: cute.Tensor, dy: cute.Tensor, dx: cute.Tensor, num_clusters: Int32, stream):

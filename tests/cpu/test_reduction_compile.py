@@ -4,6 +4,7 @@ import pytest
 
 from cute_kernels.reduction import prewarm
 from tests.cpu.test_compile import check_record
+from tests.ptx import compile_in, kernels_in
 from tests.reduction_cases import BF16, FP16, FP32, SoftmaxCase, kernels_of
 
 # Each geometry: packed rows of a part of a warp, rows off 16 bytes, of a warp, of several, of a cluster; each dtype
@@ -31,6 +32,21 @@ def test_shipped_kernels_compile(arch):
         record = builder.obtain(*arguments).record
         assert record["key"]["arch"] == arch
         check_record(record)
+
+
+@pytest.mark.parametrize("op, barriers", [("softmax", 1), ("log_softmax", 2)])
+def test_a_cluster_meets_before_what_its_sum_left_out_is_written_over(op, barriers, tmp_path):
+    """The backward of log_softmax does not read y for its sum; the other barrier is that of the beginning."""
+    program = f"""
+from tests.reduction_cases import SoftmaxCase, kernels_of
+for builder, arguments in kernels_of([SoftmaxCase({op!r}, 16384)], "sm_90a"):
+    if builder.__name__ == "softmax_backward":
+        assert arguments[-1].layout.cluster > 1
+        builder.obtain(*arguments)
+"""
+    compile_in(tmp_path, program)
+    (kernel,) = kernels_in(tmp_path)
+    assert kernel.count("bar.sync") == barriers
 
 
 def test_prewarm_has_what_calls_ask_for():

@@ -548,6 +548,7 @@ class PreForward:
                     if column == columns:
                         total = total * (1.0 / config.k)
                     totals[part] = total
+            cute.arch.sync_warp()  # all have read the slot: what is told next lets others write to it
             value = Float32(0.0)
             if const_expr(self.mixes):
                 own_h = self.from_lane(totals, token * (columns + 1) + gate)
