@@ -35,7 +35,8 @@ def gemm(
     ``*_major``: the dimension whose elements are neighbours, "m", "n" or "k". It is the last one of what is given: of
     "m" (K, M), of "n" (K, N). ``transposed``: d and z are given as (N, M). The bias lies along the last dimension of
     what is given.
-    ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32).
+    ``keeps_z``: also store what the activation is applied to. ``accumulate``: the accumulators start from d (fp32),
+    which over no k stays as it is, the sign of zeros, too.
     ``counts_k``: only as many k as a device int32 says are summed. ``batched``: of batches (L, ...), entry by entry, a
     plain product alone; an operand of one entry is multiplied with every entry of the other. ``in_blocks``:
     SM90: one copy loads a tile of an operand along k, and K is a multiple of BLOCK. ``config`` None: the kernel for

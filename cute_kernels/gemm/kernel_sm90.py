@@ -419,7 +419,10 @@ class GemmSm90:
 
                 mD_entry, d_entry = entry_of(mD, entry, divisors), entry_of(d, entry, divisors)
                 out = tiled_mma, bias, sD, tma_d, mD_entry, tma_z, mZ, d_entry, z
-                num_stored = self.finish(sums, tCcD, out, m, n, thread, turn, num_stored, rows)
+                # d to which nothing is added stays as it is, -0 too: zeros added would make +0 of it
+                has_sums = True if const_expr(valid_k is None or not self.accumulate) else num_k > 0
+                if has_sums:
+                    num_stored = self.finish(sums, tCcD, out, m, n, thread, turn, num_stored, rows)
             if const_expr(self.tma_store):
                 if thread < 32:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -377,7 +377,7 @@ def _rows_aligned(t: Tensor) -> bool:
 
 
 def _empty_sums(d: Tensor, z: Tensor | None, bias: Tensor | None, activation: str | None, accumulate: bool) -> None:
-    """A product over no k, the bias alone; or of no rows or columns."""
+    """A product over no k, the bias alone; or of no rows or columns. What would be added to stays as it is, -0 too."""
     if accumulate or not d.numel():
         return
     sums = torch.zeros((), dtype=torch.float32, device=d.device) if bias is None else bias.float()

@@ -156,6 +156,20 @@ def test_every_kernel_has_the_same_bits(kernel, generator, device, monkeypatch):
                 assert_same_bits(one, two, f"{name}, {m}x{n}x{k}, {num_sms} SMs")
 
 
+@pytest.mark.parametrize("kernel", kernels(), ids=kernel_name)
+def test_main_grad_to_which_nothing_is_added(kernel, generator, device):
+    """Of no tokens, by their number or by count: every bit stays, in every kernel; the sign of zeros, too."""
+    start = torch.tensor([-0.0, 0.0, 1.0, float("nan")], device=device).repeat(72, 34)
+    x, dy = wide_range(200, 136, generator=generator), wide_range(200, 72, generator=generator)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    for tokens, valid in ((200, none), (0, None)):
+        weight = torch.ones(72, 136, dtype=BF16, device=device, requires_grad=True)
+        weight.main_grad = start.clone()
+        with forced(*kernel):
+            linear(x[:tokens], weight, num_valid_tokens=valid).backward(dy[:tokens])
+        assert_same_bits(weight.main_grad, start, f"{tokens} tokens")
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("n, k", TARGETS, ids=str)
 def test_the_cases_of_the_origin(n, k, backward, generator):
