@@ -147,5 +147,6 @@ def _column_sums(static, x, y, scale) -> None:
     from cute_kernels.reduction.config import COLUMN_ROWS
 
     assert y.shape == (x.shape[0], math.ceil(x.shape[1] / COLUMN_ROWS), x.shape[2])
+    assert x.shape[2] % static["vec"] == 0  # or the last access of the last row would end beyond the matrix
     parts = [part.double().sum(1).float() * scale for part in x.split(COLUMN_ROWS, 1)]
     y.copy_(torch.stack(parts, 1))

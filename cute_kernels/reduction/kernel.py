@@ -344,8 +344,12 @@ def row_sums(arch: str, x: Dtype, y: Dtype, config: RowConfig) -> Program:
 
 @compiled
 def column_sums(arch: str, x: Dtype, y: Dtype, vec: int) -> Program:
-    """Sums of columns, of (matrices, rows, columns) to (matrices, parts, columns); ``vec`` divides the strides."""
-    matrices, rows, columns, parts = (cute.sym_int() for _ in range(4))
+    """Sums of columns, of (matrices, rows, columns) to (matrices, parts, columns).
+
+    ``vec`` divides the columns, so that no access ends beyond the matrix, and the strides.
+    """
+    matrices, rows, parts = (cute.sym_int() for _ in range(3))
+    columns = cute.sym_int(divisibility=vec)
     strides = (cute.sym_int64(divisibility=vec), cute.sym_int64(divisibility=vec), 1)
     return Program(
         ReduceColumns(vec),

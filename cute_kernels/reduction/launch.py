@@ -148,7 +148,7 @@ def _sum_columns(x: Tensor, y: Tensor, scale: float) -> None:
     x = x.resolve_neg()  # one column may be a conjugate's imaginary part
     itemsize = x.element_size()
     strides = [stride for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1]
-    vec = math.gcd(16 // itemsize, *strides, x.data_ptr() // itemsize)
+    vec = math.gcd(16 // itemsize, x.shape[2], *strides, x.data_ptr() // itemsize)
     column_sums(*_facts(x, y), vec)(x, y, scale)
 
 
