@@ -120,7 +120,10 @@ class RowSum:
                 widest = cute.arch.fmax(widest, gathered[0, w])
             if const_expr(self.warps_per_row > 16):
                 widest = cute.arch.warp_reduction(widest, cute.arch.fmax)
-            total = self._add([gathered[1, w] * cute.math.exp(gathered[0, w] - widest) for w in warps])
+            factors = [(gathered[1, w], cute.math.exp(gathered[0, w] - widest)) for w in warps]
+            # Of 17 to 32 warps a lane has one product, which others add, too
+            total = rounded_product(*factors[0]) if const_expr(len(factors) == 1) else sum_of_products(factors)
+            total = self._add([total])
         return widest, total
 
     @cute.jit
@@ -192,6 +195,22 @@ def team_barrier(layout: cutlass.Constexpr, team: Int32):
 def rounded_product(a: Float32, b: Float32) -> Float32:
     """a b, which no sum that it goes into is fused with: lanes that add each other's products would get other bits."""
     return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def sum_of_products(factors: list):
+    """Sum of a b over pairs of values or of vectors, in order, fused by name.
+
+    Of two products that meet in a sum the compiler would choose which to round, by what is around. Of the first two it
+    is the second.
+    """
+    (a, b), *others = factors
+    if not others:
+        return a * b
+    (c, d), *others = others
+    total = cute.math.fma(a, b, c * d)
+    for a, b in others:
+        total = cute.math.fma(a, b, total)
+    return total
 
 
 @cute.jit

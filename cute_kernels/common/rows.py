@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
 from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.reduce import sum_of_products
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
 
 Dtype = type[cutlass.Numeric]
@@ -193,9 +194,14 @@ def sum_elements(fragment, layout: cutlass.Constexpr):
 @cute.jit
 def dot_elements(a, b, layout: cutlass.Constexpr):
     """Sum of products of a thread's elements."""
-    return sum_pieces(
-        [piece_of(a, piece, layout).load() * piece_of(b, piece, layout).load() for piece in layout.pieces]
-    )
+    return sum_dots([(piece_of(a, piece, layout).load(), piece_of(b, piece, layout).load()) for piece in layout.pieces])
+
+
+def sum_dots(pairs: list):
+    """``sum_pieces`` of the products of pairs of vectors."""
+    shape = pairs[0][0].shape
+    lanes = sum_of_products([pair for pair in pairs if pair[0].shape == shape])
+    return sum_pieces([lanes, *(a * b for a, b in pairs if a.shape != shape)])
 
 
 def sum_pieces(pieces: list):

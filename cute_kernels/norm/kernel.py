@@ -31,8 +31,8 @@ from cute_kernels.common.rows import (
     share_columns,
     store_piece,
     store_row_values,
+    sum_dots,
     sum_elements,
-    sum_pieces,
     symbolic_rows,
     symbolic_vector,
     synchronize_cluster,
@@ -210,7 +210,7 @@ class NormForward:
         count = const_expr(layout.chunks * layout.vec)
         own_mean = sum_elements(rH, layout) * (1.0 / count)
         distances = [piece_of(rH, piece, layout).load() - own_mean for piece in layout.pieces]
-        spread = sum_pieces([distance * distance for distance in distances])
+        spread = sum_dots([(distance, distance) for distance in distances])
         return self.row_sum.moments(own_mean, spread, count, messages, message_mbars, team, round_index)
 
     @cute.jit
@@ -410,13 +410,14 @@ class NormBackward:
                     if const_expr(needs_db):
                         pdB.store(pdB.load() + dy_piece)
                     if const_expr(dx is not None):
+                        # Fused by name: of two products the compiler would choose which to round, by what is around
                         correction = xc * slope
                         if const_expr(self.kind == "layer"):
-                            correction = correction + shift
+                            correction = cute.math.fma(xc, cute.full_like(xc, slope), cute.full_like(xc, shift))
+                        factors = (dy_piece, cute.full_like(dy_piece, s))
                         if const_expr(weight is not None):
-                            dh = scaled * self.offset_weight(rW, piece) - correction
-                        else:
-                            dh = scaled - correction
+                            factors = (scaled, self.offset_weight(rW, piece))
+                        dh = cute.math.fma(*factors, -correction)
                         if const_expr(dh_out is not None):
                             dh = dh + load_piece(sdH, t, piece, inside, layout)
                         store_piece(dh.to(dx.element_type), dx, row, column, t, piece, inside, layout)

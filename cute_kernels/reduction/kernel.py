@@ -219,7 +219,7 @@ class SoftmaxBackward(RowKernel):
         if const_expr(not self.log):
             return y * (dy - sums[0])
         power = cute.math.exp(y) if const_expr(self.exact) else cute.math.exp2(y * LOG2_E, fastmath=True)
-        return dy - power * sums[0]
+        return cute.math.fma(-power, cute.full_like(power, sums[0]), dy)
 
 
 class ReduceRows(RowKernel):

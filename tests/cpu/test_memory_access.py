@@ -6,7 +6,7 @@ import pytest
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_LAST, EVICT_NORMAL, LAST_BYTES
 from tests.cpu.test_mhc_compile import BUILDERS, BY_WARPGROUPS
-from tests.ptx import compile_in, kernels_in
+from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
 BULK_LOAD = re.compile(r"cp\.async\.bulk\.\S*shared::\w+\.global\S*")
 CHOICE = re.compile(rf"selp\.b64\s+(?P<policy>\S+), {EVICT_FIRST}, {EVICT_NORMAL}, (?P<condition>%p\d+);")
@@ -104,6 +104,12 @@ def test_sums_that_are_read_again_stay(texts):
                 assert re.search(rf"mov\.b64\s+{policy}, {EVICT_LAST};", text), name
         elif "projection_backward" not in name and "mxfp8_quantize" not in name:
             assert not policies, name
+
+
+def test_no_sum_of_a_product_is_left_to_ptxas(texts):
+    """Its choice depends on what is around; kernels that differ there must agree bit by bit."""
+    found = {name: left_to_ptxas(text) for name, text in texts.items()}
+    assert not {name: (len(lines), lines[:3]) for name, lines in found.items() if lines}
 
 
 REMOTE_ARRIVAL = re.compile(r"mbarrier\.arrive\S*\.shared::cluster\S*")

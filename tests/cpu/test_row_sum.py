@@ -82,7 +82,10 @@ class Threads:
         )
         cute = SimpleNamespace(
             arch=arch,
-            math=SimpleNamespace(exp=lambda v: np.exp(np.float32(v), dtype=np.float32)),
+            math=SimpleNamespace(
+                exp=lambda v: np.exp(np.float32(v), dtype=np.float32),
+                fma=lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+            ),
             make_rmem_tensor=lambda shape, dtype: Tensor(np.full(shape, np.nan, np.float32)),
             autovec_copy=lambda source, target: target.values.__setitem__(slice(None), source.values),
         )

@@ -19,6 +19,7 @@ from cutlass import Float32, Int64, Uint32, Uint64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.reduce import sum_of_products
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import StreamLayout
@@ -328,9 +329,7 @@ class ExpandCombineBackward:
                         for c in cutlass.range_constexpr(s.vec):
                             d = [rD[u][c, o].to(Float32) for o in range(n)]
                             dropped = [d[o] * kept[c, o] for o in range(n)] if const_expr(seed is not None) else d
-                            gradient_f[c] = dropped[0] * posts[0]
-                            for o in cutlass.range_constexpr(1, n):
-                                gradient_f[c] = gradient_f[c] + dropped[o] * posts[o]
+                            gradient_f[c] = sum_of_products([(dropped[o], posts[o]) for o in range(n)])
                             if const_expr(dpost is not None):
                                 output = rF[u][c].to(Float32)
                                 if const_expr(bias is not None):
@@ -352,10 +351,8 @@ class ExpandCombineBackward:
                             outgoing = self.weights.of(weights, i)
                             for g in cutlass.range_constexpr(self.together):
                                 for c in cutlass.range_constexpr(s.vec):
-                                    value = outgoing[0] * rD[start + g][c, 0].to(Float32)
-                                    for o in cutlass.range_constexpr(1, n):
-                                        value = value + outgoing[o] * rD[start + g][c, o].to(Float32)
-                                    gradients[g][c, i] = value
+                                    d = [rD[start + g][c, o].to(Float32) for o in range(n)]
+                                    gradients[g][c, i] = sum_of_products([(outgoing[o], d[o]) for o in range(n)])
                         for g in cutlass.range_constexpr(self.together):
                             channel, inside = vectors[start + g]
                             store_streams(gradients[g], dx, row, channel, inside, s)

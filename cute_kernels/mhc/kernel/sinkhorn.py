@@ -165,7 +165,7 @@ class Sinkhorn:
                         p[i * n + j] = softmax
                         total = total + dp[i * n + j]
                     for j in cutlass.range_constexpr(n):
-                        dp[i * n + j] = dp[i * n + j] - p[i * n + j] * total
+                        dp[i * n + j] = cute.math.fma(-p[i * n + j], total, dp[i * n + j])
 
     @cute.jit
     def restore(
@@ -188,8 +188,9 @@ class Sinkhorn:
             if const_expr(self.variant == "exp_clamp"):
                 total = total if divisor > self.eps else Float32(0.0)
             for b in cutlass.range_constexpr(n):
-                u[a * outer + b * inner] = u[a * outer + b * inner] - p[a * outer + b * inner] * total
-                p[a * outer + b * inner] = p[a * outer + b * inner] * divisor
+                at = a * outer + b * inner
+                u[at] = cute.math.fma(-p[at], total, u[at])
+                p[at] = p[at] * divisor
 
 
 def exp2(x):
