@@ -182,14 +182,18 @@ class NormForward:
                 tile_s.append(s)
                 tile_mu.append(mu)
                 for k in cutlass.range_constexpr(len(pieces)):
-                    value = piece_of(rH, pieces[k], layout).load() * s
+                    h = piece_of(rH, pieces[k], layout).load()
+                    factors = (h, cute.full_like(h, s))
                     if const_expr(weight is not None):
                         w = load_piece(columns[0], t, pieces[k], has_column[k], layout)
                         if const_expr(self.weight_offset != 0.0):
                             w = w + self.weight_offset
-                        value = value * w
+                        factors = (h * s, w)
                     if const_expr(bias is not None):
-                        value = value + load_piece(columns[1], t, pieces[k], has_column[k], layout)
+                        b = load_piece(columns[1], t, pieces[k], has_column[k], layout)
+                        value = cute.math.fma(*factors, b)
+                    else:
+                        value = factors[0] * factors[1]
                     value = value.to(y.element_type)
                     store_piece(value, y, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
             if rank == 0:
@@ -404,9 +408,9 @@ class NormBackward:
                         if const_expr(weight is not None):
                             xc = xc * piece_of(rInverse, piece, layout).load()
                         if const_expr(needs_dw):
-                            pdW.store(pdW.load() + dy_piece * xc)
+                            pdW.store(cute.math.fma(dy_piece, xc, pdW.load()))
                     elif const_expr(needs_dw):
-                        pdW.store(pdW.load() + scaled * xc)
+                        pdW.store(cute.math.fma(scaled, xc, pdW.load()))
                     if const_expr(needs_db):
                         pdB.store(pdB.load() + dy_piece)
                     if const_expr(dx is not None):
