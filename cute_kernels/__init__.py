@@ -8,7 +8,7 @@ import jit_cache.source  # noqa: F401  first: what is read after it is known not
 # isort: split
 from cute_kernels import mhc, reduction
 from cute_kernels._batch_invariant import UncoveredOperatorError, batch_invariant
-from cute_kernels._flops import teach_counter
+from cute_kernels._flops import register_formulas
 from cute_kernels._target import UnsupportedDeviceError
 from cute_kernels.gemm import Provenance, bmm, linear, linear_log_prob, mm, provenance
 from cute_kernels.invariance import check_invariance
@@ -24,7 +24,7 @@ from cute_kernels.mxfp8 import (
 )
 from cute_kernels.norm import layer_norm, rms_norm
 
-teach_counter()
+register_formulas()
 
 __version__ = "0.1.0"
 __all__ = [

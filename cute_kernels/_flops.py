@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
-COUNTER = "torch.utils.flop_counter"
 Shape = Sequence[int]
 
 
-def teach_counter() -> None:
-    """Register the formulas with torch: now if the counter's module is there, else when it is imported.
-
-    That module imports Triton, 0.12 s which most programs do not need. A counter copies the formulas when it is made.
-    """
-    if COUNTER in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _WhenImported())
-
-
-class _WhenImported(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(COUNTER)
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            _register()
-
-        spec.loader.exec_module = execute_and_register
-        return spec
-
-
-def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
+def register_formulas() -> None:
+    """Register the formulas with torch; a counter copies them when it is made."""
     for name, formula in FORMULAS.items():
         register_flop_formula(getattr(torch.ops.cute_kernels, name))(formula)
 
