@@ -12,7 +12,6 @@ from collections import Counter
 import pytest
 
 from cute_kernels.mhc.config import warpgroup_backward_config
-from cute_kernels.mhc.kernel.projection_backward_sm90 import first_of_turn
 from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, loaders
 
 FLAGS = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or flags[1]]  # where they take turns
@@ -101,9 +100,9 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
             rings.arrive("read", c % x_stages, c // x_stages)
 
     def group(turn):
-        before = 0
+        before, c = 0, turn
         for tiles in items:
-            for c in range(before + first_of_turn(turn, before, 2), before + tiles, 2):
+            while c < before + tiles:
                 yield "split", c % stages, c // stages
                 rings.arrive("empty", c % stages, c // stages)
                 yield "x_full", c % x_stages, c // x_stages
@@ -114,6 +113,7 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
                 if combines:
                     rings.arrive("res_empty", c % stages, c // stages)
                 rings.arrive("done", c % x_stages, c // x_stages)
+                c += 2
             before += tiles
 
     return [loader(), mover(), *([adder()] if adds_up else []), group(0), group(1)]
@@ -131,16 +131,6 @@ def test_no_wait_is_early(columns, phi, combines, gathers, adds_up):
         for items in ITEMS:
             rings = Rings(counts)
             rings.run(roles_of(rings, config.stages, config.x_stages, items, adds_up, combines), rng)
-
-
-@pytest.mark.parametrize("items", ITEMS)
-def test_tiles_alternate_over_all_items(items):
-    before, owners = 0, {}
-    for tiles in items:
-        for turn in range(2):
-            owners |= {before + tile: turn for tile in range(first_of_turn(turn, before, 2), tiles, 2)}
-        before += tiles
-    assert owners == {c: c % 2 for c in range(sum(items))}
 
 
 def roles_of_pair(rings: Rings, stages: int, total: int, boxes: int):

@@ -425,7 +425,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         tCrPhi = tiled_mma.make_fragment_B(thr_mma.partition_B(self.sPhi))
         thread = share * WARPGROUP + tidx % WARPGROUP
         sums, places = self.sums_of(tiled_mma, thread, (TILE_TOKENS, config.slice_k))
-        slice_index, before = Int32(-1), Int32(0)
+        slice_index, before, count = Int32(-1), Int32(0), turn
         for item in cutlass.range(self.first, self.items, self.step):
             if self.slice_of(item) != slice_index:
                 slice_index = self.slice_of(item)
@@ -434,16 +434,18 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 dx_barrier()
             tiles = self.tiles_of(item)
-            for tile in cutlass.range(first_of_turn(turn, before, turns), tiles, turns):
-                first_row = self.block_of(item, tile) * TILE_TOKENS + places[(0, 0, 0), 0, 0][0]
+            while count < before + tiles:
+                first_row = self.block_of(item, count - before) * TILE_TOKENS + places[(0, 0, 0), 0, 0][0]
                 rows = [cutlass.min(first_row + 8 * half, self.num_tokens - 1) for half in range(2)]
                 scales = [dmean_square[row] * (2.0 / config.k) for row in rows]
                 gates = [self.dx_tile.load_gates(pre, row, tidx) for row in rows]
-                slot, phase = place_in_ring(before + tile, config.stages)
+                slot, phase = place_in_ring(count, config.stages)
+                if const_expr(turns == config.stages):
+                    slot = turn  # the same; computed it takes registers that are not there
                 cute.arch.mbarrier_wait(self.split + slot, phase)
                 self.project(tiled_mma, tCrH, tCrPhi, sums, slot)
                 self.free(self.empty, slot)
-                x_slot, x_phase = place_in_ring(before + tile, config.x_stages)
+                x_slot, x_phase = place_in_ring(count, config.x_stages)
                 cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)
                 if const_expr(self.combines):
                     cute.arch.mbarrier_wait(self.res_full + slot, phase)
@@ -455,6 +457,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     self.free(self.res_empty, slot)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(self.done + x_slot)
+                count += turns
             before += tiles
 
     @cute.jit
@@ -502,11 +505,6 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     cute.gemm(tiled_mma, sums, rA, rB, sums)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-
-
-def first_of_turn(turn, before, turns: int):
-    """An item's first tile of those that take turns over all tiles; ``before``: tiles of the items before it."""
-    return (turn + before) % turns
 
 
 def place_in_ring(count: Int32, stages: int) -> tuple:
