@@ -5,7 +5,7 @@ What a time is: the call is captured in a CUDA graph of its own; the graph is re
 copy kernel that moves as many bytes as the op must move at least, take turns in one run; the median over the
 repetitions is reported. What is checked is what was timed: the outputs of the graph are overwritten with NaN, the graph
 is replayed once more and the result is compared with an fp64 reference. A wrong result is reported and never saved.
-NOTES.md says why each choice was made.
+README.md says why each choice was made.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def choose(
     ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K. ``along_k``: both operands
     lie along k.
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
-    batches four shapes alone were measured (bench/NOTES.md).
+    batches four shapes alone were measured (bench/experiments/gemm.md).
 
     H200, bf16, cold L2, us, tokens x weights x K: what is chosen, what else was tried; cuBLAS.
     With the loop of 994720a:
@@ -295,7 +295,8 @@ def _cost_of_many(config: GemmConfig, m: int, n: int, k: int, num_sms: int, epil
     more for a product: 192, 160, 128 columns take 2, 3, 5 % more time and energy. H200, us, (128, 256), ping-pong
     (128, 192), (128, 160), (128, 128): 4096x14336x4096 664, 656, 637, 649, into fp32 that is there 842, 737, 715, 729,
     with gelu 725, 680, 670, 704; 4096x4096x14336 647, 723, 706, 660; at the power limit, one after the other,
-    4096x14336x4096 721, 727, 711, 729; 8192x4096x4096 412, 421, 419, 425. More in bench/NOTES.md, none with few k.
+    4096x14336x4096 721, 727, 711, 729; 8192x4096x4096 412, 421, 419, 425. More in
+    bench/experiments/gemm.md, none with few k.
     """
     tile_m, tile_n, _ = config.tile
     waves, area = _waves(config, m, n, num_sms, entries), tile_m * tile_n / 32768

@@ -7,10 +7,10 @@ tile in its place: a thread has read all its elements before one is written over
                                                         --> scales --> other CTAs of the cluster --> gmem s
 
 The time goes into how lines of 128 bytes reach memory: neighbours cost less the closer in time they are written, in
-both outputs (bench/NOTES.md). So a CTA takes two tiles along A and stores their columns in turn, a few rows of each;
-the CTAs of a cluster, neighbours along B, wait for each other before they store; and clusters draw their tiles in the
-order of memory, one number after the other, so that none falls behind (whoever has a tile, its bytes are the same).
-The arithmetic is hidden.
+both outputs (bench/experiments/mxfp8.md). So a CTA takes two tiles along A and stores their columns in turn, a few
+rows of each; the CTAs of a cluster, neighbours along B, wait for each other before they store; and clusters draw
+their tiles in the order of memory, one number after the other, so that none falls behind (whoever has a tile, its
+bytes are the same). The arithmetic is hidden.
 
     warps 0 to 15   wait until a tile is there, quantize it
     warp 16         draws the next tiles, loads, stores

@@ -9,7 +9,7 @@ Every kernel is a programmatic dependent launch: it starts while the one before 
 before it touches memory (the sum of coefficients beside phi_gradient, which waits for nothing that this one writes,
 before its own end). Three of a hyper-connection's backward let the next one start earlier than at their own end:
 coefficients (a few warps), projection (each CTA with its last tile), phi_gradient. Elsewhere kernels that only wait
-stood in the way (bench/NOTES.md).
+stood in the way (bench/experiments/mhc.md).
 """
 
 from cute_kernels.mhc.launch import plans
