@@ -93,7 +93,7 @@ def test_driver_cuda_version(monkeypatch, heading):
 
 def test_bench_of_an_unknown_family(capsys):
     assert cli.main(["bench", "nothing"]) == 1
-    assert "no such family: nothing; there are: gemm, " in capsys.readouterr().err
+    assert "no such family: nothing; there are: bits, gemm, " in capsys.readouterr().err
 
 
 def test_bench_outside_a_checkout(capsys, monkeypatch, tmp_path):
