@@ -1,5 +1,5 @@
 """Benchmarks, run from a checkout (not installed).
 
-harness.py measures, bench_<family>.py holds the cases, report.py makes docs/performance.md, figures.py draws
-its figures. README.md says how a number is made, experiments/ what was tried.
+harness.py measures, bench_<family>.py holds the cases, saved.py reads what was saved, report.py makes
+docs/performance.md of it, figures.py draws. README.md says how a number is made, experiments/ what was tried.
 """

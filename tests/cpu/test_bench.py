@@ -9,12 +9,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_norm, both_ways, harness, report
+from bench import bench_norm, both_ways, figures, harness, report, saved
 from bench.bench_norm import Norm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,7 +211,7 @@ def test_append_lines(tmp_path):
     path = tmp_path / "results" / "gpu.jsonl"
     harness.append_lines(path, [{"us": 1.0}])
     harness.append_lines(path, [{"us": 2.0}])
-    assert [line["us"] for line in report.read_lines(path)] == [1.0, 2.0]
+    assert [line["us"] for line in saved.read_lines(path)] == [1.0, 2.0]
 
 
 def test_results_path():
@@ -366,11 +367,11 @@ def test_run_writes_each_case_as_it_is_done(on_cpu, tmp_path, capsys):
         "rms_norm.bwd.16x32.bfloat16.plain",
         "layer_norm.bwd.16x32.bfloat16.plain",
     ]
-    written = report.read_lines(files[0])
+    written = saved.read_lines(files[0])
     assert [(line["op"], line["provider"], line["commit"]) for line in written] == [
         (op, provider, "abc") for op in bench_norm.OPS for provider in ("cute_kernels", "torch")
     ]
-    assert written == report.read_lines(files[1])
+    assert written == saved.read_lines(files[1])
     assert "rms_norm.bwd.16x32.bfloat16.plain: cute_kernels 10.0, torch 20.0, copy 30.0" in capsys.readouterr().out
 
 
@@ -400,7 +401,7 @@ def test_a_case_that_fails_leaves_the_others(on_cpu, monkeypatch, tmp_path, caps
             *[("16x32", [])] * 2,
             *[("16x64", ["cute_kernels", "torch"])] * 2,
         ]
-        assert {line["shape"] for line in report.read_lines(path)} == {"16x64"}
+        assert {line["shape"] for line in saved.read_lines(path)} == {"16x64"}
         assert "torch failed: OutOfMemoryError: no memory" in capsys.readouterr().out
         assert [harness.exit_status(some) for some in (found, found[:1], found[2:], [])] == [1, 1, 0, 1]
     assert harness.exit_status([harness.Measurement(CASE, 1.0, {}, {"torch": "no memory"})]) == 1
@@ -439,7 +440,7 @@ def test_without_gpu(capsys):
     assert "GPU" in capsys.readouterr().err
 
 
-# report
+# The saved lines and the report
 
 
 def line(**fields):
@@ -453,14 +454,14 @@ def line(**fields):
     }
 
 
-def test_report_names_the_line_that_is_none(tmp_path):
+def test_a_line_that_is_none_is_named(tmp_path):
     path = tmp_path / "gpu.jsonl"
     path.write_text('{"us": 1.0}\n\n{"us": 2.0, "copy')
     with pytest.raises(ValueError, match=r"gpu\.jsonl, line 3: expected a JSON object, got '\{\"us\": 2"):
-        report.read_lines(path)
+        saved.read_lines(path)
 
 
-def test_report_shows_the_last_run():
+def test_the_last_run_is_shown():
     """The last that measured ours, and nothing that another run of the same commit measured but as a ratio in that."""
     lines = [
         line(commit="new", date="2026-01-03T00:00:00Z", us=60.0),
@@ -472,15 +473,15 @@ def test_report_shows_the_last_run():
         line(commit="older", date="2025-01-01T00:00:00Z", family="gemm", op="gemm", provider="torch"),
     ]
     for order in (lines, lines[::-1]):
-        other, ours, liger = report.newest(order)
+        ours, liger, other = saved.newest(order)
         assert (other["family"], other["commit"], other["provider"]) == ("gemm", "older", "torch")
         assert (ours["us"], liger["provider"], liger["us"]) == (55.0, "liger", 66.0)
-        assert ours["before"] == {"torch": (1.5, "new")} and "before" not in liger
-        *_, row = report.table([ours, liger]).splitlines()
-        assert "| 66.0 | 1.20 |" in row and row.endswith("| torch 1.50 (new) |")
+        assert ours["before"] == {"torch": 1.5} and "before" not in liger
+        (case,) = saved.compared([ours, liger, other])
+        assert case.ratios == {"liger": 1.2, "torch": 1.5} and case.best_peer(case.ratios) == "liger"
 
 
-def test_report_keeps_what_older_commits_say_of_other_peers():
+def test_older_runs_tell_of_other_peers():
     """As ratios to ours in the same run; of each the newest, and nothing of a run that did not measure ours."""
     lines = [
         line(commit="oldest", date="2026-01-01T00:00:00Z", us=10.0),
@@ -492,28 +493,57 @@ def test_report_keeps_what_older_commits_say_of_other_peers():
         line(commit="older", date="2026-01-02T12:00:00Z", us=1000.0),
         line(commit="peers", date="2026-01-03T00:00:00Z", us=1.0, provider="quack"),
         line(commit="new", date="2026-01-04T00:00:00Z", us=55.0),
-        line(commit="new", date="2026-01-04T00:00:00Z", us=60.0, provider="torch"),
+        line(commit="new", date="2026-01-04T00:00:00Z", us=66.0, provider="torch"),
     ]
     for order in (lines, lines[::-1]):
-        ours, torch_line = report.newest(order)
-        assert (ours["us"], torch_line["us"]) == (55.0, 60.0) and "before" not in torch_line
-        assert ours["before"] == {"quack": (1.25, "older"), "liger": (4.0, "oldest")}
-    head, _, row = ([cell.strip() for cell in text.strip("|").split("|")] for text in report.table([ours]).splitlines())
-    assert (head[-1], row[-1]) == ("before", "quack 1.25 (older), liger 4.00 (oldest)")
-    assert report.gemm_table([ours]).splitlines()[0].endswith("| before |")
+        ours, torch_line = saved.newest(order)
+        assert (ours["us"], torch_line["us"]) == (55.0, 66.0) and "before" not in torch_line
+        assert ours["before"] == {"quack": 1.25, "liger": 4.0}
+    table = rows(report.speed_table(SECTION, [ours, torch_line]))
+    assert table[0][4:] == ["torch", "quack", "Liger"] and table[1][4:] == ["1.200", "1.250\\*", "4.00\\*"]
 
 
-def test_report_table():
-    text = report.table([line(), line(provider="torch", us=100.0), line(provider="liger", us=75.0, shape="8192x1024")])
-    head, _, first, second = ([cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines())
-    assert head[:8] == ["shape", "dtype", "variant", "ours", "copy", "copy/ours", "torch", "liger"]
-    assert head[8:] == ["best peer/ours", "error", "host", "peak", "kernels"]
-    assert first[:8] == ["8192x4096", "bfloat16", "plain", "**50.0**", "45.0", "0.90", "100.0", "–"]
-    assert first[8:] == ["2.00", "1.7e-03", "7.0", "1.0", "40.0 + 4.0"]
-    assert second == ["8192x1024", "bfloat16", "plain", "–", "45.0", "–", "–", "75.0", "–", "–", "–", "–", "–"]
+SECTION = report.Section("Norms", "Rows x width.", shapes=("8192x4096",), not_peers=("nobody",))
 
 
-def test_report_files_are_reproducible(tmp_path):
+def rows(text):
+    """The cells of a table's rows, without the rule below its head."""
+    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row[:1] == "|"]
+    return found[:1] + found[2:]
+
+
+def test_shapes_have_one_order():
+    """By what a row has, then by the number of rows, whatever the op, its bytes or the order of the lines."""
+    shapes = ["1x4096", "512x4096", "4096x4096", "2x16384", "2048x16384"]
+    lines = [line(shape=shape, direction=direction) for shape in shapes for direction in ("fwd", "bwd")]
+    for order in (lines, lines[::-1]):
+        found = saved.newest(order)
+        assert [line["shape"] for line in found] == shapes * 2
+        assert [line["direction"] for line in found] == ["fwd"] * 5 + ["bwd"] * 5
+
+
+def test_ratios_are_rounded_down():
+    assert [report.ratio(value) for value in (0.9999, 1.0, 1.9999, 2.999)] == ["0.999", "1.000", "1.999", "2.99"]
+
+
+def test_speed_table():
+    """The chosen shapes and the mean of all; a dash for what nobody measured; where a peer is faster."""
+    times = {"1024x4096": 40.0, "2048x4096": 60.0, "4096x4096": 80.0, "8192x4096": 100.0, "8192x8192": 49.97}
+    lines = [line(shape=shape) for shape in times]
+    lines += [line(shape=shape, provider="torch", us=us) for shape, us in times.items()]
+    lines += [line(dtype="float32"), line(dtype="float32", provider="nobody", us=1.0)]
+    text = report.speed_table(SECTION, saved.newest(lines))
+    assert rows(text) == [
+        ["op", "shape", "ours, µs", "share of the copy", "torch", "nobody"],
+        ["rms_norm bwd", "8192x4096", "**50.0**", "0.900", "2.00", "–"],
+        ["", "mean of 5 (least)", "", "0.900 (0.900)", "1.251 (0.800)", "–"],
+        ["rms_norm bwd, fp32", "8192x4096", "**50.0**", "0.900", "–", "0.020"],
+    ]
+    assert text.endswith("A peer is faster:\n\n- rms_norm bwd: 1024x4096 (torch, 20.0 %), 8192x8192 (torch, 0.1 %)\n")
+    assert report.faster_peers(SECTION, saved.compared(lines[:1])) == "A peer is faster: nowhere.\n"
+
+
+def test_pages_are_reproducible(tmp_path):
     lines = [
         line(direction=direction, shape=shape, provider=provider, us=us)
         for direction in ("fwd", "bwd")
@@ -524,13 +554,32 @@ def test_report_files_are_reproducible(tmp_path):
     for order in (lines, lines[::-1]):
         folder = tmp_path / str(len(made))
         harness.append_lines(folder / "t.jsonl", order)
-        report.main(["--results", str(folder)])
-        made.append({path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".jsonl"})
+        report.main(folder, folder / "docs")
+        made.append({path.name: path.read_bytes() for path in (folder / "docs").rglob("*.*")})
     assert made[0] == made[1]
-    assert set(made[0]) == {"README.md", "t-norm.svg", "t-norm.png"}
-    text = made[0]["README.md"].decode()
-    assert "## norm on NVIDIA T" in text and "](t-norm.svg)" in text
-    assert text.index("32768x1024") < text.index("8192x4096")
+    assert set(made[0]) == {"performance.md", "peers.svg"}, "no figure without lines"
+    assert b"NVIDIA T, driver 1, torch 2, DSL 4; 2026-01-01; `c1`." in made[0]["performance.md"]
+
+
+def test_the_committed_pages_are_those_of_the_committed_lines():
+    """Nobody edits them: `make report` makes them."""
+    for name, text in report.pages(harness.RESULTS).items():
+        assert (report.DOCS / name).read_text() == text, f"docs/{name} is stale: run `make report`"
+
+
+def test_figures_are_small_and_well_formed():
+    batches = {2**exponent: 0.4 for exponent in range(11)}
+    shares = {"torch": batches, "cute_kernels": dict.fromkeys(batches, 0.0)}
+    families = {"<family>": ("a & b", {"forward": 1.2, "backward": 0.5}), "other": ("c", {"forward": 9.0})}
+    made = [
+        figures.bits("GPU", dict.fromkeys(("one", "two", "three"), shares)),
+        figures.peers("GPU", families),
+        figures.log_prob("GPU", "shape", {"forward": {"cute_kernels": (0.0, 2.0), "torch": (3.0, 4.0)}}),
+    ]
+    for svg in made:
+        root = ElementTree.fromstring(svg)
+        assert root.tag.endswith("svg") and len(svg) < 32_000 and "NaN" not in svg
+    assert "0.50×" in made[1] and "9.00×" in made[1] and "&lt;family&gt;" in made[1]
 
 
 def test_kernels_are_compiled_beforehand():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import bench_bits, harness, report
+from bench import bench_bits, harness, saved
 from bench.bench_bits import BATCHES, CASES, OURS, TORCH, Bits
 from tests.cpu.test_bench import ENVIRONMENT
 
@@ -43,7 +43,7 @@ def test_cases():
 def test_lines(tmp_path):
     path = tmp_path / "t.jsonl"
     lines = bench_bits.run(SMALL, [OURS, TORCH], "cpu", pattern="linear", commit="abc", outputs=[path])
-    assert report.read_lines(path) == lines
+    assert saved.read_lines(path) == lines
     ours, torchs = lines
     assert (ours["family"], ours["shape"], ours["commit"]) == ("bits", "1024x8x16", "abc")
     assert ours["differing"] == dict.fromkeys(map(str, BATCHES), 0.0)

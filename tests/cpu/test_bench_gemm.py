@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from bench import bench_gemm, harness, report
+from bench import bench_gemm, harness, report, saved
 from bench.bench_gemm import FLOOR, Gemm
-from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn
+from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn, rows
 
 BATCH = Gemm(70, 80, 48, variant="batch", entries=3)
 SMALL = [Gemm(96, 80, 48), Gemm(96, 80, 48, "dA"), Gemm(96, 80, 48, "dB"), Gemm(3, 80, 48, variant="decode")]
@@ -165,7 +165,7 @@ def test_run_writes_prints_and_sums_up(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
     path = tmp_path / "one.jsonl"
     found = bench_gemm.run(SMALL, ["cute_kernels"], pattern="dA|decode", commit="abc", outputs=[path])
-    assert [(line["direction"], line["provider"], line["commit"]) for line in report.read_lines(path)] == [
+    assert [(line["direction"], line["provider"], line["commit"]) for line in saved.read_lines(path)] == [
         (direction, provider, "abc") for direction in ("dA", "fwd") for provider in ("cute_kernels", "cublas")
     ]
     bench_gemm.print_table(found)
@@ -213,8 +213,8 @@ def test_without_gpu(capsys):
     assert "GPU" in capsys.readouterr().err
 
 
-def test_report(tmp_path):
-    """A section beside the other families', with the ratios to cuBLAS, and a plot; the same lines, the same bytes."""
+def test_speed_table():
+    """cuBLAS, the peers and the floor by their time over ours, for all directions; no share of a copy."""
     lines = []
     for gemm in bench_gemm.gemms():
         for factor, provider in enumerate(bench_gemm.DEFAULT_PROVIDERS, start=10):
@@ -222,21 +222,8 @@ def test_report(tmp_path):
                 error = {} if provider == FLOOR else {"y": 1.7e-3}
                 result = harness.Result(float(factor), 9.0, 30.0, 5.0, 0, error, {})
                 lines += harness.lines(harness.Measurement(gemm.case, 8.0, {provider: result}, {}), ENVIRONMENT)
-    made = []
-    for order in (lines, lines[::-1]):
-        folder = tmp_path / str(len(made))
-        harness.append_lines(folder / "t.jsonl", order)
-        report.main(["--results", str(folder)])
-        made.append({path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".jsonl"})
-    assert made[0] == made[1]
-    assert set(made[0]) == {"README.md", "t-gemm.svg", "t-gemm.png"}
-    text = made[0]["README.md"].decode()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    assert "## gemm on NVIDIA T" in text and "](t-gemm.svg)" in text
-    head = ["cublas", "quack", "batch_invariant_triton", "read_floor", "cublas/ours", "best peer/ours", "ours/floor"]
-    assert ["shape", "variant", "ours", "TFLOP/s", *head, "error", "host"] in rows
-    numbers = ["11.0", "12.0", "13.0", "14.0", "1.100", "1.100", "0.714", "1.7e-03", "5.0"]
-    assert ["1x4096x4096", "decode", "**10.0**", "3", *numbers] in rows
-    numbers = ["11.0", "12.0", "13.0", "–", "1.100", "1.100", "–", "1.7e-03", "5.0"]
-    assert ["8192x8192x8192", "prefill", "**10.0**", "109951", *numbers] in rows
-    assert ["dB", "prefill", "6", "1.100"] in [row[:4] for row in rows]
+    table = rows(report.speed_table(report.SECTIONS["gemm"], saved.newest(lines)))
+    assert table[0] == ["op", "shape", "ours, µs", "cuBLAS", "quack", "Triton", "reading the weights"]
+    assert ["", "1x4096x4096", "**10.0**", "1.100", "1.200", "1.300", "1.400"] in table
+    assert ["", "8192x8192x8192", "**10.0**", "1.100", "1.200", "1.300", "–"] in table
+    assert {"mm fwd", "mm fwd, decode", "mm dA", "mm dB", "linear dB, accumulate"} < {row[0] for row in table}

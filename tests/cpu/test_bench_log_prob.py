@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from bench import bench_log_prob, harness, report
+from bench import bench_log_prob, harness, report, saved
 from bench.bench_log_prob import COMPILED, FLOOR, OURS, TORCH, LogProb
-from tests.cpu.test_bench import ENVIRONMENT, StandIn
+from tests.cpu.test_bench import ENVIRONMENT, StandIn, rows
 
 SIZE = LogProb(40, 130, 64)
 
@@ -48,8 +48,9 @@ def test_all_providers_are_right(capsys):
     shown = capsys.readouterr().out
     assert "3.000  0.90 ok" in shown
     lines = [line for m in found for line in harness.lines(m, ENVIRONMENT)]
-    table = report.log_prob_table(lines)
-    assert "| 40x130x64 | train |" in table and "| bare_products/ours |" in table and "| 3.000 |" in table
+    table = rows(report.speed_table(report.SECTIONS["log_prob"], lines))
+    assert table[0][3:] == ["torch", "bare products", "peak, ours, MiB", "peak, torch, MiB"]
+    assert table[1] == ["linear_log_prob fwd, train", "40x130x64", "**10.0**", "2.00", "3.00", "0", "0"]
 
 
 def test_a_step_of_a_loss():
@@ -86,7 +87,7 @@ def test_run_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
     path = tmp_path / "one.jsonl"
     bench_log_prob.run([SIZE], [OURS], pattern="fwd", commit="abc", outputs=[path])
-    assert {(line["family"], line["direction"], line["provider"]) for line in report.read_lines(path)} == {
+    assert {(line["family"], line["direction"], line["provider"]) for line in saved.read_lines(path)} == {
         ("log_prob", "fwd", OURS),
         ("log_prob", "fwd", TORCH),
     }

@@ -9,10 +9,10 @@ import types
 import pytest
 import torch
 
-from bench import bench_mhc, harness, report
+from bench import bench_mhc, harness, report, saved
 from bench.bench_mhc import Connection
 from cute_kernels.mhc import reference
-from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn
+from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn, rows
 
 SMALL = [Connection(op, 24, 40, layout=layout) for op in bench_mhc.OUTPUTS for layout in bench_mhc.LAYOUTS]
 OURS = ["cute_kernels", "torch"]
@@ -237,7 +237,7 @@ def test_run_writes_prints_and_sums_up(on_cpu, tmp_path, capsys):
     pattern = r"aggregate\.bwd.*streams|decode.*channels"
     found = bench_mhc.run(SMALL, ["cute_kernels"], pattern=pattern, commit="abc", outputs=[path])
     assert torch.get_float32_matmul_precision() == before
-    written = report.read_lines(path)
+    written = saved.read_lines(path)
     assert all(list(line) == SCHEMA for line in written)
     assert [(line["op"], line["direction"], line["shape"], line["variant"], line["provider"]) for line in written] == [
         (op, direction, "24x4x40", layout, provider)
@@ -306,59 +306,21 @@ def test_without_gpu(capsys):
     assert "GPU" in capsys.readouterr().err
 
 
-def test_report(tmp_path):
-    """A section with our share of the copy by op and layout, tables and a plot; the same lines, the same bytes."""
-    lines = []
+def test_speed_table():
+    """By op and layout; the eager reference is shown and is no peer."""
+    lines, us = [], {"cute_kernels": 10, "torch": 5, "torch_compile": 12, "transformer_engine": 13}
     for connection in bench_mhc.connections():
         for direction in connection.directions:
-            for factor, provider in enumerate(bench_mhc.PROVIDERS, start=10):
+            for provider, factor in us.items():
                 if provider == "transformer_engine" and (connection.layout, connection.n) != ("channels", 4):
                     continue
                 result = harness.Result(float(factor), 9.0, 30.0, 5.0, 2**20, {"y": 1.7e-3}, {"a": 6.0, "b": 3.0})
                 measurement = harness.Measurement(connection.case(direction), 9.0, {provider: result}, {})
                 lines += harness.lines(measurement, ENVIRONMENT)
-    made = []
-    for order in (lines, lines[::-1]):
-        folder = tmp_path / str(len(made))
-        harness.append_lines(folder / "t.jsonl", order)
-        report.main(["--results", str(folder)])
-        made.append({path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".jsonl"})
-    assert made[0] == made[1]
-    assert set(made[0]) == {"README.md", "t-mhc.svg", "t-mhc.png"}
-    text = made[0]["README.md"].decode()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    assert "## mhc on NVIDIA T" in text and "](t-mhc.svg)" in text
-    assert "### layer bwd" in text and "### decode fwd" in text and "### coefficients_sinkhorn bwd" in text
-    assert ["aggregate", "bwd", "4", "channels", "6", "0.900", "0.900 (65536x4x768)", "every >= 0.92 --"] in rows
-    assert ["coefficients_sinkhorn", "fwd", "4", "plain", "2", "0.900", "0.900 (8192x4)", "8192x4 <= 15 us ok"] in rows
-    head = ["shape", "dtype", "variant", "ours", "copy", "copy/ours", "torch", "torch_compile", "transformer_engine"]
-    tail = ["best peer/ours", "error", "host", "peak", "kernels"]
-    assert [*head, *tail] in rows and [*head[:-1], *tail] in rows
-    numbers = ["**10.0**", "9.0", "0.90", "11.0", "12.0", "13.0", "1.10", "1.7e-03", "5.0", "1.0", "6.0 + 3.0"]
-    assert ["8192x4x4096", "bfloat16", "channels", *numbers] in rows
-    assert ["8192x4x4096", "bfloat16", "streams", *numbers[:5], "–", *numbers[6:]] in rows
-
-
-def test_launches_are_counted_and_of_older_lines_the_kernels():
-    result = harness.Result(10.0, 9.0, 30.0, 5.0, 0, {"y": 0.0}, {"a": 6.0, "b": 3.0}, launches=4)
-    case = Connection("decode", 1, 7168).case("fwd")
-    (line,) = harness.lines(harness.Measurement(case, 9.0, {"cute_kernels": result}, {}), ENVIRONMENT)
-    assert "kernels <= 3 -- |" in report.mhc_introduction([line])
-    del line["launches"]
-    assert "kernels <= 3 ok |" in report.mhc_introduction([line])
-
-
-def test_plot_has_a_panel_an_op_and_direction():
-    lines = [
-        {
-            **{"op": op, "direction": direction, "shape": "8192x4x4096", "variant": layout, "provider": "cute_kernels"},
-            **{"us": 50.0, "copy_us": 45.0},
-        }
-        for op in ("aggregate", "layer", "decode", "coefficients_sinkhorn")
-        for direction in bench_mhc.DIRECTIONS
-        for layout in bench_mhc.LAYOUTS
-    ]
-    panels = report.mhc_panels(lines)
-    assert list(panels) == ["aggregate fwd", "aggregate bwd", "layer fwd", "layer bwd"]
-    share = {"cute_kernels": 0.9}
-    assert panels["layer bwd"] == {"8192x4x4096 streams": share, "8192x4x4096 channels": share}
+    text = report.speed_table(report.SECTIONS["mhc"], saved.newest(lines))
+    table = rows(text)
+    assert table[0][3:] == ["share of the copy", "torch", "torch.compile", "TransformerEngine"]
+    numbers = ["8192x4x4096", "**10.0**", "0.900", "0.500", "1.200"]
+    assert ["aggregate bwd, channel-major", *numbers, "1.300"] in table
+    assert ["aggregate bwd, streams-major", *numbers, "–"] in table
+    assert text.endswith("A peer is faster: nowhere.\n")

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from bench import bench_mxfp8, harness, report
+from bench import bench_mxfp8, harness, report, saved
 from bench.bench_mxfp8 import Quantize
-from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn
+from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn, rows
 
 SMALL = [
     Quantize("quantize_3d_colwise", (2, 64, 96)),
@@ -137,7 +137,7 @@ def test_run_writes_and_prints(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
     path = tmp_path / "one.jsonl"
     found = bench_mxfp8.run(SMALL, ["cute_kernels"], pattern="3d_dual", commit="abc", outputs=[path])
-    lines = report.read_lines(path)
+    lines = saved.read_lines(path)
     assert len(found) == len(lines) == 3
     assert {(line["op"], line["provider"], line["commit"]) for line in lines} == {
         ("quantize_3d_dual", "cute_kernels", "abc")
@@ -181,14 +181,11 @@ def test_without_gpu(capsys):
     assert "GPU" in capsys.readouterr().err
 
 
-def test_report(tmp_path):
-    """A section beside the other families', with the share of the copy."""
+def test_speed_table():
     lines = []
     for quantize in bench_mxfp8.quantizes():
         result = harness.Result(10.0, 9.0, 30.0, 5.0, 0, dict.fromkeys(bench_mxfp8.OUTPUTS[quantize.op], 0.0), {})
         lines += harness.lines(harness.Measurement(quantize.case, 9.5, {"cute_kernels": result}, {}), ENVIRONMENT)
-    harness.append_lines(tmp_path / "t.jsonl", lines)
-    report.main(["--results", str(tmp_path)])
-    text = (tmp_path / "README.md").read_text()
-    assert "## mxfp8 on NVIDIA T" in text and "](t-mxfp8.svg)" in text and "### quantize_3d_dual fwd" in text
-    assert "| 64x8192x5120 | bfloat16 | plain | **10.0** | 9.5 | 0.95 | – | 0.0e+00 | 5.0 | 0.0 |" in text
+    table = rows(report.speed_table(report.SECTIONS["mxfp8"], saved.newest(lines)))
+    assert ["quantize_rowwise fwd", "8192x2048", "**10.0**", "0.950"] in table
+    assert ["quantize_3d_dual fwd, square_blocked", "8x7168x2048", "**10.0**", "0.950"] in table

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from bench import bench_transformer, harness, report
+from bench import bench_transformer, harness, report, saved
 from bench.bench_transformer import Step
 from cute_kernels.train.options import Options
-from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn
+from tests.cpu.test_bench import ENVIRONMENT, SCHEMA, StandIn, rows
 
 SMALL = (2, 16, 32)
 CURVE = Options(layers=1, hidden=32, heads=2, sequence=16, batch=4, steps=10, device="cpu")
@@ -71,9 +71,9 @@ def test_the_report_compares_within_a_run():
             measurement = harness.Measurement(step.case(), 1.0, {"cute_kernels": result}, {})
             lines += harness.lines(measurement, ENVIRONMENT | {"date": f"2026-01-0{day}T00:00:00Z"})
     for order in (lines, lines[::-1]):
-        rows = [row.strip("| ").split(" | ") for row in report.transformer_table(report.newest(order)).splitlines()]
-        assert [(row[1], row[3]) for row in rows[2:]] == [
-            *(("n0", "1.0000"), ("n4", "1.2500"), ("n4-offload", "2.0000"), ("n4-recompute-1", "–"))
+        table = rows(report.step_table(report.SECTIONS["transformer"], saved.newest(order)))
+        assert [(row[1], row[3]) for row in table[1:]] == [
+            *(("n0", "1.000"), ("n4", "1.250"), ("n4-offload", "2.000"), ("n4-recompute-1", "–"))
         ]
 
 

@@ -19,20 +19,11 @@ def add_to_log(path):
         lines.add(line)
 
 
-def draw(path):
-    class Section:
-        panels = staticmethod(lambda lines: {"panel": {"8x8": {"torch": 1.0}}})
-        top, unit, title = None, "unit", "title"
-
-    report.draw([], path, "title", Section())
-
-
 WRITERS = {
     "line of a log": ("log.jsonl", add_to_log),
     "plot of the losses": ("loss.png", lambda path: log.plot(LINES, path)),
     "results": ("gpu.jsonl", lambda path: harness.append_lines(path, LINES)),
-    "report of the results": ("README.md", lambda path: report.main(["--results", str(path.parent)])),
-    "plot of the results": ("gpu.svg", draw),
+    "page of the results": ("performance.md", lambda path: report.main(docs=path.parent)),
     "report of the checker": ("report.json", lambda path: Report("x" * 10_000, 1, 0, (), (), ()).save(path)),
 }
 
@@ -52,7 +43,7 @@ def test_a_file_that_cannot_be_written_whole(what, tmp_path, limit, monkeypatch)
     old = b'{"step": 1}\n'
     path.write_bytes(old)
     limit(2048)
-    monkeypatch.setattr(report, "report", lambda results: "x" * 10_000)
+    monkeypatch.setattr(report, "pages", lambda results: {"performance.md": "x" * 10_000})
     with pytest.raises(OSError, match="File too large") as info:
         write(path)
     assert info.value.filename == str(path)
