@@ -144,6 +144,8 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
         futures: dict[Future[Result], str] = {}
         before = compiler_variables(os.environ)
         _exchange(before, environment())  # for the processes that `submit` starts: what this one's compiler has read
+        # They inherit that Ctrl-C is blocked: it would be a traceback until `_end_with_parent` runs.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for digest, job in jobs.items():
                 futures[pool.submit(_obtain, job)] = digest
@@ -151,6 +153,7 @@ def _run_pool(jobs: dict[str, Job], workers: int, finish: Callable[[str, Result]
             pass
         finally:
             _exchange(environment(), before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             for future in as_completed(futures):
                 digest = futures[future]
@@ -173,6 +176,7 @@ def _end_with_parent() -> None:
     """In a worker: it ends at Ctrl-C, and with a parent that was killed, instead of waiting for more to do."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
     assert parent is not None
 
