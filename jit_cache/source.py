@@ -238,8 +238,8 @@ def _resolve(module: str, name: str | None) -> Iterator[tuple[str, Path]]:
     """The source files behind `import module` or `from module import name`."""
     if not module or _top(module) in _NOT_FOLLOWED:
         return
-    path = _file(module)
-    submodule = _file(f"{module}.{name}") if name else None
+    path = module_file(module)
+    submodule = module_file(f"{module}.{name}") if name else None
     if name and submodule:
         yield f"{module}.{name}", submodule
     if path and not (name and submodule and not _mentions(importlib.util.decode_source(path.read_bytes()), name)):
@@ -251,7 +251,7 @@ def _mentions(text: str, name: str) -> bool:
     return name in text and re.search(rf"\b{name}\b", text) is not None
 
 
-def _file(module: str) -> Path | None:
+def module_file(module: str) -> Path | None:
     """The source file of a module."""
     spec = _locate(module)
     origin = spec.origin if spec else None
