@@ -18,7 +18,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -402,21 +402,20 @@ class Store:
                 removed.append((name, freed))
         return removed
 
-    def clear(self) -> int:
-        """Removes all that jit_cache wrote here; returns the number of kernels. Foreign files stay, and entries whose
-        lock another process holds.
+    def clear(self, names: Collection[str] | None = None) -> list[str]:
+        """Removes the entries of these names, by default all that jit_cache wrote here; returns the names of the
+        kernels that are gone. Foreign files stay, and entries whose lock another process holds.
 
         Raises:
             Untrusted: the cache is not this user's.
         """
-        files = self._files()
+        files = [(path, name) for path, name in self._files() if names is None or name in names]
         for name in {name for _, name in files}:
             self.remove(name)
         for directory in (*self.base.glob("sm_*"), self.base):
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        records = [path for path, _ in files if path.suffix == ".json"]
-        return sum(not path.exists() for path in records)
+        return [name for path, name in files if path.suffix == ".json" and not path.exists()]
 
     def _files(self) -> list[tuple[Path, str]]:
         """Our files with the names of their entries."""
