@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -13,50 +12,39 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import naming
+from . import command
+from .command import Outcome, UsageError
+from .stale import stale_fields
 from .store import Damaged, Entry, Store, settings
 
 if TYPE_CHECKING:
-    from .prewarm import Job
+    from .prewarm import Job, Result
+
+_ERRORS = (OSError, ValueError, LookupError, ImportError, Damaged)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 if something failed or is missing (`explain` says what is, and
-    returns 0), 2 for wrong usage, 130 at Ctrl-C.
-    """
+    """Runs one command; returns the exit status, see `command.EXIT_STATUS`."""
     arguments = _parser().parse_args(argv)
-    try:
-        status = arguments.run(arguments)
-        with naming("standard output"):
-            sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # of `| head`
-        _discard_output()
-        return 0
-    except KeyboardInterrupt:
-        print("jit_cache: interrupted", file=sys.stderr)
-        return 130
-    except (OSError, ValueError, LookupError, ImportError, Damaged) as error:
-        compiler = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "cutlass"
-        print(f"jit_cache: {error}{': pip install nvidia-cutlass-dsl' if compiler else ''}", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:  # it was the error, and would be again at exit
-            _discard_output()
-        return 1
 
+    def run() -> Outcome:
+        command.check_settings()
+        return arguments.run(arguments)
 
-def _discard_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return command.run("jit_cache", lambda: command.reported(run, arguments.json), _ERRORS)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jit_cache", description="The cache of compiled CuTe kernels.")
+    parser = argparse.ArgumentParser(
+        prog="jit-cache", description="The cache of compiled CuTe kernels.", epilog=command.EXIT_STATUS
+    )
+    command.add_version(parser, _version())
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace], Outcome], text: str, shape: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
+        command.add_json(sub, shape)
         return sub
 
     def filters(sub: argparse.ArgumentParser) -> None:
@@ -65,108 +53,168 @@ def _parser() -> argparse.ArgumentParser:
             "--only", action="append", default=[], help="kernels whose module or name contains this; may be repeated"
         )
 
-    command("info", _info, "Where the cache is, how large, and the settings.")
-    sub = command("list", _list, "The stored kernels, those of bundles, too.")
+    add(
+        "info",
+        _info,
+        "Where the cache is, how large, and the settings.",
+        "{directory, exists, kernels, bytes, architectures, bundles, mode, problems}",
+    )
+    sub = add(
+        "list",
+        _list,
+        "The stored kernels, those of bundles, too. Marked stale: no call finds it any more, its source or the "
+        "installed wheels (stack) are others now.",
+        "a list of records, each with directory, name and stale: [source, stack], [] or, where its module is not "
+        "found, null",
+    )
     filters(sub)
-    sub.add_argument("--json", action="store_true", help="all records, as one JSON list")
-    sub = command("explain", _explain, "Why kernels that a package names are not stored.")
+    sub = add(
+        "explain",
+        _explain,
+        "Why kernels that a package names are not stored; status 1 if one is not.",
+        "a list of {kernel, arch, call, stored, reasons}",
+    )
     sub.add_argument("package", help="top-level package, e.g. cute_kernels")
     filters(sub)
-    sub = command("prewarm", _prewarm, "Compile all kernels that a package names; needs no GPU.")
+    sub = add(
+        "prewarm",
+        _prewarm,
+        "Compile all kernels that a package names; needs no GPU.",
+        "{ok, seconds, kernels: [{kernel, arch, call, status, seconds, error, record}]}; status: compiled, disk, "
+        "bundle, failed or missing",
+    )
     sub.add_argument("package", help="top-level package, e.g. cute_kernels")
     filters(sub)
     sub.add_argument("--workers", type=_positive, help="processes; default by processors and memory (1 GB each)")
     sub.add_argument("--check", action="store_true", help="compile nothing, only report what is missing")
-    command("verify", _verify, "Check all stored files against their records.")
-    sub = command("gc", _gc, "Remove leftovers, what was not used for long, and the oldest beyond a size.")
+    add("verify", _verify, "Check all stored files against their records.", "{kernels, problems}")
+    sub = add(
+        "gc",
+        _gc,
+        "Remove leftovers, what was not used for long, and the oldest beyond a size.",
+        "{bytes, removed: [{name, bytes}]}",
+    )
     sub.add_argument("--max-gb", type=_not_negative, default=2.0, help="keep at most this much (default 2)")
     sub.add_argument("--max-days", type=_not_negative, default=90.0, help="days since the last use (default 90)")
-    command("clear", _clear, "Remove all stored kernels.")
-    sub = command("export", _export, "Write stored kernels to one archive and print its digest.")
+    sub = add("clear", _clear, "Remove stored kernels, by default all of the cache.", "{removed: [name]}")
+    filters(sub)
+    sub.add_argument("--yes", action="store_true", help="do not ask; needed where the input is no terminal")
+    sub = add(
+        "export",
+        _export,
+        "Write stored kernels to one archive and print its digest.",
+        "{file, kernels, bytes, sha256, problems}",
+    )
     sub.add_argument("file", type=Path)
     filters(sub)
     sub.add_argument(
         "--shared", action="store_true", help="also as shared libraries, for machines without the compiler"
     )
-    sub = command("import", _import, "Unpack an archive of kernels into the cache or a bundle directory.")
+    sub = add(
+        "import",
+        _import,
+        "Unpack an archive of kernels into the cache or a bundle directory.",
+        "{directory, kernels: [name], other_stack}; other_stack: how many of them have other wheels or another "
+        "processor",
+    )
     sub.add_argument("file", type=Path)
     sub.add_argument("--digest", required=True, help="the sha256 that export printed")
     sub.add_argument("--into", type=Path, help="directory for JIT_CACHE_BUNDLE; default: the cache")
     return parser
 
 
-def _info(arguments: argparse.Namespace) -> int:
+def _version() -> str:
+    try:
+        return importlib.metadata.version("cute-kernels")  # the distribution of both packages
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _info(arguments: argparse.Namespace) -> Outcome:
     now = settings()
     problems: list[str] = []
     entries = list(Store(now.root).entries(problems))
+    found: dict[str, Any] = {
+        "directory": str(now.root),
+        "exists": now.root.exists(),
+        "kernels": len(entries),
+        "bytes": sum(map(_entry_size, entries)),
+        "architectures": sorted({entry.record["key"]["arch"] for entry in entries}),
+        "bundles": list(map(str, now.bundles)),
+        "mode": now.mode,
+        "problems": problems,
+    }
     rows = {
-        "directory": f"{now.root}{'' if now.root.exists() else ' (not there yet)'}",
-        "kernels": f"{len(entries)}, {_bytes(sum(_entry_size(entry) for entry in entries))}",
-        "architectures": ", ".join(sorted({entry.record["key"]["arch"] for entry in entries})) or "none",
-        "bundles": ", ".join(map(str, now.bundles)) or "none",
+        "directory": f"{now.root}{'' if found['exists'] else ' (not there yet)'}",
+        "kernels": f"{len(entries)}, {_bytes(found['bytes'])}",
+        "architectures": ", ".join(found["architectures"]) or "none",
+        "bundles": ", ".join(found["bundles"]) or "none",
         "mode": now.mode,
     }
     if problems:
         rows["problems"] = f"{len(problems)}: see python -m jit_cache verify"
     for name, value in rows.items():
         print(f"{name:15}{value}")
-    return 0
+    return 0, found
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def _list(arguments: argparse.Namespace) -> Outcome:
     problems: list[str] = []
-    entries = [entry for store in _stores() for entry in _selected(store.entries(problems), arguments)]
-    if arguments.json:
-        rows = [{"directory": str(entry.store.root), "name": entry.name, **entry.record} for entry in entries]
-        with naming("standard output"):
-            print(json.dumps(rows, indent=1))
-    else:
-        for entry in entries:
-            place = "" if entry.store.writable else f"; in {entry.store.root}"
-            print(f"{entry.name}  {_facts(entry.record)}{place}\n    {_plain(entry.record['key']['arguments'])}")
+    found = []
+    for store in _stores():
+        for entry in _selected(store.entries(problems), arguments):
+            stale = stale_fields(entry)
+            found.append({"directory": str(store.root), "name": entry.name, "stale": stale, **entry.record})
+            parts = [_facts(entry.record)]
+            if stale is None:
+                parts.append("its module is not found here")
+            elif stale:
+                parts.append(f"stale: another {' and another '.join(stale)}")
+            if not store.writable:
+                parts.append(f"in {store.root}")
+            key = entry.record["key"]
+            print(f"{entry.name}  {'; '.join(parts)}\n    {key['kernel']}({_plain(key['arguments'])})")
     _report(problems)
-    return 0
+    return 0, found
 
 
-def _explain(arguments: argparse.Namespace) -> int:
-    from .prewarm import Result
+def _explain(arguments: argparse.Namespace) -> Outcome:
+    from .compile import format_arguments
 
-    missing = 0
+    found, missing = [], 0
     for builder, args in _jobs(arguments):
-        lines = builder.explain(*args)
-        if lines:
+        call, reasons = f"{builder.kernel}{format_arguments(args)}", builder.explain(*args)
+        names = {"kernel": builder.kernel, "arch": args[0], "call": call}
+        found.append({**names, "stored": not reasons, "reasons": reasons})
+        if reasons:
             missing += 1
-            print(Result(builder.kernel, args, "missing", 0.0))
-            print("".join(f"    {line}\n" for line in lines), end="")
+            print(call)
+            print("".join(f"    {line}\n" for line in reasons), end="")
     print(f"{missing} not stored")
-    return 0
+    return int(missing > 0), found
 
 
-def _prewarm(arguments: argparse.Namespace) -> int:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from .prewarm import Result, prewarm
+def _prewarm(arguments: argparse.Namespace) -> Outcome:
+    from .prewarm import prewarm
 
     jobs = _jobs(arguments)
+    with command.progress("compiling", len(jobs)) as update:
 
-    def progress(result: Result, done: int, total: int) -> None:
-        facts = f"{_facts(result.record)}  " if result.record else ""
-        print(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.message}", flush=True)  # above the bar
-        bar.update(task, completed=done, total=total)
+        def show(result: Result, done: int, total: int) -> None:
+            facts = f"{_facts(result.record)}  " if result.record else ""
+            print(f"{result.status:9}{result.seconds:6.1f} s  {facts}{result.message}", flush=True)
+            update(done, "")
 
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
-        task = bar.add_task("", total=len(jobs))
-        report = prewarm(jobs, workers=arguments.workers, progress=progress, check=arguments.check)
+        report = prewarm(jobs, workers=arguments.workers, progress=show, check=arguments.check)
     counts: dict[str, int] = {}
     for result in report.results:
         counts[result.status] = counts.get(result.status, 0) + 1
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     print(f"{len(report.results)} kernels: {summary}; {report.seconds:.1f} s")
-    return 0 if report.ok else 1
+    return int(not report.ok), report.as_json()
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> Outcome:
     problems: list[str] = []
     count = 0
     for store in _stores():
@@ -180,7 +228,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     for problem in dict.fromkeys(problems):
         print(problem)
     print(f"{count} kernels, {len(problems)} problems")
-    return 1 if problems else 0
+    return int(bool(problems)), {"kernels": count, "problems": problems}
 
 
 def _not_negative(text: str) -> float:
@@ -196,31 +244,49 @@ def _positive(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
 
 
-def _gc(arguments: argparse.Namespace) -> int:
+def _gc(arguments: argparse.Namespace) -> Outcome:
     removed = Store(settings().root).gc(arguments.max_gb * 10**9, arguments.max_days * 86400)
     for name, size in removed:
         print(f"removed {name}  {_bytes(size)}")
-    print(f"{len(removed)} removed, {_bytes(sum(size for _, size in removed))}")
-    return 0
+    total = sum(size for _, size in removed)
+    print(f"{len(removed)} removed, {_bytes(total)}")
+    return 0, {"bytes": total, "removed": [{"name": name, "bytes": size} for name, size in removed]}
 
 
-def _clear(arguments: argparse.Namespace) -> int:
-    print(f"{Store(settings().root).clear()} kernels removed")
-    return 0
+def _clear(arguments: argparse.Namespace) -> Outcome:
+    store = Store(settings().root)
+    names = None
+    what = f"all kernels in {store.root}"
+    if arguments.arch or arguments.only:
+        names = [entry.name for entry in _selected(store.entries(), arguments)]
+        what = f"{len(names)} kernels in {store.root}"
+    removed = store.clear(names) if arguments.yes or _agrees(what) else None
+    print("nothing removed" if removed is None else f"{len(removed)} kernels removed")
+    return int(removed is None), {"removed": removed or []}
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _agrees(what: str) -> bool:
+    """Asks on the terminal whether to remove this."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"clear would remove {what}: say --yes (there is no terminal to ask on)")
+    print(f"remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _export(arguments: argparse.Namespace) -> Outcome:
     from .bundle import export_bundle
 
     problems: list[str] = []
     entries = _selected(Store(settings().root).entries(problems), arguments)
     _report(problems)
     digest, count = export_bundle(arguments.file, entries, shared=arguments.shared)
-    print(f"{count} kernels, {_bytes(arguments.file.stat().st_size)}\n{digest}")
-    return 1 if problems else 0
+    size = arguments.file.stat().st_size
+    print(f"{count} kernels, {_bytes(size)}\n{digest}")
+    found = {"file": str(arguments.file), "kernels": count, "bytes": size, "sha256": digest, "problems": problems}
+    return int(bool(problems)), found
 
 
-def _import(arguments: argparse.Namespace) -> int:
+def _import(arguments: argparse.Namespace) -> Outcome:
     from .bundle import import_bundle
     from .key import stack
 
@@ -230,7 +296,7 @@ def _import(arguments: argparse.Namespace) -> int:
     others = sum(entry.record["key"]["stack"] != stack() for entry in entries)
     if others and not arguments.into:
         print(f"{others} are of other wheels or another processor: for these use --into DIR and JIT_CACHE_BUNDLE=DIR")
-    return 0
+    return 0, {"directory": str(root), "kernels": [entry.name for entry in entries], "other_stack": others}
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
@@ -246,18 +312,22 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     of_gpus = [] if arguments.arch else _gpu_archs()
     archs, jobs, refused = arguments.arch or of_gpus or list(settings().archs), [], 0
     if not archs:
-        raise ValueError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
+        raise UsageError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
     for arch in archs:
         try:
             jobs += discover(arguments.package, [arch], arguments.only)
         except ValueError as error:
             refused += 1
             if not of_gpus or refused == len(archs):
-                raise
+                raise UsageError(str(error)) from None
             print(f"jit_cache: left out: {error}", file=sys.stderr)
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] == "cutlass":
+                raise ImportError(f"{error}: pip install nvidia-cutlass-dsl") from None
+            raise
     if not jobs:
         every = {builder.kernel for arch in archs for builder, _ in discover(arguments.package, [arch])}
-        raise LookupError(f"no kernel matches {' or '.join(arguments.only)}; there are: {', '.join(sorted(every))}")
+        raise UsageError(f"no kernel matches {' or '.join(arguments.only)}; there are: {', '.join(sorted(every))}")
     return jobs
 
 

@@ -61,6 +61,11 @@ class Result:
             return str(self)
         return self.error if self.error.startswith(str(self)) else f"{self}: {self.error}"
 
+    def as_json(self) -> dict[str, Any]:
+        """What --json tells of a kernel."""
+        names = {"kernel": self.builder, "arch": self.arch, "call": str(self), "status": self.status}
+        return {**names, "seconds": self.seconds, "error": self.error, "record": self.record}
+
     def __str__(self) -> str:
         return self.builder + format_arguments(self.arguments)
 
@@ -80,6 +85,10 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.failed
+
+    def as_json(self) -> dict[str, Any]:
+        """What --json tells of all."""
+        return {"ok": self.ok, "seconds": self.seconds, "kernels": [result.as_json() for result in self.results]}
 
 
 def prewarm(

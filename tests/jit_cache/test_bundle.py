@@ -398,7 +398,7 @@ def test_commands(command, tmp_path, cache):
     kernels.add.obtain("sm_100a")
     status, out, _ = command("info")
     assert status == 0 and str(cache) in out and "sm_100a, sm_90a" in out
-    status, out, _ = command("list", "--json", "--arch", "sm_90a")
+    status, out, _ = command("list", "--json", "-", "--arch", "sm_90a")
     (record,) = json.loads(out)
     assert record["name"].startswith("sm_90a/add-") and record["kernels"][0]["threads"] == 64
     status, out, _ = command("list")
@@ -408,7 +408,7 @@ def test_commands(command, tmp_path, cache):
     assert status == 0 and out.startswith("1 kernels") and len(digest) == 64
     status, _, err = command("export", tmp_path / "b.tar", "--only", "nothing")
     assert status == 1 and "no kernel" in err
-    assert command("clear")[1] == "2 kernels removed"
+    assert command("clear", "--yes")[1] == "2 kernels removed"
     status, _, err = command("import", tmp_path / "a.tar", "--digest", "0" * 64)
     assert status == 1 and "the digest is" in err
     status, out, _ = command("import", tmp_path / "a.tar", "--digest", digest)
@@ -445,7 +445,7 @@ def test_list_shows_bundles(command, tmp_path, cache):
     status, out, _ = command("list", JIT_CACHE_BUNDLE=str(tmp_path / "bundle"))
     assert status == 0 and [line.split()[0] for line in out.splitlines()[::2]] == [key(2).name, key(1).name]
     assert out.count(f"in {tmp_path / 'bundle'}") == 1
-    status, out, _ = command("list", "--json", JIT_CACHE_BUNDLE=str(tmp_path / "bundle"))
+    status, out, _ = command("list", "--json", "-", JIT_CACHE_BUNDLE=str(tmp_path / "bundle"))
     places = {record["name"]: record["directory"] for record in json.loads(out)}
     assert places == {key(1).name: str(tmp_path / "bundle"), key(2).name: str(cache)}
 

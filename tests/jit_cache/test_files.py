@@ -108,6 +108,6 @@ def test_output_that_cannot_be_written_is_named(cache, count):
     """Less than the buffer of the standard output holds, and more."""
     for n in range(count):
         put(Store(cache), key(n))
-    command = f"exec {sys.executable} -m jit_cache list --json >/dev/full"
+    command = f"exec {sys.executable} -m jit_cache list --json - >/dev/full"
     done = subprocess.run(["bash", "-c", command], env=environment({}), cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "jit_cache: [Errno 28] No space left on device: 'standard output'\n")

@@ -284,27 +284,27 @@ def test_prewarm_command_beside_a_gpu_without_kernels(command, package, monkeypa
         return [(kernels.add, (arch,))]
 
     monkeypatch.setattr(kernels, "specializations", specializations)
-    for archs, status_wanted, missing in ((["sm_90a", "sm_120a"], 1, "1 missing"), (["sm_120a"], 1, "")):
+    for archs, status_wanted, missing in ((["sm_90a", "sm_120a"], 1, "1 missing"), (["sm_120a"], 2, "")):
         monkeypatch.setattr(jit_cache.__main__, "_gpu_archs", lambda found=archs: found)
         status, out, err = command("prewarm", MODULE, "--check")
         assert status == status_wanted and missing in out and "no kernels for sm_120a" in err
         assert ("left out" in err) == (len(archs) > 1)
     status, out, err = command("prewarm", MODULE, "--arch", "sm_90a", "--arch", "sm_120a", "--check")
-    assert status == 1 and not out and "no kernels for sm_120a" in err and "left out" not in err
+    assert status == 2 and not out and "no kernels for sm_120a" in err and "left out" not in err
     monkeypatch.setattr(jit_cache.__main__, "_gpu_archs", lambda: [])
     status, out, err = command("prewarm", MODULE, "--check", JIT_CACHE_ARCH="sm_90a,sm_120a")
-    assert status == 1 and not out and "no kernels for sm_120a" in err and "left out" not in err
+    assert status == 2 and not out and "no kernels for sm_120a" in err and "left out" not in err
 
 
 @pytest.mark.parametrize("words", [["prewarm", "--check"], ["explain"]], ids=lambda words: words[0])
 def test_commands_of_nothing_say_what_there_is(words, command):
     name, *options = words
     status, out, err = command(name, MODULE, "--arch", "sm_90a", *options, "--only", "ad_", "--only", "_add")
-    assert status == 1 and not out
+    assert status == 2 and not out
     assert err == "jit_cache: no kernel matches ad_ or _add; there are: tests.jit_cache.kernels.add"
     for path in (".", "tests/jit_cache", "a..b", ""):
         status, _, err = command(name, path, "--arch", "sm_90a", *options)
-        assert status == 1 and err == f"jit_cache: package must be a module's name, such as cute_kernels, got {path!r}"
+        assert status == 2 and err == f"jit_cache: package must be a module's name, such as cute_kernels, got {path!r}"
 
 
 def test_prewarm_command_with_no_workers(command):
@@ -315,12 +315,12 @@ def test_prewarm_command_with_no_workers(command):
 
 def test_prewarm_command_without_a_gpu_asks_for_the_architecture(command):
     status, _, err = command("prewarm", MODULE, PATH="/nowhere")
-    assert status == 1 and "--arch sm_90a" in err
+    assert status == 2 and "--arch sm_90a" in err
 
 
 def test_explain_command(command):
     status, out, _ = command("explain", MODULE, "--arch", "sm_90a")
-    assert status == 0 and "nothing is stored of this builder" in out and out.endswith("2 not stored")
+    assert status == 1 and "nothing is stored of this builder" in out and out.endswith("2 not stored")
     kernels.add.obtain("sm_90a")
     status, out, _ = command("explain", MODULE, "--arch", "sm_90a", CUTE_DSL_NEW="1")
     assert "environment.CUTE_DSL_NEW: wanted 1, stored nothing" in out and out.endswith("2 not stored")

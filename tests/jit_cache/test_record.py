@@ -276,5 +276,5 @@ def test_the_commands_leave_malformed_records_out(cache, command):
     assert command("info")[0] == 0
     status, out, _ = command("verify")
     assert status == 1 and out.endswith("1 kernels, 4 problems")
-    assert command("explain", "tests.jit_cache.kernels", "--arch", "sm_90a")[0] == 0
+    assert command("explain", "tests.jit_cache.kernels", "--arch", "sm_90a")[::2] == (1, "")
     assert command("gc", "--max-gb", "0")[0] == 0 and not list(store.base.glob("*/*"))
