@@ -1,4 +1,4 @@
-# make demo | test | lint | bench: each makes .venv and installs what it needs the first time; later calls start at once.
+# Each target makes .venv and installs what it needs the first time; later calls start at once. `make` prints the targets.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -14,31 +14,34 @@ FLAVOUR := $(if $(filter-out 12,$(CUDA)),$(COMMA)cu13)
 TORCH := $(if $(filter 12,$(CUDA)),--extra-index-url https://download.pytorch.org/whl/cu126)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
 
-.PHONY: demo test lint format bench report clean
+.PHONY: help demo test lint format bench report clean
 
-demo: $(VENV)/installed
+help: ## print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed ## with a GPU: check and time the kernels; without: compile them, check the references
 	$(BIN)/python -m cute_kernels demo
 
-test: $(VENV)/installed
+test: $(VENV)/installed ## run the tests that this machine can run
 	$(BIN)/python -m pytest -n $(JOBS)
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/installed
+format: $(VENV)/installed ## apply ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/installed-bench
+bench: $(VENV)/installed-bench ## measure on this machine's GPU, then make the report
 	$(BIN)/python -m cute_kernels bench --save
 	$(BIN)/python -m bench.report
 
-report: $(VENV)/installed
+report: $(VENV)/installed ## make tables and figures from the saved measurements
 	$(BIN)/python -m bench.report
 
-clean:
+clean: ## remove .venv
 	rm -rf $(VENV)
 
 # Where Debian's python3 lacks ensurepip (package python3-venv), the system's pip can still fill an environment made without it.

@@ -33,3 +33,12 @@ def test_what_is_installed_is_what_the_driver_runs(version, extra, index, tmp_pa
     assert printed.returncode == 0, printed.stderr
     assert f"--editable '.[test,dev{extra}]'" in printed.stdout
     assert ("https://download.pytorch.org/whl/cu126" in printed.stdout) == index
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_prints_its_targets():
+    path = {"PATH": "/usr/local/bin:/usr/bin:/bin"}  # not MAKELEVEL: below `make test` it names directories, too
+    printed = subprocess.run(["make"], cwd=ROOT, env=path, capture_output=True, text=True, check=True).stdout
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [line.split()[1] for line in printed.splitlines()] == targets.split()
+    assert all(len(line.split()) > 3 for line in printed.splitlines())
