@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels._demo import _has_supported_gpu
 from cute_kernels.invariance import ROW_TRANSFORMS, TRANSFORMS, Report, check_invariance
-from jit_cache.files import write_whole
+from jit_cache.command import Outcome, UsageError, progress
 
 DTYPE = torch.bfloat16
 
@@ -46,22 +44,20 @@ class Make:
         return self.normal(self.rows, width)
 
 
-def run(only: Sequence[str] | None, json_file: Path | None) -> int:
-    """Checks every op, prints one line each; returns the exit status: 0, or 1 if anything failed."""
+def run(only: Sequence[str] | None) -> Outcome:
+    """Checks every op, prints one line each; returns the exit status, 1 if anything failed, and a dict for each.
+
+    Raises:
+        UsageError: there is no such op.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
     has_gpu = _has_supported_gpu()
     subjects = _subjects(has_gpu)
     known = list(dict.fromkeys(subject.op for subject in subjects))
-    problem = None
     if unknown := sorted(set(only or ()) - set(known)):
-        problem = f"no such op here: {', '.join(unknown)}; there are: {', '.join(known)}"
-    elif json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        problem = f"--json must be a file in a directory that is there, got {json_file}"
-    if problem is not None:
-        console.print(problem, style="red", markup=False)
-        return 1
+        raise UsageError(f"no such op here: {', '.join(unknown)}; there are: {', '.join(known)}")
     subjects = [subject for subject in subjects if only is None or subject.op in only]
     if has_gpu:
         console.print(f"{torch.cuda.get_device_name()}, {DTYPE}: rows compared bit by bit, forward and gradients\n")
@@ -74,37 +70,33 @@ def run(only: Sequence[str] | None, json_file: Path | None) -> int:
     for column in ("op", "case", "result", "cases", "seconds"):
         table.add_column(column, justify="right" if column in ("cases", "seconds") else "left")
     reports: list[tuple[Subject, Report | None, str, bool]] = []
-    for subject in subjects:
-        started = time.monotonic()
-        make = Make("cuda", 513) if has_gpu else Make("cpu", 33)  # anew: the same tensors, whatever else is checked
-        report, result, ok = _check(subject, make, has_gpu)
-        reports.append((subject, report, result, ok))
-        cells = [subject.op, subject.case, result, "-" if report is None else str(len(report.results))]
-        cells = [escape(cell) for cell in (*cells, f"{time.monotonic() - started:.1f}")]
-        table.add_row(*cells, style=None if ok else "red")
+    with progress("checking", len(subjects)) as update:
+        for subject in subjects:
+            started = time.monotonic()
+            make = Make("cuda", 513) if has_gpu else Make("cpu", 33)  # anew: the same tensors, whatever else is checked
+            report, result, ok = _check(subject, make, has_gpu)
+            reports.append((subject, report, result, ok))
+            cells = [subject.op, subject.case, result, "-" if report is None else str(len(report.results))]
+            cells = [escape(cell) for cell in (*cells, f"{time.monotonic() - started:.1f}")]
+            table.add_row(*cells, style=None if ok else "red")
+            update(len(reports), subject.op)
     console.print(table)
     for _, report, _, ok in reports:
         if report is not None and not ok:
             console.print(f"\n{report}", markup=False, highlight=False)
-    if json_file is not None:
-        entries = [
-            {
-                "op": subject.op,
-                "case": subject.case,
-                "result": result,
-                "ok": ok,
-                "report": None if report is None else dataclasses.asdict(report),
-            }
-            for subject, report, result, ok in reports
-        ]
-        try:
-            write_whole(json_file, (json.dumps(entries, indent=1) + "\n").encode())
-        except OSError as error:
-            console.print(f"--json could not be written: {error}", style="red", markup=False)
-            return 1
     all_ok = all(ok for *_, ok in reports)
     console.print(f"\n{'OK' if all_ok else 'FAILED'}", style="bold")
-    return int(not all_ok)
+    found = [
+        {
+            "op": subject.op,
+            "case": subject.case,
+            "result": result,
+            "ok": ok,
+            "report": None if report is None else dataclasses.asdict(report),
+        }
+        for subject, report, result, ok in reports
+    ]
+    return int(not all_ok), found
 
 
 def _check(subject: Subject, make: Make, has_gpu: bool) -> tuple[Report | None, str, bool]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
 from cute_kernels._target import UnsupportedDeviceError, arch_of
+from jit_cache.command import Outcome, progress
 
 ARCHS = ("sm_90a", "sm_100a")
 TOKENS = 8192
@@ -35,14 +35,27 @@ ERROR_LIMITS = {torch.bfloat16: 1.8e-3, torch.float16: 2.3e-4, torch.float32: 1e
 E4M3_LIMIT = 3e-2  # of what blocks of fp8 hold; normal numbers have 2.7e-2
 
 
-def run() -> int:
-    """Runs the demo; returns the exit status: 0, or 1 if anything failed."""
+@dataclasses.dataclass
+class Findings:
+    """Where the demo prints, and what --json tells: a dict for each thing that was tried."""
+
+    console: Console
+    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    references: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    measurements: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def run() -> Outcome:
+    """Runs the demo; returns the exit status, 1 if anything failed, and what was found."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
+    found = Findings(console)
     started = time.monotonic()
-    if _has_supported_gpu():
-        ok = _measure_models(console)
+    has_gpu = _has_supported_gpu()
+    if has_gpu:
+        ok = _measure_models(found)
     else:
         console.print(
             "No supported GPU: the kernels of common models are compiled for "
@@ -50,10 +63,17 @@ def run() -> int:
             + ", and the references are checked.\n"
         )
         # Both are run, so that one failure does not hide another.
-        ok = all([_compile_everything(console), _check_references(console)])
+        ok = all([_compile_everything(found), _check_references(found)])
         console.print("Nothing was run on a GPU: this shows that the kernels compile, not that they are right or fast.")
-    console.print(f"{'OK' if ok else 'FAILED'} after {time.monotonic() - started:.0f} s", style="bold")
-    return int(not ok)
+    seconds = time.monotonic() - started
+    console.print(f"{'OK' if ok else 'FAILED'} after {seconds:.0f} s", style="bold")
+    lists = {name: value for name, value in vars(found).items() if name != "console"}
+    return int(not ok), {
+        "ok": ok,
+        "seconds": seconds,
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        **lists,
+    }
 
 
 def _has_supported_gpu() -> bool:
@@ -69,7 +89,7 @@ def _has_supported_gpu() -> bool:
 # With a GPU
 
 
-def _measure_models(console: Console) -> bool:
+def _measure_models(found: Findings) -> bool:
     """Checks and times the ops, forward and backward, at the sizes of three models; tries a product's invariance."""
     from cute_kernels.__main__ import bench_module
 
@@ -77,57 +97,57 @@ def _measure_models(console: Console) -> bool:
         names = ("norm", "gemm", "reduction", "log_prob", "mhc", "mxfp8")
         bench_norm, bench_gemm, bench_reduction, bench_log_prob, bench_mhc, bench_mxfp8 = map(bench_module, names)
     except FileNotFoundError as error:
-        console.print(str(error), style="red")
+        found.console.print(str(error), style="red")
         return False
-    console.print(
+    found.console.print(
         f"{torch.cuda.get_device_name()}: compile each op (ours and torch's), check it against fp64, time it\n"
     )
     # All are run, so that one failure does not hide another.
     return all(
         [
-            _measure_norms(console, bench_norm),
-            _measure_gemms(console, bench_gemm),
-            _measure_reductions(console, bench_reduction),
-            _measure_log_probs(console, bench_log_prob),
-            _measure_connections(console, bench_mhc),
-            _measure_quantizers(console, bench_mxfp8),
-            _check_batches(console),
+            _measure_norms(found, bench_norm),
+            _measure_gemms(found, bench_gemm),
+            _measure_reductions(found, bench_reduction),
+            _measure_log_probs(found, bench_log_prob),
+            _measure_connections(found, bench_mhc),
+            _measure_quantizers(found, bench_mxfp8),
+            _check_batches(found),
         ]
     )
 
 
-def _measure_norms(console: Console, bench_norm: ModuleType) -> bool:
+def _measure_norms(found: Findings, bench_norm: ModuleType) -> bool:
     cases = {bench_norm.Norm(op, TOKENS, hidden): model for model, hidden in MODELS.items() for op in bench_norm.OPS}
     providers = ["cute_kernels", "torch", "torch_compile"]
-    found = bench_norm.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
+    measured = bench_norm.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
     models = {(norm.op, norm.shape): model for norm, model in cases.items()}
     ok = _show(
-        console,
+        found,
         f"Norms: {TOKENS} tokens, bf16, cold L2",
         {"model": lambda m: models[m.case.op, m.case.shape], **OP, **DIRECTION, **SHAPE},
         {**ERROR, **TIME, **SHARE, "x torch": _times("torch"), "x torch.compile": _times("torch_compile")},
-        found,
+        measured,
     )
-    console.print("The copy is an elementwise kernel that moves the bytes that the op must move at least.\n")
+    found.console.print("The copy is an elementwise kernel that moves the bytes that the op must move at least.\n")
     return ok
 
 
-def _measure_reductions(console: Console, bench_reduction: ModuleType) -> bool:
+def _measure_reductions(found: Findings, bench_reduction: ModuleType) -> bool:
     """softmax and log_softmax of hidden states and of logits, and sums."""
     providers = ["cute_kernels", "torch", "torch_compile"]
-    found = bench_reduction.run(
+    measured = bench_reduction.run(
         bench_reduction.reductions(quick=True), providers, repetitions=REPETITIONS, breakdown=False
     )
     return _show(
-        console,
+        found,
         "Reductions: bf16, cold L2",
         {"variant": lambda m: m.case.variant, **OP, **DIRECTION, **SHAPE},
         {**ERROR, **TIME, **SHARE, "x torch": _times("torch"), "x torch.compile": _times("torch_compile")},
-        found,
+        measured,
     )
 
 
-def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
+def _measure_gemms(found: Findings, bench_gemm: ModuleType) -> bool:
     """The first linear layer of each model's feed-forward network, and one of them for few tokens."""
     cases = {
         bench_gemm.Gemm(TOKENS, FEED_FORWARD[model], hidden, direction): model
@@ -136,31 +156,31 @@ def _measure_gemms(console: Console, bench_gemm: ModuleType) -> bool:
     }
     model, hidden = next(iter(MODELS.items()))
     cases[bench_gemm.Gemm(DECODE_TOKENS, FEED_FORWARD[model], hidden, variant="decode")] = model
-    found = bench_gemm.run(list(cases), ["cute_kernels", "cublas"], repetitions=REPETITIONS, breakdown=False)
+    measured = bench_gemm.run(list(cases), ["cute_kernels", "cublas"], repetitions=REPETITIONS, breakdown=False)
     models = {gemm.case: model for gemm, model in cases.items()}
     flops = {"TFLOP/s": lambda m: f"{1e-6 * m.case.flops / m.results['cute_kernels'].us:.0f}"}
     ok = _show(
-        console,
+        found,
         "Linear layers: tokens x outputs x inputs, bf16, cold L2",
         {"model": lambda m: models[m.case], **DIRECTION, **SHAPE},
         {**ERROR, **TIME, **flops, "x cuBLAS": _times("cublas")},
-        found,
+        measured,
     )
-    return ok and len(found) == len(cases)
+    return ok and len(measured) == len(cases)
 
 
-def _measure_log_probs(console: Console, bench_log_prob: ModuleType) -> bool:
+def _measure_log_probs(found: Findings, bench_log_prob: ModuleType) -> bool:
     """Log-probabilities over a model's vocabulary, beside torch, whose logits are in memory."""
     cases = {bench_log_prob.LogProb(*shape): model for model, shape in VOCABULARIES.items()}
     providers = ["cute_kernels", "torch", bench_log_prob.FLOOR]
-    found = bench_log_prob.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
+    measured = bench_log_prob.run(list(cases), providers, repetitions=REPETITIONS, breakdown=False)
     models = {case.shape: model for size, model in cases.items() for case in size.cases}
     peaks = {
         name: lambda m, name=name: f"{m.results[name].peak_bytes / 2**20:.0f}" if name in m.results else "-"
         for name in providers[:2]
     }
     return _show(
-        console,
+        found,
         "linear_log_prob: tokens x vocabulary x inputs, bf16, cold L2",
         {"model": lambda m: models[m.case.shape], **DIRECTION, **SHAPE},
         {
@@ -171,39 +191,39 @@ def _measure_log_probs(console: Console, bench_log_prob: ModuleType) -> bool:
             "MiB": peaks["cute_kernels"],
             "torch's": peaks["torch"],
         },
-        found,
+        measured,
     )
 
 
-def _measure_connections(console: Console, bench_mhc: ModuleType) -> bool:
+def _measure_connections(found: Findings, bench_mhc: ModuleType) -> bool:
     """What hyper-connections add to a layer: everything before and after one sublayer."""
     cases = {bench_mhc.Connection("layer", *shape): model for model, shape in CONNECTIONS.items()}
-    found = bench_mhc.run(list(cases), ["cute_kernels", "torch"], repetitions=REPETITIONS, breakdown=False)
+    measured = bench_mhc.run(list(cases), ["cute_kernels", "torch"], repetitions=REPETITIONS, breakdown=False)
     models = {connection.shape: model for connection, model in cases.items()}
     return _show(
-        console,
+        found,
         "Hyper-connections: tokens x streams x channels, bf16, cold L2",
         {"model": lambda m: models[m.case.shape], **DIRECTION, **SHAPE},
         {**ERROR, **TIME, **SHARE, "x torch": _times("torch")},
-        found,
+        measured,
     )
 
 
-def _measure_quantizers(console: Console, bench_mxfp8: ModuleType) -> bool:
+def _measure_quantizers(found: Findings, bench_mxfp8: ModuleType) -> bool:
     """A model's expert weights, one operand and both from one read; bytes are compared with the reference's."""
     cases = {
         bench_mxfp8.Quantize(op, shape): model for model, shape in EXPERT_WEIGHTS.items() for op in bench_mxfp8.OPS
     }
-    found = bench_mxfp8.run(list(cases), ["cute_kernels"], repetitions=REPETITIONS, breakdown=False)
+    measured = bench_mxfp8.run(list(cases), ["cute_kernels"], repetitions=REPETITIONS, breakdown=False)
     models = {quantize.case: model for quantize, model in cases.items()}
     ok = _show(
-        console,
+        found,
         "Block-scaled fp8 of expert weights, bf16, cold L2",
         {"model": lambda m: models[m.case], **OP, **SHAPE},
         {"bytes": lambda m: "exact", **TIME, **SHARE},
-        found,
+        measured,
     )
-    return ok and len(found) == len(cases)
+    return ok and len(measured) == len(cases)
 
 
 Cells = dict[str, Callable[[Any], str]]  # a column's title -> its cell of a measurement
@@ -220,23 +240,24 @@ def _times(peer: str) -> Callable[[Any], str]:
     return lambda m: f"{m.results[peer].us / m.results['cute_kernels'].us:.2f}" if peer in m.results else "-"
 
 
-def _show(console: Console, title: str, names: Cells, numbers: Cells, found: Sequence[Any]) -> bool:
+def _show(found: Findings, title: str, names: Cells, numbers: Cells, measured: Sequence[Any]) -> bool:
     """Prints a row a measurement, its numbers where our result is right; returns whether all are."""
     table = Table(title=title, box=None, pad_edge=False)
     for column in names:
         table.add_column(column)
     for column in numbers:
         table.add_column(column, justify="right")
-    for measurement in found:
+    for measurement in measured:
+        found.measurements.append(dataclasses.asdict(measurement))
         ours = "cute_kernels" in measurement.results
         cells = [cell(measurement) for cell in numbers.values()] if ours else ["[red]failed[/]"]
         table.add_row(*(name(measurement) for name in names.values()), *cells)
-    console.print(table)
-    console.print()
-    return bool(found) and all("cute_kernels" in measurement.results for measurement in found)
+    found.console.print(table)
+    found.console.print()
+    return bool(measured) and all("cute_kernels" in measurement.results for measurement in measured)
 
 
-def _check_batches(console: Console, device: str = "cuda") -> bool:
+def _check_batches(found: Findings, device: str = "cuda") -> bool:
     """Whether a row of linear, and of its gradient, has the same bits in every batch; `check` tries far more."""
     import cute_kernels
 
@@ -248,39 +269,35 @@ def _check_batches(console: Console, device: str = "cuda") -> bool:
     )
     try:
         report = cute_kernels.check_invariance(lambda x: cute_kernels.linear(x, weight), x, sizes=(1, 16, 100))
-        found = report.results
-        failed = [f"{r.transform}, {r.case}: {r.difference or r.message}" for r in found if r.status != "ok"]
+        results = report.results
+        failed = [f"{r.transform}, {r.case}: {r.difference or r.message}" for r in results if r.status != "ok"]
         if "grad of input[0]" not in report.tensors:
             failed.append("there is no gradient of x")
     except Exception as error:
-        found, failed = (), [f"{type(error).__name__}: {error}"]
+        results, failed = (), [f"{type(error).__name__}: {error}"]
+    shape = f"{rows}x{size}x{size}"
+    found.batches.append({"op": "linear", "shape": shape, "cases": len(results), "failed": failed})
     table = Table(title="Batch invariance: y and dx, bits", box=None, pad_edge=False)
     for column in ("op", "shape", "cases", "result"):
         table.add_column(column, overflow="fold")
     result = f"[red]{escape(failed[0])}[/]" if failed else "invariant"
-    table.add_row("linear", f"{rows}x{size}x{size}", str(len(found)), result)
-    console.print(table)
-    console.print()
+    table.add_row("linear", shape, str(len(results)), result)
+    found.console.print(table)
+    found.console.print()
     return not failed
 
 
 # Without a GPU
 
 
-def _compile_everything(console: Console) -> bool:
+def _compile_everything(found: Findings) -> bool:
     """Compiles, or finds in the cache, what the families' `specializations` name; prints what each needs of a GPU."""
-    from jit_cache.prewarm import Result, discover, prewarm
+    from jit_cache.prewarm import discover, prewarm
 
     jobs = discover("cute_kernels", ARCHS)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("compiling", total=len(jobs))
-
-        def show(result: Result, done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        report = prewarm(jobs, progress=show)
-
+    with progress("compiling", len(jobs)) as update:
+        report = prewarm(jobs, progress=lambda result, done, total: update(done, ""))
+    found.kernels += [result.as_json() for result in report.results]
     table = Table(box=None, pad_edge=False)
     for column in ("kernel", "arch"):
         table.add_column(column)
@@ -288,14 +305,14 @@ def _compile_everything(console: Console) -> bool:
         table.add_column(column, justify="right")
     for result in report.results:
         table.add_row(*_row(result))
-    console.print(table)
+    found.console.print(table)
     compiled = sum(result.status == "compiled" for result in report.results)
-    console.print(
+    found.console.print(
         f"{len(report.results)} kernels in {report.seconds:.0f} s: {compiled} compiled now, "
         f"{len(report.failed)} failed, the others were in the cache\n"
     )
     for result in report.failed:
-        console.print(result.message, style="red", markup=False)
+        found.console.print(result.message, style="red", markup=False)
     return report.ok
 
 
@@ -335,7 +352,7 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _check_references(console: Console) -> bool:
+def _check_references(found: Findings) -> bool:
     """Norms, layers and a hyper-connection, forward and backward, on the CPU, where references run, against fp64."""
     import cute_kernels
     from cute_kernels import mhc
@@ -399,15 +416,31 @@ def _check_references(console: Console) -> bool:
             ]
             cells += ["-"] * (4 - len(cells)) + [f"{limit:.1e}" for limit in limits]
             table.add_row(name, str(dtype).removeprefix("torch."), *cells)
+            found.references.append(_reference(name, dtype, errors, limits, all(passed)))
     normal = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     kept = cute_kernels.dequantize(*cute_kernels.quantize_rowwise(normal), dtype=torch.float32)
     error = float((kept - normal.float()).norm() / normal.float().norm())
-    ok = ok and error <= E4M3_LIMIT
-    cell = f"{error:.1e}" if error <= E4M3_LIMIT else f"[red]{error:.1e}[/]"
+    is_near = error <= E4M3_LIMIT
+    ok = ok and is_near
+    cell = f"{error:.1e}" if is_near else f"[red]{error:.1e}[/]"
     table.add_row("quantize_rowwise", "e4m3", cell, "-", "-", "-", f"{E4M3_LIMIT:.1e}", "-")
-    console.print(table)
-    console.print()
+    found.references.append(_reference("quantize_rowwise", torch.float8_e4m3fn, [error], (E4M3_LIMIT, None), is_near))
+    found.console.print(table)
+    found.console.print()
     return ok
+
+
+def _reference(
+    op: str, dtype: torch.dtype, errors: Sequence[float], limits: tuple[float, float | None], ok: bool
+) -> dict[str, Any]:
+    return {
+        "op": op,
+        "dtype": str(dtype).removeprefix("torch."),
+        "errors": dict(zip(("y", "dx", "dw", "db"), errors, strict=False)),
+        "limit": limits[0],
+        "limit_of_gradients": limits[1],
+        "ok": ok,
+    }
 
 
 def _errors(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cute_kernels._check import expect
 from cute_kernels._target import UnsupportedDeviceError, arch_of
@@ -24,6 +23,7 @@ from cute_kernels.train.distributed import World, world
 from cute_kernels.train.log import Line, Log, plot
 from cute_kernels.train.model import Learner
 from cute_kernels.train.options import Options, flag
+from jit_cache.command import progress
 
 TEST_BATCHES = 4
 FINAL_RATE = 0.1  # the learning rate at the end, of its highest
@@ -98,8 +98,7 @@ def _run(
 ) -> None:
     folder = options.checkpoint
     log = Log(folder / "log.jsonl", done) if ranks.rank == 0 else None
-    with _progress(console) as progress:
-        task = progress.add_task("training", total=options.steps, completed=done, loss=math.nan)
+    with progress("training", options.steps, done, quiet=ranks.rank != 0) as update:
         for step in range(done, options.steps):
             began = time.perf_counter()
             torch.manual_seed(_seed(options.seed, step, ranks.rank))  # what dropout draws from
@@ -113,7 +112,7 @@ def _run(
                 line["held_out_loss"] = test_loss(options, ranks, text, learner)
             if log is not None:
                 log.add(line)
-            progress.update(task, completed=step + 1, loss=line["loss"])
+            update(step + 1, f"loss {line['loss']:.3f}")
             if is_last or (step + 1) % options.checkpoint_every == 0:
                 checkpoint.save(folder, step + 1, learner.model, learner.optimizer, facts)
                 if log is not None:
@@ -227,15 +226,3 @@ def _summary(lines: list[Line], folder: Path) -> str:
         f"step {last['step']}: {last['held_out_loss']:.3f} nats a byte on held-out text; "
         f"in {folder}: checkpoints, log.jsonl, {drawn}"
     )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console)

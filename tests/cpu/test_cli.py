@@ -1,7 +1,8 @@
-"""python -m cute_kernels env | demo | bench, without a GPU."""
+"""python -m cute_kernels env | demo | bench, without a GPU; tests/jit_cache/test_command.py has what all share."""
 
 import contextlib
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+import cute_kernels
 from bench import bench_norm, harness
 from cute_kernels import __main__ as cli
 from cute_kernels import _demo, _env
@@ -20,6 +22,7 @@ from cute_kernels.gemm import reference_log_prob as log_prob_reference
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.mhc import reference as mhc_reference
 from cute_kernels.mxfp8 import reference as mxfp8_reference
+from jit_cache.command import EXIT_STATUS
 from jit_cache.prewarm import Report, Result
 from jit_cache.store import settings
 from tests.cpu.test_bench import StandIn
@@ -31,6 +34,32 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU i
 def test_runs_as_a_module():
     found = subprocess.run([sys.executable, "-m", "cute_kernels", "--help"], capture_output=True, text=True, check=True)
     assert all(command in found.stdout for command in ("env", "demo", "bench"))
+
+
+def test_version_and_exit_statuses_are_told(capsys):
+    for option, expected in (("--version", f"cute-kernels {cute_kernels.__version__}"), ("--help", EXIT_STATUS)):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([option])
+        assert expected in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "words, where",
+    [
+        (["env"], "cute_kernels._env.report"),
+        (["demo", "--json", "-"], "cute_kernels._demo._has_supported_gpu"),
+        (["check"], "cute_kernels._check_ops._check"),
+        (["bench", "norm"], "subprocess.run"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_ctrl_c_is_one_line(words, where, capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    assert cli.main(words) == 130
+    assert capsys.readouterr().err == "cute_kernels: interrupted\n"
 
 
 def test_env_names_what_a_bug_report_needs(capsys, monkeypatch):
@@ -48,12 +77,18 @@ def test_env_names_what_a_bug_report_needs(capsys, monkeypatch):
         assert expected in text
 
 
-@pytest.mark.parametrize("words", [["demo"], ["check"], ["train"]], ids=lambda words: words[0])
+def test_env_as_json(capsys):
+    assert cli.main(["env", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"] == torch.__version__ and "kernel cache" in found
+
+
+@pytest.mark.parametrize("words", [["demo"], ["check"], ["train"], ["bench"]], ids=lambda words: words[0])
 def test_a_wrong_setting_is_named(words, capsys, monkeypatch):
     monkeypatch.setenv("JIT_CACHE_MODE", "sometimes")
     settings.cache_clear()
     try:
-        assert cli.main(words) == 1
+        assert cli.main(words) == 2
     finally:
         settings.cache_clear()
     out, err = capsys.readouterr()
@@ -92,7 +127,7 @@ def test_driver_cuda_version(monkeypatch, heading):
 
 
 def test_bench_of_an_unknown_family(capsys):
-    assert cli.main(["bench", "nothing"]) == 1
+    assert cli.main(["bench", "nothing"]) == 2
     assert "no such family: nothing; there are: bits, gemm, " in capsys.readouterr().err
 
 
@@ -110,7 +145,11 @@ def test_bench_without_gpu(capfd):
 
 @pytest.mark.parametrize(
     "families, ends, status",
-    [([], ["exit(0)", "exit(3)", "exit(1)"], 3), (["a", "b"], ["exit(0)", "os.kill(os.getpid(), 9)", "exit(99)"], 9)],
+    [
+        ([], ["exit(0)", "exit(3)", "exit(0)"], 1),
+        (["a", "b"], ["exit(0)", "os.kill(os.getpid(), 9)", "exit(99)"], 1),
+        (["a", "c"], ["exit(0)", "exit(1)", "exit(0)"], 0),
+    ],
 )
 def test_bench_runs_each_family_in_a_process(monkeypatch, tmp_path, capfd, families, ends, status):
     """All of them, whatever the status of one; a peer that one imports is not there for the next."""
@@ -122,10 +161,23 @@ def test_bench_runs_each_family_in_a_process(monkeypatch, tmp_path, capfd, famil
     monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
     assert cli.main(["bench", *families, "--quick", "--save"]) == status
     found = [line.split() for line in capfd.readouterr().out.splitlines()]
-    assert [(family, *options) for family, _, *options in found] == [
-        (family, "--quick", "--save") for family in families or "abc"
+    assert [(family, *options[:-1]) for family, _, *options in found] == [
+        (family, "--quick", "--save", "--out") for family in families or "abc"
     ]
     assert len({process for _, process, *_ in found} | {str(os.getpid())}) == len(found) + 1
+
+
+def test_bench_tells_the_lines_as_json(monkeypatch, tmp_path, capfd):
+    """And nothing else on the standard output, whatever the families print."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    for us, family in enumerate("ab"):
+        text = f"import sys\nprint('table')\nopen(sys.argv[-1], 'a').write('{{\"us\": {us}}}\\n')\n"
+        (tmp_path / "bench" / f"bench_{family}.py").write_text(text)
+    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    assert cli.main(["bench", "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == [{"us": 0}, {"us": 1}] and err == "table\ntable\n"
 
 
 @dataclass(frozen=True)
@@ -164,7 +216,10 @@ def test_demo_without_gpu(monkeypatch, capsys, status, ok):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(prewarm_module, "discover", lambda package, archs: [None])
     monkeypatch.setattr(prewarm_module, "prewarm", lambda jobs, progress: Report((result(status),), 1.0))
-    assert _demo.run() == (0 if ok else 1)
+    monkeypatch.setattr(_demo, "_check_references", lambda found: True)
+    found_status, found = _demo.run()
+    assert found_status == (0 if ok else 1) and found["ok"] == ok and found["gpu"] is None
+    assert [kernel["status"] for kernel in found["kernels"]] == [status]
     text = capsys.readouterr().out
     assert "norm_forward(rms, -, (yes, no), n=4096)" in text
     assert "Nothing was run on a GPU" in text
@@ -183,13 +238,16 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(_demo, "EXPERT_WEIGHTS", {"Experts": (2, 64, 96)})
     monkeypatch.setattr(_demo, "CONNECTIONS", {"Streams": (32, 64)})
     monkeypatch.setattr(_demo, "VOCABULARIES", {"Words": (32, 130, 64)})
-    monkeypatch.setattr(_demo, "_check_batches", lambda console: True)
+    monkeypatch.setattr(_demo, "_check_batches", lambda found: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
     monkeypatch.setattr(harness, "environment", lambda commit: {})
     monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
-    assert _demo.run() == 0
+    status, found = _demo.run()
+    assert status == 0 and found["ok"] and found["gpu"] == "NVIDIA T"
+    assert {m["case"]["family"] for m in found["measurements"]} >= {"norm", "gemm", "mhc"}
+    assert all(m["results"]["cute_kernels"]["us"] == 10.0 for m in found["measurements"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     rows = [line for line in lines if line[:1] == ["Small"]]
     assert [line for line in lines if line[:1] == ["Experts"]] == [
@@ -214,11 +272,11 @@ def test_demo_with_gpu(monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr("cute_kernels.mm", lambda a, b, out: out.copy_(1.01 * (a @ b)))
-        assert _demo.run() == 1
+        assert _demo.run()[0] == 1
         assert "wrong result" in capsys.readouterr().out
 
     monkeypatch.setattr("cute_kernels.rms_norm", lambda x, weight, eps: 1.01 * F.rms_norm(x, x.shape[-1:], weight, eps))
-    assert _demo.run() == 1
+    assert _demo.run()[0] == 1
     assert "wrong result" in capsys.readouterr().out
 
 
@@ -234,7 +292,9 @@ def test_demo_with_gpu(monkeypatch, capsys):
 def test_demo_tries_other_batches(monkeypatch, capsys, linear, expected):
     monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
     monkeypatch.setattr("cute_kernels.linear", linear)
-    assert _demo._check_batches(Console(width=200), device="cpu") == (expected == "invariant")
+    found = _demo.Findings(Console(width=200))
+    assert _demo._check_batches(found, device="cpu") == (expected == "invariant")
+    assert bool(found.batches[0]["failed"]) == (expected != "invariant")
     assert expected in capsys.readouterr().out
 
 
@@ -244,7 +304,9 @@ def test_a_kernel_s_tile_is_shown():
 
 
 def test_references_are_within_their_limits(capsys):
-    assert _demo._check_references(Console(width=120))
+    found = _demo.Findings(Console(width=120))
+    assert _demo._check_references(found)
+    assert all(row["ok"] and 0 < row["errors"]["y"] <= row["limit"] for row in found.references)
     text = capsys.readouterr().out
     ops = ("rms_norm", "layer_norm", "linear", "linear, bias, gelu", "linear_log_prob")
     assert all(op in text for op in (*ops, "hyper_connection", "quantize_rowwise"))
@@ -262,4 +324,4 @@ def test_references_are_within_their_limits(capsys):
 )
 def test_a_wrong_reference_fails(monkeypatch, capsys, name, op):
     monkeypatch.setattr(f"cute_kernels.{name}", op)
-    assert not _demo._check_references(Console(width=120))
+    assert not _demo._check_references(_demo.Findings(Console(width=120)))

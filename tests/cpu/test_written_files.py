@@ -6,6 +6,7 @@ import resource
 import pytest
 
 from bench import harness, report
+from cute_kernels import __main__ as cli
 from cute_kernels import _check_ops
 from cute_kernels.invariance import Report
 from cute_kernels.train import log
@@ -69,6 +70,6 @@ def test_the_json_of_the_checks(tmp_path, limit, monkeypatch, capsys):
     path.write_text("old")
     monkeypatch.setattr(_check_ops, "_check", lambda subject, make, has_gpu: (None, "x" * 1000, True))
     limit(2048)
-    assert _check_ops.run(None, path) == 1
-    assert f"--json could not be written: [Errno 27] File too large: '{path}'" in capsys.readouterr().out
+    assert cli.main(["check", "--json", str(path)]) == 1
+    assert capsys.readouterr().err == f"cute_kernels: [Errno 27] File too large: '{path}'\n"
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["checks.json"]
