@@ -28,8 +28,9 @@ from jit_cache.command import progress
 TEST_BATCHES = 4
 FINAL_RATE = 0.1  # the learning rate at the end, of its highest
 
-# What a resumed run must have the same of; steps and learning rate may change for the rest of it
+# What a resumed run must have the same of; the other options may change for the rest of it
 SAME = ("layers", "hidden", "heads", "hyper_connections", "dropout", "sequence", "batch", "seed")
+NOT_TOLD = ("data", "checkpoint", "resume")  # to the checkpoint: where a run finds things, and the text has a digest
 
 
 def train(options: Options) -> None:
@@ -44,10 +45,11 @@ def train(options: Options) -> None:
     expect(device == "cpu" or torch.cuda.is_available(), "train", "--device", "be cpu where torch sees no GPU", device)
     text = read_text(options.data, options.sequence)
     started_from = _checkpoint(options)
-    facts = {"text": text.digest} | {name: getattr(options, name) for name in SAME}
-    done = 0
+    facts = {name: value for name, value in vars(options).items() if name not in NOT_TOLD}
+    facts |= {"text": text.digest, "device": device}
+    done, changed = 0, []
     if started_from is not None:
-        _expect_same_run(started_from, facts)
+        changed = _changed_options(started_from, facts)
         done = checkpoint.step_of(started_from)
         more = f"be more than the {done} steps of {started_from}"
         expect(done < options.steps, "train", "--steps", more, options.steps)
@@ -66,6 +68,8 @@ def train(options: Options) -> None:
             if not console.is_terminal:
                 console = Console(quiet=ranks.rank != 0, width=200)
             console.print(_introduction(options, ranks, learner, text, started_from), highlight=False, markup=False)
+            if changed:
+                console.print(f"options changed: {', '.join(changed)}", highlight=False, markup=False)
             with _deterministic(device):
                 _run(options, ranks, text, learner, done, facts, console)
 
@@ -192,12 +196,21 @@ def _fingerprint(options: Options, text: Text) -> int:
     return int(hashlib.sha256(repr(sorted((vars(options) | own).items())).encode()).hexdigest()[:8], 16)
 
 
-def _expect_same_run(newest: Path, facts: dict[str, Any]) -> None:
+def _changed_options(newest: Path, facts: dict[str, Any]) -> list[str]:
+    """The options that the checkpoint was written with and that are others now, like "--lr 0.01 -> 0.003".
+
+    Raises:
+        ValueError: one that must be the same is among them; the message names all of these.
+    """
     saved = checkpoint.facts_of(newest)
-    for name, value in facts.items():
-        option = "--data" if name == "text" else flag(name)
-        expected = f"be as in {newest}, " + ("another text" if name == "text" else repr(saved.get(name)))
-        expect(saved.get(name) == value, "train", option, expected, value)
+    changed = {
+        name: "--data another text" if name == "text" else f"{flag(name)} {saved.get(name)} -> {value}"
+        for name, value in facts.items()
+        if saved.get(name) != value
+    }
+    fixed = ", ".join(text for name, text in changed.items() if name in ("text", *SAME))
+    expect(not fixed, "train", "--resume", f"go on with the options of {newest}", fixed)
+    return [text for name, text in changed.items() if name in saved]
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

@@ -7,8 +7,10 @@ import json
 import math
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -99,8 +101,8 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         save = checkpoint.dcp.save
         patch.setattr(checkpoint.dcp, "save", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "killed", steps=4, checkpoint_every=2)
+        command = train_cases.arguments(tmp_path / "killed", steps=4, checkpoint_every=2, **TINY)
+        assert cli.main(["train", *command]) == 130
     assert [path.name for path in tmp_path.glob("killed/step-*")] == ["step-00000002.partial"]
     assert checkpoint.latest(tmp_path / "killed") is None
     assert run(tmp_path / "killed", steps=4) == whole
@@ -113,10 +115,9 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"layers": 2}, "--layers must be as in .*step-00000001, 1, got 2"),
-        ({"hyper_connections": 0}, "--hyper-connections must be as in .*, 4, got 0"),
-        ({"seed": 1}, "--seed must be as in .*, 0, got 1"),
-        ({"data": __file__}, "--data must be as in .*, another text"),
+        ({"layers": 2}, "--resume must go on with the options of .*step-00000001, got --layers 1 -> 2\n$"),
+        ({"seed": 1, "hyper_connections": 0, "lr": 1.0}, "got --hyper-connections 4 -> 0, --seed 0 -> 1\n$"),
+        ({"data": __file__}, "got --data another text\n$"),
         ({"steps": 1}, "--steps must be more than the 1 steps of .*, got 1"),
     ],
 )
@@ -192,7 +193,7 @@ def assert_refused(folder, capsys, caplog, message):
     command = train_cases.arguments(folder, **{**TINY, "steps": 3, "resume": True})
     assert cli.main(["train", *command]) == 1
     way_on = "to go on from step-00000001, rename step-00000002 to step-00000002.damaged and give --resume again"
-    assert_says(capsys, rf"^train: .*step-00000002 could not be read: {message}[^\n]*; {way_on}\n$")
+    assert_says(capsys, rf"^cute_kernels: train: .*step-00000002 could not be read: {message}[^\n]*; {way_on}\n$")
     assert not [record for record in caplog.records if record.name == "root"]
 
 
@@ -215,6 +216,26 @@ def test_a_checkpoint_of_an_earlier_version(two_checkpoints, tmp_path, capsys):
     message = "step-00000002, which an earlier version wrote without SHA256SUMS: its files are not checked"
     assert capsys.readouterr().out.count(message) == 1
     assert checkpoint.has_digests(checkpoint.latest(folder))
+
+
+def test_a_resumed_run_says_what_changed(tmp_path, capsys):
+    run(tmp_path, steps=1, evaluate_every=5)
+    assert "options changed" not in capsys.readouterr().out
+    run(tmp_path, steps=2, evaluate_every=5, lr=0.003, recompute=True, resume=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("options changed")]
+    assert lines == ["options changed: --steps 1 -> 2, --lr 0.01 -> 0.003, --recompute False -> True"]
+
+
+def test_a_resumed_run_of_a_checkpoint_that_tells_less(tmp_path, capsys):
+    """As earlier versions wrote them: with the options alone that must be the same."""
+    run(tmp_path, steps=1)
+    path = checkpoint.latest(tmp_path) / checkpoint.FACTS
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({name: facts[name] for name in ("text", *loop.SAME)}))
+    (checkpoint.latest(tmp_path) / checkpoint.DIGESTS).unlink()
+    capsys.readouterr()
+    run(tmp_path, steps=2, lr=0.003, resume=True)
+    assert "options changed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -258,7 +279,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path, capsys):
         assert cli.main(["train", *command]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_says(capsys, r"^train: .*/step-00000002 could not be written: OSError: .* File too large\n$")
+    assert_says(capsys, r"^cute_kernels: train: .*/step-00000002 could not be written: OSError: .* File too large\n$")
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1
     assert cli.main(["train", *command]) == 0
 
@@ -270,8 +291,28 @@ def test_ctrl_c_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint.dcp.DefaultSavePlanner, "create_local_plan", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, steps=1)
+    assert cli.main(["train", *train_cases.arguments(tmp_path, steps=1, **TINY)]) == 130
+
+
+@pytest.mark.parametrize("rank, said", [("0", "cute_kernels: interrupted\n"), ("1", "")])
+def test_ctrl_c_is_told_once(tmp_path, monkeypatch, capsys, rank, said):
+    """By rank 0."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(loop, "test_loss", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["train", *train_cases.arguments(tmp_path, steps=1, **TINY)]) == 130
+    assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_of_a_process(tmp_path):
+    process = train_cases.start(train_cases.arguments(tmp_path, steps=10_000, **TINY))
+    with train_cases.stopped_on_error(process):
+        deadline = time.monotonic() + train_cases.PATIENCE
+        while len(log.read(tmp_path / "log.jsonl")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=train_cases.PATIENCE)
+    assert process.returncode == 130 and "Traceback" not in text and text.endswith("\ncute_kernels: interrupted\n")
 
 
 def test_a_run_leaves_determinism_as_it_was(monkeypatch):
@@ -294,7 +335,10 @@ def test_a_folder_is_not_written_over(tmp_path, capsys):
 def test_a_folder_that_is_a_file(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert cli.main(["train", *train_cases.arguments(tmp_path / "file", **TINY)]) == 1
-    assert capsys.readouterr() == ("", f"train: --checkpoint must be a folder, got the file {tmp_path / 'file'}\n")
+    assert capsys.readouterr() == (
+        "",
+        f"cute_kernels: train: --checkpoint must be a folder, got the file {tmp_path / 'file'}\n",
+    )
 
 
 def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch, capsys):
@@ -391,26 +435,31 @@ def test_a_gpu_without_kernels(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "changed, message",
+    "changed, message, status",
     [
-        ({"hidden": 66}, r"--hidden must be a multiple of 2 \* --heads 2, got 66"),
-        ({"layers": 0}, "--layers must be at least 1, got 0"),
-        ({"seed": -1}, "--seed must not be negative, got -1"),
-        ({"seed": 2**64}, rf"--seed must be below 2\^63, got {2**64}"),
-        ({"lr": float("inf")}, "--lr must be positive and finite, got inf"),
-        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0"),
-        ({"lr": 0.0}, "--lr must be positive and finite, got 0.0"),
-        ({"device": "tpu"}, "--device must be cuda or cpu, got tpu"),
-        ({"recompute": True, "hyper_connections": 0}, "--recompute must be left out, or --hyper-connections be"),
-        ({"recompute": True, "compile": True}, "--recompute must be left out with --compile"),
-        ({"graph": True}, "--graph must be left out, or the run be one process on a GPU"),
-        ({"resume": True}, "--resume must find a whole checkpoint, got none in"),
-        ({"data": "/no/such/text"}, "train: --data must be a file that can be read, got /no/such/text: No such file"),
-        ({"sequence": 100_000}, r"--data must have at least \d+ bytes at --sequence 100000, got \d+"),
+        ({"hidden": 66}, r"--hidden must be a multiple of 2 \* --heads 2, got 66", 2),
+        ({"layers": 0}, "--layers must be at least 1, got 0", 2),
+        ({"seed": -1}, "--seed must not be negative, got -1", 2),
+        ({"seed": 2**64}, rf"--seed must be below 2\^63, got {2**64}", 2),
+        ({"lr": float("inf")}, "--lr must be positive and finite, got inf", 2),
+        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0", 2),
+        ({"lr": 0.0}, "--lr must be positive and finite, got 0.0", 2),
+        ({"device": "tpu"}, "--device must be cuda or cpu, got tpu", 2),
+        ({"recompute": True, "hyper_connections": 0}, "--recompute must be left out, or --hyper-connections be", 2),
+        ({"recompute": True, "compile": True}, "--recompute must be left out with --compile", 2),
+        ({"graph": True}, "--graph must be left out, or the run be one process on a GPU", 1),
+        ({"resume": True}, "--resume must find a whole checkpoint, got none in", 1),
+        (
+            {"data": "/no/such/text"},
+            "train: --data must be a file that can be read, got /no/such/text: No such file",
+            1,
+        ),
+        ({"sequence": 100_000}, r"--data must have at least \d+ bytes at --sequence 100000, got \d+", 1),
     ],
 )
-def test_bad_options_are_named(tmp_path, capsys, changed, message):
-    assert cli.main(["train", *train_cases.arguments(tmp_path, **{**TINY, "steps": 1, **changed})]) == 1
+def test_bad_options_are_named(tmp_path, capsys, changed, message, status):
+    """Status 2 where the command line alone is wrong, 1 where it does not fit what is there."""
+    assert cli.main(["train", *train_cases.arguments(tmp_path, **{**TINY, "steps": 1, **changed})]) == status
     assert_says(capsys, message)
     assert not list(tmp_path.iterdir())
 
