@@ -46,6 +46,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import harness
+from jit_cache import command
 
 LAYERS = ((12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096))  # (N, K) of the weights
 PREFILL = (
@@ -476,4 +477,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_gemm", main))

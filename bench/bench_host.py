@@ -31,6 +31,7 @@ from bench import harness
 from cute_kernels._autograd import eager_apply
 from cute_kernels._op import allocator
 from cute_kernels._target import arch_of
+from jit_cache import command
 
 ROWS, COLUMNS = 64, 4096
 ROUNDS = 8
@@ -177,4 +178,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_host", main))

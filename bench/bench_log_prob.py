@@ -33,6 +33,7 @@ from torch import Tensor
 
 import cute_kernels
 from bench import both_ways, harness
+from jit_cache import command
 
 TRAIN = ((4096, 32000, 4096), (4096, 151936, 4096), (8192, 128256, 4096))
 DECODE = tuple((m, 151936, 4096) for m in (1, 16, 64, 128, 256))
@@ -259,4 +260,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_log_prob", main))

@@ -44,6 +44,7 @@ from bench import both_ways, harness
 from bench.both_ways import Calls
 from cute_kernels import mhc
 from cute_kernels.mhc import reference
+from jit_cache import command
 
 SHAPES = ((8192, 4096), (4096, 7168), (8192, 2560), (16384, 1280), (2048, 5120), (65536, 768))  # (M, C)
 OTHER_STREAMS = ((2, 8192, 4096), (8, 4096, 4096))  # (n, M, C)
@@ -599,4 +600,4 @@ def _first_columns(call: harness.Call, columns: int) -> harness.Call:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_mhc", main))

@@ -27,6 +27,7 @@ from torch import Tensor
 import cute_kernels
 from bench import harness
 from cute_kernels.mxfp8 import reference
+from jit_cache import command
 
 LLAMA4 = tuple((experts, 8192, 5120) for experts in (1, 2, 4, 8, 16, 32, 64))
 DEEPSEEK = tuple((experts, 7168, 2048) for experts in (1, 8, 32))
@@ -326,4 +327,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_mxfp8", main))

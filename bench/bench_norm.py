@@ -27,6 +27,7 @@ import cute_kernels
 from bench import both_ways, harness
 from bench.both_ways import Calls
 from cute_kernels.norm import reference
+from jit_cache import command
 
 LARGE = ((32768, 1024), (16384, 2048), (8192, 4096), (4096, 8192), (2048, 16384))
 MIDDLE = ((16384, 1024), (8192, 2048), (4096, 4096), (2048, 8192), (1024, 16384))
@@ -343,4 +344,4 @@ def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_norm", main))

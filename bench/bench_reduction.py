@@ -24,6 +24,7 @@ from torch import Tensor
 from bench import both_ways, harness
 from bench.both_ways import Calls
 from cute_kernels import reduction
+from jit_cache import command
 
 SHAPES = (
     (32768, 1024),
@@ -217,4 +218,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_reduction", main))

@@ -45,6 +45,7 @@ from cute_kernels.train import data, loop
 from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner
 from cute_kernels.train.options import Options
+from jit_cache import command
 
 SIZE, QUICK_SIZE = (8, 4096, 4096), (2, 4096, 4096)  # layers, tokens, channels
 HEADS, FEED_FORWARD, VOCABULARY = 32, 11008, 1024
@@ -377,4 +378,4 @@ def _is_step(measurement: harness.Measurement) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("bench_transformer", main))
