@@ -329,7 +329,10 @@ class Compiled:
     def _report_miss(self, key: Key, args: tuple[Any, ...]) -> None:
         mode = settings().mode
         if mode == "off":
-            why = "is not stored" if key.storable else f"is looked for nowhere ({key.problem})"
+            # The nearest stored one, since a deployment that goes wrong mostly goes wrong by one field
+            why = f"is looked for nowhere ({key.problem})"
+            if key.storable:
+                why = f"is not stored ({'; '.join(self.explain(*args))})"
             command = f"JIT_CACHE_MODE=on python -m jit_cache prewarm {self.kernel.partition('.')[0]} --arch {key.arch}"
             advice = "Start the process anew"
             if key.storable:

@@ -11,6 +11,7 @@ import pytest
 
 from jit_cache import KernelCompileError, MissingKernelError, source
 from jit_cache.compile import Compiled, reset, stats
+from jit_cache.key import machine, stack
 from jit_cache.store import Store
 from tests.jit_cache import kernels
 from tests.jit_cache.test_store import HOLD
@@ -373,11 +374,35 @@ def test_mode_off_loads_but_never_compiles(monkeypatch):
         fresh()("sm_90a")
     assert "tests.jit_cache.kernels.add('sm_90a', Float32" in str(info.value)
     assert "JIT_CACHE_MODE=on python -m jit_cache prewarm tests --arch sm_90a" in str(info.value)
+    assert "is not stored (nothing is stored of this builder)" in str(info.value)
     monkeypatch.setenv("JIT_CACHE_MODE", "on")
     fresh().obtain("sm_90a")
     monkeypatch.setenv("JIT_CACHE_MODE", "off")
     builder = fresh()
     assert counted(lambda: builder("sm_90a")) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("arch", "sm_100a", "(arch: wanted sm_90a, stored sm_100a)"),
+        ("machine", "x86_64-v9", f"(stack.machine: wanted {machine()}, stored x86_64-v9)"),
+        ("dsl", {"nvidia-cutlass-dsl-libs-cu99": "4.8.1"}, "stack.dsl.nvidia-cutlass-dsl-libs-cu99: wanted nothing"),
+    ],
+)
+def test_mode_off_names_what_differs_from_the_nearest_kernel(cache, monkeypatch, field, value, line):
+    """What a serving node says whose kernels were built for another machine."""
+    builder = fresh()
+    if field == "arch":
+        builder.obtain(value)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setitem(stack(), field, value)
+            builder.obtain("sm_90a")
+    monkeypatch.setenv("JIT_CACHE_MODE", "off")
+    with pytest.raises(MissingKernelError) as info:
+        fresh()("sm_90a")
+    assert line in str(info.value)
 
 
 def test_mode_off_says_if_the_source_keeps_a_kernel_from_being_found(stored, monkeypatch):
@@ -440,7 +465,6 @@ def test_eight_processes_compile_a_kernel_once(start, tmp_path):
 
 def test_sixteen_threads_and_two_architectures(run):
     code = """
-import threading
 jobs = [(arch, kernels.Config(threads=threads)) for arch in ("sm_90a", "sm_100a") for threads in (32, 64)]
 results, errors = {job: set() for job in jobs}, []
 barrier = threading.Barrier(16)
