@@ -24,6 +24,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,6 +140,9 @@ class Compiled:
         """
         if kwargs:
             args = self._bind(args, kwargs)
+        if (calls := _recorded_calls.get()) is not None:
+            calls.append((self, self._bind(args, {})))
+            return _do_nothing
         try:
             found = self._memory(*args)
         except TypeError:  # an argument without hash: the key accepts or names it
@@ -365,6 +369,24 @@ def compiled(build: Callable[..., Program]) -> Compiled:
     return Compiled(build)
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[list[tuple[Compiled, tuple[Any, ...]]]]:
+    """Inside, builders of this thread compile and load nothing: each gives a function that does nothing.
+
+    Yields the list of their calls, (builder, arguments): what launch code that runs on tensors without memory needs.
+    """
+    calls: list[tuple[Compiled, tuple[Any, ...]]] = []
+    token = _recorded_calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _recorded_calls.reset(token)
+
+
+def _do_nothing(*args: Any) -> None:
+    """What a builder gives while its calls are recorded."""
+
+
 def _captured(build: Callable[..., Program]) -> Iterator[str]:
     """The variables of enclosing functions that a builder uses, but for modules: they may be another each time. So may
     functions and classes made there, by what they capture in turn.
@@ -431,6 +453,7 @@ def _memory_file() -> Iterator[tuple[int, str]]:
 # ------------------------------------------------------------------------------------------------ state of this process
 
 _stats = Stats()
+_recorded_calls: ContextVar[list[tuple[Compiled, tuple[Any, ...]]] | None] = ContextVar("recorded calls", default=None)
 _process_lock = threading.RLock()  # cute.compile is not thread-safe: four threads end in internal compiler errors
 _compiling = 0  # the thread that compiles
 _danger = ""  # why a child forked now must not compile

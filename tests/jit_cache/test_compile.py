@@ -5,11 +5,13 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 import time
 
+import cutlass
 import pytest
 
-from jit_cache import KernelCompileError, MissingKernelError, source
+from jit_cache import KernelCompileError, MissingKernelError, recording, source
 from jit_cache.compile import Compiled, reset, stats
 from jit_cache.key import machine, stack
 from jit_cache.store import Store
@@ -405,6 +407,22 @@ def test_mode_off_names_what_differs_from_the_nearest_kernel(cache, monkeypatch,
     assert line in str(info.value)
 
 
+def test_recording_compiles_nothing(monkeypatch):
+    """Launch code runs as ever; the calls that it makes are all that remains, and of this thread alone."""
+    builder, elsewhere = fresh(), []
+    before = stats()
+    with recording() as calls:
+        function = builder("sm_90a", config=kernels.Config(threads=32))
+        assert function(1, None) is None
+        thread = threading.Thread(target=lambda: elsewhere.append(builder("sm_100a")))
+        thread.start()
+        thread.join()
+    wanted = "sm_90a", cutlass.Float32, kernels.Config(threads=32)
+    assert calls == [(builder, wanted)] and stats().compiles == before.compiles + 1
+    assert elsewhere != [function] and builder("sm_100a") is elsewhere[0]
+    assert builder.find(*wanted) is None
+
+
 def test_mode_off_says_if_the_source_keeps_a_kernel_from_being_found(stored, monkeypatch):
     """As after a hard link or chmod of a file, which changes its ctime."""
     monkeypatch.setenv("JIT_CACHE_MODE", "off")
@@ -465,6 +483,7 @@ def test_eight_processes_compile_a_kernel_once(start, tmp_path):
 
 def test_sixteen_threads_and_two_architectures(run):
     code = """
+import threading
 jobs = [(arch, kernels.Config(threads=threads)) for arch in ("sm_90a", "sm_100a") for threads in (32, 64)]
 results, errors = {job: set() for job in jobs}, []
 barrier = threading.Barrier(16)
