@@ -114,8 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "import",
         _import,
         "Unpack an archive of kernels into the cache or a bundle directory.",
-        "{directory, kernels: [name], other_stack}; other_stack: how many of them have other wheels or another "
-        "processor",
+        "{directory, kernels: [name], problems: [text]}; problems: in which fields kernels differ from this machine",
     )
     sub.add_argument("file", type=Path)
     sub.add_argument("--digest", required=True, help="the sha256 that export printed")
@@ -287,16 +286,23 @@ def _export(arguments: argparse.Namespace) -> Outcome:
 
 
 def _import(arguments: argparse.Namespace) -> Outcome:
-    from .bundle import import_bundle
-    from .key import stack
+    from .bundle import BundleError, misfits, read_bundle, write_bundle
 
     root = (arguments.into or settings().root).absolute()
-    entries = import_bundle(arguments.file, arguments.digest, Store(root, for_all=arguments.into is not None))
-    print(f"{len(entries)} kernels in {root}")
-    others = sum(entry.record["key"]["stack"] != stack() for entry in entries)
-    if others and not arguments.into:
-        print(f"{others} are of other wheels or another processor: for these use --into DIR and JIT_CACHE_BUNDLE=DIR")
-    return 0, {"directory": str(root), "kernels": [entry.name for entry in entries], "other_stack": others}
+    kernels = read_bundle(arguments.file, arguments.digest)
+    problems = misfits(kernels, as_bundle=arguments.into is not None)
+    if problems and not arguments.into:
+        advice = "nothing is imported"
+        if not misfits(kernels, as_bundle=True):
+            advice += ": as a bundle they serve, with --into DIR and JIT_CACHE_BUNDLE=DIR"
+        raise BundleError(f"{'; '.join(problems)}; {advice}")
+    here, archs = _gpu_archs(), {record["key"]["arch"] for _, record, _ in kernels}
+    if here and not archs.intersection(here):
+        problems.append(f"the kernels are of {', '.join(sorted(archs))}, the GPUs here of {', '.join(here)}")
+    _report(problems)
+    write_bundle(kernels, Store(root, for_all=arguments.into is not None))
+    print(f"{len(kernels)} kernels in {root}")
+    return 0, {"directory": str(root), "kernels": [name for name, _, _ in kernels], "problems": problems}
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers

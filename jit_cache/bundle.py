@@ -18,17 +18,20 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .files import naming, write_whole
-from .key import FORMAT, differences, stack, stack_serves
+from .key import FORMAT, differences, environment, stack, stack_serves
 from .record import check_record, parse
 from .store import Damaged, Entry, Store, describe
 
 _MANIFEST = "manifest.json"
 _RUNTIME = "libcute_dsl_runtime.so"
+
+BundledKernel = tuple[str, dict[str, Any], dict[str, bytes]]  # name, record, files
 
 
 class BundleError(ValueError):
@@ -90,14 +93,23 @@ def import_bundle(path: Path, wanted: str, store: Store) -> list[Entry]:
         BundleError: another digest; a member that is no regular file, not in the manifest, or not as it says.
         OSError: the archive cannot be read or the store not be written.
     """
+    return write_bundle(read_bundle(path, wanted), store)
+
+
+def read_bundle(path: Path, wanted: str) -> list[BundledKernel]:
+    """Reads and checks an archive; arguments and errors as of `import_bundle`."""
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != wanted.lower():
         raise BundleError(f"{path}: the digest is {found}, not {wanted}")
     try:
-        kernels = _unpack(data)
+        return _unpack(data)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise BundleError(f"{path}: {error}") from error
+
+
+def write_bundle(kernels: Iterable[BundledKernel], store: Store) -> list[Entry]:
+    """Writes what `read_bundle` returned. Raises OSError."""
     entries = []
     for name, record, files in kernels:
         # Nobody removes kernels from a bundle; in a cache `clear` would take a temporary file that is not locked.
@@ -106,8 +118,26 @@ def import_bundle(path: Path, wanted: str, store: Store) -> list[Entry]:
     return entries
 
 
-def _unpack(archive_bytes: bytes) -> list[tuple[str, dict[str, Any], dict[str, bytes]]]:
-    """Reads and checks all of an archive: (name, record, files) of each kernel."""
+def misfits(kernels: Iterable[BundledKernel], as_bundle: bool) -> list[str]:
+    """Says how many kernels this machine would not load, and in which fields they differ from it; a line each.
+
+    Compiler wheels, tvm-ffi, processor and CUTE_DSL_* variables are compared; a machine without the compiler takes
+    kernels of any. `as_bundle`: kernels of CUDA 12 serve CUDA 13, and those of an older processor a newer one; in a
+    cache all must be equal.
+    """
+    counts: Counter[str] = Counter()
+    for _, record, _ in kernels:
+        built = {name: record["key"][name] for name in ("stack", "environment")}
+        here = {"stack": {**stack(), "dsl": stack()["dsl"] or built["stack"]["dsl"]}, "environment": environment()}
+        lines = differences(here, built)
+        serves = as_bundle and here["environment"] == built["environment"]
+        if lines and not (serves and stack_serves(built["stack"], here["stack"])):
+            counts["; ".join(lines)] += 1
+    return [f"{count} kernels would not be loaded here: {lines}" for lines, count in counts.items()]
+
+
+def _unpack(archive_bytes: bytes) -> list[BundledKernel]:
+    """Reads and checks all of an archive."""
     members: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(archive_bytes), mode="r:") as archive:
         for member in archive:
@@ -119,7 +149,7 @@ def _unpack(archive_bytes: bytes) -> list[tuple[str, dict[str, Any], dict[str, b
     if _MANIFEST not in members:
         raise BundleError(f"it has no {_MANIFEST}")
     manifest = _parse_manifest(members.pop(_MANIFEST))
-    kernels: list[tuple[str, dict[str, Any], dict[str, bytes]]] = []
+    kernels: list[BundledKernel] = []
     for kernel in manifest["kernels"]:
         name, record = kernel.get("name"), kernel.get("record")
         check_record(name, record)

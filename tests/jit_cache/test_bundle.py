@@ -11,6 +11,7 @@ import tarfile
 
 import pytest
 
+import jit_cache.__main__
 from jit_cache import BundleError, Damaged, MissingKernelError, load_shared
 from jit_cache.bundle import export_bundle, import_bundle
 from jit_cache.compile import Compiled, reset, stats
@@ -426,6 +427,40 @@ def test_commands(command, tmp_path, cache):
         for option in ("--max-gb", "--max-days"):
             status, _, err = command("gc", option, bad)
             assert status == 2 and f"{option}: must be a number of at least 0, got {bad!r}" in err
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "difference", "serves"),
+    [
+        ("machine", "x86_64-v1", "stack.machine: wanted", True),  # an older processor's
+        ("machine", "x86_64-v9", "stack.machine: wanted", False),
+        ("tvm_ffi", "0.0.0", "stack.tvm_ffi: wanted", False),
+        ("dsl", {"nvidia-cutlass-dsl-libs-cu99": "4.8.1"}, "stack.dsl.nvidia-cutlass-dsl: wanted", False),
+    ],
+)
+def test_import_of_what_would_not_be_found(command, tmp_path, cache, monkeypatch, field, value, difference, serves):
+    """Into the cache it is refused; a bundle may be for another machine."""
+    with monkeypatch.context() as patch:
+        patch.setitem(stack(), field, value)
+        kernels.add.obtain("sm_90a")
+    _, out, _ = command("export", tmp_path / "a.tar")
+    shutil.rmtree(cache)
+    words = ("import", tmp_path / "a.tar", "--digest", out.splitlines()[-1])
+    status, out, err = command(*words)
+    assert status == 1 and not out and not list(cache.rglob("*.o"))
+    assert f"1 kernels would not be loaded here: {difference}" in err and ("--into DIR" in err) == serves
+    status, out, err = command(*words, "--into", tmp_path / "bundle")
+    assert status == 0 and out == f"1 kernels in {tmp_path / 'bundle'}" and (difference in err) != serves
+
+
+def test_import_for_other_gpus(command, tmp_path, cache, monkeypatch):
+    kernels.add.obtain("sm_90a")
+    _, out, _ = command("export", tmp_path / "a.tar")
+    words = ("import", tmp_path / "a.tar", "--digest", out.splitlines()[-1])
+    for here, warned in (([], False), (["sm_100a", "sm_90a"], False), (["sm_100a"], True)):
+        monkeypatch.setattr(jit_cache.__main__, "_gpu_archs", lambda found=here: found)
+        status, _, err = command(*words)
+        assert status == 0 and err == "jit_cache: the kernels are of sm_90a, the GPUs here of sm_100a" * warned
 
 
 def test_a_cache_that_is_no_directory(command, tmp_path):

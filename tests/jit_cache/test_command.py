@@ -151,7 +151,7 @@ def test_the_json_of_every_command(command, tmp_path, cache):
     }
     assert found("clear", "--yes") == (0, {"removed": [record["name"]]})
     status, report = found("import", archive, "--digest", exported["sha256"])
-    assert report == {"directory": str(cache), "kernels": [record["name"]], "other_stack": 0}
+    assert report == {"directory": str(cache), "kernels": [record["name"]], "problems": []}
     status, report = found("gc", "--max-gb", "0")
     assert [kernel["name"] for kernel in report["removed"]] == [record["name"]]
     assert report["bytes"] == sum(kernel["bytes"] for kernel in report["removed"]) > 1000
