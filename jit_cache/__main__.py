@@ -53,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
             "--only", action="append", default=[], help="kernels whose module or name contains this; may be repeated"
         )
 
+    def of_package(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("package", help="top-level package, e.g. cute_kernels")
+        filters(sub)
+        sub.add_argument("--config", type=Path, help="JSON file of a model's sizes: the kernels of that model alone")
+
     add(
         "info",
         _info,
@@ -74,8 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "Why kernels that a package names are not stored; status 1 if one is not.",
         "a list of {kernel, arch, call, stored, reasons}",
     )
-    sub.add_argument("package", help="top-level package, e.g. cute_kernels")
-    filters(sub)
+    of_package(sub)
     sub = add(
         "prewarm",
         _prewarm,
@@ -83,8 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "{ok, seconds, kernels: [{kernel, arch, call, status, seconds, error, record}]}; status: compiled, disk, "
         "bundle, failed or missing",
     )
-    sub.add_argument("package", help="top-level package, e.g. cute_kernels")
-    filters(sub)
+    of_package(sub)
     sub.add_argument("--workers", type=_positive, help="processes; default by processors and memory (1 GB each)")
     sub.add_argument("--check", action="store_true", help="compile nothing, only report what is missing")
     add("verify", _verify, "Check all stored files against their records.", "{kernels, problems}")
@@ -313,15 +316,16 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
 
     Of the architectures of several GPUs, for those that it has kernels for; one that was named must be among them.
     """
-    from .prewarm import discover
+    from .prewarm import discover, read_config
 
+    config = None if arguments.config is None else read_config(arguments.config)
     of_gpus = [] if arguments.arch else _gpu_archs()
     archs, jobs, refused = arguments.arch or of_gpus or list(settings().archs), [], 0
     if not archs:
         raise UsageError("no GPU here: say --arch sm_90a (or set JIT_CACHE_ARCH)")
     for arch in archs:
         try:
-            jobs += discover(arguments.package, [arch], arguments.only)
+            jobs += discover(arguments.package, [arch], arguments.only, config)
         except ValueError as error:
             refused += 1
             if not of_gpus or refused == len(archs):
@@ -332,7 +336,7 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
                 raise ImportError(f"{error}: pip install nvidia-cutlass-dsl") from None
             raise
     if not jobs:
-        every = {builder.kernel for arch in archs for builder, _ in discover(arguments.package, [arch])}
+        every = {builder.kernel for arch in archs for builder, _ in discover(arguments.package, [arch], config=config)}
         raise UsageError(f"no kernel matches {' or '.join(arguments.only)}; there are: {', '.join(sorted(every))}")
     return jobs
 

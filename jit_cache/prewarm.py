@@ -1,12 +1,14 @@
 """Compile many kernels beforehand: in parallel, bounded by memory, without a GPU.
 
 A package says what it needs in modules named `prewarm` (`<package>.<family>.prewarm`), or in the top-level module
-itself, by `specializations(arch) -> Iterable[tuple[builder, arguments]]`; the arguments include arch.
+itself, by `specializations(arch) -> Iterable[tuple[builder, arguments]]`; the arguments include arch. What a model
+needs it says in the same places by `for_config(config, arch)`, where config is what a JSON file holds.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import pkgutil
@@ -218,32 +220,47 @@ def _obtain(job: Job) -> Result:
     return Result(builder.kernel, arguments, kernel.origin, seconds, kernel.record)
 
 
-def discover(package: str, archs: Iterable[str], only: Sequence[str] = ()) -> list[Job]:
+def discover(
+    package: str, archs: Iterable[str], only: Sequence[str] = (), config: dict[str, Any] | None = None
+) -> list[Job]:
     """Returns the jobs that a package names.
 
     Args:
         package: top-level module or package, e.g. `cute_kernels`.
         archs: e.g. `("sm_90a", "sm_100a")`.
         only: keep the builders whose `module.name` contains one of these.
+        config: a model's sizes, for the package's `for_config`: the jobs are then what that model needs.
 
     Raises:
         ValueError: package is no module's name.
         ImportError: there is no such package, or a part of it does not import.
-        LookupError: it names no kernels: no module `prewarm`, no `specializations`.
+        LookupError: it names no kernels: no module `prewarm`, no `specializations`, or no `for_config`.
     """
     if not all(part.isidentifier() for part in package.split(".")):
         raise ValueError(f"package must be a module's name, such as cute_kernels, got {package!r}")
     root = importlib.import_module(package)
-    sources = [root] if hasattr(root, "specializations") else []
+    sources = [root]
     for module in pkgutil.walk_packages(getattr(root, "__path__", ()), f"{package}.", onerror=importlib.import_module):
         if module.name.endswith(".prewarm"):
             sources.append(importlib.import_module(module.name))
-    if not sources:
-        raise LookupError(f"{package} has no module named `prewarm` and no function `specializations(arch)`")
-    jobs = [
-        (builder, tuple(args)) for arch in archs for source in sources for builder, args in source.specializations(arch)
-    ]
+    name, given = ("specializations", ()) if config is None else ("for_config", (config,))
+    hooks = [getattr(source, name) for source in sources if hasattr(source, name)]
+    if not hooks:
+        signature = "specializations(arch)" if config is None else "for_config(config, arch)"
+        raise LookupError(f"{package} has no function `{signature}`, in itself or in a module named `prewarm`")
+    jobs = [(builder, tuple(args)) for arch in archs for hook in hooks for builder, args in hook(*given, arch)]
     return [job for job in jobs if not only or any(word in job[0].kernel for word in only)]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file holds. Raises OSError, or ValueError that names the file."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
 
 
 def default_workers() -> int:

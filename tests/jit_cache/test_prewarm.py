@@ -57,8 +57,29 @@ def test_discovery(package):
     assert [args[1] for _, args in discover(MODULE, ["sm_90a"])] == [cutlass.Float32, cutlass.BFloat16]
 
 
+def test_a_config_goes_to_the_package(command, package, monkeypatch, tmp_path):
+    def for_config(config, arch):
+        return [(kernels.add, (arch, cutlass.Float32, kernels.Config(threads=config["threads"])))]
+
+    monkeypatch.setattr(kernels, "for_config", for_config, raising=False)
+    file = tmp_path / "config.json"
+    file.write_text('{"threads": 32}')
+    status, out, _ = command("prewarm", MODULE, "--arch", "sm_90a", "--config", file, "--check")
+    assert status == 1 and "threads=32" in out and out.splitlines()[-1].startswith("1 kernels: 1 missing")
+    status, out, _ = command("explain", MODULE, "--arch", "sm_90a", "--config", file)
+    assert "threads=32" in out
+    status, _, err = command("prewarm", "warm", "--arch", "sm_90a", "--config", file)
+    assert status == 1 and "warm has no function `for_config(config, arch)`" in err
+    for text, problem in (("[]", "must hold a JSON object, got list"), ("{", "Expecting property name")):
+        file.write_text(text)
+        status, _, err = command("prewarm", MODULE, "--arch", "sm_90a", "--config", file)
+        assert status == 1 and str(file) in err and problem in err
+    status, _, err = command("prewarm", MODULE, "--arch", "sm_90a", "--config", tmp_path / "nowhere")
+    assert status == 1 and "nowhere" in err
+
+
 def test_discovery_fails_loudly(package):
-    with pytest.raises(LookupError, match="empty has no module named `prewarm`"):
+    with pytest.raises(LookupError, match="empty has no function `specializations"):
         discover("empty", ARCHS)
     with pytest.raises(ImportError, match="nothing_of_this_name"):
         discover("wrong", ARCHS)
