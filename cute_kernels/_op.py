@@ -25,6 +25,7 @@ _library = torch.library.Library("cute_kernels", "DEF")
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch's CPU builds
 
+_all_plans: list[Plans] = []
 MAX_PLANS = 4096
 MAX_GUARDS = 8  # of calls with one key; the first ones stay, or nine layouts in turn would find none
 
@@ -32,10 +33,20 @@ MAX_GUARDS = 8  # of calls with one key; the first ones stay, or nine layouts in
 class Plans(dict[tuple, Any]):
     """A family's plans by the signature of a call; at MAX_PLANS all are forgotten, those of old batches' sizes, too."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        _all_plans.append(self)
+
     def __setitem__(self, key: tuple, plan: Any) -> None:
         if len(self) >= MAX_PLANS and key not in self:
             self.clear()
         super().__setitem__(key, plan)
+
+
+def forget_plans() -> None:
+    """Forget the plans of all families: another call finds each anew."""
+    for plans in _all_plans:
+        plans.clear()
 
 
 class Calls(Plans):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -12,13 +15,37 @@ class UnsupportedDeviceError(RuntimeError):
     """The GPU has no kernels in this library."""
 
 
-@functools.cache
+# What kernels for tensors of the meta device, whose index is -1, are compiled for: architecture, number of SMs
+_meta_target: ContextVar[tuple[str, int]] = ContextVar("target of the meta device")
+
+
+@contextmanager
+def meta_target(arch: str, num_sms: int) -> Iterator[None]:
+    """Inside, tensors of the meta device count as tensors of such a GPU: launch code chooses its kernels for them."""
+    token = _meta_target.set((arch, num_sms))
+    try:
+        yield
+    finally:
+        _meta_target.reset(token)
+
+
+def sm_counts(arch: str) -> tuple[int, ...]:
+    """Streaming multiprocessors of an architecture's GPUs: H100 SXM and H200; B200 and B300, alone and with a Grace."""
+    return (132,) if arch == "sm_90a" else (148, 152)
+
+
 def arch_of(device_index: int) -> str:
     """``sm_90a``, ``sm_100a``, ``sm_103a``: what kernels for this CUDA device are compiled for.
 
     Raises:
         UnsupportedDeviceError: neither a Hopper (9.0) nor a data-centre Blackwell (10.x) GPU.
     """
+    return arch_of_gpu(device_index) if device_index >= 0 else _meta_target.get()[0]
+
+
+@functools.cache
+def arch_of_gpu(device_index: int) -> str:
+    """``arch_of`` a GPU."""
     major, minor = torch.cuda.get_device_capability(device_index)
     if (major, minor) == (9, 0):
         return "sm_90a"
@@ -36,9 +63,14 @@ def expect_arch(arch: str) -> None:
         raise ValueError(f"prewarm: arch must be 'sm_90a' or of sm_10x, such as 'sm_100a', got {arch!r}")
 
 
-@functools.cache
 def sm_count(device_index: int) -> int:
     """Streaming multiprocessors of a CUDA device."""
+    return sm_count_of_gpu(device_index) if device_index >= 0 else _meta_target.get()[1]
+
+
+@functools.cache
+def sm_count_of_gpu(device_index: int) -> int:
+    """``sm_count`` of a GPU."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 

@@ -98,7 +98,7 @@ def run_backward(
     arch = arch_of(x.get_device())
     config = choose_log_prob(arch, m)
     gradient = log_prob_gradient(arch, cutlass_dtype(x.dtype), index_dtype(target), major, dentropy is not None, config)
-    columns = max(GRADIENT_ELEMENTS // m // GRADIENT_COLUMNS, 1) * GRADIENT_COLUMNS
+    columns = gradient_columns(m)
     dlogits = x.new_empty(m, min(columns, v + -v % 8))  # rows that TMA can read
     sums = dx if dx is None or columns >= v else torch.empty_like(dx, dtype=torch.float32)
     for first in range(0, v, columns):
@@ -114,6 +114,11 @@ def run_backward(
             run_gemm(dlogits_some, x, dweight[some], accumulate=accumulate, trans_a=True, trans_b=True)
     if sums is not dx:
         dx.copy_(sums)
+
+
+def gradient_columns(m: int) -> int:
+    """Columns of the logits of m tokens whose gradients are in memory at a time."""
+    return max(GRADIENT_ELEMENTS // m // GRADIENT_COLUMNS, 1) * GRADIENT_COLUMNS
 
 
 forward_op = mutating_op(

@@ -218,18 +218,18 @@ def test_unsupported_gpu(monkeypatch):
     """Said with the way out; never the reference in silence."""
     from cute_kernels import _target
 
-    _target.arch_of.cache_clear()
+    _target.arch_of_gpu.cache_clear()
     try:
         for capability, arch in {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.items():
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
             assert _target.arch_of(0) == arch
-            _target.arch_of.cache_clear()
+            _target.arch_of_gpu.cache_clear()
         for capability in ((8, 0), (8, 9), (12, 0)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
             with pytest.raises(cute_kernels.UnsupportedDeviceError, match=r"backend='reference'"):
                 _target.arch_of(0)
     finally:
-        _target.arch_of.cache_clear()
+        _target.arch_of_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("module", [nn.RMSNorm, nn.LayerNorm])

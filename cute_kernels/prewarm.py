@@ -1,0 +1,379 @@
+"""The kernels that a dense decoder needs, from its sizes: ``python -m jit_cache prewarm cute_kernels --config FILE``.
+
+The launch code runs on tensors of the meta device, once for each choice that it makes by the number of rows, and what
+it asks the builders for is recorded. So the list cannot differ from what a GPU would be asked for by the same calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels import _op
+from cute_kernels._check import expect
+from cute_kernels._target import expect_arch, meta_target, sm_counts
+from cute_kernels.gemm import launch_log_prob
+from cute_kernels.gemm.config import EPILOGUE_K, choose, choose_log_prob
+from cute_kernels.gemm.launch import run_gemm
+from cute_kernels.norm import launch as norm
+from cute_kernels.reduction import launch as reduction
+from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
+from jit_cache import recording
+
+FP32 = torch.float32
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# A field by its names in transformers' configs and, last, in our TransformerConfig
+NAMES = {
+    "hidden_size": ("hidden_size", "n_embd"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "vocab_size": ("vocab_size",),
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ALL_BIASED = ("gpt2", "gpt_neox", "phi", "starcoder2")  # projections have biases, whatever the config says
+QKV_BIASED = ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a dense decoder; 0: there is no such part.
+
+    Attributes:
+        dtype: of activations, and of the weights that products take: bf16 or fp16.
+        parameter_dtype, norm_dtype: of biases; of the parameters of norms.
+        activation: of the MLP, if a product's epilogue has it.
+        lengths: numbers of keys and of loss terms, which ``batch_invariant`` adds up.
+    """
+
+    hidden_size: int
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    vocab_size: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    parameter_dtype: torch.dtype = torch.bfloat16
+    norm_dtype: torch.dtype = torch.bfloat16
+    norm: str = "rms"
+    weight_offset: float = 0.0
+    activation: str | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    has_conv1d: bool = False  # gpt2's, whose weights are (K, N), in the place of linear layers
+    wide_qk_norms: bool = False  # over all heads together, as olmo2's
+    lengths: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Model:
+        """From what a JSON file holds: a transformers config of a dense decoder, or these fields.
+
+        Raises:
+            ValueError: naming the field, expected and got.
+        """
+        config = {**config, **(config.get("text_config") or {})}
+        experts = [name for name in EXPERTS if isinstance(config.get(name), int) and config[name] > 1]
+        expect(not experts, "prewarm", "config", "be of a dense model", f"{', '.join(experts)}: experts")
+        expect(not config.get("is_encoder_decoder"), "prewarm", "config", "be of a decoder", "is_encoder_decoder")
+        sizes = {field: _size(config, names) for field, names in NAMES.items()}
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        expect(hidden > 0, "prewarm", "config.hidden_size", "be a positive integer", config.get("hidden_size"))
+        model_type = config.get("model_type", "")
+        if model_type == "gpt2":
+            sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * hidden
+        sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
+        if heads:
+            sizes["head_dim"] = sizes["head_dim"] or hidden // heads
+        parameters = _dtype(config, "dtype") or _dtype(config, "torch_dtype") or torch.bfloat16
+        layer = "rms_norm_eps" not in config and any(name.startswith("layer_norm_eps") for name in config)
+        activation = next((config[n] for n in ("hidden_act", "activation_function") if config.get(n)), None)
+        lengths = config.get("lengths", ())
+        good = isinstance(lengths, (list, tuple)) and all(type(n) is int and n > 0 for n in lengths)
+        expect(good, "prewarm", "config.lengths", "be a list of positive integers", lengths)
+        return Model(
+            **sizes,
+            dtype=torch.bfloat16 if parameters is FP32 else parameters,
+            parameter_dtype=parameters,
+            norm_dtype=_dtype(config, "norm_dtype") or parameters,
+            norm="layer" if layer else "rms",
+            weight_offset=1.0 if model_type.startswith("gemma") else 0.0,
+            activation=activation if activation in ("silu", "gelu", "relu") else None,
+            attention_bias=bool(config.get("attention_bias", model_type in (*ALL_BIASED, *QKV_BIASED))),
+            mlp_bias=bool(config.get("mlp_bias", model_type in ALL_BIASED)),
+            has_conv1d=model_type == "gpt2",
+            wide_qk_norms=model_type.startswith("olmo"),
+            lengths=tuple(lengths),
+        )
+
+    @property
+    def projections(self) -> Iterator[tuple[int, int, bool, str | None]]:
+        """(N, K, whether it has a bias, activation) of each linear layer of a block, apart and fused."""
+        c, f = self.hidden_size, self.intermediate_size
+        q, kv = (self.head_dim * n for n in (self.num_attention_heads, self.num_key_value_heads))
+        if q:
+            for n in (q, kv, q + 2 * kv):
+                yield n, c, self.attention_bias, None
+        for bias in {False, self.attention_bias}:
+            yield c, q or c, bias, None
+        if f:
+            for n in (f, 2 * f):
+                yield n, c, self.mlp_bias, None
+            if self.activation is not None:
+                yield f, c, self.mlp_bias, self.activation
+            yield c, f, self.mlp_bias, None
+
+    @property
+    def widths(self) -> set[int]:
+        """Those of norms beside ``hidden_size``: of a head and, of olmo2, of all heads."""
+        heads = (self.num_attention_heads, self.num_key_value_heads) if self.wide_qk_norms else ()
+        return {self.head_dim * n for n in (1, *heads)} - {0, self.hidden_size}
+
+
+def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
+    """(builder, arguments) of each kernel that a model needs in training, prefill and decode, of any number of tokens.
+
+    That is: linear layers, apart and fused, with and without ``main_grad``; norms, with and without a residual stream
+    of the activations' dtype or fp32; ``linear_log_prob``; softmax and log_softmax of the logits; and what
+    ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
+    GPU with another number of SMs than ``sm_counts`` names. Hyper-connections and quantizers are not among them.
+
+    Args:
+        config: a transformers config of a dense decoder, or some of its fields: ``hidden_size``, and
+            ``intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``vocab_size``,
+            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``. What is not named is left out. Two fields are
+            ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if it is not there. ``lengths``: numbers of keys,
+            where attention runs as products and a softmax, and numbers of loss terms: under ``batch_invariant`` a sum
+            over so many elements has a kernel of its own.
+        arch: e.g. ``sm_90a``.
+
+    Raises:
+        ValueError: arch has no kernels; a field is wrong, or the model is no dense decoder.
+    """
+    expect_arch(arch)
+    model = Model.of(config)
+    found: dict[tuple[Any, tuple], None] = {}
+    for num_sms in sm_counts(arch):
+        _op.forget_plans()
+        try:
+            with meta_target(arch, num_sms), recording() as jobs:
+                _run(model, arch, num_sms)
+        finally:
+            _op.forget_plans()
+        found |= dict.fromkeys(jobs)
+    return list(found)
+
+
+def _run(model: Model, arch: str, num_sms: int) -> None:
+    """Every launch of the model on one GPU."""
+    for n, k, has_bias, activation in dict.fromkeys(model.projections):
+        # fp32 ones become the activations' under autocast
+        for bias in (model.dtype, model.parameter_dtype) if has_bias else (None,):
+            for by_columns in (False, True) if model.has_conv1d else (False,):
+                _linear(model, arch, num_sms, n, k, model.dtype, bias, activation, by_columns)
+    _norms(model)
+    if model.vocab_size:
+        for out in (model.dtype, FP32):
+            _linear(model, arch, num_sms, model.vocab_size, model.hidden_size, out)
+        _log_prob(model, arch, num_sms)
+    for length in {model.vocab_size, *model.lengths}:
+        if 0 < length <= MAX_COLUMNS:  # others are refused
+            _softmax(model, length)
+    for length in model.lengths:
+        reduction.run_sum(_empty(1, length, dtype=FP32), _empty(1, dtype=FP32), 1.0)
+        if model.num_attention_heads:
+            _attention(model, arch, num_sms, length)
+
+
+def _linear(
+    model: Model,
+    arch: str,
+    num_sms: int,
+    n: int,
+    k: int,
+    out: torch.dtype,
+    bias_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    by_columns: bool = False,
+) -> None:
+    """y; dx; dweight and dbias, with ``main_grad`` and without. ``by_columns``: of a weight that is (K, N)."""
+    dtype = model.dtype
+    weight = _empty(k, n, dtype=dtype).t() if by_columns else _empty(n, k, dtype=dtype)
+    bias = None if bias_dtype is None else _empty(n, dtype=bias_dtype)
+
+    def choices(m: int) -> Hashable:
+        forward = [choose(arch, m, n, k, num_sms, e, 1, not by_columns) for e in EPILOGUE_K]
+        dx = choose(arch, m, k, n, num_sms, "store", 1, by_columns)
+        sums = [choose(arch, n, c, m, num_sms, e, 1, False) for e in EPILOGUE_K for c in (k, 1)]
+        return *forward, dx, *sums
+
+    for m in _rows(choices, (n, k), num_sms):
+        x, y, dx = _empty(m, k, dtype=dtype), _empty(m, n, dtype=out), _empty(m, k, dtype=dtype)
+        dy = _empty(m, n, dtype=dtype)
+        run_gemm(x, weight, y, None, bias, None, activation)
+        if activation in ("silu", "gelu"):
+            run_gemm(x, weight, y, torch.empty_like(y), bias, None, activation)
+        run_gemm(dy, weight, dx, trans_b=True)
+        operands = (x, dy) if by_columns else (dy, x)
+        ones = _empty(1, m + -m % 8, dtype=dtype)[:, :m]
+        for accumulate in (False, True):
+            dweight = torch.empty_like(weight.t() if by_columns else weight, dtype=FP32 if accumulate else dtype)
+            run_gemm(*operands, dweight, None, None, None, None, accumulate, True, True)
+            if bias is not None:
+                dbias = torch.empty_like(bias, dtype=FP32 if accumulate else bias.dtype)
+                run_gemm(dy, ones, dbias.unsqueeze(1), None, None, None, None, accumulate, True)
+    if bias is not None:
+        _column_sums(n, dtype)
+
+
+def _norms(model: Model) -> None:
+    """Of a stream in the activations' dtype or fp32, alone or with a residual; of heads alone."""
+    dtype = model.dtype
+    # x, residual, y
+    streams = [
+        (dtype, None, dtype),
+        (dtype, dtype, dtype),
+        (dtype, FP32, dtype),
+        (FP32, None, dtype),
+        (FP32, None, FP32),
+    ]
+    for n in (model.hidden_size, *sorted(model.widths)):
+        for x, residual, y in streams if n == model.hidden_size else streams[:1]:
+            _norm(model, n, x, residual, y)
+        # Where a norm is written out: the mean of squares, and the gradient of its weight
+        reduction.run_sum(_empty(2, n, dtype=FP32), _empty(2, dtype=FP32), 1.0)
+        for of_sums in (dtype, FP32):
+            _column_sums(n, of_sums)
+
+
+def _norm(model: Model, n: int, x_dtype: torch.dtype, residual_dtype: torch.dtype | None, y_dtype: torch.dtype) -> None:
+    """In training, where a gradient of the sum arrives and where none does, with ``main_grad`` and without; alone."""
+    has_mean = model.norm == "layer"
+    weight = _empty(n, dtype=model.norm_dtype)
+    bias = _empty(n, dtype=model.norm_dtype) if has_mean else None
+    x, y = _empty(2, n, dtype=x_dtype), _empty(2, n, dtype=y_dtype)
+    residual = h = None
+    if residual_dtype is not None:
+        residual, h = (_empty(2, n, dtype=residual_dtype) for _ in range(2))
+    statistics = _empty(1 + has_mean, 2, dtype=FP32)
+    for kept in ((h, statistics), (h, None), (None, None)):
+        norm.run_forward(x, residual, weight, bias, y, *kept, model.norm, 1e-6, model.weight_offset)
+    saved, dx = x if h is None else h, torch.empty_like(x)
+    dresidual = torch.empty_like(h) if h is not None and h.dtype is not x.dtype else None
+    for dh, accumulate in itertools.product((None,) if h is None else (None, h), (False, True)):
+        dw, db = (
+            None if t is None else torch.empty_like(t, dtype=FP32 if accumulate else t.dtype) for t in (weight, bias)
+        )
+        results = dx, dresidual, dw, db
+        options = model.norm, "input", 1e-6, model.weight_offset, accumulate, accumulate and has_mean
+        norm.run_backward(saved, torch.empty_like(y), dh, weight, None, statistics, *results, *options)
+
+
+def _log_prob(model: Model, arch: str, num_sms: int) -> None:
+    """``linear_log_prob`` of any number of tokens: the width of its parts depends on it, too."""
+    k, v, dtype = model.hidden_size, model.vocab_size, model.dtype
+    if k % 8:
+        return  # refused
+    parts = launch_log_prob.GRADIENT_ELEMENTS // launch_log_prob.GRADIENT_COLUMNS
+
+    def choices(m: int) -> Hashable:
+        columns = launch_log_prob.gradient_columns(m)
+        widths = {min(columns, v), v % columns or min(columns, v)}
+        sizes = [mnk for width in widths for mnk in ((m, k, width), (width, k, m))]
+        products = frozenset(choose(arch, *mnk, num_sms, e, 1, False) for mnk in sizes for e in EPILOGUE_K)
+        return choose_log_prob(arch, m), columns >= v, products
+
+    # The last and the first number of tokens of each width
+    ends = {m for n in range(1, v // launch_log_prob.GRADIENT_COLUMNS + 2) for m in (parts // n, parts // n + 1)}
+    weight = _empty(v, k, dtype=dtype)
+    for m in _rows(choices, (k,), num_sms, ends - {0}):
+        x, target, row_statistics = _empty(m, k, dtype=dtype), _empty(m, dtype=torch.int64), _empty(m, 3, dtype=FP32)
+        g = _empty(m, dtype=FP32)
+        launch_log_prob.run_forward(x, weight, target, g, g, row_statistics, -100, 1.0)
+        for dentropy, accumulate in itertools.product((None, g), (False, True)):
+            gradients = torch.empty_like(x), torch.empty_like(weight, dtype=FP32 if accumulate else dtype)
+            launch_log_prob.run_backward(
+                g, dentropy, x, weight, target, row_statistics, *gradients, -100, 1.0, accumulate
+            )
+
+
+def _softmax(model: Model, n: int) -> None:
+    """softmax and log_softmax of rows in the activations' dtype and in fp32, and from one to the other."""
+    for x_dtype, y_dtype in ((model.dtype, model.dtype), (FP32, FP32), (model.dtype, FP32)):
+        x, y = _empty(2, n, dtype=x_dtype), _empty(2, n, dtype=y_dtype)
+        for log in (False, True):
+            reduction.run_softmax(x, y, log)
+            reduction.run_softmax_backward(y, y, x, log)
+
+
+def _column_sums(n: int, dtype: torch.dtype) -> None:
+    """Sums over rows: of one, of more, of so many that parts are added up."""
+    for m in (1, 2, 2 * COLUMN_ROWS):
+        reduction.run_sum(_empty(1, m, n, dtype=dtype), _empty(1, n, dtype=dtype), 1.0)
+
+
+def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:
+    """Attention as products and a softmax: of a prompt and of a token, forward; of a sequence, backward."""
+    heads, d, dtype = model.num_attention_heads, model.head_dim, model.dtype
+
+    def choices(queries: int, batch: int) -> Hashable:
+        sizes = itertools.product(itertools.permutations((queries, keys, d)), (True, False))
+        return tuple(choose(arch, *mnk, num_sms, "store", heads * batch, along_k) for mnk, along_k in sizes)
+
+    for queries in {1, keys}:
+        batches = {choices(queries, batch): batch for batch in range(256, 0, -1)}
+        for batch in batches.values():
+            entries = heads * batch
+            q, k, p = (_empty(entries, *s, dtype=dtype) for s in ((queries, d), (keys, d), (queries, keys)))
+            v, out = k, q
+            for a, b, result in (
+                (q, k.mT, p),
+                (p, v, out),
+                (out, v.mT, p),  # dp
+                (p.mT, out, v),  # dv
+                (p, k, q),  # dq
+                (q.mT, p, _empty(entries, d, keys, dtype=dtype)),  # dk, transposed
+            )[: 2 if queries < keys else None]:
+                run_gemm(a, b, result, trans_b=True)
+
+
+def _rows(
+    choices: Callable[[int], Hashable], widths: tuple[int, ...], num_sms: int, more: Iterable[int] = ()
+) -> list[int]:
+    """Numbers of rows that between them meet every choice that depends on them; ``widths``: of the products' results.
+
+    Tiles end at multiples of 128 rows where there are more than 256 rows and columns. From 64 tiles of 128 x 256 a CTA
+    on, the kernel of the least time a tile wins whatever the number. Where the rows are summed over, powers of two do.
+    """
+    last = max([2**15, *(64 * num_sms * 2**15 // width for width in widths if width > 256)])
+    lattice = {*range(1, 257), *range(384, last + 1, 128), *(2**i for i in range(16, 25)), *more}
+    found = {(choices(m), m % 64 == 0): m for m in sorted(lattice, reverse=True)}
+    # One that is no multiple of anything has the choices of the multiple of 128 above it
+    return sorted({*found.values(), *(m - 1 for m in found.values() if m > 256)})
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is None:
+        return 0
+    good = type(config[name]) is int and config[name] > 0
+    expect(good, "prewarm", f"config.{name}", "be a positive integer", repr(config[name]))
+    return config[name]
+
+
+def _dtype(config: Mapping[str, Any], name: str) -> torch.dtype | None:
+    value = config.get(name)
+    if value in (None, "auto"):
+        return None
+    found = DTYPES.get(str(value).removeprefix("torch."))
+    expect(found is not None, "prewarm", f"config.{name}", f"be of {', '.join(DTYPES)}", repr(value))
+    return found
