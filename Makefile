@@ -14,7 +14,7 @@ FLAVOUR := $(if $(filter-out 12,$(CUDA)),$(COMMA)cu13)
 TORCH := $(if $(filter 12,$(CUDA)),--extra-index-url https://download.pytorch.org/whl/cu126)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
 
-.PHONY: help demo test lint format bench report clean
+.PHONY: help demo test lint format docs bench report clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ lint: $(VENV)/installed ## lint, formatting and types, as CI checks them
 format: $(VENV)/installed ## apply ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/installed-docs ## build the documentation into build/docs; warnings are errors
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 bench: $(VENV)/installed-bench ## measure on this machine's GPU, then make the report
 	$(BIN)/python -m cute_kernels bench --save
@@ -57,4 +60,8 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) --editable '.[bench$(FLAVOUR)]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) --editable '.[docs$(FLAVOUR)]'
 	@touch $@

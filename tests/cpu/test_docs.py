@@ -1,0 +1,33 @@
+"""README.md and docs/: their code runs, their links lead somewhere."""
+
+import re
+
+import pytest
+
+from tests.doc_blocks import PAGES, ROOT, blocks
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("block", [block for block in blocks() if not block.mark], ids=str)
+def test_code_runs(block, tmp_path):
+    block.run(tmp_path)
+
+
+def test_every_fence_is_found():
+    """A block in another form would not be run."""
+    fences = sum(len(re.findall(r"^```(?:python|bash)$", page.read_text(), re.M)) for page in PAGES)
+    assert fences == len(blocks()) > 10
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page):
+    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_readme_is_read_in_one_go():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
