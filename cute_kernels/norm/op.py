@@ -45,35 +45,50 @@ def rms_norm(
             collapse to rows with one stride.
         weight, bias: (C,) bf16, fp16 or fp32 each; None: 1 and 0.
         residual: (..., C) in x's dtype or fp32. h = x + residual is rounded to the residual's dtype; the rounded value
-            is what is normalised, returned and differentiated. Without it h = x.
+            is normalised, returned and differentiated. Without a residual h = x.
         eps: added to the mean square, a real number > 0.
         weight_offset: added to the weight in fp32, a real number (1.0 for zero-centred weights).
-        save: what the backward keeps. "input": h. "output": y, which a following linear layer keeps anyway; x_hat is
-            recovered as (y - bias) / W with |W| clamped to eps from below, and is 0 where W == 0: such a column gets
-            dw = 0. Since y - bias cancels, the errors of dw and dx grow like |bias| / |W|. Not with a residual.
-        out_dtype: dtype of y; x's if None.
+        save: the tensor that the backward keeps. "input": h. "output": y, which a following linear layer keeps anyway;
+            x_hat is recovered as (y - bias) / W with abs(W) clamped to eps from below, and is 0 where W == 0: such a
+            column gets dw = 0. Since y - bias cancels, the errors of dw and dx grow like abs(bias) / abs(W). Not with a
+            residual.
+        out_dtype: dtype of y: bf16, fp16 or fp32; x's if None.
         return_residual: return (y, h) instead of y.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        y of x's shape, or (y, h).
+        y of x's shape; with ``return_residual`` (y, h), h of the residual's dtype.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32 arithmetic and statistics. A row of y and of dx has the same bits whatever the number of rows and its
-    place among them, in matrices of the same dtypes and the same alignment of rows (a base or stride off 16 bytes takes
-    narrower accesses, hence another order of summation). dw and db are summed in fp32 in an order fixed by C, the
-    dtypes, ``save``, the rows' number, strides and alignment, the number of SMs, and whether a gradient of h arrives:
-    each team of a CTA adds its rows in ascending order, then the teams, then 32 interleaved sequences of CTAs; bitwise
-    reproducible run to run. If ``weight.main_grad`` (fp32) exists, dw is added to it, on the stream of the forward, and
-    ``weight.grad`` stays None: ``torch.autograd.grad`` cannot be asked for it. In eager mode that of other tensors
-    alone leaves it as it is; a compiled backward adds to it nonetheless. A hook of ``weight.register_hook``, which
-    would get None, is an error in the backward; a compiled one does not see it. An incoming gradient without contiguous
-    rows is copied.
+    Numerics:
+        fp32 arithmetic and statistics. A row of y and of dx has the same bits whatever the number of rows and its place
+        among them, in matrices of the same dtypes and the same alignment of rows. (A base or stride off 16 bytes takes
+        narrower accesses, hence another order of summation.)
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
+        dw and db are summed in fp32. Their order is fixed by C, the dtypes, ``save``, the rows' number, strides and
+        alignment, the number of SMs, and whether a gradient of h arrives: each team of a CTA adds its rows in ascending
+        order, then the teams, then 32 interleaved sequences of CTAs. They are bitwise reproducible run to run.
+
+        If ``weight.main_grad`` (fp32) exists, dw is added to it, on the stream of the forward, and ``weight.grad``
+        stays None: ``torch.autograd.grad`` cannot return it. In eager mode ``torch.autograd.grad`` of other tensors
+        alone leaves ``main_grad`` as it is; a compiled backward adds to it nonetheless. A hook of
+        ``weight.register_hook``, which would get None, is an error in the backward; a compiled backward does not see
+        it. The same holds for the bias. An incoming gradient without contiguous rows is copied.
+
+    Source:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import rms_norm
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2)).square().mean().round(decimals=4)
+        tensor(1.)
+        >>> y, h = rms_norm(torch.ones(2, 4), residual=torch.ones(2, 4), return_residual=True)
+        >>> y.shape, h[0, 0].item()
+        (torch.Size([2, 4]), 2.0)
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         _check_backend("rms_norm", backend)
@@ -106,11 +121,55 @@ def layer_norm(
 ) -> Norm:
     """Layer norm of each row: ``(h - mean(h)) * rsqrt(var(h) + eps) * (weight + weight_offset) + bias``.
 
-    The variance is the population variance, centred in two steps. Arguments, results, errors and numeric contract as in
-    ``rms_norm``. With ``save="output"`` the errors of dw and dx grow like |bias| / |weight|, since y - bias cancels
-    (relative error of dw 7e-3 for weights near 1 and biases of standard deviation 4).
+    The variance is the population variance, centred in two steps.
 
-    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, equation 4.
+    Args:
+        x: (..., C) bf16, fp16 or fp32; C from 1 to 262,144; last dimension contiguous; the leading dimensions must
+            collapse to rows with one stride.
+        weight, bias: (C,) bf16, fp16 or fp32 each; None: 1 and 0.
+        residual: (..., C) in x's dtype or fp32. h = x + residual is rounded to the residual's dtype; the rounded value
+            is normalised, returned and differentiated. Without a residual h = x.
+        eps: added to the variance, a real number > 0.
+        weight_offset: added to the weight in fp32, a real number (1.0 for zero-centred weights).
+        save: the tensor that the backward keeps. "input": h. "output": y, which a following linear layer keeps anyway;
+            x_hat is recovered as (y - bias) / W with abs(W) clamped to eps from below, and is 0 where W == 0: such a
+            column gets dw = 0. Since y - bias cancels, the errors of dw and dx grow like abs(bias) / abs(W) (relative
+            error of dw 7e-3 for weights near 1 and biases of standard deviation 4). Not with a residual.
+        out_dtype: dtype of y: bf16, fp16 or fp32; x's if None.
+        return_residual: return (y, h) instead of y.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        y of x's shape; with ``return_residual`` (y, h), h of the residual's dtype.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics:
+        fp32 arithmetic and statistics. A row of y and of dx has the same bits whatever the number of rows and its place
+        among them, in matrices of the same dtypes and the same alignment of rows. (A base or stride off 16 bytes takes
+        narrower accesses, hence another order of summation.)
+
+        dw and db are summed in fp32. Their order is fixed by C, the dtypes, ``save``, the rows' number, strides and
+        alignment, the number of SMs, and whether a gradient of h arrives: each team of a CTA adds its rows in ascending
+        order, then the teams, then 32 interleaved sequences of CTAs. They are bitwise reproducible run to run.
+
+        If ``weight.main_grad`` (fp32) exists, dw is added to it, on the stream of the forward, and ``weight.grad``
+        stays None: ``torch.autograd.grad`` cannot return it. In eager mode ``torch.autograd.grad`` of other tensors
+        alone leaves ``main_grad`` as it is; a compiled backward adds to it nonetheless. A hook of
+        ``weight.register_hook``, which would get None, is an error in the backward; a compiled backward does not see
+        it. The same holds for the bias. An incoming gradient without contiguous rows is copied.
+
+    Source:
+        Ba, Kiros and Hinton, Layer Normalization, 2016, equation 4.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import layer_norm
+        >>> y = layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2))
+        >>> y.round(decimals=3)
+        tensor([[-1.,  1.]])
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         _check_backend("layer_norm", backend)
