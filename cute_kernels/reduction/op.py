@@ -34,22 +34,55 @@ def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | N
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        x's shape.
+        The probabilities, of x's shape.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32 arithmetic, one rounding at the end. A row of the result, and of the gradient of x, has the same bits
-    whatever the number of rows and its place among them, in matrices of the same dtypes and the same alignment of rows.
-    A row that is -inf throughout, or has +inf or NaN in it, becomes NaN. An incoming gradient without contiguous rows
-    is copied.
+    Numerics:
+        fp32 arithmetic, one rounding at the end. A row of the result, and of the gradient of x, has the same bits
+        whatever the number of rows and its place among them, in matrices of the same dtypes and the same alignment of
+        rows. A row that is -inf throughout, or has +inf or NaN in it, becomes NaN. An incoming gradient without
+        contiguous rows is copied.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.reduction import softmax
+        >>> softmax(torch.tensor([[0.0, 0.0, float("-inf")]]))
+        tensor([[0.5000, 0.5000, 0.0000]])
     """
     return _softmax("softmax", x, out_dtype, backend)
 
 
 def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
-    """``x - max(x) - log(sum(exp(x - max(x))))`` over the last dimension; all else as in ``softmax``."""
+    """``x - max(x) - log(sum(exp(x - max(x))))`` over the last dimension.
+
+    Args:
+        x: (..., N) bf16, fp16 or fp32; N up to 262,144; last dimension contiguous; the leading dimensions must collapse
+            to rows of one stride.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        The log-probabilities, of x's shape.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics:
+        fp32 arithmetic, one rounding at the end. A row of the result, and of the gradient of x, has the same bits
+        whatever the number of rows and its place among them, in matrices of the same dtypes and the same alignment of
+        rows. A row that is -inf throughout, or has +inf or NaN in it, becomes NaN. An incoming gradient without
+        contiguous rows is copied.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.reduction import log_softmax
+        >>> log_softmax(torch.tensor([[0.0, 0.0]])).round(decimals=3)
+        tensor([[-0.6930, -0.6930]])
+    """
     return _softmax("log_softmax", x, out_dtype, backend)
 
 
@@ -112,21 +145,30 @@ def sum(
     """Sum over dimensions.
 
     Args:
-        x: bf16, fp16 or fp32 of any strides; a copy is made where dimensions that are summed together, or those before
-            or behind them, do not collapse to one, or the last ones are not contiguous.
-        dim: dimensions to sum over; None: all.
-        keepdim: whether they stay, of size 1.
+        x: bf16, fp16 or fp32 of any shape and strides; a copy is made where dimensions that are summed together, or
+            those before or behind them, do not collapse to one, or the last ones are not contiguous.
+        dim: dimension or dimensions to sum over; None: all.
+        keepdim: whether they stay, with size 1.
         out_dtype: bf16, fp16 or fp32; x's if None.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        x's shape without the dimensions summed over.
+        The sums: x's shape without the dimensions summed over.
 
-    Raises: as ``softmax``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32 sums, one rounding at the end. The order of a sum is that of its length, its place in x's shape (the
-    last dimensions or others); it does not depend on the number of sums. Rows that are off the alignment which they
-    would have in a contiguous tensor are copied.
+    Numerics:
+        fp32 sums, one rounding at the end. The order of a sum depends on its length and its place in x's shape (the
+        last dimensions or others); it does not depend on the number of sums. Rows that are off the alignment which they
+        would have in a contiguous tensor are copied.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.reduction import sum
+        >>> sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), dim=-1)
+        tensor([3., 7.])
     """
     return _reduce("sum", x, dim, keepdim, out_dtype, backend)
 
@@ -139,7 +181,34 @@ def mean(
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Mean over dimensions: their sum times 1 / their number, in fp32; all else as in ``sum``."""
+    """Mean over dimensions: their sum times 1 / their number.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape and strides; a copy is made where dimensions that are summed together, or
+            those before or behind them, do not collapse to one, or the last ones are not contiguous.
+        dim: dimension or dimensions to average over; None: all.
+        keepdim: whether they stay, with size 1.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        The means: x's shape without the dimensions averaged over.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics:
+        The sum and its product with 1 / the number are fp32; one rounding at the end. The order of a sum depends on its
+        length and its place in x's shape (the last dimensions or others); it does not depend on the number of sums.
+        Rows that are off the alignment which they would have in a contiguous tensor are copied.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.reduction import mean
+        >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), dim=0, keepdim=True)
+        tensor([[2., 3.]])
+    """
     return _reduce("mean", x, dim, keepdim, out_dtype, backend)
 
 
