@@ -55,17 +55,25 @@ def mm(
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        (M, N), row-major.
+        (M, N) in ``out_dtype``, row-major; ``out`` if given.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics (contract ``serial_k16``): exact products, one fp32 accumulator over the whole K, ascending, in the tensor
-    core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of a,
-    has the same bits whatever M, the row's place, and the other rows; kernels differ by shape, bits do not (on SM100
-    compiled, not shown). The incoming gradient is rounded to a's dtype. The gradient of b sums over the rows of a in
-    their order: reproducible, and unchanged by rows of zeros at the end.
+    Numerics:
+        The contract ``serial_k16``: exact products, one fp32 accumulator over the whole K, ascending, in the tensor
+        core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of
+        a, has the same bits whatever M, the row's place, and the other rows. Kernels differ by shape, bits do not (on
+        SM100 compiled, not shown). The incoming gradient is rounded to a's dtype. The gradient of b sums over the rows
+        of a in their order: it is reproducible, and unchanged by rows of zeros at the end.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mm
+        >>> a, b = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(16, 2, dtype=torch.bfloat16)
+        >>> mm(a, b, out_dtype=torch.float32)[0]
+        tensor([16., 16.])
     """
     if not isinstance(a, Tensor) or backend is not None or not a.is_cuda:
         expect(backend in (None, "reference"), "mm", "backend", "be None or 'reference'", repr(backend))
@@ -121,7 +129,7 @@ def linear(
     Args:
         x: (..., K) bf16 or fp16; the leading dimensions must collapse to rows of one stride.
         weight: (N, K) of x's dtype, of any strides.
-        bias: (N,) bf16, fp16 or fp32; added in fp32.
+        bias: (N,) bf16, fp16 or fp32; added in fp32. None: no bias.
         out_dtype: bf16, fp16 or fp32; x's if None.
         activation: None, "relu", "silu" or "gelu" (exact), in fp32 on the unrounded sum.
         num_valid_tokens: int32 tensor of one element on x's device: in the gradients of weight and bias, tokens from
@@ -129,18 +137,35 @@ def linear(
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        (..., N).
+        (..., N) in ``out_dtype``.
 
-    Raises: as ``mm``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: as ``mm``. The backward differentiates the activation at the sum rounded to the output's dtype, which is
-    what is saved; the incoming gradient is rounded to x's dtype. dweight and dbias sum over the tokens in their order,
-    16 at a time; where ``weight.main_grad`` (or ``bias.main_grad``, fp32) exists, the accumulator starts from it and
-    ``.grad`` stays None: micro-batches split at multiples of 16 tokens then give the bits of one batch. In eager mode
-    ``torch.autograd.grad`` of other tensors alone leaves it as it is; a compiled backward adds to it nonetheless. A
-    hook of ``weight.register_hook``, which would get None, is an error in the backward; a compiled one does not see it.
-    Zero tokens behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is copied
-    unless its rows are contiguous and of one stride, or its columns, on 16 bytes.
+    Numerics:
+        The contract ``serial_k16``: exact products, one fp32 accumulator over the whole K, ascending, in the tensor
+        core's steps of 16, from zero; one rounding to the output's dtype. A token of the result, and of the gradient of
+        x, has the same bits whatever the number of tokens, its place, and the other tokens. Kernels differ by shape,
+        bits do not (on SM100 compiled, not shown). The backward differentiates the activation at the sum rounded to the
+        output's dtype, which is saved; the incoming gradient is rounded to x's dtype.
+
+        dweight and dbias sum over the tokens in their order, 16 at a time. Where ``weight.main_grad`` (or
+        ``bias.main_grad``, fp32) exists, the accumulator starts from it and ``.grad`` stays None: micro-batches split
+        at multiples of 16 tokens then give the bits of one batch. In eager mode ``torch.autograd.grad`` of other
+        tensors alone leaves it as it is; a compiled backward adds to it nonetheless. A hook of
+        ``weight.register_hook``, which would get None, is an error in the backward; a compiled backward does not see
+        it. Zero tokens behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is
+        copied unless its rows are contiguous and of one stride, or its columns, on 16 bytes.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import linear
+        >>> x, weight = torch.ones(2, 16, dtype=torch.bfloat16), torch.ones(4, 16, dtype=torch.bfloat16)
+        >>> linear(x, -weight, activation="relu").sum().item()
+        0.0
+        >>> linear(x, weight, torch.ones(4)).shape
+        torch.Size([2, 4])
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), "linear", "backend", "be None or 'reference'", repr(backend))

@@ -35,13 +35,26 @@ def bmm(
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        (L, M, N), contiguous.
+        (L, M, N) in ``out_dtype``, contiguous.
 
-    Raises: as ``mm``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: as ``mm``, in each entry. A row of the product, and of the gradient of a, has the same bits whatever L and
-    M, the row's place, the other rows and the other entries. The gradient of b sums over the rows of a in their order.
-    Gradients of what was expanded are added over the entries by torch.
+    Numerics:
+        The contract ``serial_k16``: exact products, one fp32 accumulator over the whole K, ascending, in the tensor
+        core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of
+        a, has the same bits whatever L and M, the row's place, the other rows and the other entries. Kernels differ by
+        shape, bits do not (on SM100 compiled, not shown). The incoming gradient is rounded to a's dtype. The gradient
+        of b sums over the rows of a in their order: it is reproducible, and unchanged by rows of zeros at the end.
+        Gradients of an expanded tensor are added over the entries by torch.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import bmm
+        >>> a, b = torch.ones(5, 3, 16, dtype=torch.bfloat16), torch.ones(5, 16, 2, dtype=torch.bfloat16)
+        >>> bmm(a, b).shape
+        torch.Size([5, 3, 2])
     """
     if not isinstance(a, Tensor) or backend is not None or not a.is_cuda:
         expect(backend in (None, "reference"), "bmm", "backend", "be None or 'reference'", repr(backend))

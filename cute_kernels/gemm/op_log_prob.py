@@ -26,8 +26,8 @@ def linear_log_prob(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token's target, and entropy, under the logits ``x weight^T / temperature``.
 
-    No (tokens, V) tensor is in memory: the forward keeps 12 bytes of each 128 logits (SM100: 64) for up to 16384 tokens
-    at a time, the backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on),
+    No (tokens, V) tensor is in memory. The forward keeps 12 bytes of each 128 logits (SM100: 64) for up to 16384 tokens
+    at a time. The backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on),
     beside dx in fp32.
 
     Args:
@@ -36,16 +36,16 @@ def linear_log_prob(
         weight: (V, K) of x's dtype, rows or columns contiguous, each starting on 16 bytes.
         target: (...) int64 or int32: the column of each token's logits. Copied unless contiguous.
         ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
-        temperature: what logits are divided by, a real number from 1e-6 to 1e6.
+        temperature: the divisor of the logits, a real number from 1e-6 to 1e6.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
             all logits.
 
     Returns:
-        (log_prob, entropy), each (...) fp32, in nats. Both NaN, without a gradient, where the target is neither a
+        (log_prob, entropy), each (...) fp32, in nats. Both are NaN, without a gradient, where the target is neither a
         column nor ``ignore_index``.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels.
 
     Logits of -inf, or so low that their probability is 0 (a masked vocabulary), add 0 to the entropy and to every
@@ -55,15 +55,28 @@ def linear_log_prob(
     the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is never
     above 0, an entropy never below.
 
-    Numerics: logits as ``mm`` sums them (``serial_k16``), in fp32, never rounded. A token's exponentials are added in
-    fp32 in an order that V alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its
-    log-probability, its entropy and its row of dx have the same bits whatever the number of tokens, its place and the
-    others. In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over
-    the vocabulary in ascending order, dweight over the tokens in theirs; from ``weight.main_grad`` (fp32) if that
-    exists, and ``weight.grad`` then stays None: micro-batches split at multiples of 16 tokens give the bits of one. A
-    hook of ``weight.register_hook`` is then an error in the backward, as in ``linear``.
+    Numerics:
+        Logits are summed by the contract ``serial_k16`` (exact products, one fp32 accumulator over the whole K,
+        ascending, in steps of 16), in fp32, never rounded. A token's exponentials are added in fp32 in an order that V
+        alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its log-probability,
+        its entropy and its row of dx have the same bits whatever the number of tokens, its place and the others.
 
-    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, over tiles of fixed columns.
+        In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over the
+        vocabulary in ascending order, dweight over the tokens in theirs. Where ``weight.main_grad`` (fp32) exists,
+        dweight starts from it and ``weight.grad`` stays None: micro-batches split at multiples of 16 tokens give the
+        bits of one. A hook of ``weight.register_hook``, which would get None, is then an error in the backward; a
+        compiled backward does not see it.
+
+    Source:
+        Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, over tiles of fixed columns.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import linear_log_prob
+        >>> x, weight = torch.zeros(2, 8, dtype=torch.bfloat16), torch.ones(4, 8, dtype=torch.bfloat16)
+        >>> log_prob, entropy = linear_log_prob(x, weight, torch.tensor([1, -100]))
+        >>> log_prob.exp(), entropy.shape
+        (tensor([0.2500, 1.0000]), torch.Size([2]))
     """
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), "linear_log_prob", "backend", "be None or 'reference'", repr(backend))

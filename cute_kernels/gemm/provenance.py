@@ -18,7 +18,20 @@ from cute_kernels.gemm.config import CONTRACT
 class Provenance:
     """Where the bits of one matrix product come from: two products of one contract agree bit by bit.
 
-    "serial_k16, unproven": what kernels are meant to be where no GPU has shown it, on all but sm_90a.
+    Args:
+        contract: the order of the sums: "serial_k16"; "serial_k16, unproven" is the intended contract where no GPU has
+            shown it, on all architectures but sm_90a.
+        kernel: begins with "gemm" or, for ``linear_log_prob``'s products with the whole vocabulary, with
+            "log_prob_statistics" or "log_prob_gradient"; then its configuration.
+        shape: (M, N, K), for a batch (L, M, N, K), as the kernel sees it.
+        arch: the architecture, "sm_90a" for example.
+        versions: package -> version of this library, torch and the compiler.
+
+    Example:
+        >>> from cute_kernels import Provenance
+        >>> ours = Provenance("serial_k16", "gemm (any stride)", (8, 16, 32), "sm_90a", {"torch": "2.10"})
+        >>> ours.contract, ours.shape
+        ('serial_k16', (8, 16, 32))
     """
 
     contract: str
@@ -29,14 +42,26 @@ class Provenance:
 
 
 def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenance, ...]:
-    """Call ``function(*args, **kwargs)`` and say what computed its matrix products, one entry each, in order.
+    """Call ``function`` and say what computed its matrix products, one entry each, in order.
 
-    ``shape`` is (M, N, K), of a batch (L, M, N, K), as the kernel sees it. ``kernel`` begins with "gemm" or, of
-    ``linear_log_prob``'s products with the whole vocabulary, "log_prob_statistics" and "log_prob_gradient". Products
-    over nothing, replays of CUDA graphs, and work on CPU tensors launch none of our kernels and have no entry.
+    Products over nothing, replays of CUDA graphs, and work on CPU tensors launch none of our kernels and have no entry.
+
+    Args:
+        function: called once.
+        `*args`, `**kwargs`: its arguments.
+
+    Returns:
+        A tuple of ``Provenance``: contract, kernel, shape, architecture and versions of each product.
 
     Raises:
-        TypeError: function cannot be called; and whatever it raises.
+        TypeError: ``function`` cannot be called. Errors of ``function`` pass through.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mm, provenance
+        >>> a = torch.ones(16, 16, dtype=torch.bfloat16)
+        >>> provenance(mm, a, a)  # on the CPU no kernel of ours runs
+        ()
     """
     import cute_kernels
 
