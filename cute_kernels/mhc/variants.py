@@ -18,7 +18,10 @@ LEAST_NORMAL = 2.0**-126  # of fp32: what is less is 0 to the fast reciprocal of
 
 @dataclass(frozen=True)
 class Variant:
-    """One system's hyper-connection.
+    """The hyper-connection of one system: its constants, its Sinkhorn algorithm, its orientation and its layout.
+
+    ``VARIANTS`` has those of the systems in use by name: "deepseek_v4", "transformer_engine", "megatron",
+    "megatron_dev", "tilekernels", "liger".
 
     Args:
         rms_eps: > 0, also in fp32; added to the mean square of a token ("inside": sqrt(mean_square + eps)) or to its
@@ -33,7 +36,15 @@ class Variant:
         layout: of the residual: "streams": (..., n, C); "channels": (..., C, n).
 
     Raises:
-        ValueError: naming the field, expected and got.
+        ValueError: a bad field; the message names it, the expected value and the given one.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from cute_kernels import mhc
+        >>> mhc.VARIANTS["deepseek_v4"].iterations
+        20
+        >>> replace(mhc.VARIANTS["deepseek_v4"], iterations=10).iterations
+        10
     """
 
     rms_eps: float

@@ -29,20 +29,30 @@ def aggregate(x: Tensor, pre: Tensor, *, layout: str = "streams", backend: str |
         x: (..., n, C) for layout "streams", (..., C, n) for "channels"; bf16, fp16 or fp32; n = 1, 2, 4 or 8, C from 8.
             A token is one piece of memory; the leading dimensions must collapse to tokens of one stride.
         pre: (..., n) fp32, last dimension contiguous.
+        layout: "streams": the residual is (..., n, C); "channels": (..., C, n).
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         (..., C) in x's dtype.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32, streams in ascending order, rounded once. The gradient of pre sums over C in an order fixed by C,
-    the dtype and the alignment of the tokens. A token's output and gradients have the same bits whatever the other
-    tokens and their number; an incoming gradient whose tokens are not rows of one stride is copied.
+    Numerics:
+        fp32, streams in ascending order, rounded once. The gradient of pre sums over C in an order fixed by C, the
+        dtype and the alignment of the tokens. A token's output and gradients have the same bits whatever the other
+        tokens and their number; an incoming gradient whose tokens are not rows of one stride is copied.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> x = torch.ones(3, 2, 8)  # 3 tokens, 2 streams, 8 channels
+        >>> mhc.aggregate(x, torch.full((3, 2), 0.25))[0, 0].item()
+        0.5
     """
     if takes_reference(OP, x, backend):
         return reference.aggregate(x, pre, layout=layout)

@@ -33,31 +33,44 @@ def coefficients(
     variant: str | Variant,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``h = alpha * H / rms + beta``; ``pre = sigmoid(h) + pre_eps``, ``post = post_mult * sigmoid(h)``, res logits h.
+    """From ``h = alpha * H / rms + beta`` the weights of the streams, and the logits of the residual matrix.
 
-    rms = sqrt(mean_square + rms_eps), or sqrt(mean_square) + rms_eps, as the variant says.
+    ``pre = sigmoid(h) + pre_eps``, ``post = post_mult * sigmoid(h)``, and the logits of res are h itself. rms =
+    sqrt(mean_square + rms_eps), or sqrt(mean_square) + rms_eps, as the variant says.
 
     Args:
-        H: (..., N) fp32, N = n * n + 2 * n: columns [pre n | post n | res n * n]; last dimension contiguous; the
+        H: (..., N) fp32, N = n * n + 2 * n: columns pre (n), post (n), res (n * n); last dimension contiguous; the
             leading dimensions must collapse to rows of one stride.
         mean_square: (...,) fp32, contiguous.
-        alpha: (3,) fp32 or bf16: of pre, of post, of res.
+        alpha: (3,) fp32 or bf16: the factors of pre, of post, of res.
         beta: (N,) fp32 or bf16.
         n: number of streams, 1, 2, 4 or 8.
-        variant: a name of ``VARIANTS`` or a Variant.
-        backend: as in ``aggregate``.
+        variant: a name of ``VARIANTS`` or a ``Variant``.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         pre (..., n), post (..., n), res_logits (..., n, n), fp32, contiguous.
 
-    Raises: as ``aggregate``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32; a token's coefficients and gradients have the same bits whatever the other tokens. The gradients of
-    alpha and beta are added over 32 tokens at a time, then over these in a fixed order, without atomics; into
-    ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A tensor hook on such a parameter is an error in
-    the backward. A token of zeros has no gradient of its mean square where eps is outside the root.
+    Numerics:
+        fp32; a token's coefficients and gradients have the same bits whatever the other tokens. The gradients of alpha
+        and beta are added over 32 tokens at a time, then over these in a fixed order, without atomics; into
+        ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A tensor hook on such a parameter is an error
+        in the backward. A token of zeros has no gradient of its mean square where eps is outside the root.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 16 to 18.
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 16 to 18.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> H, mean_square = torch.zeros(3, 8), torch.ones(3)
+        >>> pre, post, logits = mhc.coefficients(H, mean_square, torch.ones(3), torch.zeros(8), 2, variant="liger")
+        >>> pre[0], post[0], logits.shape
+        (tensor([0.5000, 0.5000]), tensor([1., 1.]), torch.Size([3, 2, 2]))
     """
     if takes_reference(OP, H, backend):
         return reference.coefficients(H, mean_square, alpha, beta, n, variant=variant)

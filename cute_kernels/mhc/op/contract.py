@@ -17,17 +17,31 @@ def contract(x: Tensor, *, layout: str = "streams", backend: str | None = None) 
     """The mean of the streams.
 
     Args:
-        x, layout, backend: as in ``aggregate``.
+        x: (..., n, C) for layout "streams", (..., C, n) for "channels"; bf16, fp16 or fp32; n = 1, 2, 4 or 8, C from 8.
+            A token is one piece of memory; the leading dimensions must collapse to tokens of one stride.
+        layout: "streams": the residual is (..., n, C); "channels": (..., C, n).
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         (..., C) in x's dtype.
 
-    Raises: as ``aggregate``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32, streams in ascending order, rounded once. The gradient of every stream is a n-th of the output's,
-    rounded once.
+    Numerics:
+        fp32, streams in ascending order, rounded once. The gradient of every stream is a n-th of the output's, rounded
+        once.
 
-    Source: Zhu et al., Hyper-Connections, arXiv 2409.19606, where it is the sum.
+    Source:
+        Zhu et al., Hyper-Connections, arXiv 2409.19606, where it is the sum.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> x = torch.stack((torch.zeros(8), torch.ones(8)))  # 2 streams
+        >>> mhc.contract(x[None])[0, 0].item()
+        0.5
     """
     if takes_reference(OP, x, backend):
         return reference.contract(x, layout=layout)

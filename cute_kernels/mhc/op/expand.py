@@ -19,17 +19,29 @@ def expand(h: Tensor, n: int, *, layout: str = "streams", backend: str | None = 
     Args:
         h: (..., C) bf16, fp16 or fp32, C from 8; last dimension contiguous; the leading dimensions must collapse to
             rows of one stride.
-        n: 1, 2, 4 or 8.
-        layout, backend: as in ``aggregate``.
+        n: number of streams, 1, 2, 4 or 8.
+        layout: "streams": the residual is (..., n, C); "channels": (..., C, n).
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         (..., n, C) for layout "streams", (..., C, n) for "channels"; in h's dtype, contiguous.
 
-    Raises: as ``aggregate``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: copies. The gradient is the streams' sum in fp32, in ascending order, rounded once.
+    Numerics:
+        Copies. The gradient is the streams' sum in fp32, in ascending order, rounded once.
 
-    Source: Zhu et al., Hyper-Connections, arXiv 2409.19606: what the streams begin with.
+    Source:
+        Zhu et al., Hyper-Connections, arXiv 2409.19606: how the streams begin.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> h = torch.ones(3, 8)
+        >>> mhc.expand(h, 4).shape, mhc.expand(h, 4, layout="channels").shape
+        (torch.Size([3, 4, 8]), torch.Size([3, 8, 4]))
     """
     if takes_reference(OP, h, backend):
         return reference.expand(h, n, layout=layout)

@@ -45,32 +45,47 @@ def expand_combine(
 ) -> Tensor:
     """``out_o = dropout((f + bias) post_o) + sum_i R(i, o) x_i``: the sublayer's output added to the mixed streams.
 
+    The leading dimensions of each tensor must collapse to rows of one stride.
+
     Args:
         f: (..., C) in x's dtype, the sublayer's output; last dimension contiguous.
         post: (..., n) fp32, last dimension contiguous.
-        x, layout, backend: as in ``aggregate``.
+        x: (..., n, C) for layout "streams", (..., C, n) for "channels"; bf16, fp16 or fp32; n = 1, 2, 4 or 8, C from 8.
+            A token is one piece of memory; the leading dimensions must collapse to tokens of one stride.
         res: (..., n, n) fp32, a matrix is one piece of memory.
         bias: (C,) fp32 or bf16, the sublayer's; None: 0.
         dropout_p: in [0, 1); each of the K = n * C elements of a token has a mask of its own, ``dropout_mask``'s.
         seed: int64 tensor of one element on x's device, or an int; None: drawn on the device from torch's generator
             where dropout_p > 0. It is not read on the host, and its mask is made again in the backward.
+        layout: "streams": the residual is (..., n, C); "channels": (..., C, n).
         res_orientation: "io": R(i, o) = res[i, o]; "oi": R(i, o) = res[o, i].
-
-    The leading dimensions of each must collapse to rows of one stride.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        Like x, contiguous.
+        The new residual, of x's shape and dtype, contiguous.
 
-    Raises: as ``aggregate``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32, streams in ascending order, rounded once. The gradients of post and res sum over C in an order fixed
-    by C, the dtype and the alignment of the rows; a token's output and gradients have the same bits whatever the other
-    tokens, but for its mask, which depends on its place. The gradient of bias is added over 64 tokens at a time, then
-    over these in a fixed order, without atomics; into ``bias.main_grad`` (fp32) where that exists, and ``.grad`` stays
-    None. A tensor hook on such a bias is an error in the backward. An incoming gradient whose tokens are not rows of
-    one stride is copied.
+    Numerics:
+        fp32, streams in ascending order, rounded once. The gradients of post and res sum over C in an order fixed by C,
+        the dtype and the alignment of the rows; a token's output and gradients have the same bits whatever the other
+        tokens, but for its mask, which depends on its place. The gradient of bias is added over 64 tokens at a time,
+        then over these in a fixed order, without atomics; into ``bias.main_grad`` (fp32) where that exists, and
+        ``.grad`` stays None. A tensor hook on such a bias is an error in the backward. An incoming gradient whose
+        tokens are not rows of one stride is copied.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> x, f, post = torch.ones(3, 2, 8), torch.ones(3, 8), torch.tensor([[0.0, 2.0]]).expand(3, 2).contiguous()
+        >>> out = mhc.expand_combine(f, post, x, torch.eye(2).repeat(3, 1, 1))
+        >>> out[0, :, 0]  # stream 0 as it was, stream 1 plus 2 f
+        tensor([1., 3.])
     """
     if takes_reference(OP, x, backend):
         return reference.expand_combine(

@@ -35,28 +35,43 @@ def projection(
     That, and with it eps, is left to ``coefficients``.
 
     Args:
-        x, layout, backend: as in ``aggregate``.
+        x: (..., n, C) for layout "streams", (..., C, n) for "channels"; bf16, fp16 or fp32; n = 1, 2, 4 or 8, C from 8.
+            A token is one piece of memory; the leading dimensions must collapse to tokens of one stride.
         phi: (N, K) fp32 or bf16, K = n * C in x's memory order; N = n * n + 2 * n, or n for a head.
         norm_weight: (K,) fp32 or bf16, the weight of the RMS norm; None: 1.
-        precision: of the products on tensor cores, which add bf16 parts of the factors in fp32. "tf32": parts up to
-            2^-16 of the largest, no less than tf32; "fp32": up to 2^-24.
+        layout: "streams": the residual is (..., n, C); "channels": (..., C, n).
+        precision: accuracy of the products on tensor cores, which add bf16 parts of the factors in fp32. "tf32": parts
+            up to 2^-16 of the largest, no less than tf32; "fp32": up to 2^-24.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         H (..., N) and mean_square (...,), fp32.
 
-    Raises: as ``aggregate``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: the CTAs of a cluster (2 to 16 by C, n and the dtypes) share the channels, eight warps each the steps of
-    16 columns of a CTA; a warp adds in ascending order in fp32, then the warps' and the CTAs' sums are added in a
-    fixed order. Where 16 CTAs cannot hold phi, x is not bf16, or rows are off 16 bytes: S parts of K, a power of
-    two, of up to 4096 columns, part s has the tiles s, s + S, ... of K. Either way a token's H, mean square and
-    gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs. The gradients
-    of phi and norm_weight are added over chunks of 512 tokens, groups of four chunks, then all groups, in ascending
-    order, without atomics (phi of more than 32 rows: no groups, in "fp32" chunks of 480, and on SM90, of bf16 rows on
-    16 bytes, in "tf32" chunks of 1024); into ``main_grad`` (fp32) where that exists, and ``.grad`` stays None. A
-    tensor hook on such a parameter is an error in the backward.
+    Numerics:
+        The CTAs of a cluster (2 to 16 by C, n and the dtypes) share the channels, eight warps each the steps of 16
+        columns of a CTA; a warp adds in ascending order in fp32, then the warps' and the CTAs' sums are added in a
+        fixed order. Where 16 CTAs cannot hold phi, x is not bf16, or rows are off 16 bytes: S parts of K, a power of
+        two, of up to 4096 columns, part s has the tiles s, s + S, ... of K. Either way a token's H, mean square and
+        gradient have the same bits whatever the other tokens, their number, and the GPU's number of SMs.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
+        The gradients of phi and norm_weight are added over chunks of 512 tokens, groups of four chunks, then all
+        groups, in ascending order, without atomics (phi of more than 32 rows: no groups, in "fp32" chunks of 480, and
+        on SM90, for bf16 rows on 16 bytes, in "tf32" chunks of 1024); into ``main_grad`` (fp32) where that exists, and
+        ``.grad`` stays None. A tensor hook on such a parameter is an error in the backward.
+
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 and 15.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> H, mean_square = mhc.projection(torch.full((3, 2, 8), 2.0), torch.ones(8, 16))
+        >>> H.shape, H[0, 0].item(), mean_square[0].item()
+        (torch.Size([3, 8]), 32.0, 4.0)
     """
     if takes_reference(OP, x, backend):
         return reference.projection(x, phi, norm_weight=norm_weight, layout=layout, precision=precision)

@@ -35,9 +35,9 @@ def sinkhorn(
     Columns are normalised last: their sums are 1 to rounding and eps, those of rows as far as the iterations have
     converged.
 
-    "log"          f = g = 0; f_i = -logsumexp_j(x_ij + g_j), g_j = -logsumexp_i(x_ij + f_i); P = exp(f_i + x_ij + g_j).
-    "softmax_eps"  P = softmax_j(x) + eps; columns; then iterations - 1 times rows, columns: P / (sum + eps).
-    "exp_clamp"    P = exp(x - max_j x); iterations times rows, columns: P / max(sum, eps).
+    - "log": f = g = 0; f_i = -logsumexp_j(x_ij + g_j), g_j = -logsumexp_i(x_ij + f_i); P = exp(f_i + x_ij + g_j).
+    - "softmax_eps": P = softmax_j(x) + eps; columns; then iterations - 1 times rows, columns: P / (sum + eps).
+    - "exp_clamp": P = exp(x - max_j x); iterations times rows, columns: P / max(sum, eps).
 
     Args:
         logits: (..., n, n) fp32, n = 1, 2, 4 or 8; a matrix is one piece of memory; the leading dimensions must
@@ -45,17 +45,28 @@ def sinkhorn(
         iterations: 1 to 100.
         variant: "log", "softmax_eps" or "exp_clamp".
         eps: from 2^-126 to 1; "log" has none.
-        backend: as in ``aggregate``.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         A contiguous fp32 tensor of the logits' shape.
 
-    Raises: as ``aggregate``.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
 
-    Numerics: fp32 in registers, one thread a matrix, whose bits the other matrices do not change. The backward repeats
-    the forward's iterations and differentiates each.
+    Numerics:
+        fp32 in registers, one thread a matrix, whose bits the other matrices do not change. The backward repeats the
+        forward's iterations and differentiates each.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 9 and 19.
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 9 and 19.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> p = mhc.sinkhorn(torch.tensor([[[0.0, 1.0], [2.0, 3.0]]]))
+        >>> p.sum(-1).allclose(torch.ones(2)), p.sum(-2).allclose(torch.ones(2))
+        (True, True)
     """
     eps = as_float(eps)
     if takes_reference(OP, logits, backend):

@@ -16,14 +16,35 @@ WORD = 0xFFFFFFFF
 
 
 def dropout_mask(seed: Tensor | int, num_tokens: int, K: int, dropout_p: float, device: torch.device) -> Tensor:
-    """(num_tokens, K) bool, True where an element is kept.
+    """The mask of ``expand_combine``'s dropout: True where an element is kept.
 
-    Element k, in the order of memory, of token m is kept if word k % 4 of Philox-4x32-10 with counter
-    (k // 4, m, 0, 0) and key (low, high word of seed) is at least floor(dropout_p * 2^32). The seed is not read on the
-    host.
+    Element k, in the order of memory, of token m is kept if word k % 4 of Philox-4x32-10 with counter (k // 4, m, 0, 0)
+    and key (low, high word of seed) is at least floor(dropout_p * 2^32). The seed is not read on the host.
+
+    Args:
+        seed: int64 tensor of one element on ``device``, or an int.
+        num_tokens: tokens of the residual.
+        K: n * C, elements of a token.
+        dropout_p: probability that an element is dropped, in [0, 1).
+        device: of the mask.
+
+    Returns:
+        (num_tokens, K) bool.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+
+    Source:
+        Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mhc
+        >>> mask = mhc.dropout_mask(0, 64, 64, 0.25, torch.device("cpu"))
+        >>> mask.shape, round(mask.float().mean().item(), 1)
+        (torch.Size([64, 64]), 0.8)
+        >>> torch.equal(mask[:8], mhc.dropout_mask(0, 8, 64, 0.25, torch.device("cpu")))
+        True
     """
     op, device = "dropout_mask", torch.empty(0, device=device).device  # "cuda" is the current one
     expect(seed is not None, op, "seed", "be an int64 tensor or an int", "None", TypeError)
