@@ -17,7 +17,7 @@ REFUSED = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.A
 class CapturedStep:
     """``step(*inputs)``, captured once; a call copies its inputs to the graph's own, replays it, returns its outputs.
 
-    The warm-up that a capture needs runs ``step`` several times on a side stream. What it changes of the model, the
+    The warm-up that a capture needs runs ``step`` several times on a side stream. All that it changes of the model, the
     optimizer and the GPU's random numbers is put back in place, so that the first call is the first step, with the bits
     of an eager one.
 
@@ -26,17 +26,33 @@ class CapturedStep:
             ``optimizer.zero_grad(set_to_none=True)``; returns a tensor or a tuple of tensors (a loss, say), which the
             next call overwrites. It may read nothing back to the host.
         inputs: CUDA tensors, of the shapes and dtypes of all inputs to come.
-        model: what ``step`` trains.
-        optimizer: with ``capturable=True`` where it has that option. What is to change from step to step, its learning
-            rate say, must be a tensor on the GPU, and be changed in place: the rest stays as it was captured, and a
-            call raises ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without
+        model: the module that ``step`` trains.
+        optimizer: with ``capturable=True`` where it has that option. A setting that is to change from step to step, its
+            learning rate say, must be a tensor on the GPU, and be changed in place: the rest stays as it was captured,
+            and a call raises ValueError where it has changed. Its state must begin as zeros (Adam's, momentum without
             dampening), and no count of steps on the host may tell its rate: NAdam, ASGD, Rprop, Adafactor, SGD with
             dampening and Adagrad with lr_decay are refused. Load its state, and the model's, before the capture, not
             after it: the graph goes on with the tensors of then.
         warmup: runs before the capture, from 1.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import CapturedStep
+        >>> x = torch.ones(4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+        >>> model = torch.nn.Linear(8, 1, device=x.device)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(x):
+        ...     optimizer.zero_grad(set_to_none=True)
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> train = CapturedStep(step, (x,), model, optimizer) if x.is_cuda else step
+        >>> train(x).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -86,7 +102,17 @@ class CapturedStep:
             self._outputs = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What ``step`` returns, for these inputs."""
+        """One step on these inputs.
+
+        Args:
+            `*inputs`: tensors of the captured shapes and dtypes, on any device.
+
+        Returns:
+            The results of ``step``; the next call overwrites them.
+
+        Raises:
+            TypeError, ValueError: inputs unlike the captured ones, or a setting of the optimizer that has changed.
+        """
         expect(len(inputs) == len(self._inputs), "CapturedStep", "inputs", f"be {len(self._inputs)}", len(inputs))
         for mine, t in zip(self._inputs, inputs, strict=True):
             expect_tensor("CapturedStep", "inputs", t)

@@ -34,13 +34,13 @@ class HyperConnectionConfig:
 
     Memory inside of the block of layers grows linearly with ``num_streams``: the residual between any two sublayers
     holds num_streams * hidden_size numbers a token. ``recompute`` keeps one of them for ``recompute_layers`` layers,
-    ``offload`` moves what is kept to the host.
+    ``offload`` moves the kept ones to the host.
 
     Args:
         hidden_size: C, channels of one stream, the model's hidden size; from 8.
         num_streams: n: 1, 2, 4 or 8.
-        sinkhorn_iterations: 1 to 100; the variant's if None (20, of "tilekernels" 10).
-        init_gating_factor: >= 0; what alpha begins with.
+        sinkhorn_iterations: 1 to 100; the variant's if None (20, in "tilekernels" 10).
+        init_gating_factor: >= 0; alpha's first value.
         variant: a name of ``mhc.VARIANTS`` or a Variant.
         eps: > 0, added to a token's mean square (or its root, as the variant has it); the variant's if None.
         recompute: discard layer inputs, norm outputs and residuals in the forward, and make them again in the backward.
@@ -48,9 +48,16 @@ class HyperConnectionConfig:
         offload: move the residuals that are kept for the backward to pinned host memory; CUDA alone.
 
     Raises:
-        TypeError, ValueError: naming the field, expected and got.
+        TypeError, ValueError: a bad field; the message names it, the expected value and the given one.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+
+    Example:
+        >>> from cute_kernels.nn import HyperConnectionConfig
+        >>> config = HyperConnectionConfig(64, num_streams=4, sinkhorn_iterations=10)
+        >>> config.resolved_variant().iterations
+        10
     """
 
     hidden_size: int
@@ -113,14 +120,28 @@ class HyperConnectionConfig:
 
 
 def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
-    """round(sqrt(n L / (n + 2))), from 1 to L.
+    """Layers a block of recompute for the least memory: round(sqrt(n L / (n + 2))), from 1 to L.
 
-    What is kept, n C ceil(L / L_r), and what is transient, (n + 2) C L_r, are together within 7 % of their least there.
+    The kept numbers, n C ceil(L / L_r), and the transient ones, (n + 2) C L_r, are together within 7 % of their least
+    there.
+
+    Args:
+        num_streams: n, from 1.
+        num_layers: L, from 1.
+
+    Returns:
+        L_r, an int from 1 to L.
 
     Raises:
         TypeError, ValueError: a number that is no int, or less than 1.
 
-    Source: Xie et al., mHC, arXiv 2512.24880, equation 20.
+    Source:
+        Xie et al., mHC, arXiv 2512.24880, equation 20.
+
+    Example:
+        >>> from cute_kernels.nn import optimal_recompute_layers
+        >>> optimal_recompute_layers(num_streams=4, num_layers=24)
+        4
     """
     for name, number in (("num_streams", num_streams), ("num_layers", num_layers)):
         expect_int("optimal_recompute_layers", name, number)
@@ -165,12 +186,7 @@ class FloatModule(nn.Module):
 
 
 class HyperConnection(FloatModule):
-    """The hyper-connection of one sublayer: what comes before it, ``forward``, and after it, ``combine``.
-
-    Args:
-        config: see ``HyperConnectionConfig``.
-        backend: as in ``mhc.pre``.
-        device: of the parameters.
+    """The hyper-connection of one sublayer: ``forward`` makes its input, ``combine`` adds its output to the streams.
 
     Parameters, fp32 always (``.to(dtype)`` leaves them as they are): ``phi`` (n * n + 2 * n, n * C), begun as Xavier's
     uniform; ``alpha`` (3,) of pre, post and res, ``init_gating_factor``; ``beta`` (n * n + 2 * n,), zeros. The
@@ -179,10 +195,33 @@ class HyperConnection(FloatModule):
 
     The residual is (..., n, C), for variants of layout "channels" (..., C, n). Its gradient is written once.
 
-    Raises, ``forward`` and ``combine``, too: TypeError, ValueError as ``mhc.hyper_connection``; NotImplementedError for
-    parameters that are DTensors; RuntimeError for a manager whose block has ended.
+    Args:
+        config: the sizes, the variant and the constants: a ``HyperConnectionConfig``.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+        device: of the parameters.
 
-    Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 to 19.
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        NotImplementedError: parameters that are DTensors.
+        UnsupportedDeviceError: a GPU without kernels.
+        RuntimeError: a manager whose block has ended.
+
+    ``forward`` and ``combine`` raise the same errors.
+
+    Numerics:
+        The bits of ``mhc.pre`` and ``mhc.expand_combine``. See ``docs/numerics.md``.
+
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, equations 14 to 19.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import HyperConnection, HyperConnectionConfig
+        >>> connection = HyperConnection(HyperConnectionConfig(16, num_streams=2))
+        >>> x = torch.ones(3, 2, 16)
+        >>> layer_input, mix = connection(x)
+        >>> connection.combine(layer_input.tanh(), x, mix).shape
+        torch.Size([3, 2, 16])
     """
 
     def __init__(
@@ -201,15 +240,23 @@ class HyperConnection(FloatModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """phi as Xavier's uniform, alpha ``init_gating_factor``, beta zeros."""
         nn.init.xavier_uniform_(self.phi)
         nn.init.constant_(self.alpha, self.config.init_gating_factor)
         nn.init.zeros_(self.beta)
 
     def forward(self, x: Tensor, recompute: RecomputeManager | None = None) -> tuple[Tensor, Mix]:
-        """(layer_input, mix) from the residual; the first is the sublayer's, the second for ``combine``.
+        """The sublayer's input from the residual.
 
         With a manager, layer_input is discarded at the end of its block. The kernels keep the coefficients; the
         references discard them, too.
+
+        Args:
+            x: (..., n, C), for variants of layout "channels" (..., C, n); bf16, fp16 or fp32.
+            recompute: the manager of the block that the sublayer is in; None: nothing is discarded.
+
+        Returns:
+            (layer_input, mix): layer_input (..., C) in x's dtype is the sublayer's, mix is for ``combine``.
         """
         expect_whole(OP, self.phi, self.alpha, self.beta)
         expect_manager(OP, recompute)
@@ -251,10 +298,20 @@ class HyperConnection(FloatModule):
         dropout_p: float = 0.0,
         recompute: RecomputeManager | None = None,
     ) -> Tensor:
-        """The residual after the sublayer, from its output f (..., C) and what ``forward`` got and returned.
+        """The residual after the sublayer.
 
-        ``bias`` (C,) and ``dropout_p``: as in ``mhc.expand_combine``. With a manager, the result is discarded at the
-        end of its block, unless the block ends in it.
+        With a manager, the result is discarded at the end of its block, unless the block ends in it.
+
+        Args:
+            f: (..., C) in x's dtype, the sublayer's output.
+            x: the residual that ``forward`` got.
+            mix: the second result of ``forward``.
+            bias: (C,) fp32 or bf16, added to f; None: 0.
+            dropout_p: in [0, 1); each of the n * C elements that a token's output adds has a mask of its own.
+            recompute: the manager of the block; None: nothing is discarded.
+
+        Returns:
+            The new residual, of x's shape and dtype.
         """
         if not (isinstance(x, Tensor) and isinstance(mix, Mix)):
             expect_tensor(OP, "x", x)
@@ -329,8 +386,31 @@ class _Recombination:
 class LearnedHead(FloatModule):
     """From the residual to the output of a model: ``mhc.head``.
 
-    Arguments as of ``HyperConnection``. Parameters, fp32 always: ``fn`` (n, n * C), ``base`` (n,), zeros, and ``scale``
-    (1,), ``init_gating_factor``.
+    Parameters, fp32 always: ``fn`` (n, n * C), begun as Xavier's uniform; ``base`` (n,), zeros; and ``scale`` (1,),
+    ``init_gating_factor``.
+
+    Args:
+        config: the sizes, the variant and the constants: a ``HyperConnectionConfig``.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+        device: of the parameters.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        NotImplementedError: parameters that are DTensors.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics:
+        The bits of ``mhc.head``. See ``docs/numerics.md``.
+
+    Source:
+        Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import HyperConnectionConfig, LearnedHead
+        >>> head = LearnedHead(HyperConnectionConfig(16, num_streams=2))
+        >>> head(torch.ones(3, 2, 16)).shape
+        torch.Size([3, 16])
     """
 
     def __init__(
@@ -349,12 +429,20 @@ class LearnedHead(FloatModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """fn as Xavier's uniform, base zeros, scale ``init_gating_factor``."""
         nn.init.xavier_uniform_(self.fn)
         nn.init.zeros_(self.base)
         nn.init.constant_(self.scale, self.config.init_gating_factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) from the residual."""
+        """The weighted sum of the streams.
+
+        Args:
+            x: the residual, (..., n, C), for variants of layout "channels" (..., C, n).
+
+        Returns:
+            (..., C) in x's dtype.
+        """
         expect_whole("LearnedHead", self.fn, self.base, self.scale)
         return mhc.head(x, self.fn, self.base, self.scale, variant=self.variant, backend=self.backend)
 

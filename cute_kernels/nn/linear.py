@@ -15,19 +15,33 @@ from cute_kernels.nn._whole import expect_whole
 class Linear(nn.Module):
     """``torch.nn.Linear`` on ``cute_kernels.linear``.
 
+    An fp32 weight is cast to x's dtype at each call; its gradient is fp32. Where ``weight.main_grad`` or
+    ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None; a tensor hook on such
+    a parameter is an error.
+
     Args:
         in_features, out_features: K, N.
         bias: learn a bias (N,).
         device, dtype: of the parameters.
-        activation, out_dtype, backend: see ``cute_kernels.linear``.
+        activation: None, "relu", "silu" or "gelu" (exact), in fp32 on the unrounded sum.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Raises:
-        TypeError, ValueError: a size that is no int, or negative; ``forward`` as ``cute_kernels.linear``, for the other
-            arguments, too. x is bf16 or fp16 (torch.nn's takes fp32, too).
+        TypeError, ValueError: a size that is no int, or negative; ``forward``: a bad argument, of the constructor, too.
+        NotImplementedError: ``forward``: parameters that are DTensors.
+        UnsupportedDeviceError: ``forward``: a GPU without kernels.
 
-    An fp32 weight is cast to x's dtype at each call; its gradient is fp32. Where ``weight.main_grad`` or
-    ``bias.main_grad`` (fp32) exists, the backward accumulates into it and leaves ``.grad`` None; a tensor hook on such
-    a parameter is an error.
+    Numerics:
+        The contract ``serial_k16``: one fp32 accumulator over the whole K, ascending, in steps of 16. A token's result,
+        and its gradient, have the same bits whatever the other tokens and their number. See ``docs/numerics.md``.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import Linear
+        >>> layer = Linear(16, 4, activation="silu")
+        >>> layer(torch.ones(2, 16, dtype=torch.bfloat16)).shape
+        torch.Size([2, 4])
     """
 
     def __init__(
@@ -65,7 +79,16 @@ class Linear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> Tensor:
-        """(..., N) from x (..., K)."""
+        """``act(x weight^T + bias)``.
+
+        Args:
+            x: (..., K) bf16 or fp16 (torch.nn's takes fp32, too).
+            num_valid_tokens: int32 tensor of one element on x's device: in the parameters' gradients, tokens from this
+                one on count as exact zeros.
+
+        Returns:
+            (..., N) in ``out_dtype``, or x's dtype.
+        """
         weight, bias = self._weight_for(x), self.bias
         return linear(
             x,

@@ -40,7 +40,15 @@ class _Norm(nn.Module):
         self.reset_parameters()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """y of x's shape (..., C); with a residual (y, x + residual)."""
+        """Normalise x, or with a residual x + residual.
+
+        Args:
+            x: (..., C) bf16, fp16 or fp32.
+            residual: (..., C) in x's dtype or fp32; None: none.
+
+        Returns:
+            y of x's shape (..., C); with a residual (y, x + residual).
+        """
         weight, bias = self.weight, self.bias
         expect_whole(type(self).__name__, weight, bias)
         if weight is None:
@@ -87,17 +95,41 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """``torch.nn.RMSNorm`` over the last dimension, on ``cute_kernels.rms_norm``.
 
+    If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None; a tensor hook on
+    such a weight is an error.
+
     Args:
         normalized_shape: C, or (C,).
         eps: added to the mean square; 1e-6 if None (torch: the dtype's machine epsilon).
         elementwise_affine: learn a weight (C,).
         device, dtype: of the weight.
-        weight_offset, save, out_dtype, backend: see ``cute_kernels.rms_norm``.
+        weight_offset: added to the weight in fp32, a real number (1.0 for zero-centred weights).
+        save: the tensor that the backward keeps: "input", or "output" (y, which a following linear layer keeps anyway;
+            not with a residual).
+        out_dtype: dtype of y: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
-    If ``weight.main_grad`` (fp32) exists, the backward adds to it and leaves ``weight.grad`` None; a tensor hook on
-    such a weight is an error.
+    Raises:
+        TypeError, ValueError: a ``normalized_shape`` that is not one positive size; ``forward``: a bad argument, of the
+            constructor, too.
+        NotImplementedError: ``forward``: parameters that are DTensors.
+        UnsupportedDeviceError: ``forward``: a GPU without kernels.
 
-    Raises: ValueError for a ``normalized_shape`` that is not one positive size; ``forward``: as ``rms_norm``.
+    Numerics:
+        fp32 arithmetic and statistics; a row of y and of dx has the same bits whatever the number of rows and its place
+        among them. The parameters' gradients are reproducible run to run. See ``docs/numerics.md``.
+
+    Source:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import RMSNorm
+        >>> norm = RMSNorm(64, dtype=torch.bfloat16)
+        >>> x = torch.ones(3, 64, dtype=torch.bfloat16)
+        >>> y, h = norm(x, residual=x)
+        >>> y.shape, h[0, 0].item()
+        (torch.Size([3, 64]), 2.0)
     """
 
     function = staticmethod(rms_norm)
@@ -121,7 +153,19 @@ class RMSNorm(_Norm):
         )
 
     def recomputed(self, x: Tensor, recompute: RecomputeManager) -> Tensor:
-        """y, discarded at the end of the manager's block and made again from x; kept where the module has hooks."""
+        """y, discarded at the end of the manager's block and made again from x; kept where the module has hooks.
+
+        Args:
+            x: (..., C) bf16, fp16 or fp32.
+            recompute: the manager of the block.
+
+        Returns:
+            y of x's shape.
+
+        Raises:
+            TypeError, ValueError: a bad argument.
+            RuntimeError: the manager's block has ended.
+        """
         expect_manager("RMSNorm", recompute)
         if self._forward_pre_hooks or self._forward_hooks or self._backward_pre_hooks or self._backward_hooks:
             return self(x)  # which calls them; what they make of y is not made again
@@ -147,18 +191,39 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """``torch.nn.LayerNorm`` over the last dimension, on ``cute_kernels.layer_norm``.
 
+    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None; a
+    tensor hook on such a parameter is an error.
+
     Args:
         normalized_shape: C, or (C,).
         eps: added to the variance.
         elementwise_affine: learn a weight (C,) and, unless ``bias`` is False, a bias (C,).
         bias: learn a bias.
         device, dtype: of the parameters.
-        weight_offset, save, out_dtype, backend: see ``cute_kernels.layer_norm``.
+        weight_offset: added to the weight in fp32, a real number (1.0 for zero-centred weights).
+        save: the tensor that the backward keeps: "input", or "output" (y, which a following linear layer keeps anyway;
+            not with a residual).
+        out_dtype: dtype of y: bf16, fp16 or fp32; x's if None.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
-    Where ``weight.main_grad`` or ``bias.main_grad`` (fp32) exists, the backward adds to it and leaves ``.grad`` None; a
-    tensor hook on such a parameter is an error.
+    Raises:
+        TypeError, ValueError: a ``normalized_shape`` that is not one positive size; ``forward``: a bad argument, of the
+            constructor, too.
+        NotImplementedError: ``forward``: parameters that are DTensors.
+        UnsupportedDeviceError: ``forward``: a GPU without kernels.
 
-    Raises: ValueError for a ``normalized_shape`` that is not one positive size; ``forward``: as ``layer_norm``.
+    Numerics:
+        fp32 arithmetic and statistics; a row of y and of dx has the same bits whatever the number of rows and its place
+        among them. The parameters' gradients are reproducible run to run. See ``docs/numerics.md``.
+
+    Source:
+        Ba, Kiros and Hinton, Layer Normalization, 2016, equation 4.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import LayerNorm
+        >>> LayerNorm(2)(torch.tensor([[1.0, 3.0]])).round(decimals=3).tolist()
+        [[-1.0, 1.0]]
     """
 
     function = staticmethod(layer_norm)

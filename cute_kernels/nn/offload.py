@@ -10,19 +10,36 @@ from cute_kernels.nn.recompute import expect_no_checkpoint
 
 
 class ResidualOffload:
-    """Of one forward: the residuals that it moved to the host, and how they come back.
+    """The residuals of one forward that are kept for the backward in host memory.
 
     ``keep(x, out)`` copies x to pinned memory on a side stream. The next call waits for that copy and releases the
     GPU's memory, in place, as ``RecomputeManager`` does; the last residual stays on the GPU, where the backward begins.
-    A hook on ``out`` brings x back before the backward of what computed ``out`` from x, and starts to bring the one
-    before it, so that it comes while the backward computes; nobody else may read that one before its own hook has run.
+    A hook on ``out`` brings x back before the backward of the operator that computed ``out`` from x, and starts to
+    bring the one before it, so that it comes while the backward computes; nobody else may read that one before its own
+    hook has run.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import ResidualOffload
+        >>> x = torch.ones(4, 8, device="cuda" if torch.cuda.is_available() else "cpu", requires_grad=True)
+        >>> offload, h = ResidualOffload(), x * 1
+        >>> out = h * h
+        >>> if h.is_cuda:  # the CPU has no other memory
+        ...     offload.keep(h, out)
+        >>> out.sum().backward()
+        >>> x.grad[0, 0].item()
+        2.0
     """
 
     def __init__(self) -> None:
         self._last: _Move | None = None
 
     def keep(self, x: Tensor, out: Tensor) -> None:
-        """x is read by nothing but what computes ``out``, forward and backward.
+        """Move x to the host until the backward of ``out``.
+
+        Args:
+            x: a residual on a GPU; read by nothing but the operator that computes ``out``, forward and backward.
+            out: the next residual, computed from x; requires grad.
 
         Raises:
             ValueError: x is not on a GPU, or ``out`` does not require grad.

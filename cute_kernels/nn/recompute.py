@@ -36,8 +36,22 @@ class RecomputeManager:
 
     No graph of torch.compile can have one: a ``TransformerLayer`` that gets one runs in eager mode.
 
-    Raises, its methods, too:
-        RuntimeError: inside of torch.utils.checkpoint with use_reentrant=False, which would replay the block, too.
+    Raises:
+        RuntimeError: inside of torch.utils.checkpoint with use_reentrant=False, which would replay the block, too; its
+            methods raise it as well.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import RecomputeManager
+        >>> x, recompute = torch.ones(2, 4, requires_grad=True), RecomputeManager()
+        >>> h = recompute.checkpoint(torch.square, x)
+        >>> y = h * h
+        >>> recompute.end_block(y)
+        >>> h.untyped_storage().nbytes()  # discarded; the backward makes it again
+        0
+        >>> y.sum().backward()
+        >>> x.grad[0, 0].item()
+        4.0
     """
 
     def __init__(self) -> None:
@@ -55,13 +69,16 @@ class RecomputeManager:
 
         Args:
             function: returns a tensor or a tuple of tensors, all of them in memory of their own: none is a view of an
-                argument, of what an argument holds, or of what ``function`` reaches by itself.
-            args: tensors and whatever else, in any order; a gradient of what is no tensor is None: what a list, tuple
-                or dict holds may not require grad.
+                argument, of a tensor that an argument holds, or of one that ``function`` reaches by itself.
+            `*args`: tensors and any other objects, in any order; the gradient of an object that is no tensor is None:
+                the tensors that a list, tuple or dict holds may not require grad.
+
+        Returns:
+            The results of ``function``.
 
         Raises:
             RuntimeError: the block has ended; in a CUDA graph's capture.
-            TypeError, ValueError: naming argument, expected and got.
+            TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         """
         self._check_open("checkpoint")
         expect(callable(function), "checkpoint", "function", "be callable", type(function).__name__, TypeError)
@@ -104,8 +121,8 @@ class RecomputeManager:
         Args:
             outputs: tensors whose memory is released at the end of the block.
             refill: called with a tensor for each output, of its place in memory but with a version counter of its own;
-                writes there what the output held. Not called where all of them are what the block ends in.
-            inputs: what ``refill`` reads, by the names that errors have.
+                writes there the output's old numbers. Not called where the block ends in these outputs alone.
+            inputs: the tensors that ``refill`` reads, by the names that errors have.
 
         Raises:
             RuntimeError: the block has ended; in the backward, an input was modified in place, or has no memory.
@@ -124,6 +141,9 @@ class RecomputeManager:
 
     def end_block(self, hook_tensor: Tensor) -> None:
         """Release the memory of all outputs and leave the one hook that brings them back on ``hook_tensor``.
+
+        Args:
+            hook_tensor: the tensor that the block ends in; requires grad.
 
         Raises:
             TypeError: hook_tensor is no tensor.

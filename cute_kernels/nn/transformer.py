@@ -30,22 +30,31 @@ NO_STAGES = "stages of a pipeline, which get a residual, are not supported yet; 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder; frozen, and checked when it is made.
+    """A decoder's sizes and options; frozen, and checked when it is made.
 
     Args:
-        vocab_size, hidden_size, num_layers, ffn_hidden_size: sizes, from 1.
+        vocab_size, hidden_size, num_layers: sizes, from 1.
         num_heads: hidden_size must be a multiple of 2 * num_heads.
+        ffn_hidden_size: channels inside of the MLP, from 1.
+        max_sequence_length: the longest sequence, from 1.
         num_kv_heads: heads of keys and values; must divide num_heads; num_heads if None.
-        max_sequence_length: the longest sequence.
         rope_theta: base of the rotary embedding's wavelengths, > 0.
-        norm_eps: of all RMSNorms, > 0.
-        dropout_p: in [0, 1), of what a sublayer adds to the residual, in training; with hyper-connections each stream
+        norm_eps: eps of all RMSNorms, > 0.
+        dropout_p: in [0, 1), for a sublayer's addition to the residual, in training; with hyper-connections each stream
             has a mask of its own.
-        hyper_connections: None: one residual stream.
+        hyper_connections: a ``HyperConnectionConfig`` of the same hidden_size; None: one residual stream.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Raises:
-        TypeError, ValueError: naming the field, expected and got.
+        TypeError, ValueError: a bad field; the message names it, the expected value and the given one.
+
+    Example:
+        >>> from cute_kernels.nn import TransformerConfig
+        >>> config = TransformerConfig(
+        ...     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, max_sequence_length=8
+        ... )
+        >>> config.kv_heads
+        2
     """
 
     vocab_size: int
@@ -119,7 +128,24 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each behind a norm; with hyper-connections each in one of its own.
 
-    Arguments as of ``MHCTransformer``.
+    Args:
+        config: a ``TransformerConfig``.
+        `**options`: ``device`` and ``dtype`` of the parameters; dtype torch.float32 or torch.bfloat16 (torch.float16:
+            the same, untested).
+
+    Raises:
+        TypeError: config is no TransformerConfig.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import TransformerBlock, TransformerConfig, TransformerLayer
+        >>> config = TransformerConfig(
+        ...     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, max_sequence_length=8
+        ... )
+        >>> rotation = TransformerBlock(config).rotary(4)
+        >>> x = torch.ones(1, 4, 16, dtype=torch.bfloat16)
+        >>> TransformerLayer(config)(x, rotation).shape
+        torch.Size([1, 4, 16])
     """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
@@ -144,13 +170,20 @@ class TransformerLayer(nn.Module):
         recompute: RecomputeManager | None = None,
         offload: ResidualOffload | None = None,
     ) -> Tensor:
-        """The residual after the layer: (B, S, C); with hyper-connections (B, S, n, C), or (B, S, C, n) by variant.
+        """The residual after the layer.
 
         Args:
-            x: the residual before it.
-            rotation: ``RotaryEmbedding``'s.
-            recompute: of the block that the layer is in; with hyper-connections alone, as ``offload``.
-            offload: where residuals are kept, if not on the GPU; not with ``recompute``, which keeps none in a layer.
+            x: the residual before it: (B, S, C); with hyper-connections (B, S, n, C), or (B, S, C, n) by variant.
+            rotation: the cosines and sines of ``TransformerBlock``'s rotary embedding.
+            recompute: the manager of the block that the layer is in; with hyper-connections alone.
+            offload: where residuals are kept, if not on the GPU; with hyper-connections alone, and not with
+                ``recompute``, which keeps none in a layer.
+
+        Returns:
+            The new residual, of x's shape and dtype.
+
+        Raises:
+            TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         """
         expect_manager("TransformerLayer", recompute)
         good = offload is None or isinstance(offload, ResidualOffload)
@@ -186,7 +219,22 @@ class TransformerLayer(nn.Module):
 class TransformerBlock(nn.Module):
     """All layers: the streams' expansion before them, the learned head and a norm after them.
 
-    Arguments as of ``MHCTransformer``.
+    Args:
+        config: a ``TransformerConfig``.
+        `**options`: ``device`` and ``dtype`` of the parameters; dtype torch.float32 or torch.bfloat16 (torch.float16:
+            the same, untested).
+
+    Raises:
+        TypeError: config is no TransformerConfig.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import TransformerBlock, TransformerConfig
+        >>> config = TransformerConfig(
+        ...     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, max_sequence_length=8
+        ... )
+        >>> TransformerBlock(config)(torch.ones(1, 4, 16, dtype=torch.bfloat16)).shape
+        torch.Size([1, 4, 16])
     """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
@@ -203,7 +251,13 @@ class TransformerBlock(nn.Module):
         self.register_load_state_dict_post_hook(_leave_meta)
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, S, C) from (B, S, C).
+        """All layers, the head and the norm.
+
+        Args:
+            h: (B, S, C) bf16 or fp16.
+
+        Returns:
+            (B, S, C) in h's dtype.
 
         Raises:
             TypeError: h is no tensor.
@@ -277,21 +331,37 @@ class MHCTransformer(nn.Module):
     """A decoder: token embedding, ``TransformerBlock``, and a linear head that shares no weight with the embedding.
 
     Args:
-        config: see ``TransformerConfig``.
+        config: a ``TransformerConfig``.
         device, dtype: of the parameters; dtype torch.float32 or torch.bfloat16 (torch.float16: the same, untested).
 
-    Dtypes: activations and residual streams are bf16, of a model in fp16 fp16. Parameters may be fp32, of which each
-    use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections, and
-    the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
+    Raises:
+        TypeError: config is no TransformerConfig.
 
-    Deterministic but for torch's attention, whose backward on GPUs is under
-    ``torch.use_deterministic_algorithms(True)`` alone.
+    Numerics:
+        Activations and residual streams are bf16; in a model in fp16 they are fp16. Parameters may be fp32, then each
+        use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections,
+        and the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
+
+        Deterministic but for torch's attention, whose backward on GPUs is deterministic under
+        ``torch.use_deterministic_algorithms(True)`` alone.
 
     Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
     ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers
-    want that, too, where blocks of recompute are of several: all norms' weights of a block are read in its backward.
-    There gradients go to ``.grad``, whatever ``main_grad`` a sharded parameter has, and a MixedPrecisionPolicy's
-    param_dtype also rounds what is fp32 here: leave it None. Tensor, sequence and pipeline parallelism are refused.
+    want that, too, where blocks of recompute have several layers: all norms' weights of a block are read in its
+    backward. There gradients go to ``.grad``, whatever ``main_grad`` a sharded parameter has, and a
+    MixedPrecisionPolicy's param_dtype also rounds the fp32 parameters here: leave it None. Tensor, sequence and
+    pipeline parallelism are refused.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import MHCTransformer, TransformerConfig
+        >>> config = TransformerConfig(
+        ...     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, max_sequence_length=8
+        ... )
+        >>> model = MHCTransformer(config)
+        >>> tokens = torch.arange(8).view(1, 8)
+        >>> model(tokens).shape, model.loss(tokens[:, :-1], tokens[:, 1:]).shape
+        (torch.Size([1, 8, 32]), torch.Size([]))
     """
 
     def __init__(
@@ -322,10 +392,17 @@ class MHCTransformer(nn.Module):
         return self.block.layers
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocab_size), fp32, from tokens (B, S), int64; with targets the loss in their place.
+        """Logits of the next token, or with targets the loss.
+
+        Args:
+            tokens: (B, S) int64.
+            targets: (B, S) int64; those of -100 do not count. None: return logits.
+
+        Returns:
+            Logits (B, S, vocab_size), fp32; with targets the loss in their place.
 
         Raises:
-            TypeError, ValueError: naming argument, expected and got.
+            TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
             NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
         """
         self._check(tokens, targets)
@@ -335,12 +412,20 @@ class MHCTransformer(nn.Module):
         return self.output(self.block(h), targets)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats, fp32, of targets (B, S), int64; those of -100 do not count.
+        """Mean cross-entropy in nats.
 
-        No logits are in memory on the kernels' path, but where hidden_size is no multiple of 8. NaN where no target
-        counts, or where one is neither a token nor -100.
+        No logits are in memory on the kernels' path, but where hidden_size is no multiple of 8.
 
-        Raises: as ``forward``.
+        Args:
+            tokens: (B, S) int64.
+            targets: (B, S) int64; those of -100 do not count.
+
+        Returns:
+            The loss, fp32. NaN where no target counts, or where one is neither a token nor -100.
+
+        Raises:
+            TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+            NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
         """
         expect_tensor("MHCTransformer", "targets", targets)
         return self(tokens, targets)
