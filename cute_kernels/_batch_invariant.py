@@ -33,27 +33,37 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class UncoveredOperatorError(RuntimeError):
-    """An operator that may sum in an order of the batch's, inside ``batch_invariant("strict")``."""
+    """An operator that may sum in an order that depends on the batch, inside ``batch_invariant("strict")``.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import UncoveredOperatorError, batch_invariant
+        >>> try:
+        ...     with batch_invariant("strict"):
+        ...         y = torch.ones(2, 4).cumsum(0)  # on a GPU it is not covered
+        ... except UncoveredOperatorError as error:
+        ...     print(error)
+    """
 
 
 def batch_invariant(mode: str = "strict") -> _Block:
     """Inside, torch's operators on CUDA tensors give a row the same bits whatever the batch, forward and backward.
 
-    Replaced by kernels of this library, where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
-    ``bmm``, ``baddbmm``, ``mv``, ``dot`` and what decomposes into them (``linear``, ``matmul``, ``einsum``);
-    ``softmax``, ``log_softmax``, ``sum``, ``mean``, ``nll_loss``, ``layer_norm``, ``rms_norm``; and their backwards.
-    ``scaled_dot_product_attention`` consists of these under ``sdpa_kernel(SDPBackend.MATH)`` and
-    ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are of fp32). Left alone, since
-    they add nothing up: elementwise operators, views, copies, indexing, maxima, sorting, collectives that only move
+    Kernels of this library replace them where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
+    ``bmm``, ``baddbmm``, ``mv``, ``dot`` and the operators that decompose into them (``linear``, ``matmul``,
+    ``einsum``); ``softmax``, ``log_softmax``, ``sum``, ``mean``, ``nll_loss``, ``layer_norm``, ``rms_norm``; and their
+    backwards. ``scaled_dot_product_attention`` consists of these under ``sdpa_kernel(SDPBackend.MATH)`` and
+    ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are fp32). Left alone, since
+    they reduce nothing: elementwise operators, views, copies, indexing, maxima, sorting, collectives that only move
     data. Tensors on the CPU are left alone, too.
 
     Args:
-        mode: what becomes of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,
+        mode: the treatment of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,
             with a warning at its first call. "off": nothing is replaced, also inside of another block.
 
     Returns:
-        A context manager and decorator. ``with`` gives a Counter, name of the operator -> calls: what was not covered
-        and ran while the block was live, also in a block within.
+        A context manager and decorator. ``with`` gives a Counter, name of the operator -> calls: the operators that
+        were not covered and ran while the block was live, also in a block within.
 
     Raises:
         ValueError: mode is none of these.
@@ -62,24 +72,35 @@ def batch_invariant(mode: str = "strict") -> _Block:
         RuntimeError: the block is live already; a block of another mode is live in another task of the thread; the
             block ends in another thread; the block ends before a weaker one that began later.
 
-    A block is of one thread and of the backward passes that it starts: one that starts later, recomputation of
-    checkpoints with it, runs torch's own kernels. A block is live from its begin to its end, by an exception, too. The
-    live block of a thread that began last decides, so the innermost one. Blocks may end in any order, as those of two
-    generators or asyncio tasks do: while a generator or task is suspended, its block goes on, and holds for all that
-    the thread runs. Other dispatch modes (``FlopCounterMode``, say) see torch's operators, not what replaces them.
+    Numerics:
+        The bits of a sum depend on its length: padding along a dimension that is summed over, such as the keys of
+        attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an
+        order that its size fixes. Left to torch: random numbers, which depend on the place in a batch, and the choice
+        between equal values in ``topk`` and ``sort``.
+
+    A block holds for one thread and for the backward passes that it starts. A backward that starts later, recomputation
+    of checkpoints with it, runs torch's own kernels. A block is live from its begin to its end, by an exception, too.
+    The live block of a thread that began last decides, so the innermost one. Blocks may end in any order, as those of
+    two generators or asyncio tasks do: while a generator or task is suspended, its block goes on, and holds for all
+    that the thread runs. Other dispatch modes (``FlopCounterMode``, say) see torch's operators, not the kernels that
+    replace them.
 
     Under ``torch.func.vmap`` torch makes several operators of some, which round in between: of ``linear`` with a bias,
     ``addmm``, ``addmv``, ``baddbmm``, ``nll_loss``, ``cross_entropy``, norms with weights of a batch and the backwards
     of norms. They are not covered there: give them the batch as a dimension.
 
-    Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of
-    what was compiled and run before does not); torch refuses a block inside of one. Each operator costs host time of
+    Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of a function
+    that was compiled and run before does not); torch refuses a block inside of one. Each operator costs host time of
     Python's: capture a CUDA graph inside.
 
-    The bits of a sum depend on its length: what is padded along a dimension that is summed over, such as the keys of
-    attention, may change them. In gradients of parameters the batch itself is summed over: reproducible, in an order of
-    its size. Left to torch: random numbers, which depend on the place in a batch, and which of equal values ``topk``
-    and ``sort`` name.
+    Example:
+        >>> import torch
+        >>> from cute_kernels import batch_invariant
+        >>> x = torch.ones(2, 4, device="cuda" if torch.cuda.is_available() else "cpu")
+        >>> with batch_invariant("warn") as uncovered:
+        ...     y = x.softmax(-1)
+        >>> y.shape, sum(uncovered.values())
+        (torch.Size([2, 4]), 0)
     """
     expect(mode in MODES, "batch_invariant", "mode", f"be of {', '.join(MODES)}", repr(mode))
     return _Block(mode)

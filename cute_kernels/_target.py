@@ -12,7 +12,21 @@ import torch
 
 
 class UnsupportedDeviceError(RuntimeError):
-    """The GPU has no kernels in this library."""
+    """The GPU has no kernels in this library: it is neither a Hopper (9.0) nor a data-centre Blackwell (10.x).
+
+    ``backend="reference"`` runs plain torch there.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import UnsupportedDeviceError, rms_norm
+        >>> x = torch.ones(2, 4)
+        >>> try:
+        ...     y = rms_norm(x)
+        ... except UnsupportedDeviceError:
+        ...     y = rms_norm(x, backend="reference")
+        >>> y.shape
+        torch.Size([2, 4])
+    """
 
 
 # What kernels for tensors of the meta device, whose index is -1, are compiled for: architecture, number of SMs

@@ -142,12 +142,12 @@ def check_invariance(
             without a batch dimension, such as weights, belong into it: a module's parameters, ``functools.partial``, or
             ``lambda x: linear(x, weight)``.
         sample: a tensor (rows, ...) or a sequence of such, at least 2 rows. Dimension 0 is the batch of independent
-            rows; of 3-D activations it is the sequence. The function gets contiguous copies. Integer and bool tensors
+            rows; in 3-D activations it is the sequence. The function gets contiguous copies. Integer and bool tensors
             are transformed alike, but where a transform makes up a row they get one of the sample's, so that token ids
             stay valid.
-        gradients: also differentiate, with a fixed random incoming gradient for each row of each output, transformed
-            as the row is (a NaN row gets a NaN gradient). False checks what runs under ``torch.no_grad()``.
-        transforms: which of T1 to T6 and, of a module's parameters, B1 (``tuple(TRANSFORMS)``: all). B0, the same call
+        gradients: also differentiate, with a fixed random incoming gradient for each row of each output, transformed as
+            the row is (a NaN row gets a NaN gradient). False checks the function under ``torch.no_grad()``.
+        transforms: which of T1 to T6 and, for a module's parameters, B1 (``tuple(TRANSFORMS)``: all). B0, the same call
             again, always runs.
         sizes: numbers of rows for T1 and T5, each from 1 to rows - 1; default: those of ``SIZES`` that fit.
         seed: of incoming gradients, made-up rows and permutations. torch's own generators are not touched.
@@ -157,14 +157,27 @@ def check_invariance(
         compared too, so that ``report.first_difference`` names the first one that differs.
 
     Raises:
-        TypeError, ValueError: naming argument, expected and got; and whatever the function raises on the sample itself.
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one. Errors of the
+            function on the sample itself pass through.
 
-    Equal means the same raw bits: +0 is not -0, and NaNs are equal if their bits are. Gradients of a module's
-    parameters are sums over rows: they, or what is accumulated into ``main_grad``, are held to B0 and, on request, B1
-    (trailing rows of zeros with zero incoming gradients) alone. B1 holds where rows are added in their order, as by
-    products; in norms and hyper-connections the number of rows decides about the order. If rows differ in B0 the
-    function is not deterministic, and nothing else is run. Parameters' ``grad`` and ``main_grad``, buffers, hooks and
-    the training mode are left as they were. All activations and their gradients of two runs are kept in memory.
+    Numerics:
+        Equal means the same raw bits: +0 is not -0, and NaNs are equal if their bits are. Gradients of a module's
+        parameters are sums over rows: they, or the sums in ``main_grad``, are held to B0 and, on request, B1 (trailing
+        rows of zeros with zero incoming gradients) alone. B1 holds where rows are added in their order, as by products;
+        in norms and hyper-connections the number of rows decides about the order. If rows differ in B0 the function is
+        not deterministic, and nothing else is run.
+
+    Parameters' ``grad`` and ``main_grad``, buffers, hooks and the training mode are left as they were. All activations
+    and their gradients of two runs are kept in memory.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import check_invariance
+        >>> bool(check_invariance(torch.square, torch.ones(4, 8)))
+        True
+        >>> report = check_invariance(lambda x: x - x.mean(0), torch.arange(8.0).view(4, 2))
+        >>> report.ok, report.first_difference.tensor
+        (False, 'output')
     """
     inputs = _check_arguments(module_or_fn, sample, gradients, transforms, sizes, seed)
     rows = list(range(len(inputs[0])))
