@@ -35,7 +35,13 @@ BundledKernel = tuple[str, dict[str, Any], dict[str, bytes]]  # name, record, fi
 
 
 class BundleError(ValueError):
-    """An archive that is not what its digest or its manifest says, or that cannot be made."""
+    """An archive that is not the one that its digest or its manifest describes, or that cannot be made.
+
+    Example:
+        >>> from jit_cache import BundleError
+        >>> issubclass(BundleError, ValueError)
+        True
+    """
 
 
 def export_bundle(path: Path, entries: Iterable[Entry], shared: bool = False) -> tuple[str, int]:
@@ -185,19 +191,26 @@ def load_shared(directory: str | Path, name: str) -> Any:
     """Loads a kernel from a bundle's shared library, without cutlass.
 
     Args:
-        directory: where a bundle that was exported with `--shared` has been unpacked.
+        directory: the directory into which a bundle that was exported with `--shared` has been unpacked.
         name: the kernel, as `python -m jit_cache list` prints it: `sm_90a/softmax_forward-<32 hex>`. It lists a bundle
             that JIT_CACHE_BUNDLE names.
 
     Returns:
-        the same positional `tvm_ffi.Function` that the builder returns.
+        The same positional `tvm_ffi.Function` that the builder returns.
 
     Raises:
         FileNotFoundError: there is no bundle, no such kernel, or no shared library of it.
         OSError: there is no runtime library; others may write to the directory, to the kernel or to a runtime library
             that lies there.
         ImportError: apache-tvm-ffi is not installed.
-        Damaged: the file is not what was stored, or was built for a newer processor or with other wheels.
+        Damaged: the file is not the stored one, or was built for a newer processor or with other wheels.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from jit_cache import load_shared
+        >>> directory, name = Path("bundle"), "sm_90a/softmax_forward-0123456789abcdef0123456789abcdef"
+        >>> if directory.is_dir():
+        ...     softmax_forward = load_shared(directory, name)
     """
     import tvm_ffi
 

@@ -35,24 +35,48 @@ from .store import Damaged, Store, close_inherited_locks, log, settings, warn_on
 
 
 class MissingKernelError(RuntimeError):
-    """A kernel is not stored and JIT_CACHE_MODE=off forbids to compile it."""
+    """A kernel is not stored and JIT_CACHE_MODE=off forbids to compile it.
+
+    Example:
+        >>> from jit_cache import MissingKernelError
+        >>> issubclass(MissingKernelError, RuntimeError)
+        True
+    """
 
 
 class KernelCompileError(RuntimeError):
-    """A builder or the compiler failed; the original error is its cause."""
+    """A builder or the compiler failed; the original error is its cause.
+
+    Example:
+        >>> from jit_cache import KernelCompileError
+        >>> issubclass(KernelCompileError, RuntimeError)
+        True
+    """
 
 
 class ForkedProcessError(RuntimeError):
-    """A compilation was asked for in a process that was forked while torch had CUDA in use, or a thread compiled."""
+    """A kernel must be compiled in a process that was forked while torch had CUDA in use, or a thread compiled.
+
+    Example:
+        >>> from jit_cache import ForkedProcessError
+        >>> issubclass(ForkedProcessError, RuntimeError)
+        True
+    """
 
 
 class Program:
-    """What `cute.compile` gets: a callable (an object whose `__call__` is a `cute.jit`) and its fake arguments.
+    """The input of `cute.compile`: a callable (an object whose `__call__` is a `cute.jit`) and its fake arguments.
 
     Args:
         function: the callable.
-        *arguments: fake tensors, symbolic integers, constants, a fake stream.
+        `*arguments`: fake tensors, symbolic integers, constants, a fake stream.
         options: more compile options, such as `--ptxas-options '-O2'`, after `--enable-tvm-ffi --gpu-arch <arch>`.
+
+    Example:
+        >>> from jit_cache import Program
+        >>> program = Program(print, 1, 2, options="--opt-level 3")
+        >>> program.arguments
+        (1, 2)
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, options: str = "") -> None:
@@ -74,7 +98,18 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Returns a snapshot of the counts so far. "Compiles nothing" is: `stats().compiles` did not change."""
+    """Returns a snapshot of the counts so far. "Compiles nothing" is: `stats().compiles` did not change.
+
+    Returns:
+        `misses`, `compiles`, `disk_loads` and `bundle_loads` of this process, `compile_seconds` and `load_seconds` in
+        sum. Hits in memory are not counted: counting costs more.
+
+    Example:
+        >>> import jit_cache
+        >>> before = jit_cache.stats().compiles
+        >>> jit_cache.stats().compiles - before
+        0
+    """
     return dataclasses.replace(_stats)
 
 
@@ -97,7 +132,23 @@ class Kernel:
 
 
 class Compiled:
-    """A builder decorated with `compiled`."""
+    """A builder decorated with `compiled`; a call returns the loaded function.
+
+    Args:
+        build: the builder, whose first parameter is `arch`.
+
+    Raises:
+        TypeError: the builder is no function or has parameters that cannot be a key; see `compiled`.
+        ValueError: the builder is a lambda.
+
+    Example:
+        >>> from jit_cache import Compiled, Program, compiled
+        >>> @compiled
+        ... def scale_forward(arch: str, factor: float) -> Program:
+        ...     raise NotImplementedError("imports cutlass, makes fake tensors, returns Program(kernel, *tensors)")
+        >>> isinstance(scale_forward, Compiled), scale_forward.key("sm_90a", 2.0).arch
+        (True, 'sm_90a')
+    """
 
     __name__: str
     __qualname__: str
@@ -131,6 +182,12 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loaded `tvm_ffi.Function` of these arguments; it takes positional arguments only.
 
+        Args:
+            `*args`, `**kwargs`: the builder's arguments, arch first.
+
+        Returns:
+            The function. While calls are recorded, one that does nothing.
+
         Raises:
             TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
             ValueError: arch is not an architecture.
@@ -157,7 +214,18 @@ class Compiled:
         return self.__qualname__  # pickled by name, like a function
 
     def key(self, *args: Any, **kwargs: Any) -> Key:
-        """Returns the identity of the kernel of these arguments. Raises TypeError or ValueError as a call does."""
+        """Returns the identity of the kernel of these arguments.
+
+        Args:
+            `*args`, `**kwargs`: the builder's arguments, arch first.
+
+        Returns:
+            The key.
+
+        Raises:
+            TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
+            ValueError: arch is not an architecture.
+        """
         args = self._bind(args, kwargs)
         encoded: dict[str, Any] = {}
         for name, value in zip(self._signature.parameters, args, strict=True):
@@ -178,17 +246,53 @@ class Compiled:
         return Key({**record, "environment": environment(), "source": source}, problem)
 
     def find(self, *args: Any, **kwargs: Any) -> Kernel | None:
-        """Returns the stored kernel of these arguments, or None. Compiles and loads nothing."""
+        """Returns the stored kernel of these arguments, or None. Compiles and loads nothing.
+
+        Args:
+            `*args`, `**kwargs`: the builder's arguments, arch first.
+
+        Returns:
+            The kernel, or None if none is stored.
+
+        Raises:
+            TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
+            ValueError: arch is not an architecture.
+        """
         return self._find(self.key(*args, **kwargs), load=False)
 
     def obtain(self, *args: Any, **kwargs: Any) -> Kernel:
-        """Returns the stored kernel of these arguments, or compiles and stores it. Loads nothing; raises as a call."""
+        """Returns the stored kernel of these arguments, or compiles and stores it. Loads nothing.
+
+        Args:
+            `*args`, `**kwargs`: the builder's arguments, arch first.
+
+        Returns:
+            The kernel.
+
+        Raises:
+            TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
+            ValueError: arch is not an architecture.
+            MissingKernelError: it is stored nowhere and JIT_CACHE_MODE=off.
+            KernelCompileError: the builder or the compiler failed.
+            ForkedProcessError: it must be compiled, but this process was forked from one with live CUDA.
+        """
         args = self._bind(args, kwargs)
         with _process_lock:
             return self._obtain(self.key(*args), args, load=False)
 
     def record(self, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
-        """Returns the record (see `Kernel`) of these arguments' kernel, or None if it is neither loaded nor stored."""
+        """Returns the record of these arguments' kernel.
+
+        Args:
+            `*args`, `**kwargs`: the builder's arguments, arch first.
+
+        Returns:
+            The record (see `Kernel`), or None if the kernel is neither loaded nor stored.
+
+        Raises:
+            TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
+            ValueError: arch is not an architecture.
+        """
         key = self.key(*args, **kwargs)
         kernel = self._loaded.get(key.digest) or self._find(key, load=False)
         return kernel.record if kernel else None
@@ -196,8 +300,15 @@ class Compiled:
     def explain(self, *args: Any, **kwargs: Any) -> list[str]:
         """Says how the key of these arguments differs from the nearest stored one of the same builder.
 
+        Args:
+            `*args`, `**kwargs`: the builder's arguments, arch first.
+
         Returns:
-            lines such as "arguments.n: wanted 1024, stored 4096"; empty if the kernel is stored.
+            Lines such as "arguments.n: wanted 1024, stored 4096"; empty if the kernel is stored.
+
+        Raises:
+            TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
+            ValueError: arch is not an architecture.
         """
         key = self.key(*args, **kwargs)
         if not key.storable:
@@ -357,14 +468,25 @@ def compiled(build: Callable[..., Program]) -> Compiled:
     Its arguments are the key, the architecture (`"sm_90a"`) first: None, bool, int, float, str, enum, tuple, frozen
     dataclass or cutlass dtype. It touches no tensor and no device, and depends on its arguments and its source alone.
 
+    Args:
+        build: the builder.
+
     Returns:
-        an object to call with these arguments for the loaded function; see `Compiled`.
+        An object to call with these arguments for the loaded function; see `Compiled`.
 
     Raises:
-        TypeError: the first parameter is not `arch`, or one is *args, **kwargs, positional-only or keyword-only; or the
-            builder is no function (a method, a partial) or takes anything but a module from an enclosing function,
+        TypeError: the first parameter is not `arch`, or one is `*args`, `**kwargs`, positional-only or keyword-only; or
+            the builder is no function (a method, a partial) or takes anything but a module from an enclosing function,
             which would be in no key.
         ValueError: the builder is a lambda, which has no name.
+
+    Example:
+        >>> from jit_cache import Program, compiled
+        >>> @compiled
+        ... def scale_forward(arch: str, factor: float) -> Program:
+        ...     raise NotImplementedError("imports cutlass, makes fake tensors, returns Program(kernel, *tensors)")
+        >>> scale_forward.key("sm_90a", 2.0).digest == scale_forward.key("sm_90a", 3.0).digest
+        False
     """
     return Compiled(build)
 
@@ -373,7 +495,18 @@ def compiled(build: Callable[..., Program]) -> Compiled:
 def recording() -> Iterator[list[tuple[Compiled, tuple[Any, ...]]]]:
     """Inside, builders of this thread compile and load nothing: each gives a function that does nothing.
 
-    Yields the list of their calls, (builder, arguments): what launch code that runs on tensors without memory needs.
+    Yields:
+        The list of their calls, (builder, arguments): all kernels of launch code that runs on tensors without memory.
+
+    Example:
+        >>> from jit_cache import Program, compiled, recording
+        >>> @compiled
+        ... def scale_forward(arch: str, factor: float) -> Program:
+        ...     raise NotImplementedError("imports cutlass, makes fake tensors, returns Program(kernel, *tensors)")
+        >>> with recording() as calls:
+        ...     scale_forward("sm_90a", 2.0)()
+        >>> calls == [(scale_forward, ("sm_90a", 2.0))]
+        True
     """
     calls: list[tuple[Compiled, tuple[Any, ...]]] = []
     token = _recorded_calls.set(calls)

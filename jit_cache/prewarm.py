@@ -103,16 +103,25 @@ def prewarm(
 
     Args:
         jobs: (builder, arguments) pairs; equal ones are done once.
-        workers: processes; default JIT_CACHE_WORKERS, or what processors and memory (1 GB each) allow. With 1, or one
-            missing kernel, this process compiles.
+        workers: processes; default JIT_CACHE_WORKERS, or the number that processors and memory (1 GB each) allow. With
+            1, or one missing kernel, this process compiles.
         progress: called in this process after each job with (result, number done, number of jobs).
-        check: compile nothing, only say what is missing.
+        check: compile nothing, only say which kernels are missing.
 
     Returns:
-        the report; a kernel that fails does not stop the others.
+        The report; a kernel that fails does not stop the others.
 
     Raises:
         TypeError, ValueError: the arguments of a job cannot be a key.
+
+    Example:
+        >>> from jit_cache import Program, compiled, prewarm
+        >>> @compiled
+        ... def scale_forward(arch: str, factor: float) -> Program:
+        ...     raise NotImplementedError("imports cutlass, makes fake tensors, returns Program(kernel, *tensors)")
+        >>> report = prewarm([(scale_forward, ("sm_90a", 2.0))], check=True)
+        >>> report.ok, report.failed[0].status
+        (False, 'missing')
     """
     start = time.perf_counter()
     unique = {builder.key(*arguments).digest: (builder, arguments) for builder, arguments in jobs}

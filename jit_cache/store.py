@@ -111,7 +111,13 @@ def describe(data: bytes) -> dict[str, Any]:
 
 
 class Damaged(Exception):
-    """A stored kernel that must not be used."""
+    """A stored kernel that must not be used.
+
+    Example:
+        >>> from jit_cache import Damaged
+        >>> issubclass(Damaged, Exception)
+        True
+    """
 
 
 class Untrusted(OSError):
