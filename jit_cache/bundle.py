@@ -191,12 +191,12 @@ def load_shared(directory: str | Path, name: str) -> Any:
     """Loads a kernel from a bundle's shared library, without cutlass.
 
     Args:
-        directory: the directory into which a bundle that was exported with `--shared` has been unpacked.
-        name: the kernel, as `python -m jit_cache list` prints it: `sm_90a/softmax_forward-<32 hex>`. It lists a bundle
-            that JIT_CACHE_BUNDLE names.
+        directory: the directory into which a bundle that was exported with ``--shared`` has been unpacked.
+        name: the kernel, as ``python -m jit_cache list`` prints it: ``sm_90a/softmax_forward-<32 hex>``. It lists a
+            bundle that JIT_CACHE_BUNDLE names.
 
     Returns:
-        The same positional `tvm_ffi.Function` that the builder returns.
+        The same positional ``tvm_ffi.Function`` that the builder returns.
 
     Raises:
         FileNotFoundError: there is no bundle, no such kernel, or no shared library of it.

@@ -65,12 +65,12 @@ class ForkedProcessError(RuntimeError):
 
 
 class Program:
-    """The input of `cute.compile`: a callable (an object whose `__call__` is a `cute.jit`) and its fake arguments.
+    """The input of ``cute.compile``: a callable, whose ``__call__`` is a ``cute.jit``, and its fake arguments.
 
     Args:
         function: the callable.
         `*arguments`: fake tensors, symbolic integers, constants, a fake stream.
-        options: more compile options, such as `--ptxas-options '-O2'`, after `--enable-tvm-ffi --gpu-arch <arch>`.
+        options: more compile options, such as ``--ptxas-options '-O2'``, after ``--enable-tvm-ffi --gpu-arch <arch>``.
 
     Example:
         >>> from jit_cache import Program
@@ -98,11 +98,11 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Returns a snapshot of the counts so far. "Compiles nothing" is: `stats().compiles` did not change.
+    """Returns a snapshot of the counts so far. "Compiles nothing" is: ``stats().compiles`` did not change.
 
     Returns:
-        `misses`, `compiles`, `disk_loads` and `bundle_loads` of this process, `compile_seconds` and `load_seconds` in
-        sum. Hits in memory are not counted: counting costs more.
+        ``misses``, ``compiles``, ``disk_loads`` and ``bundle_loads`` of this process, ``compile_seconds`` and
+        ``load_seconds`` in sum. Hits in memory are not counted: counting costs more.
 
     Example:
         >>> import jit_cache
@@ -132,13 +132,13 @@ class Kernel:
 
 
 class Compiled:
-    """A builder decorated with `compiled`; a call returns the loaded function.
+    """A builder decorated with ``compiled``; a call returns the loaded function.
 
     Args:
-        build: the builder, whose first parameter is `arch`.
+        build: the builder, whose first parameter is ``arch``.
 
     Raises:
-        TypeError: the builder is no function or has parameters that cannot be a key; see `compiled`.
+        TypeError: the builder is no function or has parameters that cannot be a key; see ``compiled``.
         ValueError: the builder is a lambda.
 
     Example:
@@ -180,7 +180,7 @@ class Compiled:
         self._sources: dict[frozenset[type], tuple[str | None, str]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the loaded `tvm_ffi.Function` of these arguments; it takes positional arguments only.
+        """Returns the loaded ``tvm_ffi.Function`` of these arguments; it takes positional arguments only.
 
         Args:
             `*args`, `**kwargs`: the builder's arguments, arch first.
@@ -287,7 +287,7 @@ class Compiled:
             `*args`, `**kwargs`: the builder's arguments, arch first.
 
         Returns:
-            The record (see `Kernel`), or None if the kernel is neither loaded nor stored.
+            The record (see ``Kernel``), or None if the kernel is neither loaded nor stored.
 
         Raises:
             TypeError: an argument is missing, unknown or of a type that cannot be part of a key.
@@ -463,21 +463,21 @@ class Compiled:
 
 
 def compiled(build: Callable[..., Program]) -> Compiled:
-    """Decorates a builder: a function of static facts that returns the `Program` to compile.
+    """Decorates a builder: a function of static facts that returns the ``Program`` to compile.
 
-    Its arguments are the key, the architecture (`"sm_90a"`) first: None, bool, int, float, str, enum, tuple, frozen
+    Its arguments are the key, the architecture (``"sm_90a"``) first: None, bool, int, float, str, enum, tuple, frozen
     dataclass or cutlass dtype. It touches no tensor and no device, and depends on its arguments and its source alone.
 
     Args:
         build: the builder.
 
     Returns:
-        An object to call with these arguments for the loaded function; see `Compiled`.
+        An object to call with these arguments for the loaded function; see ``Compiled``.
 
     Raises:
-        TypeError: the first parameter is not `arch`, or one is `*args`, `**kwargs`, positional-only or keyword-only; or
-            the builder is no function (a method, a partial) or takes anything but a module from an enclosing function,
-            which would be in no key.
+        TypeError: the first parameter is not ``arch``, or one is ``*args``, ``**kwargs``, positional-only or
+            keyword-only; or the builder is no function (a method, a partial) or takes anything but a module from an
+            enclosing function, which would be in no key.
         ValueError: the builder is a lambda, which has no name.
 
     Example:

@@ -99,7 +99,7 @@ def prewarm(
     progress: Callable[[Result, int, int], None] | None = None,
     check: bool = False,
 ) -> Report:
-    """Makes sure that kernels are stored. A script calls this under `if __name__ == "__main__"`: workers import it.
+    """Makes sure that kernels are stored. A script calls this under ``if __name__ == "__main__"``: workers import it.
 
     Args:
         jobs: (builder, arguments) pairs; equal ones are done once.
