@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+Backend = Literal["reference"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from cute_kernels._check import FLOATS, expect, expect_dtype, expect_float, expe
 
 INPUTS = (torch.bfloat16, torch.float16)
 FP64 = (torch.float64,)
-ACTIVATIONS = (None, "relu", "silu", "gelu")
+Activation = Literal["relu", "silu", "gelu"]
+ACTIVATIONS = (None, *get_args(Activation))
 # What divides the logits: its inverse, too, is far from the ends of fp32
 TEMPERATURES = 1e-6, 1e6
 MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile

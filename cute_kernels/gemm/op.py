@@ -18,10 +18,10 @@ from cute_kernels._autograd import (
     gradient_rows,
     needs_gradient,
 )
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.checks import MAX_SIZE, check_linear, check_mm, check_separate
+from cute_kernels.gemm.checks import MAX_SIZE, Activation, check_linear, check_mm, check_separate
 from cute_kernels.gemm.launch import (
     _forced,
     activation_backward_op,
@@ -42,7 +42,7 @@ def mm(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Matrix product ``a b``, the bits of a row independent of the other rows.
 
@@ -120,9 +120,9 @@ def linear(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     num_valid_tokens: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """``act(x weight^T + bias)``, the bits of a token independent of the other tokens.
 
@@ -318,7 +318,7 @@ def _run(
     z: Tensor | None = None,
     bias: Tensor | None = None,
     valid_k: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     accumulate: bool = False,
     trans_a: bool = False,
     trans_b: bool = False,

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from cute_kernels._autograd import eager_apply, first_derivative_only
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import check_bmm
@@ -23,7 +23,7 @@ def bmm(
     b: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Matrix products ``a[i] b[i]``, each with the bits of ``mm(a[i], b[i])``, in one launch.
 

@@ -7,7 +7,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from cute_kernels._autograd import as_rows, first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._op import is_plain
 from cute_kernels._real import as_float
 from cute_kernels.gemm import reference_log_prob
@@ -22,7 +22,7 @@ def linear_log_prob(
     *,
     ignore_index: int = -100,
     temperature: float = 1.0,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token's target, and entropy, under the logits ``x weight^T / temperature``.
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from cute_kernels.mhc.variants import LAYOUTS, LEAST_NORMAL, MAX_ITERATIONS, RES
 
 STREAMS = (1, 2, 4, 8)
 MIN_CHANNELS = 8
-PRECISIONS = ("tf32", "fp32")
+Precision = Literal["tf32", "fp32"]
+PRECISIONS = get_args(Precision)
 PARAMETERS = (torch.float32, torch.bfloat16)
 COEFFICIENTS = (torch.float32,)
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from cute_kernels._real import as_float
 
-RMS_EPS_PLACEMENTS = ("inside", "outside")
-SINKHORNS = ("log", "softmax_eps", "exp_clamp")
-RES_ORIENTATIONS = ("io", "oi")
-LAYOUTS = ("streams", "channels")
+RmsEpsPlacement = Literal["inside", "outside"]
+SinkhornVariant = Literal["log", "softmax_eps", "exp_clamp"]
+ResOrientation = Literal["io", "oi"]
+Layout = Literal["streams", "channels"]
+RMS_EPS_PLACEMENTS = get_args(RmsEpsPlacement)
+SINKHORNS = get_args(SinkhornVariant)
+RES_ORIENTATIONS = get_args(ResOrientation)
+LAYOUTS = get_args(Layout)
 MAX_ITERATIONS = 100
 UNDERFLOW = 2.0**-150  # this, and what is less, is 0 in fp32
 LEAST_NORMAL = 2.0**-126  # of fp32: what is less is 0 to the fast reciprocal of Sinkhorn's sums
@@ -48,14 +53,14 @@ class Variant:
     """
 
     rms_eps: float
-    rms_eps_placement: str
+    rms_eps_placement: RmsEpsPlacement
     pre_eps: float
     post_mult: float
-    sinkhorn: str
+    sinkhorn: SinkhornVariant
     sinkhorn_eps: float
     iterations: int
-    res_orientation: str
-    layout: str
+    res_orientation: ResOrientation
+    layout: Layout
 
     def __post_init__(self) -> None:
         for name in ("rms_eps", "pre_eps", "post_mult", "sinkhorn_eps"):
@@ -101,7 +106,7 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, float) and -math.inf < value < math.inf
 
 
-VARIANTS = {
+VARIANTS: dict[str, Variant] = {
     # DeepSeek-V4's released configuration: hc_mult 4, hc_sinkhorn_iters 20, hc_eps 1e-6 for pre and Sinkhorn,
     # rms_norm_eps 1e-6. The paper's order of normalisation: over the incoming streams last
     "deepseek_v4": Variant(

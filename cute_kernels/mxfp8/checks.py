@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ from cute_kernels.mxfp8.config import BLOCK, MODES
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE = torch.float8_e8m0fnu
-SCALE_LAYOUTS = ("plain", "blocked")
+ScaleLayout = Literal["plain", "blocked"]
+SCALE_LAYOUTS = get_args(ScaleLayout)
 MAX_SIZE = 2**31 - 128  # of a dimension: coordinates are 32-bit and run to the end of the last tile
 MAX_TILES = 2**30  # a CTA each, and up to an eighth more in both directions where clusters are not full
 

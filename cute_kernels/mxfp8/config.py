@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 BLOCK = 32
 TILE = 128  # a tile of TILE x TILE elements has one atom of 128 x 4 blocked scales in either orientation
@@ -21,7 +22,8 @@ DEQUANTIZE_TILE = (16, 256)
 # (tiles along A, along B, experts), as in QuantizeConfig, one of each geometry: fewest, few, more, a ring's, too thin
 # for clusters
 GRIDS = ((1, 1, 1), (32, 36, 1), (40, 50, 1), (64, 64, 1), (1, 1, 4096))
-MODES = ("rceil", "floor", "ceil", "even")
+Mode = Literal["rceil", "floor", "ceil", "even"]
+MODES = get_args(Mode)
 
 _FP32_INFINITY = 0x7F800000
 # Exponent of the format's largest number, bits of its mantissa

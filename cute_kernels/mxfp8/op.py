@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._op import is_plain
 from cute_kernels.mxfp8 import launch, reference
-from cute_kernels.mxfp8.checks import check_dequantize, check_quantize, is_transposed
+from cute_kernels.mxfp8.checks import ScaleLayout, check_dequantize, check_quantize, is_transposed
+from cute_kernels.mxfp8.config import Mode
 
 E4M3 = torch.float8_e4m3fn
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -18,10 +19,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def quantize_rowwise(
     x: Tensor,
     *,
-    mode: str = "rceil",
-    scale_layout: str = "plain",
+    mode: Mode = "rceil",
+    scale_layout: ScaleLayout = "plain",
     dtype: torch.dtype = E4M3,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp8 of a matrix with one power-of-two scale for each 1 x 32 block of a row.
 
@@ -71,10 +72,10 @@ def quantize_rowwise(
 def quantize_colwise(
     x: Tensor,
     *,
-    mode: str = "rceil",
-    scale_layout: str = "plain",
+    mode: Mode = "rceil",
+    scale_layout: ScaleLayout = "plain",
     dtype: torch.dtype = E4M3,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp8 of a matrix with one power-of-two scale for each 32 x 1 block of a column.
 
@@ -122,10 +123,10 @@ def quantize_colwise(
 def quantize_dual(
     x: Tensor,
     *,
-    mode: str = "rceil",
-    scale_layout: str = "plain",
+    mode: Mode = "rceil",
+    scale_layout: ScaleLayout = "plain",
     dtype: torch.dtype = E4M3,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize_rowwise`` and ``quantize_colwise`` from one read of x.
 
@@ -174,11 +175,11 @@ def quantize_dual(
 def quantize_3d_colwise(
     w: Tensor,
     *,
-    mode: str = "rceil",
+    mode: Mode = "rceil",
     block: tuple[int, int] = (32, 1),
-    scale_layout: str = "plain",
+    scale_layout: ScaleLayout = "plain",
     dtype: torch.dtype = E4M3,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp8 of expert weights with scales along N: the column-major operand of a grouped product over N.
 
@@ -231,10 +232,10 @@ def quantize_3d_dual(
     w: Tensor,
     *,
     square: bool = False,
-    mode: str = "rceil",
-    scale_layout: str = "plain",
+    mode: Mode = "rceil",
+    scale_layout: ScaleLayout = "plain",
     dtype: torch.dtype = E4M3,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of expert weights from one read: for the forward scaled along K, for dgrad scaled along N.
 
@@ -286,7 +287,9 @@ def quantize_3d_dual(
     return found[0], found[1], found[2], found[-1] if len(found) == 4 else found[1]
 
 
-def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, backend: str | None = None) -> Tensor:
+def dequantize(
+    q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, backend: Backend | None = None
+) -> Tensor:
     """The values ``q * 2^(s - 127)`` that the quantizers' results stand for.
 
     Args:
@@ -384,7 +387,7 @@ def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
     return reference.from_blocked(blocked, rows, columns)
 
 
-def _takes_reference(op: str, x: Tensor, backend: str | None) -> bool:
+def _takes_reference(op: str, x: Tensor, backend: Backend | None) -> bool:
     if backend is None:  # inductor has no e8m0 on a CPU: in a graph the operators, which run the reference there
         return not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_cuda and not is_compiling())
     expect(backend == "reference", op, "backend", "be None or 'reference'", repr(backend))

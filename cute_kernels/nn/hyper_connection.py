@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import expect, expect_float, expect_int, expect_tensor
+from cute_kernels._check import Backend, expect, expect_float, expect_int, expect_tensor
 from cute_kernels._op import is_plain
 from cute_kernels._real import as_float
 from cute_kernels.mhc import launch
-from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, check_dropout, check_pre, num_coefficients, sizes
+from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, Precision, check_dropout, check_pre, num_coefficients, sizes
 from cute_kernels.mhc.op.common import checked, rows, takes_reference
 from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.op.expand_combine import combine
@@ -25,7 +25,7 @@ from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 
 OP = "HyperConnection"
-PRECISION = "tf32"
+PRECISION: Precision = "tf32"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class HyperConnectionConfig:
     variant: str | Variant = "deepseek_v4"
     eps: float | None = None
     recompute: bool = False
-    recompute_layers: int | str | None = None
+    recompute_layers: int | Literal["optimal"] | None = None
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class HyperConnection(FloatModule):
     """
 
     def __init__(
-        self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
+        self, config: HyperConnectionConfig, *, backend: Backend | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         expect_config(OP, config, HyperConnectionConfig)
@@ -414,7 +414,7 @@ class LearnedHead(FloatModule):
     """
 
     def __init__(
-        self, config: HyperConnectionConfig, *, backend: str | None = None, device: torch.device | str | None = None
+        self, config: HyperConnectionConfig, *, backend: Backend | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         expect_config("LearnedHead", config, HyperConnectionConfig)

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import expect, expect_int
+from cute_kernels._check import Backend, expect, expect_int
 from cute_kernels.gemm import linear
+from cute_kernels.gemm.checks import Activation
 from cute_kernels.nn._whole import expect_whole
 
 
@@ -52,9 +53,9 @@ class Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
         out_dtype: torch.dtype | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         for name, size in (("in_features", in_features), ("out_features", out_features)):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
+from cute_kernels._check import Backend, expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
 from cute_kernels._real import as_float
 from cute_kernels.gemm import linear_log_prob
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
@@ -68,7 +68,7 @@ class TransformerConfig:
     norm_eps: float = 1e-6
     dropout_p: float = 0.0
     hyper_connections: HyperConnectionConfig | None = None
-    backend: str | None = None
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
         name = "TransformerConfig"
@@ -113,7 +113,7 @@ class MLP(nn.Module):
     Arguments as of ``MHCTransformer``. Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
     """
 
-    def __init__(self, config: TransformerConfig, **options) -> None:
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__()
         c, f = config.hidden_size, config.ffn_hidden_size
         options = {"bias": False, "backend": config.backend, **options}
@@ -148,7 +148,7 @@ class TransformerLayer(nn.Module):
         torch.Size([1, 4, 16])
     """
 
-    def __init__(self, config: TransformerConfig, **options) -> None:
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__()
         expect_config("TransformerLayer", config, TransformerConfig)
         device = options.get("device")
@@ -237,7 +237,7 @@ class TransformerBlock(nn.Module):
         torch.Size([1, 4, 16])
     """
 
-    def __init__(self, config: TransformerConfig, **options) -> None:
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__()
         expect_config("TransformerBlock", config, TransformerConfig)
         self.config = config

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from cute_kernels._autograd import as_rows, eager_apply, first_derivative_only, gradient_rows
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._op import allocator, contiguous_strides, is_plain
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_softmax, check_sum
@@ -24,7 +24,7 @@ from cute_kernels.reduction.launch import (
 )
 
 
-def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: Backend | None = None) -> Tensor:
     """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension.
 
     Args:
@@ -55,7 +55,7 @@ def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | N
     return _softmax("softmax", x, out_dtype, backend)
 
 
-def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: Backend | None = None) -> Tensor:
     """``x - max(x) - log(sum(exp(x - max(x))))`` over the last dimension.
 
     Args:
@@ -86,7 +86,7 @@ def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str
     return _softmax("log_softmax", x, out_dtype, backend)
 
 
-def _softmax(op: str, x: Tensor, out_dtype: torch.dtype | None, backend: str | None) -> Tensor:
+def _softmax(op: str, x: Tensor, out_dtype: torch.dtype | None, backend: Backend | None) -> Tensor:
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
         return getattr(reference, op)(x, out_dtype=out_dtype)
@@ -140,7 +140,7 @@ def sum(
     *,
     keepdim: bool = False,
     out_dtype: torch.dtype | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Sum over dimensions.
 
@@ -179,7 +179,7 @@ def mean(
     *,
     keepdim: bool = False,
     out_dtype: torch.dtype | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Mean over dimensions: their sum times 1 / their number.
 
@@ -212,7 +212,7 @@ def mean(
     return _reduce("mean", x, dim, keepdim, out_dtype, backend)
 
 
-def _reduce(op: str, x: Tensor, dim, keepdim: bool, out_dtype: torch.dtype | None, backend: str | None) -> Tensor:
+def _reduce(op: str, x: Tensor, dim, keepdim: bool, out_dtype: torch.dtype | None, backend: Backend | None) -> Tensor:
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
         return getattr(reference, op)(x, dim, keepdim=keepdim, out_dtype=out_dtype)

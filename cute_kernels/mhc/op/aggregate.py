@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
+from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_aggregate, sizes
 from cute_kernels.mhc.op.common import (
@@ -18,11 +19,12 @@ from cute_kernels.mhc.op.common import (
     rows,
     takes_reference,
 )
+from cute_kernels.mhc.variants import Layout
 
 OP = "aggregate"
 
 
-def aggregate(x: Tensor, pre: Tensor, *, layout: str = "streams", backend: str | None = None) -> Tensor:
+def aggregate(x: Tensor, pre: Tensor, *, layout: Layout = "streams", backend: Backend | None = None) -> Tensor:
     """``sum_i pre_i x_i``: the sum of the streams that a sublayer gets.
 
     Args:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_coefficients
 from cute_kernels.mhc.launch import variant_fields
@@ -31,7 +32,7 @@ def coefficients(
     n: int,
     *,
     variant: str | Variant,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From ``h = alpha * H / rms + beta`` the weights of the streams, and the logits of the residual matrix.
 

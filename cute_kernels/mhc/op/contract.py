@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
+from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_contract, sizes
 from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
+from cute_kernels.mhc.variants import Layout
 
 OP = "contract"
 
 
-def contract(x: Tensor, *, layout: str = "streams", backend: str | None = None) -> Tensor:
+def contract(x: Tensor, *, layout: Layout = "streams", backend: Backend | None = None) -> Tensor:
     """The mean of the streams.
 
     Args:

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
+from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand
 from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
+from cute_kernels.mhc.variants import Layout
 
 OP = "expand"
 
 
-def expand(h: Tensor, n: int, *, layout: str = "streams", backend: str | None = None) -> Tensor:
+def expand(h: Tensor, n: int, *, layout: Layout = "streams", backend: Backend | None = None) -> Tensor:
     """n equal streams ``x_i = h``.
 
     Args:

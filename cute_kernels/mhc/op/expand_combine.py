@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels._check import Backend
 from cute_kernels._op import alias, allocator, contiguous_strides
 from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
@@ -26,6 +27,7 @@ from cute_kernels.mhc.op.common import (
     takes_reference,
 )
 from cute_kernels.mhc.reference.dropout import draw_seed
+from cute_kernels.mhc.variants import Layout, ResOrientation
 
 OP = "expand_combine"
 
@@ -39,9 +41,9 @@ def expand_combine(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | int | None = None,
-    layout: str = "streams",
-    res_orientation: str = "io",
-    backend: str | None = None,
+    layout: Layout = "streams",
+    res_orientation: ResOrientation = "io",
+    backend: Backend | None = None,
 ) -> Tensor:
     """``out_o = dropout((f + bias) post_o) + sum_i R(i, o) x_i``: the sublayer's output added to the mixed streams.
 

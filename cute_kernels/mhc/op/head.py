@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cute_kernels._check import Backend
 from cute_kernels.mhc import reference
-from cute_kernels.mhc.checks import check_head
+from cute_kernels.mhc.checks import Precision, check_head
 from cute_kernels.mhc.op.common import checked, takes_reference
 from cute_kernels.mhc.op.composite import compute
-from cute_kernels.mhc.variants import Variant, variant_of
+from cute_kernels.mhc.variants import Layout, Variant, variant_of
 
 OP = "head"
 
@@ -21,9 +22,9 @@ def head(
     *,
     norm_weight: Tensor | None = None,
     variant: str | Variant = "deepseek_v4",
-    layout: str | None = None,
-    precision: str = "tf32",
-    backend: str | None = None,
+    layout: Layout | None = None,
+    precision: Precision = "tf32",
+    backend: Backend | None = None,
 ) -> Tensor:
     """The streams' weighted sum at a model's end, with learned weights: ``sum_i pre_i x_i``.
 

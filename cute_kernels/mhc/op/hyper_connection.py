@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from cute_kernels._check import Backend
 from cute_kernels._real import as_float
 from cute_kernels.mhc import reference
-from cute_kernels.mhc.checks import check_pre, check_sublayer
+from cute_kernels.mhc.checks import Precision, check_pre, check_sublayer
 from cute_kernels.mhc.op.common import checked, takes_reference
 from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.op.expand_combine import combine
-from cute_kernels.mhc.variants import Variant, variant_of
+from cute_kernels.mhc.variants import Layout, ResOrientation, Variant, variant_of
 
 OP = "hyper_connection"
 
@@ -29,10 +30,10 @@ def hyper_connection(
     dropout_p: float = 0.0,
     seed: Tensor | int | None = None,
     variant: str | Variant = "deepseek_v4",
-    layout: str | None = None,
-    res_orientation: str | None = None,
-    precision: str = "tf32",
-    backend: str | None = None,
+    layout: Layout | None = None,
+    res_orientation: ResOrientation | None = None,
+    precision: Precision = "tf32",
+    backend: Backend | None = None,
 ) -> Tensor:
     """A sublayer with its hyper-connection: ``expand_combine(sublayer(layer_input), post, x, res)``.
 

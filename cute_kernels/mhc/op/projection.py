@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
-from cute_kernels.mhc.checks import check_projection, sizes
+from cute_kernels.mhc.checks import Precision, check_projection, sizes
 from cute_kernels.mhc.op.common import (
     apply,
     checked,
@@ -17,6 +18,7 @@ from cute_kernels.mhc.op.common import (
     rows,
     takes_reference,
 )
+from cute_kernels.mhc.variants import Layout
 
 OP = "projection"
 
@@ -26,9 +28,9 @@ def projection(
     phi: Tensor,
     *,
     norm_weight: Tensor | None = None,
-    layout: str = "streams",
-    precision: str = "tf32",
-    backend: str | None = None,
+    layout: Layout = "streams",
+    precision: Precision = "tf32",
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``H = x (phi * norm_weight)^T`` and ``mean_square = mean(x^2)``: H is not divided by the rms.
 

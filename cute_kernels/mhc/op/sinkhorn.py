@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
+from cute_kernels._check import Backend
 from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_sinkhorn
@@ -18,6 +19,7 @@ from cute_kernels.mhc.op.common import (
     rows,
     takes_reference,
 )
+from cute_kernels.mhc.variants import SinkhornVariant
 
 OP = "sinkhorn"
 
@@ -26,9 +28,9 @@ def sinkhorn(
     logits: Tensor,
     *,
     iterations: int = 20,
-    variant: str = "log",
+    variant: SinkhornVariant = "log",
     eps: float = 1e-6,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Sinkhorn and Knopp's normalisation of exp(logits), rows (sums over the last dimension) and columns in turn.
 
