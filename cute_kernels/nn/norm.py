@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from numbers import Integral
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._real import as_float
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
+from cute_kernels.norm.checks import Save
 from cute_kernels.norm.launch import plan_forward
 
 
@@ -39,6 +41,12 @@ class _Norm(nn.Module):
             self.register_parameter(name, make)
         self.reset_parameters()
 
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x, or with a residual x + residual.
 
@@ -143,9 +151,9 @@ class RMSNorm(_Norm):
         dtype: torch.dtype | None = None,
         *,
         weight_offset: float = 0.0,
-        save: str = "input",
+        save: Save = "input",
         out_dtype: torch.dtype | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         eps = 1e-6 if eps is None else eps
         super().__init__(
@@ -238,9 +246,9 @@ class LayerNorm(_Norm):
         dtype: torch.dtype | None = None,
         *,
         weight_offset: float = 0.0,
-        save: str = "input",
+        save: Save = "input",
         out_dtype: torch.dtype | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias, device, dtype, weight_offset, save, out_dtype, backend

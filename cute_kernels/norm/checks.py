@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
 
+Save = Literal["input", "output"]
 MAX_COLUMNS = 262_144
 UNDERFLOW, OVERFLOW = 2.0**-150, 2.0**128 - 2.0**103  # are 0 and infinite in fp32
 MAX_ROWS = 2**31 - 2**24  # their indices are 32-bit and run ahead of the last by a resident grid's tiles in flight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
@@ -15,16 +17,17 @@ from cute_kernels._autograd import (
     gradient_rows,
     needs_gradient,
 )
-from cute_kernels._check import expect
+from cute_kernels._check import Backend, expect
 from cute_kernels._op import is_plain
 from cute_kernels._real import as_float
 from cute_kernels.norm import reference
-from cute_kernels.norm.checks import check_norm
+from cute_kernels.norm.checks import Save, check_norm
 from cute_kernels.norm.launch import backward_op, calls, launch_operator, plan_forward, run_backward
 
 Norm = Tensor | tuple[Tensor, Tensor]
 
 
+@overload
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -33,10 +36,51 @@ def rms_norm(
     residual: Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    save: str = "input",
+    save: Save = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: Literal[False] = False,
+    backend: Backend | None = None,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    save: Save = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: Literal[True],
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    save: Save = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: bool,
+    backend: Backend | None = None,
+) -> Norm: ...
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    save: Save = "input",
     out_dtype: torch.dtype | None = None,
     return_residual: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Norm:
     """Root-mean-square norm of each row: ``h * rsqrt(mean(h^2) + eps) * (weight + weight_offset) + bias``.
 
@@ -106,6 +150,7 @@ def rms_norm(
     return _norm("rms", x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual)
 
 
+@overload
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -114,10 +159,51 @@ def layer_norm(
     residual: Tensor | None = None,
     eps: float = 1e-5,
     weight_offset: float = 0.0,
-    save: str = "input",
+    save: Save = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: Literal[False] = False,
+    backend: Backend | None = None,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    save: Save = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: Literal[True],
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    save: Save = "input",
+    out_dtype: torch.dtype | None = None,
+    return_residual: bool,
+    backend: Backend | None = None,
+) -> Norm: ...
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    save: Save = "input",
     out_dtype: torch.dtype | None = None,
     return_residual: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Norm:
     """Layer norm of each row: ``(h - mean(h)) * rsqrt(var(h) + eps) * (weight + weight_offset) + bias``.
 
@@ -187,7 +273,7 @@ def layer_norm(
     return _norm("layer", x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual)
 
 
-def _check_backend(op: str, backend: str | None) -> None:
+def _check_backend(op: str, backend: Backend | None) -> None:
     expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
 
 
