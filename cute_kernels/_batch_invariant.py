@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from cute_kernels import _aten
 from cute_kernels._check import expect
 
-MODES = ("strict", "warn", "off")
+Mode = Literal["strict", "warn", "off"]
+MODES = get_args(Mode)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -46,7 +49,7 @@ class UncoveredOperatorError(RuntimeError):
     """
 
 
-def batch_invariant(mode: str = "strict") -> _Block:
+def batch_invariant(mode: Mode = "strict") -> _Block:
     """Inside, torch's operators on CUDA tensors give a row the same bits whatever the batch, forward and backward.
 
     Kernels of this library replace them where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
@@ -109,13 +112,13 @@ def batch_invariant(mode: str = "strict") -> _Block:
 class _Block:
     """One block: its mode, its counter, and while it is live the thread that it began in."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.uncovered: Counter[str] = Counter()
         self.replacing: _Replacing | None = None
         self.thread = 0
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """Each call of the function is a block of its own."""
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         expected = "be no generator function and not async: the block would end before it runs; use ``with`` inside"
@@ -123,7 +126,7 @@ class _Block:
         expect(good, "batch_invariant", "the decorated function", expected, function, TypeError)
 
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
+        def inside(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             with _Block(self.mode):
                 return function(*args, **kwargs)
 
