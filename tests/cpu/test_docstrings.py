@@ -50,7 +50,8 @@ def test_sections_are_complete(public):
         assert rest == "" and text.strip(), f"{name}: the header of {section} is not alone on its line"
     for section in ("Args", "Returns", "Raises"):
         _, text = found.get(section, ("", ""))
-        assert not re.search(r"\bas (in )?``", text), f"{name}: {section} sends the reader elsewhere"
+        elsewhere = re.search(r"\bas in ``|(?:^ *|: )as ``", text, re.MULTILINE)
+        assert not elsewhere, f"{name}: {section} sends the reader elsewhere"
     if inspect.isfunction(thing):
         assert "Returns" in found or "Yields" in found, f"{name} does not say what it returns"
         assert "Args" in found or not parameters(thing), f"{name} does not explain its arguments"
