@@ -323,7 +323,7 @@ def about(lines: Sequence[Line]) -> str:
     last = max(lines, key=lambda line: line["date"])
     dates, commits = (sorted({line[field][:10] for line in lines}) for field in ("date", "commit"))
     versions = f"driver {last['driver']}, torch {last['torch']}, DSL {last['dsl']}"
-    return f"{last['gpu']}, {versions}; {', '.join(dates)}; {', '.join(f'`{commit}`' for commit in commits)}."
+    return f"{last['gpu']}, {versions}; {', '.join(dates)}; commits {', '.join(commits)}."
 
 
 # What the figures show
