@@ -29,6 +29,10 @@ TRANSFORMS = {
 ROW_TRANSFORMS = tuple(name for name in TRANSFORMS if name.startswith("T"))
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 100, 128, 257, 512)
 NOT_DETERMINISTIC = "the function itself is not deterministic (dropout, atomics, state?): no transform was tried"
+ON_CPU = (
+    "all tensors are on the CPU, where this library's ops are plain torch, whose bits depend on the number of rows: "
+    "this report says nothing about the kernels; run the same check with CUDA tensors"
+)
 MAX_CHUNKS = 64  # of one batch, unless the caller names the sizes: 10,000 rows one by one would take minutes
 
 
@@ -168,7 +172,8 @@ def check_invariance(
         not deterministic, and nothing else is run.
 
     Parameters' ``grad`` and ``main_grad``, buffers, hooks and the training mode are left as they were. All activations
-    and their gradients of two runs are kept in memory.
+    and their gradients of two runs are kept in memory. On a CPU the ops are plain torch, which is not invariant: a note in
+    the report says so where all tensors are there.
 
     Example:
         >>> import torch
@@ -193,6 +198,8 @@ def check_invariance(
             if transform != "B1" or runner.parameters:
                 for case in _cases(transform, len(rows), sizes, seed):
                     results.append(_check_case(runner, base, transform, *case))
+    if all(tensor.device.type == "cpu" for tensor in (*inputs, *base.rows.values(), *base.sums.values())):
+        runner.note(ON_CPU)
     tensors = (*runner.compared, *base.sums)
     return Report(_name(module_or_fn), len(rows), seed, tensors, tuple(runner.notes), tuple(results))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cute_kernels import __main__ as cli
 from cute_kernels import _check_ops, check_invariance, linear
-from cute_kernels.invariance import ROW_TRANSFORMS, TRANSFORMS, Difference, Report, Result
+from cute_kernels.invariance import ON_CPU, ROW_TRANSFORMS, TRANSFORMS, Difference, Report, Result
 
 EVERY = tuple(TRANSFORMS)
 ROWS = 130  # 100 + 30 and 128 fit
@@ -103,7 +103,7 @@ def in_order(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_functions_of_single_rows_pass(function, dtype):
     report = check_invariance(function, batch().to(dtype))
-    assert report and report.ok and report.first_difference is None and not report.notes, str(report)
+    assert report and report.ok and report.first_difference is None and report.notes == (ON_CPU,), str(report)
     assert {result.transform for result in report.results} == {"B0", *ROW_TRANSFORMS}
     assert "grad of input[0]" in report.tensors
     report.raise_if_failed()
@@ -139,7 +139,7 @@ def test_token_ids_stay_ids():
 
 def test_integers_alone():
     report = check_invariance(torch.neg, torch.arange(20))
-    assert report and report.notes == ("no output requires a gradient: gradients are not compared",)
+    assert report and report.notes == ("no output requires a gradient: gradients are not compared", ON_CPU)
 
 
 def test_other_arguments_by_partial_and_several_inputs():
@@ -533,6 +533,13 @@ def test_table_has_a_line_for_each_transform():
     text = str(check_invariance(Scale(in_order), batch(), transforms=EVERY))
     assert "Scale: invariant (130 rows)" in text
     assert [line.split()[0] for line in text.splitlines()[2:10]] == ["B0", *TRANSFORMS]
+
+
+def test_a_report_of_cpu_tensors_says_what_it_does_not_show(tmp_path):
+    report = check_invariance(squares, batch())
+    assert "says nothing about the kernels; run the same check with CUDA tensors" in " ".join(str(report).split())
+    report.save(tmp_path / "report.json")
+    assert ON_CPU in json.loads((tmp_path / "report.json").read_text())["notes"]
 
 
 # Arguments
