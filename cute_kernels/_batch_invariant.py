@@ -33,6 +33,7 @@ MODES = get_args(Mode)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_warned_of_cpu = False  # once a process
 
 
 class UncoveredOperatorError(RuntimeError):
@@ -58,7 +59,8 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
     backwards. ``scaled_dot_product_attention`` consists of these under ``sdpa_kernel(SDPBackend.MATH)`` and
     ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are fp32). Left alone, since
     they reduce nothing: elementwise operators, views, copies, indexing, maxima, sorting, collectives that only move
-    data. Tensors on the CPU are left alone, too.
+    data. Tensors on the CPU are left alone, too: where there is no CUDA device, the first operator on floating-point ones
+    warns, once a process.
 
     Args:
         mode: the treatment of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,
@@ -256,7 +258,11 @@ class _Replacing(TorchDispatchMode):
         if not _PLAIN.issuperset(types):  # tensors that wrap others: what is inside comes by itself
             return NotImplemented
         kwargs = kwargs or {}
-        if not self.is_on() or not _is_concerned(args, kwargs):
+        if not self.is_on():
+            return func(*args, **kwargs)
+        if not _is_concerned(args, kwargs):
+            if not _warned_of_cpu:
+                _warn_of_cpu((*args, *kwargs.values()))
             return func(*args, **kwargs)
         replacement = _aten.replacement_of(func)
         if replacement is not None:
@@ -398,6 +404,20 @@ def _is_concerned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     converts = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
     given = _tensors((*args, *kwargs.values()))
     return any(t.is_cuda and (converts or t.is_floating_point() or t.is_complex()) for t in given)
+
+
+def _warn_of_cpu(arguments: tuple[Any, ...]) -> None:
+    """Once, at floating-point CPU tensors: without a CUDA device a block changes nothing."""
+    global _warned_of_cpu
+    if not any(t.device.type == "cpu" and t.is_floating_point() for t in _tensors(arguments)):
+        return
+    _warned_of_cpu = True  # or nothing to warn of, from now on
+    if not torch.cuda.device_count():
+        warnings.warn(
+            "batch_invariant: there is no CUDA device, and tensors on the CPU are left to torch's own operators, whose "
+            "bits may depend on the batch: here the block changes nothing",
+            stacklevel=6,  # the caller of the operator, past what torch puts around __torch_dispatch__
+        )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -1,13 +1,14 @@
 """batch_invariant on tensors that are not its concern, and by its tables."""
 
 import threading
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels import _aten, batch_invariant
+from cute_kernels import _aten, _batch_invariant, batch_invariant
 
 
 def test_cpu_tensors_are_left_alone():
@@ -15,6 +16,34 @@ def test_cpu_tensors_are_left_alone():
     with batch_invariant() as uncovered:
         assert torch.equal(x.cumsum(0), torch.cumsum(x, 0)) and (x @ x).dtype is x.dtype
     assert not uncovered
+
+
+def test_a_block_that_changes_nothing_warns_once(monkeypatch):
+    """Where there is no CUDA device, at the first operator on floating-point tensors."""
+    monkeypatch.setattr(_batch_invariant, "_warned_of_cpu", False)
+    x = torch.ones(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with batch_invariant("off"):
+            x.sum()
+        with batch_invariant():
+            torch.arange(4).sum()
+    with batch_invariant("warn"), pytest.warns(UserWarning, match="^batch_invariant: there is no CUDA device") as found:
+        x.sum()
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with batch_invariant():
+            x.sum()
+
+
+def test_a_block_beside_a_gpu_does_not_warn_of_cpu_tensors(monkeypatch):
+    monkeypatch.setattr(_batch_invariant, "_warned_of_cpu", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with batch_invariant():
+            torch.ones(2).sum()
 
 
 def test_names_are_those_of_operators():
