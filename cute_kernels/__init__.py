@@ -1,6 +1,10 @@
 """GPU kernels for training large models in NVIDIA's CuTe DSL: deterministic, batch-invariant, fast.
 
 Importing it imports neither the compiler nor initialises CUDA; a kernel compiles on its first call and is kept on disk.
+
+On a CPU the ops are plain torch, which takes layouts and dtypes that the kernels refuse (leading dimensions that do not
+collapse to rows of one stride, rows off 16 bytes, fp64). With ``CUTE_KERNELS_STRICT_LAYOUT=1`` in the environment when
+it is imported, plain torch refuses them, too, in the kernels' words.
 """
 
 import jit_cache.source  # noqa: F401  first: what is read after it is known not to be older

@@ -190,3 +190,35 @@ def check_log_prob(
     expect_float(op, "temperature", temperature)
     low, high = TEMPERATURES
     expect(low <= temperature <= high, op, "temperature", f"be between {low} and {high}", temperature)
+
+
+def operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, str]:
+    """x and weight with rows for TMA, and the dimension that the weight's neighbours lie along, "k" or "n".
+
+    A single row has no stride to speak of, and gets one. A product over no k is one over zeros.
+
+    Raises:
+        ValueError: they have rows that TMA cannot read.
+    """
+    k = x.shape[1]
+    if not k:
+        return x.new_zeros(x.shape[0], 8), weight.new_zeros(weight.shape[0], 8), "k"
+    x, weight = (
+        t.as_strided(t.shape, (k + -k % 8, 1)) if t.shape[0] <= 1 and t.stride(1) == 1 else t for t in (x, weight)
+    )
+    for name, t, majors in (("x", x, ("k",)), ("weight", weight, ("k", "rows"))):
+        got = f"shape {tuple(t.shape)}, strides {t.stride()}, address {t.data_ptr():#x}"
+        expect(operand_major(t) in majors, "linear_log_prob", name, "have rows that start on 16 bytes", got)
+    return x, weight, "k" if operand_major(weight) == "k" else "n"
+
+
+def operand_major(t: Tensor) -> str | None:
+    """The dimension of an operand (..., rows, k) that TMA reads along, "k" or "rows"; None if it cannot."""
+    unit = 16 // t.element_size()
+    if t.data_ptr() % 16 == 0 and (t.dim() == 2 or t.stride(0) % unit == 0):
+        (rows, k), (of_rows, of_k) = t.shape[-2:], t.stride()[-2:]
+        if of_k == 1 and of_rows % unit == 0 and of_rows >= k:
+            return "k"
+        if of_rows == 1 and of_k % unit == 0 and of_k >= rows:
+            return "rows"
+    return None

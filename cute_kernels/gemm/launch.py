@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
-from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate
+from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate, operand_major
 from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.gemm.reference import activate
 
@@ -355,18 +355,6 @@ def _one_entry(t: Tensor) -> Tensor:
     """The first entry of a batch, as a batch; its stride, which leads nowhere, is on 16 bytes if the rows' is."""
     stride = max(size * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
     return alias(t, (1, *t.shape[1:]), (stride, *t.stride()[1:]))
-
-
-def operand_major(t: Tensor) -> str | None:
-    """The dimension of an operand (..., rows, k) that TMA reads along, "k" or "rows"; None if it cannot."""
-    unit = 16 // t.element_size()
-    if t.data_ptr() % 16 == 0 and (t.dim() == 2 or t.stride(0) % unit == 0):
-        (rows, k), (of_rows, of_k) = t.shape[-2:], t.stride()[-2:]
-        if of_k == 1 and of_rows % unit == 0 and of_rows >= k:
-            return "k"
-        if of_rows == 1 and of_k % unit == 0 and of_k >= rows:
-            return "rows"
-    return None
 
 
 def _rows_aligned(t: Tensor) -> bool:

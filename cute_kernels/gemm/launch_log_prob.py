@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect
 from cute_kernels._op import allocator, mutating_op
 from cute_kernels._target import arch_of, cutlass_dtype, sm_count
+from cute_kernels.gemm.checks import operands
 from cute_kernels.gemm.config import GemmConfig, choose_log_prob, vocabulary_tile
-from cute_kernels.gemm.launch import Plan, observe, operand_major, run_gemm
+from cute_kernels.gemm.launch import Plan, observe, run_gemm
 
 # Tokens whose statistics are in memory at a time: 12 bytes a token and tile of the vocabulary
 STATISTICS_TOKENS = 16384
@@ -133,26 +133,6 @@ backward_op = mutating_op(
     "Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, bool accumulate",
     run_backward,
 )
-
-
-def operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, str]:
-    """x and weight with rows for TMA, and the dimension that the weight's neighbours lie along, "k" or "n".
-
-    A single row has no stride to speak of, and gets one. A product over no k is one over zeros.
-
-    Raises:
-        ValueError: they have rows that TMA cannot read.
-    """
-    k = x.shape[1]
-    if not k:
-        return x.new_zeros(x.shape[0], 8), weight.new_zeros(weight.shape[0], 8), "k"
-    x, weight = (
-        t.as_strided(t.shape, (k + -k % 8, 1)) if t.shape[0] <= 1 and t.stride(1) == 1 else t for t in (x, weight)
-    )
-    for name, t, majors in (("x", x, ("k",)), ("weight", weight, ("k", "rows"))):
-        got = f"shape {tuple(t.shape)}, strides {t.stride()}, address {t.data_ptr():#x}"
-        expect(operand_major(t) in majors, "linear_log_prob", name, "have rows that start on 16 bytes", got)
-    return x, weight, "k" if operand_major(weight) == "k" else "n"
 
 
 def index_dtype(target: Tensor):

@@ -21,13 +21,12 @@ from cute_kernels._autograd import (
 from cute_kernels._check import Backend, expect
 from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.checks import MAX_SIZE, Activation, check_linear, check_mm, check_separate
+from cute_kernels.gemm.checks import MAX_SIZE, Activation, check_linear, check_mm, check_separate, operand_major
 from cute_kernels.gemm.launch import (
     _forced,
     activation_backward_op,
     calls,
     gemm_op,
-    operand_major,
     plan_product,
     run_activation_backward,
     run_gemm,

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient, without_autocast
-from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm
+from cute_kernels._strict import has_address, is_strict, strict_rows
+from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -25,6 +26,8 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tenso
     check_mm(a, b, out_dtype, out, _is_fp64(a))
     if out is None:
         return _Linear.apply(a, b.t(), None, out_dtype or a.dtype, None, None)
+    if has_address(a, b, out):
+        check_separate(out, a, b)
     with torch.no_grad():
         return out.copy_(_product(a.to(_wide(a)), b.to(_wide(a))))
 
@@ -46,6 +49,7 @@ def linear(
 ) -> Tensor:
     """``act(x @ weight.T + bias)``; see ``cute_kernels.linear``."""
     check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens, _is_fp64(x))
+    strict_rows("linear", x=x)
     return _Linear.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
 
 
@@ -140,7 +144,7 @@ def _deliver(name: str, gradient: Tensor, parameter: Tensor, main_grad: Tensor |
 
 
 def _is_fp64(t: object) -> bool:
-    return isinstance(t, Tensor) and t.dtype is torch.float64
+    return isinstance(t, Tensor) and t.dtype is torch.float64 and not is_strict()
 
 
 def _wide(t: Tensor) -> torch.dtype:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened, without_autocast
+from cute_kernels._autograd import as_rows, widened, without_autocast
 from cute_kernels._real import as_float
-from cute_kernels.gemm.checks import check_log_prob
+from cute_kernels._strict import has_address, is_strict, strict_rows
+from cute_kernels.gemm.checks import check_log_prob, operands
 
 
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, *, ignore_index: int = -100, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each token; see ``cute_kernels.linear_log_prob``."""
-    is_fp64 = isinstance(x, Tensor) and x.dtype is torch.float64
+    is_fp64 = isinstance(x, Tensor) and x.dtype is torch.float64 and not is_strict()
     temperature = as_float(temperature)
     check_log_prob(x, weight, target, ignore_index, temperature, is_fp64)
+    strict_rows("linear_log_prob", x=x)
+    if has_address(x, weight):
+        operands(as_rows("linear_log_prob", "x", x), weight)
     wide = torch.float64 if is_fp64 else torch.float32
     with without_autocast(x):
         logits = x.to(wide) @ widened("linear_log_prob", "weight", weight, wide).t()

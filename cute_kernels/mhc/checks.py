@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._check import FLOATS, expect, expect_dtype, expect_like, expect_tensor
+from cute_kernels._strict import is_strict
 from cute_kernels.mhc.variants import LAYOUTS, LEAST_NORMAL, MAX_ITERATIONS, RES_ORIENTATIONS, SINKHORNS
 
 STREAMS = (1, 2, 4, 8)
@@ -20,6 +21,7 @@ Precision = Literal["tf32", "fp32"]
 PRECISIONS = get_args(Precision)
 PARAMETERS = (torch.float32, torch.bfloat16)
 COEFFICIENTS = (torch.float32,)
+MAX_TOKENS = 2**31 - 2**10  # their indices are 32-bit, and run to the end of the last CTA's tokens
 
 
 def num_coefficients(n: int) -> int:
@@ -127,15 +129,21 @@ def check_expand_combine(
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
     n, channels = _check_residual(op, x, layout, compute_dtype)
-    expect_tensor(op, "f", f)
-    expect(f.dtype == x.dtype, op, "f", f"have dtype {x.dtype}", f.dtype, TypeError)
-    expect_like(op, "f", f, (*x.shape[:-2], channels), x.device)
-    _check_rows(op, "f", f)
+    name = result_of(op)
+    expect_tensor(op, name, f)
+    expect(f.dtype == x.dtype, op, name, f"have dtype {x.dtype}", f.dtype, TypeError)
+    expect_like(op, name, f, (*x.shape[:-2], channels), x.device)
+    _check_rows(op, name, f)
     _check_coefficient(op, "post", post, (*x.shape[:-2], n), x.device, compute_dtype)
     _check_rows(op, "post", post)
     _check_coefficient(op, "res", res, (*x.shape[:-2], n, n), x.device, compute_dtype)
     _check_block(op, "res", res)
     _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype)
+
+
+def result_of(op: str) -> str:
+    """What an error names f: ``hyper_connection`` has no argument of that name."""
+    return "the sublayer's output" if op == "hyper_connection" else "f"
 
 
 def check_sublayer(
@@ -285,6 +293,30 @@ def _check_block(op: str, name: str, t: Tensor) -> None:
 def _check_rows(op: str, name: str, t: Tensor) -> None:
     good = t.shape[-1] == 1 or t.stride(-1) == 1
     expect(good, op, name, "have a contiguous last dimension", f"stride {t.stride(-1)}")
+
+
+def as_tokens(op: str, name: str, t: Tensor, width: int) -> Tensor:
+    """``t`` as a matrix of ``width`` numbers a token, without a copy.
+
+    Raises:
+        ValueError: its tokens do not collapse to rows of one stride, or are more than 32 bits count.
+    """
+    try:
+        matrix = t.view(-1, width)
+    except RuntimeError:
+        expected = "have leading dimensions that collapse to rows of one stride"
+        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
+        raise
+    if matrix.shape[0] > MAX_TOKENS:
+        expect(False, op, name, f"have at most {MAX_TOKENS} tokens", matrix.shape[0])
+    return matrix
+
+
+def strict_tokens(op: str, **tensors: tuple[Tensor, int]) -> None:
+    """Raise ValueError as ``as_tokens`` of (t, width), where the references refuse what the kernels refuse."""
+    if is_strict():
+        for name, (t, width) in tensors.items():
+            as_tokens(op, name, t, width)
 
 
 def _check_coefficient(op, name, t, shape, device, compute_dtype) -> None:

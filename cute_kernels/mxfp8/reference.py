@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels._strict import has_address
 from cute_kernels.mxfp8.checks import (
     SCALE,
     blocked_size,
+    check_aligned,
     check_dequantize,
     check_from_blocked,
     check_quantize,
@@ -34,7 +36,7 @@ def quantize_rowwise(
     x: Tensor, *, mode: str = "rceil", scale_layout: str = "plain", dtype: torch.dtype = E4M3
 ) -> tuple[Tensor, Tensor]:
     """Blocks of 1 x 32; see ``cute_kernels.quantize_rowwise``."""
-    check_quantize("quantize_rowwise", "x", x, 2, mode, scale_layout, dtype)
+    _check("quantize_rowwise", "x", x, 2, mode, scale_layout, dtype)
     return along_k(x, mode, scale_layout, dtype)
 
 
@@ -42,7 +44,7 @@ def quantize_colwise(
     x: Tensor, *, mode: str = "rceil", scale_layout: str = "plain", dtype: torch.dtype = E4M3
 ) -> tuple[Tensor, Tensor]:
     """Blocks of 32 x 1; see ``cute_kernels.quantize_colwise``."""
-    check_quantize("quantize_colwise", "x", x, 2, mode, scale_layout, dtype)
+    _check("quantize_colwise", "x", x, 2, mode, scale_layout, dtype)
     return along_n(x, mode, scale_layout, dtype)
 
 
@@ -50,7 +52,7 @@ def quantize_dual(
     x: Tensor, *, mode: str = "rceil", scale_layout: str = "plain", dtype: torch.dtype = E4M3
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both; see ``cute_kernels.quantize_dual``."""
-    check_quantize("quantize_dual", "x", x, 2, mode, scale_layout, dtype)
+    _check("quantize_dual", "x", x, 2, mode, scale_layout, dtype)
     return *along_k(x, mode, scale_layout, dtype), *along_n(x, mode, scale_layout, dtype)
 
 
@@ -63,7 +65,7 @@ def quantize_3d_colwise(
     dtype: torch.dtype = E4M3,
 ) -> tuple[Tensor, Tensor]:
     """Blocks along N, or of 32 x 32; see ``cute_kernels.quantize_3d_colwise``."""
-    check_quantize("quantize_3d_colwise", "w", w, 3, mode, scale_layout, dtype, block)
+    _check("quantize_3d_colwise", "w", w, 3, mode, scale_layout, dtype, block)
     return along_n(w, mode, scale_layout, dtype, block == (32, 32))
 
 
@@ -76,7 +78,7 @@ def quantize_3d_dual(
     dtype: torch.dtype = E4M3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of the expert weights; see ``cute_kernels.quantize_3d_dual``."""
-    check_quantize("quantize_3d_dual", "w", w, 3, mode, scale_layout, dtype)
+    _check("quantize_3d_dual", "w", w, 3, mode, scale_layout, dtype)
     q_k, s_k = along_k(w, mode, scale_layout, dtype, square)
     q_n, s_n = along_n(w, mode, scale_layout, dtype, square)
     return q_k, s_k, q_n, s_k if square and scale_layout == "plain" else s_n
@@ -85,6 +87,8 @@ def quantize_3d_dual(
 def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values that fp8 elements and their scales stand for; see ``cute_kernels.dequantize``."""
     kind = check_dequantize(q, scale, dtype)
+    if q.numel() and has_address(q):
+        check_aligned("dequantize", "q", q)
     q = q.detach()
     if kind == "empty":
         return torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device)
@@ -143,6 +147,13 @@ def along_n(x: Tensor, mode: str, scale_layout: str, dtype: torch.dtype, square:
         s = squares
     # A copy even where a dimension of one element makes the transpose count as contiguous: the strides are its own
     return q.mT, s if x.dim() == 2 else s.mT.clone(memory_format=torch.contiguous_format)
+
+
+def _check(op: str, name: str, x: Tensor, *options) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    check_quantize(op, name, x, *options)
+    if x.numel() and has_address(x):
+        check_aligned(op, name, x)
 
 
 def _quantize(x: Tensor, mode: str, dtype: torch.dtype, square: bool):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import widened
 from cute_kernels._real import as_float
+from cute_kernels._strict import strict_rows
 from cute_kernels.norm.checks import check_norm
 
 Norm = Tensor | tuple[Tensor, Tensor]
@@ -37,6 +38,7 @@ def rms_norm(
     """Root-mean-square norm; see ``cute_kernels.rms_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
     eps, weight_offset = as_float(eps), as_float(weight_offset)
     check_norm("rms_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
+    strict_rows("rms_norm", x=x, residual=residual)
     h, stored = _residual_stream(x, residual, compute_dtype)
     x_hat = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     y = _affine("rms_norm", x_hat, weight, bias, weight_offset, save, out_dtype or x.dtype)
@@ -59,6 +61,7 @@ def layer_norm(
     """Layer norm; see ``cute_kernels.layer_norm``. ``compute_dtype``: torch.float32 or torch.float64."""
     eps, weight_offset = as_float(eps), as_float(weight_offset)
     check_norm("layer_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
+    strict_rows("layer_norm", x=x, residual=residual)
     h, stored = _residual_stream(x, residual, compute_dtype)
     centred = h - h.mean(-1, keepdim=True)
     x_hat = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)

@@ -93,7 +93,7 @@ def test_references_are_plain_torch(path):
     assert packages(path, top_level_only=False) <= {"__future__", "cute_kernels", "torch", *sys.stdlib_module_names}
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
     family = ".".join(path.relative_to(ROOT).parts[:2])
-    shared = ("cute_kernels._check", "cute_kernels._real", "cute_kernels._autograd")
+    shared = ("cute_kernels._check", "cute_kernels._real", "cute_kernels._autograd", "cute_kernels._strict")
     allowed = (*shared, *(f"{family}.{n}" for n in REFERENCE_MODULES))
     assert all(name.startswith(allowed) for name in ours), ours
 

@@ -180,6 +180,7 @@ COMBINE = [
     (ValueError, {"res_orientation": "ii"}, "res_orientation must be one of ('io', 'oi'), got 'ii'"),
     (ValueError, {"res_orientation": 1}, "res_orientation must be one of ('io', 'oi'), got 1"),
 ]
+OUTPUT = "the sublayer's output"
 ITERATIONS = "iterations must be an int from 1 to 100"
 SQUARE = "logits must have shape (..., n, n) with n one of (1, 2, 4, 8)"
 NUMBERS = "n must be one of (1, 2, 4, 8)"
@@ -289,10 +290,10 @@ ERRORS = {
         *PRE,
         *COMBINE,
         (TypeError, {"sublayer": None}, "sublayer must be callable, got NoneType"),
-        (TypeError, {"sublayer": lambda t: None}, "f must be a torch.Tensor, got NoneType"),
-        (TypeError, {"sublayer": torch.Tensor.float}, "f must have dtype torch.bfloat16, got torch.float32"),
-        (ValueError, {"sublayer": lambda t: t[:, :-1]}, "f must have shape (3, 16), got (3, 15)"),
-        (ValueError, {"sublayer": lambda t: torch.cat([t, t], -1)[:, ::2]}, f"f must {ROWS}"),
+        (TypeError, {"sublayer": lambda t: None}, f"{OUTPUT} must be a torch.Tensor, got NoneType"),
+        (TypeError, {"sublayer": torch.Tensor.float}, f"{OUTPUT} must have dtype torch.bfloat16, got torch.float32"),
+        (ValueError, {"sublayer": lambda t: t[:, :-1]}, f"{OUTPUT} must have shape (3, 16), got (3, 15)"),
+        (ValueError, {"sublayer": lambda t: torch.cat([t, t], -1)[:, ::2]}, f"{OUTPUT} must {ROWS}"),
     ],
 }
 for name in WITH_X:

@@ -14,8 +14,8 @@ from cute_kernels._autograd import eager_apply
 from cute_kernels._check import expect
 from cute_kernels._op import is_plain
 from cute_kernels.mhc import launch
+from cute_kernels.mhc.checks import as_tokens
 
-MAX_TOKENS = 2**31 - 2**10  # their indices are 32-bit, and run to the end of the last CTA's tokens
 MAX_PASSED = 4096  # signatures, numbers of tokens and all: those of old batches are forgotten
 
 _passed: set[tuple] = set()
@@ -105,14 +105,7 @@ def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
     Raises:
         ValueError: its tokens do not collapse to rows of one stride, or are more than 32 bits count.
     """
-    try:
-        matrix = t.view(-1, width)
-    except RuntimeError:
-        expected = "have leading dimensions that collapse to rows of one stride"
-        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
-        raise
-    if matrix.shape[0] > MAX_TOKENS:
-        expect(False, op, name, f"have at most {MAX_TOKENS} tokens", matrix.shape[0])
+    matrix = as_tokens(op, name, t, width)
     return matrix if width > 1 else _numbers(matrix)
 
 

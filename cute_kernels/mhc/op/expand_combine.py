@@ -12,7 +12,7 @@ from cute_kernels._check import Backend
 from cute_kernels._op import alias, allocator, contiguous_strides
 from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
-from cute_kernels.mhc.checks import check_expand_combine, sizes
+from cute_kernels.mhc.checks import check_expand_combine, result_of, sizes
 from cute_kernels.mhc.op.common import (
     apply,
     checked,
@@ -140,7 +140,7 @@ def _plan(f, post, x, res, bias, options) -> Callable:
     """What ``_forward`` does without dropout for plain tensors like these, all that it asks found."""
     op, dropout_p, layout, orientation = options
     (n, channels), shape, dtype, allocate = sizes(x, layout), tuple(x.shape), x.dtype, allocator(x)
-    widths = {"f": (f, channels), "post": (post, n), "x": (x, n * channels), "res": (res, n * n)}
+    widths = {result_of(op): (f, channels), "post": (post, n), "x": (x, n * channels), "res": (res, n * n)}
     f, post, x, res = (rows(op, name, t, width) for name, (t, width) in widths.items())
     matrices, strides = [(tuple(t.shape), t.stride()) for t in (f, post, x, res)], contiguous_strides(shape)
     as_rows = tuple(x.shape), (n * channels, 1)
@@ -162,7 +162,7 @@ def _forward(f, post, x, res, bias, seed, options) -> Tensor:
     n, channels = sizes(x, layout)
     out = empty_like(x)
     launch.expand_combine_forward(
-        rows(op, "f", f, channels),
+        rows(op, result_of(op), f, channels),
         bias,
         rows(op, "post", post, n),
         rows(op, "x", x, n * channels),
@@ -203,7 +203,7 @@ class ExpandCombine(torch.autograd.Function):
         if df is not None or dx is not None or sums:
             launch.expand_combine_backward(
                 dout_rows,
-                rows(op, "f", f, channels),
+                rows(op, result_of(op), f, channels),
                 bias,
                 post_rows,
                 rows(op, "x", x, k),

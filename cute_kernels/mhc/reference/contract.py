@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.mhc.checks import check_contract
+from cute_kernels.mhc.checks import check_contract, strict_tokens
 from cute_kernels.mhc.reference.streams import streams_of
 
 
@@ -22,4 +22,5 @@ def contract(x: Tensor, *, layout: str = "streams", compute_dtype: torch.dtype =
         TypeError, ValueError: naming argument, expected and got.
     """
     check_contract(x, layout, compute_dtype=compute_dtype)
+    strict_tokens("contract", x=(x, x.shape[-2] * x.shape[-1]))
     return streams_of(x.to(compute_dtype), layout).mean(-2).to(x.dtype)

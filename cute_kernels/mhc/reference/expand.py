@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.mhc.checks import check_expand
+from cute_kernels.mhc.checks import check_expand, strict_tokens
 from cute_kernels.mhc.reference.streams import streams_of
 
 
@@ -23,5 +23,6 @@ def expand(h: Tensor, n: int, *, layout: str = "streams", compute_dtype: torch.d
         TypeError, ValueError: naming argument, expected and got.
     """
     check_expand(h, n, layout, compute_dtype=compute_dtype)
+    strict_tokens("expand", h=(h, h.shape[-1]))
     streams = h.to(compute_dtype)[..., None, :].expand(*h.shape[:-1], n, h.shape[-1])
     return streams_of(streams, layout).to(h.dtype).clone(memory_format=torch.contiguous_format)

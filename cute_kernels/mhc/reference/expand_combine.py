@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import widened
 from cute_kernels._real import as_float
-from cute_kernels.mhc.checks import check_expand_combine
+from cute_kernels.mhc.checks import check_expand_combine, strict_tokens
 from cute_kernels.mhc.reference.dropout import draw_seed, dropout_mask
 from cute_kernels.mhc.reference.product import product
 from cute_kernels.mhc.reference.streams import streams_of
@@ -49,12 +49,14 @@ def expand_combine(
     """
     dropout_p = as_float(dropout_p)
     check_expand_combine(f, post, x, res, bias, dropout_p, seed, layout, res_orientation, compute_dtype=compute_dtype)
+    n, k = post.shape[-1], x.shape[-2] * x.shape[-1]
+    strict_tokens("expand_combine", f=(f, f.shape[-1]), post=(post, n), x=(x, k), res=(res, n * n))
     update = f.to(compute_dtype)
     if bias is not None:
         update = update + widened("expand_combine", "bias", bias, compute_dtype)
     added = streams_of(post.to(compute_dtype)[..., None] * update[..., None, :], layout)
     if dropout_p > 0.0:
-        tokens, k = math.prod(x.shape[:-2]), x.shape[-2] * x.shape[-1]
+        tokens = math.prod(x.shape[:-2])
         seed = draw_seed(x.device) if seed is None else seed
         mask = dropout_mask(seed, tokens, k, dropout_p, x.device).view(x.shape)
         # As torch's dropout: NaN of infinities that are dropped

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import widened
-from cute_kernels.mhc.checks import check_head
+from cute_kernels.mhc.checks import check_head, strict_tokens
 from cute_kernels.mhc.reference.aggregate import aggregate
 from cute_kernels.mhc.reference.coefficients import rms
 from cute_kernels.mhc.reference.projection import projection
@@ -47,6 +47,7 @@ def head(
     variant = variant_of("head", variant)
     layout = variant.layout if layout is None else layout
     check_head(x, fn, base, scale, norm_weight, layout, precision, compute_dtype=compute_dtype)
+    strict_tokens("head", x=(x, x.shape[-2] * x.shape[-1]))
     wide = x.to(compute_dtype)
     fn = widened("head", "fn", fn, compute_dtype)
     norm_weight = None if norm_weight is None else widened("head", "norm_weight", norm_weight, compute_dtype)

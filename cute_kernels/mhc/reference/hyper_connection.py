@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._real import as_float
-from cute_kernels.mhc.checks import check_expand_combine, check_pre, check_sublayer
+from cute_kernels.mhc.checks import check_expand_combine, check_pre, check_sublayer, result_of, strict_tokens
 from cute_kernels.mhc.reference.expand_combine import expand_combine
 from cute_kernels.mhc.reference.pre import pre
 from cute_kernels.mhc.variants import Variant, variant_of
@@ -47,6 +47,7 @@ def hyper_connection(
     layout = variant.layout if layout is None else layout
     res_orientation = variant.res_orientation if res_orientation is None else res_orientation
     check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)
+    strict_tokens(op, x=(x, x.shape[-2] * x.shape[-1]))
     check_sublayer(sublayer, x, bias, dropout_p, seed, layout, res_orientation, compute_dtype=compute_dtype)
     wide = x.to(compute_dtype)
     options = {"layout": layout, "compute_dtype": compute_dtype}
@@ -57,6 +58,7 @@ def hyper_connection(
     check_expand_combine(
         f, post, x, res, bias, dropout_p, seed, layout, res_orientation, op=op, compute_dtype=compute_dtype
     )
+    strict_tokens(op, **{result_of(op): (f, f.shape[-1])})
     out = expand_combine(
         f.to(compute_dtype),
         post,

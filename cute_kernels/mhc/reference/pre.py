@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import widened
-from cute_kernels.mhc.checks import check_pre, sizes
+from cute_kernels.mhc.checks import check_pre, sizes, strict_tokens
 from cute_kernels.mhc.reference.aggregate import aggregate
 from cute_kernels.mhc.reference.coefficients import coefficients
 from cute_kernels.mhc.reference.projection import projection
@@ -49,6 +49,7 @@ def pre(
     variant = variant_of(op, variant)
     layout = variant.layout if layout is None else layout
     check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)
+    strict_tokens(op, x=(x, x.shape[-2] * x.shape[-1]))
     n, _ = sizes(x, layout)
     phi, alpha, beta = (
         widened(op, name, t, compute_dtype) for name, t in (("phi", phi), ("alpha", alpha), ("beta", beta))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels._autograd import widened
-from cute_kernels.mhc.checks import check_projection
+from cute_kernels.mhc.checks import check_projection, strict_tokens
 from cute_kernels.mhc.reference.product import product
 
 
@@ -35,6 +35,7 @@ def projection(
         TypeError, ValueError: naming argument, expected and got.
     """
     check_projection(x, phi, norm_weight, layout, precision, compute_dtype=compute_dtype)
+    strict_tokens("projection", x=(x, x.shape[-2] * x.shape[-1]))
     rows = x.flatten(-2).to(compute_dtype)
     weight = widened("projection", "phi", phi, compute_dtype)
     if norm_weight is not None:

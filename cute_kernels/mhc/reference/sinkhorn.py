@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cute_kernels._autograd import first_derivative_only
 from cute_kernels._real import as_float
-from cute_kernels.mhc.checks import check_sinkhorn
+from cute_kernels.mhc.checks import check_sinkhorn, strict_tokens
 
 
 def sinkhorn(
@@ -41,6 +41,7 @@ def sinkhorn(
     """
     eps = as_float(eps)
     check_sinkhorn(logits, iterations, variant, eps, compute_dtype=compute_dtype)
+    strict_tokens("sinkhorn", logits=(logits, logits.shape[-1] ** 2))
     x = logits.to(compute_dtype)
     res = _log(x, iterations) if variant == "log" else _Divisions.apply(x, iterations, variant, eps)
     return res.contiguous()
