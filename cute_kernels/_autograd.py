@@ -104,6 +104,7 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     AccumulateGrad run as ever: training systems have them beside a main_grad.
 
     Raises:
+        TypeError: the main_grad is no tensor.
         ValueError: the main_grad is not contiguous fp32 of the parameter's shape on its device, or the parameter has a
             hook of ``register_hook``. A trace does not see the hook.
     """
@@ -114,6 +115,8 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     if main_grad is None:
         gradient = torch.empty(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return gradient, gradient
+    if not isinstance(main_grad, Tensor):
+        expect_tensor(op, f"{name}.main_grad", main_grad)
     if hooks:
         expected = "be of a parameter without tensor hooks, since its gradient does not go through autograd"
         expect(False, op, f"{name}.main_grad", expected, f"{len(hooks)} of register_hook")

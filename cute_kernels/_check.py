@@ -43,9 +43,16 @@ def expect_float(op: str, argument: str, value: object) -> None:
 
 
 def expect_dtype(op: str, argument: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Raise TypeError unless ``dtype`` is one of ``allowed``."""
+    """Raise TypeError unless ``dtype`` is a torch.dtype and one of ``allowed``."""
+    if not isinstance(dtype, torch.dtype):
+        expect(False, op, argument, f"be a torch.dtype such as {allowed[0]}", repr(dtype), TypeError)
     names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
     expect(dtype in allowed, op, argument, f"have dtype {names}", dtype, TypeError)
+
+
+def expect_backend(op: str, backend: object) -> None:
+    """Raise ValueError unless ``backend`` is None or "reference"."""
+    expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
 
 
 def expect_like(op: str, argument: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import expect
+from cute_kernels._check import expect, expect_tensor
 
 FILLER = -1  # in a list of rows: a row that the sample does not have, and that is not compared
 Rows = list[int]
@@ -31,12 +31,16 @@ class Runner:
         self.sample = [tensor.detach() for tensor in sample]
         self.notes: dict[str, None] = {}  # an ordered set
         self.compared: list[str] = []
+        self.returned = ""  # by the function, in words
         self.incoming: dict[str, Tensor] | None = None  # gradients of the outputs
         self.entered: dict[str, Tensor] = {}  # inputs of submodules, in the order of the calls
         self.left: dict[str, Tensor] = {}  # their outputs, in the order of the returns
         self.parameters: dict[str, nn.Parameter] = {}
         if isinstance(function, nn.Module) and gradients:
             self.parameters = {name: p for name, p in function.named_parameters() if p.requires_grad}
+        for name, p in self.parameters.items():
+            if _main_grad(p) is not None:
+                expect_tensor("check_invariance", f"parameter {name}.main_grad", _main_grad(p))
 
     def survey(self, rows: Rows) -> None:
         """Finds which tensors have the batch as dimension 0: their length follows the number of rows."""
@@ -54,7 +58,8 @@ class Runner:
                 self.note(f"{name} of shape {tuple(tensor.shape)} is not compared: dimension 0 is not the batch")
         if not any(name.startswith("output") for name in self.compared):
             got = {name: tuple(tensor.shape) for name, tensor in runs[0][1].items() if name.startswith("output")}
-            expect(False, "check_invariance", "module_or_fn", "return a tensor with dimension 0 as the batch", got)
+            expected = "return a tensor with dimension 0 as the batch, or tuples, lists, mappings, dataclasses of such"
+            expect(False, "check_invariance", "module_or_fn", expected, got or self.returned)
         self.incoming = {name: dy for name, dy in (self.incoming or {}).items() if name in self.compared}
         if self.gradients and not self.incoming:
             self.note("no output requires a gradient: gradients are not compared")
@@ -71,7 +76,9 @@ class Runner:
             if _main_grad(parameter) is not None:
                 parameter.main_grad = torch.zeros_like(parameter.main_grad)
         with torch.set_grad_enabled(self.gradients):
-            outputs = dict(self.tensors("output", self.function(*inputs)))
+            result = self.function(*inputs)
+            outputs = dict(self.tensors("output", result))
+        self.returned = f"{type(result).__name__} without a tensor"
         found = {**self.left, **{name: _kept(tensor) for name, tensor in outputs.items()}}
         gradients, sums = self.differentiate(outputs, leaves, rows, chosen, filler, generator)
         return Run({**found, **gradients}, sums)
@@ -105,6 +112,9 @@ class Runner:
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             for key, item in items:
                 yield from self.tensors(f"{name}[{key!r}]", item)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from self.tensors(f"{name}.{field.name}", getattr(value, field.name))
         elif value is not None:
             self.note(f"{name} is not compared: a {type(value).__name__}")
 

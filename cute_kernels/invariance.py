@@ -142,9 +142,9 @@ def check_invariance(
     """Compare a row's results and gradients, bit by bit, between one batch and transformed batches that hold the row.
 
     Args:
-        module_or_fn: called with the sample's tensors; returns a tensor, or tuples, lists and dicts of them. Arguments
-            without a batch dimension, such as weights, belong into it: a module's parameters, ``functools.partial``, or
-            ``lambda x: linear(x, weight)``.
+        module_or_fn: called with the sample's tensors; returns a tensor, or tuples, lists, mappings and dataclasses of
+            them. Arguments without a batch dimension, such as weights, belong into it: a module's parameters,
+            ``functools.partial``, or ``lambda x: linear(x, weight)``.
         sample: a tensor (rows, ...) or a sequence of such, at least 2 rows. Dimension 0 is the batch of independent
             rows; in 3-D activations it is the sequence. The function gets contiguous copies. Integer and bool tensors
             are transformed alike, but where a transform makes up a row they get one of the sample's, so that token ids
@@ -172,8 +172,8 @@ def check_invariance(
         not deterministic, and nothing else is run.
 
     Parameters' ``grad`` and ``main_grad``, buffers, hooks and the training mode are left as they were. All activations
-    and their gradients of two runs are kept in memory. On a CPU the ops are plain torch, which is not invariant: a note in
-    the report says so where all tensors are there.
+    and their gradients of two runs are kept in memory. On a CPU the ops are plain torch, which is not invariant: a note
+    in the report says so where all tensors are there.
 
     Example:
         >>> import torch

@@ -50,7 +50,7 @@ def check_bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, fp64: bool = 
     _check_operands("bmm", a, b, out_dtype, 3, "be a batch of matrices", fp64)
     entries = a.shape[0]
     if b.shape[0] != entries:  # as there
-        expect(False, "bmm", "b", f"have {entries} matrices", f"shape {tuple(b.shape)}")
+        expect(False, "bmm", "b", f"have {entries} matrices, as a has", f"shape {tuple(b.shape)}")
     # 32 bits count tiles, of which none has less than a row or a column to itself
     for name, t, what, size in (("a", a, "rows", a.shape[1]), ("b", b, "columns", b.shape[2])):
         if entries * size > MAX_SIZE:
@@ -70,7 +70,7 @@ def _check_operands(
         expect(fits, op, name, f"have dimensions of at most {MAX_SIZE}", f"{tuple(t.shape)}")
     expect(b.dtype == a.dtype, op, "b", f"have dtype {a.dtype}", b.dtype, TypeError)
     if b.shape[-2] != a.shape[-1]:  # a message with a symbolic size in it makes that a constant of the graph
-        expect(False, op, "b", f"have {a.shape[-1]} rows", f"shape {tuple(b.shape)}")
+        expect(False, op, "b", f"have {a.shape[-1]} rows, as a has columns", f"shape {tuple(b.shape)}")
     expect(b.device == a.device, op, "b", f"be on {a.device}", b.device)
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype, floats)
@@ -139,16 +139,14 @@ def check_linear(
     expect(weight.dim() == 2, "linear", "weight", "be a matrix (N, K)", f"shape {tuple(weight.shape)}")
     expect(weight.dtype == x.dtype, "linear", "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
     if weight.shape[1] != x.shape[-1]:
-        expect(False, "linear", "weight", f"have {x.shape[-1]} columns", f"shape {tuple(weight.shape)}")
+        expect(False, "linear", "weight", f"have {x.shape[-1]} columns, as x has", f"shape {tuple(weight.shape)}")
     expect(weight.device == x.device, "linear", "weight", f"be on {x.device}", weight.device)
     if bias is not None:
         expect_tensor("linear", "bias", bias)
         expect_dtype("linear", "bias", bias.dtype, floats)
         expect_like("linear", "bias", bias, (weight.shape[0],), x.device)
         expect(bias.is_contiguous(), "linear", "bias", "be contiguous", f"stride {bias.stride()}")
-    if out_dtype is not None:
-        expect_dtype("linear", "out_dtype", out_dtype, floats)
-    expect(activation in ACTIVATIONS, "linear", "activation", f"be one of {ACTIVATIONS}", repr(activation))
+    check_epilogue("linear", out_dtype, activation, floats)
     if num_valid_tokens is not None:
         expect_tensor("linear", "num_valid_tokens", num_valid_tokens)
         expect_dtype("linear", "num_valid_tokens", num_valid_tokens.dtype, (torch.int32,))
@@ -162,6 +160,13 @@ def check_linear(
             f"be on {x.device}",
             num_valid_tokens.device,
         )
+
+
+def check_epilogue(op: str, out_dtype: torch.dtype | None, activation: str | None, floats=FLOATS) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype, floats)
+    expect(activation in ACTIVATIONS, op, "activation", f"be one of {ACTIVATIONS}", repr(activation))
 
 
 def check_log_prob(
@@ -181,7 +186,7 @@ def check_log_prob(
     expect(weight.dim() == 2, op, "weight", "be a matrix (V, K)", f"shape {tuple(weight.shape)}")
     expect(weight.dtype == x.dtype, op, "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
     if weight.shape[1] != x.shape[-1]:
-        expect(False, op, "weight", f"have {x.shape[-1]} columns", f"shape {tuple(weight.shape)}")
+        expect(False, op, "weight", f"have {x.shape[-1]} columns, as x has", f"shape {tuple(weight.shape)}")
     expect(weight.shape[0] > 0, op, "weight", "have at least one row", f"shape {tuple(weight.shape)}")
     expect(weight.device == x.device, op, "weight", f"be on {x.device}", weight.device)
     expect_like(op, "target", target, tuple(x.shape[:-1]), x.device)

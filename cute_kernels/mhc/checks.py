@@ -50,7 +50,8 @@ def check_projection(
     expect_dtype(op, "phi", phi.dtype, _allowed(PARAMETERS, compute_dtype))
     rows, k = (num_coefficients(n), n), n * channels
     good = phi.dim() == 2 and (phi.shape[0] == rows[0] or phi.shape[0] == rows[1]) and phi.shape[1] == k
-    expect(good, op, "phi", f"have shape {(rows[0], k)} or {(rows[1], k)}", tuple(phi.shape))
+    expected = f"have shape {(rows[0], k)} or {(rows[1], k)}, as x has {n} streams of {channels} channels"
+    expect(good, op, "phi", expected, tuple(phi.shape))
     expect(phi.device == x.device, op, "phi", f"be on {x.device}", phi.device)
     expect(phi.is_contiguous(), op, "phi", "be contiguous", f"strides {phi.stride()}")
     if norm_weight is not None:
@@ -218,7 +219,7 @@ def check_head(
     """Raise TypeError or ValueError, naming argument, expected and got. The variant: ``variant_of``."""
     op = "head"
     n, channels = _check_residual(op, x, layout, compute_dtype)
-    _check_parameter(op, "fn", fn, (n, n * channels), x.device, compute_dtype)
+    _check_weight(op, "fn", fn, n, n, channels, x.device, compute_dtype)
     _check_parameter(op, "base", base, (n,), x.device, compute_dtype)
     _check_parameter(op, "scale", scale, (1,), x.device, compute_dtype)
     if norm_weight is not None:
@@ -241,7 +242,7 @@ def check_pre(
     """Raise TypeError or ValueError, naming argument, expected and got. The variant: ``variant_of``."""
     n, channels = _check_residual(op, x, layout, compute_dtype)
     columns = num_coefficients(n)
-    _check_parameter(op, "phi", phi, (columns, n * channels), x.device, compute_dtype)
+    _check_weight(op, "phi", phi, columns, n, channels, x.device, compute_dtype)
     _check_parameter(op, "alpha", alpha, (3,), x.device, compute_dtype)
     _check_parameter(op, "beta", beta, (columns,), x.device, compute_dtype)
     if norm_weight is not None:
@@ -323,6 +324,14 @@ def _check_coefficient(op, name, t, shape, device, compute_dtype) -> None:
     expect_tensor(op, name, t)
     expect_dtype(op, name, t.dtype, _allowed(COEFFICIENTS, compute_dtype))
     expect_like(op, name, t, shape, device)
+
+
+def _check_weight(op, name, weight, rows, n, channels, device, compute_dtype) -> None:
+    """A parameter whose shape x's decides."""
+    if isinstance(weight, Tensor) and weight.dtype in _allowed(PARAMETERS, compute_dtype):
+        expected = f"have shape {(rows, n * channels)}, as x has {n} streams of {channels} channels"
+        expect(tuple(weight.shape) == (rows, n * channels), op, name, expected, tuple(weight.shape))
+    _check_parameter(op, name, weight, (rows, n * channels), device, compute_dtype)
 
 
 def _check_parameter(op, name, parameter, shape, device, compute_dtype) -> None:

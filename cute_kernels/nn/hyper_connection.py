@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import Backend, expect, expect_float, expect_int, expect_tensor
+from cute_kernels._check import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
 from cute_kernels._op import is_plain
 from cute_kernels._real import as_float
 from cute_kernels.mhc import launch
@@ -229,6 +229,7 @@ class HyperConnection(FloatModule):
     ) -> None:
         super().__init__()
         expect_config(OP, config, HyperConnectionConfig)
+        expect_backend(OP, backend)
         n, k = config.num_streams, config.num_streams * config.hidden_size
         self.config = config
         self.backend = backend
@@ -260,6 +261,7 @@ class HyperConnection(FloatModule):
         """
         expect_whole(OP, self.phi, self.alpha, self.beta)
         expect_manager(OP, recompute)
+        expect_residual(OP, x, self.config, self.variant)
         v, parameters = self.variant, (self.phi, self.alpha, self.beta, None)
         if takes_reference(OP, x, self.backend):
             function, arguments = functools.partial(_reference_pre, v), (x, *parameters[:3])
@@ -418,6 +420,7 @@ class LearnedHead(FloatModule):
     ) -> None:
         super().__init__()
         expect_config("LearnedHead", config, HyperConnectionConfig)
+        expect_backend("LearnedHead", backend)
         n = config.num_streams
         self.config = config
         self.backend = backend
@@ -444,6 +447,7 @@ class LearnedHead(FloatModule):
             (..., C) in x's dtype.
         """
         expect_whole("LearnedHead", self.fn, self.base, self.scale)
+        expect_residual("LearnedHead", x, self.config, self.variant)
         return mhc.head(x, self.fn, self.base, self.scale, variant=self.variant, backend=self.backend)
 
 
@@ -463,6 +467,16 @@ def _reference_combine(variant: Variant, dropout_p: float, f, post, x, res, bias
         res_orientation=variant.res_orientation,
         backend="reference",
     )
+
+
+def expect_residual(module: str, x: Tensor, config: HyperConnectionConfig, variant: Variant) -> None:
+    """Raise ValueError unless x has the streams and channels that a module was made for."""
+    token = config.num_streams, config.hidden_size
+    if variant.layout == "channels":
+        token = token[::-1]
+    if isinstance(x, Tensor) and x.shape[-2:] != token:
+        expected = f"have shape (..., {token[0]}, {token[1]}), as the config says"
+        expect(False, module, "x", expected, tuple(x.shape))
 
 
 def expect_config(module: str, config: object, wanted: type) -> None:

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import Backend, expect, expect_int
+from cute_kernels._check import FLOATS, Backend, expect, expect_backend, expect_int
 from cute_kernels.gemm import linear
-from cute_kernels.gemm.checks import Activation
+from cute_kernels.gemm.checks import FP64, Activation, check_epilogue
 from cute_kernels.nn._whole import expect_whole
 
 
@@ -61,6 +61,9 @@ class Linear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             expect_int("Linear", name, size)
             expect(size >= 0, "Linear", name, "be at least 0", size)
+        floats = (*FLOATS, *FP64) if dtype is torch.float64 else FLOATS
+        check_epilogue("Linear", out_dtype, activation, floats)
+        expect_backend("Linear", backend)
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation
@@ -91,6 +94,9 @@ class Linear(nn.Module):
             (..., N) in ``out_dtype``, or x's dtype.
         """
         weight, bias = self._weight_for(x), self.bias
+        if isinstance(x, Tensor) and x.shape[-1:] != weight.shape[1:]:
+            expected = f"have {weight.shape[1]} columns, as in_features says"
+            expect(False, "Linear", "x", expected, f"shape {tuple(x.shape)}")
         return linear(
             x,
             weight,

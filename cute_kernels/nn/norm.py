@@ -10,12 +10,12 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import Backend, expect
+from cute_kernels._check import Backend, expect, expect_backend
 from cute_kernels._real import as_float
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
-from cute_kernels.norm.checks import Save
+from cute_kernels.norm.checks import Save, check_options
 from cute_kernels.norm.launch import plan_forward
 
 
@@ -33,6 +33,8 @@ class _Norm(nn.Module):
         self.eps = as_float(eps)
         self.elementwise_affine = elementwise_affine
         self.weight_offset = as_float(weight_offset)
+        check_options(type(self).__name__, self.eps, self.weight_offset, save, out_dtype)
+        expect_backend(type(self).__name__, backend)
         self.save = save
         self.out_dtype = out_dtype
         self.backend = backend
@@ -59,8 +61,7 @@ class _Norm(nn.Module):
         """
         weight, bias = self.weight, self.bias
         expect_whole(type(self).__name__, weight, bias)
-        if weight is None:
-            self.expect_width(x)
+        self.expect_width(x)
         return self.function(
             x,
             weight,
@@ -82,10 +83,10 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def expect_width(self, x: Tensor) -> None:
-        """Without a weight there is nothing else that x must fit."""
-        if self.weight is None and isinstance(x, Tensor):
-            good, (width,) = x.shape[-1:] == self.normalized_shape, self.normalized_shape
-            expect(good, type(self).__name__, "x", f"have {width} columns", f"shape {tuple(x.shape)}")
+        """Raise ValueError for an x of other columns: the module knows that x is wrong, and not its weight."""
+        if isinstance(x, Tensor) and x.shape[-1:] != self.normalized_shape:
+            expected = f"have {self.normalized_shape[0]} columns, as normalized_shape says"
+            expect(False, type(self).__name__, "x", expected, f"shape {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"

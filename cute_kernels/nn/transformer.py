@@ -406,7 +406,12 @@ class MHCTransformer(nn.Module):
             NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
         """
         self._check(tokens, targets)
-        h = self.embedding(tokens)
+        try:
+            h = self.embedding(tokens)
+        except IndexError:
+            # On a CPU alone: on a GPU the host would wait for the tokens, and torch's kernel asserts there
+            self._check_vocabulary(tokens)
+            raise
         if h.dtype is torch.float32:
             h = h.to(torch.bfloat16)
         return self.output(self.block(h), targets)
@@ -443,6 +448,12 @@ class MHCTransformer(nn.Module):
             expect_tensor(op, "targets", targets)
             expect_dtype(op, "targets", targets.dtype, (torch.int64,))
             expect_like(op, "targets", targets, tokens.shape, tokens.device)
+
+    def _check_vocabulary(self, tokens: Tensor) -> None:
+        size = self.config.vocab_size
+        beyond = tokens[(tokens < 0) | (tokens >= size)]
+        if beyond.numel():
+            expect(False, "MHCTransformer", "tokens", f"be from 0 to {size - 1} (vocab_size {size})", beyond[0].item())
 
 
 def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -38,7 +38,9 @@ def check_norm(
         if vector is not None:
             expect_tensor(op, name, vector)
             expect_dtype(op, name, vector.dtype)
-            expect_like(op, name, vector, (n,), x.device)
+            good = vector.dim() == 1 and vector.shape[0] == n
+            expect(good, op, name, f"have shape {(n,)}, as x has {n} columns", tuple(vector.shape))
+            expect(vector.device == x.device, op, name, f"be on {x.device}", vector.device)
             expect(vector.is_contiguous(), op, name, "be contiguous", f"stride {vector.stride()}")
     if residual is not None:
         expect_tensor(op, "residual", residual)
@@ -46,6 +48,12 @@ def check_norm(
         expect_like(op, "residual", residual, tuple(x.shape), x.device)
         contiguous = n == 1 or residual.stride(-1) == 1
         expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
+    check_options(op, eps, weight_offset, save, out_dtype)
+    expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
+
+
+def check_options(op: str, eps: float, weight_offset: float, save: str, out_dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
     good = type(eps) is float and UNDERFLOW < eps < OVERFLOW
     if not good:  # torch.compile traces no text of a number that is another at another call
         expect(False, op, "eps", "be a float, positive and finite in fp32", f"{eps!r} of type {type(eps).__name__}")
@@ -54,6 +62,5 @@ def check_norm(
         got = f"{weight_offset!r} of type {type(weight_offset).__name__}"
         expect(False, op, "weight_offset", "be a float, finite in fp32", got)
     expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
-    expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype)

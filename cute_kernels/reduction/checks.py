@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect, expect_dtype, expect_tensor
+from cute_kernels._check import expect, expect_dtype, expect_int, expect_tensor
 from cute_kernels.reduction.config import MAX_COLUMNS
 
 MAX_ROWS = 2**31 - 2**24  # as of the norms
@@ -23,6 +23,18 @@ def check_softmax(op: str, x: Tensor, out_dtype: torch.dtype | None) -> None:
     expect(n <= 1 or x.stride(-1) == 1, op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype)
+
+
+def check_last(op: str, x: Tensor, dim: int) -> None:
+    """Raise TypeError or ValueError unless ``dim`` is the last dimension, as torch names it."""
+    if type(dim) is int and dim == -1:
+        return
+    expect_tensor(op, "x", x)
+    expect_int(op, "dim", dim)
+    last = x.dim() - 1
+    if dim != last or last < 0:  # a message would make a symbolic number a constant
+        expected = f"be -1 or {last}, the last dimension (x.movedim(dim, -1) puts another one there)"
+        expect(False, op, "dim", expected if last >= 0 else "be -1", dim)
 
 
 def check_rows(op: str, rows: int) -> None:

@@ -13,7 +13,7 @@ from cute_kernels._autograd import as_rows, eager_apply, first_derivative_only, 
 from cute_kernels._check import Backend, expect
 from cute_kernels._op import allocator, contiguous_strides, is_plain
 from cute_kernels.reduction import reference
-from cute_kernels.reduction.checks import check_softmax, check_sum
+from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
 from cute_kernels.reduction.launch import (
     run_softmax,
     run_softmax_backward,
@@ -24,12 +24,15 @@ from cute_kernels.reduction.launch import (
 )
 
 
-def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: Backend | None = None) -> Tensor:
+def softmax(
+    x: Tensor, dim: int = -1, *, out_dtype: torch.dtype | None = None, backend: Backend | None = None
+) -> Tensor:
     """``exp(x - max(x)) / sum(exp(x - max(x)))`` over the last dimension.
 
     Args:
         x: (..., N) bf16, fp16 or fp32; N up to 262,144; last dimension contiguous; the leading dimensions must collapse
             to rows of one stride.
+        dim: the last dimension, -1 or x.dim() - 1: that torch's callers may name it.
         out_dtype: bf16, fp16 or fp32; x's if None.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
@@ -52,15 +55,18 @@ def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: Backend
         >>> softmax(torch.tensor([[0.0, 0.0, float("-inf")]]))
         tensor([[0.5000, 0.5000, 0.0000]])
     """
-    return _softmax("softmax", x, out_dtype, backend)
+    return _softmax("softmax", x, dim, out_dtype, backend)
 
 
-def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: Backend | None = None) -> Tensor:
+def log_softmax(
+    x: Tensor, dim: int = -1, *, out_dtype: torch.dtype | None = None, backend: Backend | None = None
+) -> Tensor:
     """``x - max(x) - log(sum(exp(x - max(x))))`` over the last dimension.
 
     Args:
         x: (..., N) bf16, fp16 or fp32; N up to 262,144; last dimension contiguous; the leading dimensions must collapse
             to rows of one stride.
+        dim: the last dimension, as in torch; for another one ``movedim`` it.
         out_dtype: bf16, fp16 or fp32; x's if None.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
@@ -83,10 +89,12 @@ def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: Bac
         >>> log_softmax(torch.tensor([[0.0, 0.0]])).round(decimals=3)
         tensor([[-0.6930, -0.6930]])
     """
-    return _softmax("log_softmax", x, out_dtype, backend)
+    return _softmax("log_softmax", x, dim, out_dtype, backend)
 
 
-def _softmax(op: str, x: Tensor, out_dtype: torch.dtype | None, backend: Backend | None) -> Tensor:
+def _softmax(op: str, x: Tensor, dim: int, out_dtype: torch.dtype | None, backend: Backend | None) -> Tensor:
+    if type(dim) is not int or dim != -1:
+        check_last(op, x, dim)
     if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
         expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
         return getattr(reference, op)(x, out_dtype=out_dtype)

@@ -12,20 +12,24 @@ import torch
 from torch import Tensor
 
 from cute_kernels._strict import strict_rows
-from cute_kernels.reduction.checks import check_softmax, check_sum
+from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
 
 
-def softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, compute_dtype: torch.dtype = torch.float32) -> Tensor:
+def softmax(
+    x: Tensor, dim: int = -1, *, out_dtype: torch.dtype | None = None, compute_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Softmax over the last dimension; see ``cute_kernels.reduction.softmax``."""
+    check_last("softmax", x, dim)
     check_softmax("softmax", x, out_dtype)
     strict_rows("softmax", x=x)
     return torch.softmax(x.to(compute_dtype), -1).to(out_dtype or x.dtype)
 
 
 def log_softmax(
-    x: Tensor, *, out_dtype: torch.dtype | None = None, compute_dtype: torch.dtype = torch.float32
+    x: Tensor, dim: int = -1, *, out_dtype: torch.dtype | None = None, compute_dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Logarithm of the softmax over the last dimension; see ``cute_kernels.reduction.log_softmax``."""
+    check_last("log_softmax", x, dim)
     check_softmax("log_softmax", x, out_dtype)
     strict_rows("log_softmax", x=x)
     return torch.log_softmax(x.to(compute_dtype), -1).to(out_dtype or x.dtype)

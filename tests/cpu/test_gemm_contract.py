@@ -53,8 +53,8 @@ MM_ERRORS = [
     (TypeError, {"b": zeros(K, N, dtype=FP32)}, "b must have dtype bfloat16, float16, got torch.float32"),
     (TypeError, {"a": zeros(M, K, dtype=torch.int8)}, "a must have dtype bfloat16, float16, got torch.int8"),
     (TypeError, {"b": zeros(K, N, dtype=FP16)}, "b must have dtype torch.bfloat16, got torch.float16"),
-    (ValueError, {"b": zeros(K + 1, N)}, "b must have 64 rows, got shape (65, 32)"),
-    (ValueError, {"b": zeros(N, K)}, "b must have 64 rows, got shape (32, 64)"),
+    (ValueError, {"b": zeros(K + 1, N)}, "b must have 64 rows, as a has columns, got shape (65, 32)"),
+    (ValueError, {"b": zeros(N, K)}, "b must have 64 rows, as a has columns, got shape (32, 64)"),
     (ValueError, {"a": zeros(K)}, "a must be a matrix, got shape (64,)"),
     (ValueError, {"a": zeros(2, M, K)}, "a must be a matrix, got shape (2, 4, 64)"),
     (ValueError, {"b": zeros(())}, "b must be a matrix, got shape ()"),
@@ -65,7 +65,7 @@ MM_ERRORS = [
         {"out_dtype": torch.float64},
         "out_dtype must have dtype bfloat16, float16, float32, got torch.float64",
     ),
-    (TypeError, {"out_dtype": "bfloat16"}, "out_dtype must have dtype bfloat16, float16, float32, got bfloat16"),
+    (TypeError, {"out_dtype": "bfloat16"}, "out_dtype must be a torch.dtype such as torch.bfloat16, got 'bfloat16'"),
     (TypeError, {"out": 0.0}, "out must be a torch.Tensor, got float"),
     (
         TypeError,
@@ -99,8 +99,8 @@ BMM_ERRORS = [
     (TypeError, {"b": zeros(L, K, N, dtype=FP16)}, "b must have dtype torch.bfloat16, got torch.float16"),
     (ValueError, {"a": zeros(M, K)}, "a must be a batch of matrices, got shape (4, 64)"),
     (ValueError, {"b": zeros(K, N)}, "b must be a batch of matrices, got shape (64, 32)"),
-    (ValueError, {"b": zeros(1, K, N)}, "b must have 3 matrices, got shape (1, 64, 32)"),
-    (ValueError, {"b": zeros(L, N, K)}, "b must have 64 rows, got shape (3, 32, 64)"),
+    (ValueError, {"b": zeros(1, K, N)}, "b must have 3 matrices, as a has, got shape (1, 64, 32)"),
+    (ValueError, {"b": zeros(L, N, K)}, "b must have 64 rows, as a has columns, got shape (3, 32, 64)"),
     (ValueError, {"b": zeros(L, K, N, device="meta")}, "b must be on cpu, got meta"),
     (
         TypeError,
@@ -136,8 +136,8 @@ LINEAR_ERRORS = [
         "bias must have dtype bfloat16, float16, float32, got torch.float64",
     ),
     (ValueError, {"x": zeros(())}, "x must have at least one dimension, got shape ()"),
-    (ValueError, {"weight": zeros(N, K + 1)}, "weight must have 64 columns, got shape (32, 65)"),
-    (ValueError, {"weight": zeros(K, N)}, "weight must have 64 columns, got shape (64, 32)"),
+    (ValueError, {"weight": zeros(N, K + 1)}, "weight must have 64 columns, as x has, got shape (32, 65)"),
+    (ValueError, {"weight": zeros(K, N)}, "weight must have 64 columns, as x has, got shape (64, 32)"),
     (ValueError, {"weight": zeros(K)}, "weight must be a matrix (N, K), got shape (64,)"),
     (ValueError, {"weight": zeros(2, N, K)}, "weight must be a matrix (N, K), got shape (2, 32, 64)"),
     (ValueError, {"weight": zeros(N, K, device="meta")}, "weight must be on cpu, got meta"),
@@ -148,7 +148,7 @@ LINEAR_ERRORS = [
     (ValueError, {"bias": zeros(2 * N)[::2]}, "bias must be contiguous, got stride (2,)"),
     (ValueError, {"bias": zeros(1).expand(N)}, "bias must be contiguous, got stride (0,)"),
     (TypeError, {"out_dtype": torch.int32}, "out_dtype must have dtype bfloat16, float16, float32, got torch.int32"),
-    (TypeError, {"out_dtype": 16}, "out_dtype must have dtype bfloat16, float16, float32, got 16"),
+    (TypeError, {"out_dtype": 16}, "out_dtype must be a torch.dtype such as torch.bfloat16, got 16"),
     (ValueError, {"activation": "swish"}, "activation must be one of (None, 'relu', 'silu', 'gelu'), got 'swish'"),
     (ValueError, {"activation": True}, "activation must be one of (None, 'relu', 'silu', 'gelu'), got True"),
     (ValueError, {"backend": "triton"}, "backend must be None or 'reference', got 'triton'"),
@@ -216,6 +216,10 @@ def test_bad_main_grad(parameter):
         with pytest.raises(ValueError) as caught:
             y.sum().backward()
         assert str(caught.value).startswith(expected)
+    leaves[parameter].main_grad = 5
+    y = linear(zeros(M, K), **leaves)
+    with pytest.raises(TypeError, match=f"^linear: {parameter}.main_grad must be a torch.Tensor, got int$"):
+        y.sum().backward()
 
 
 def test_a_main_grad_that_is_negated_lazily():
@@ -552,3 +556,34 @@ def test_module_calls_linear():
 def test_sizes_of_the_module(sizes, error, message):
     with pytest.raises(error, match=f"^Linear: {message}$"):
         nn.Linear(*sizes)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"activation": "tanh"}, ValueError, r"activation must be one of \(None, 'relu', 'silu', 'gelu'\), got 'tanh'"),
+        ({"out_dtype": "bf16"}, TypeError, "out_dtype must be a torch.dtype such as torch.bfloat16, got 'bf16'"),
+        (
+            {"out_dtype": torch.float64},
+            TypeError,
+            "out_dtype must have dtype bfloat16, float16, float32, got torch.float64",
+        ),
+        ({"backend": "cublas"}, ValueError, "backend must be None or 'reference', got 'cublas'"),
+    ],
+)
+def test_a_wrong_choice_fails_when_the_module_is_made(options, error, message):
+    with pytest.raises(error, match=f"^Linear: {message}$"):
+        nn.Linear(8, 4, **options)
+    nn.Linear(8, 4, dtype=torch.float64, out_dtype=torch.float64)
+
+
+def test_the_module_blames_x(path):
+    module = nn.Linear(K, N, dtype=BF16)
+    for shape in ((M, K + 8), (2, M, 1)):
+        expected = f"^Linear: x must have {K} columns, as in_features says, got shape {re.escape(str(shape))}$"
+        with pytest.raises(ValueError, match=expected):
+            module(zeros(*shape))
+    with pytest.raises(ValueError, match="^linear: num_valid_tokens must be on cpu"):
+        module(zeros(M, K), torch.zeros(1, dtype=torch.int32, device="meta"))
+    with pytest.raises(TypeError, match="^linear: x must be a torch.Tensor, got list"):
+        module([1.0])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import pytest
 import torch
@@ -542,6 +543,28 @@ def test_a_report_of_cpu_tensors_says_what_it_does_not_show(tmp_path):
     assert ON_CPU in json.loads((tmp_path / "report.json").read_text())["notes"]
 
 
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    cache: object = None
+
+
+def test_results_in_a_dataclass_or_a_mapping():
+    report = check_invariance(lambda x: Output(squares(x)), batch())
+    assert report and "output.logits" in report.tensors
+    report = check_invariance(lambda x: types.MappingProxyType({"y": squares(x)}), batch())
+    assert report and "output['y']" in report.tensors
+    report = check_invariance(lambda x: Output(squares(x), types.SimpleNamespace()), batch())
+    assert "output.cache is not compared: a SimpleNamespace" in report.notes
+
+
+def test_a_main_grad_that_is_no_tensor():
+    module = nn.Linear(8, 8)
+    module.weight.main_grad = 5
+    with pytest.raises(TypeError, match="parameter weight.main_grad must be a torch.Tensor, got int$"):
+        check_invariance(module, batch())
+
+
 # Arguments
 
 
@@ -559,9 +582,20 @@ def test_a_report_of_cpu_tensors_says_what_it_does_not_show(tmp_path):
         (
             (torch.sum, torch.ones(4)),
             ValueError,
-            r"return a tensor with dimension 0 as the batch, got {'output': \(\)}",
+            r"return a tensor with dimension 0 as the batch, .* of such, got {'output': \(\)}",
         ),
-        ((len, torch.ones(4)), ValueError, "module_or_fn must return a tensor with dimension 0 as the batch, got {}"),
+        ((len, torch.ones(4)), ValueError, "module_or_fn must return a tensor .*, got int without a tensor$"),
+        ((lambda x: {}, torch.ones(4)), ValueError, "module_or_fn must return a tensor .*, got dict without a tensor$"),
+        (
+            (lambda x: types.SimpleNamespace(y=x), torch.ones(4)),
+            ValueError,
+            "tuples, lists, mappings, dataclasses of such, got SimpleNamespace without a tensor",
+        ),
+        (
+            (lambda x: types.MappingProxyType({"loss": x.sum()}), torch.ones(4)),
+            ValueError,
+            r"must return a tensor .*, got {\"output\['loss'\]\": \(\)}",
+        ),
     ],
 )
 def test_bad_function_or_sample(arguments, error, message):

@@ -124,7 +124,11 @@ BAD = {
         ValueError,
         "weight must be a matrix (V, K), got shape (64,)",
     ),
-    "other widths": ({"weight": torch.zeros(32, 72, dtype=BF16)}, ValueError, "weight must have 64 columns, got shape"),
+    "other widths": (
+        {"weight": torch.zeros(32, 72, dtype=BF16)},
+        ValueError,
+        "weight must have 64 columns, as x has, got shape",
+    ),
     "no column": (
         {"weight": torch.zeros(0, 64, dtype=BF16)},
         ValueError,

@@ -110,7 +110,7 @@ X_ERRORS = [
 ]
 
 
-def parameter_errors(name: str, *shape: int) -> list[tuple]:
+def parameter_errors(name: str, *shape: int, because: str = "") -> list[tuple]:
     text, layout = str(shape), "sparse_csr" if len(shape) > 1 else "sparse_coo"
     wrong = (shape[0] + 1, *shape[1:])
     strides = gapped(*shape).stride()
@@ -123,8 +123,8 @@ def parameter_errors(name: str, *shape: int) -> list[tuple]:
         (TypeError, {name: without_strides(*shape)}, f"{name} must have layout torch.strided, got torch.{layout}"),
         (TypeError, {name: zeros(*shape, dtype=FP16)}, f"{name} must have dtype float32, bfloat16, got torch.float16"),
         (TypeError, {name: zeros(*shape, dtype=FP64)}, f"{name} must have dtype float32, bfloat16, got torch.float64"),
-        (ValueError, {name: zeros(*wrong)}, f"{name} must have shape {text}, got {wrong}"),
-        (ValueError, {name: zeros(1, *shape)}, f"{name} must have shape {text}, got {(1, *shape)}"),
+        (ValueError, {name: zeros(*wrong)}, f"{name} must have shape {text}{because}, got {wrong}"),
+        (ValueError, {name: zeros(1, *shape)}, f"{name} must have shape {text}{because}, got {(1, *shape)}"),
         (ValueError, {name: zeros(*shape, device="meta")}, f"{name} must be on cpu, got meta"),
         *contiguity,
     ]
@@ -156,7 +156,8 @@ VARIANT = [
     (TypeError, {"variant": 4}, "variant must be a name or a Variant, got int"),
 ]
 BETWEEN = "eps must be a float between 0 and 1"
-PHI = "phi must have shape (24, 64) or (4, 64)"
+OF_X = ", as x has 4 streams of 16 channels"
+PHI = f"phi must have shape (24, 64) or (4, 64){OF_X}"
 COMBINE = [
     *parameter_errors("bias", C),
     (ValueError, {"dropout_p": 1.0, "seed": 1}, "dropout_p must be a float in [0, 1), got 1.0"),
@@ -185,7 +186,7 @@ ITERATIONS = "iterations must be an int from 1 to 100"
 SQUARE = "logits must have shape (..., n, n) with n one of (1, 2, 4, 8)"
 NUMBERS = "n must be one of (1, 2, 4, 8)"
 PRE = [
-    *parameter_errors("phi", COLUMNS, K),
+    *parameter_errors("phi", COLUMNS, K, because=OF_X),
     *parameter_errors("alpha", 3),
     *parameter_errors("beta", COLUMNS),
     *parameter_errors("norm_weight", K),
@@ -278,7 +279,7 @@ ERRORS = {
     ],
     "contract": [],
     "head": [
-        *parameter_errors("fn", N, K),
+        *parameter_errors("fn", N, K, because=OF_X),
         *parameter_errors("base", N),
         *parameter_errors("scale", 1),
         *parameter_errors("norm_weight", K),
@@ -350,6 +351,9 @@ def test_a_bad_main_grad_is_of_the_op_that_was_called(library, op, name):
     out = getattr(library, op)(**arguments)
     out = out if isinstance(out, torch.Tensor) else sum(t.float().sum() for t in out)
     with pytest.raises(ValueError, match=rf"^{op}: {name}\.main_grad must be contiguous float32 of shape"):
+        out.sum().backward(retain_graph=True)
+    arguments[name].main_grad = 5
+    with pytest.raises(TypeError, match=rf"^{op}: {name}\.main_grad must be a torch.Tensor, got int$"):
         out.sum().backward()
 
 

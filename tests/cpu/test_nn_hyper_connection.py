@@ -362,3 +362,25 @@ def test_a_residual_of_two_connections(second, path):
 
     for found, wanted in zip(gradients(RecomputeManager()), gradients(None), strict=True):
         assert found is wanted is None or torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("module", [HyperConnection, LearnedHead])
+def test_a_wrong_backend_fails_when_the_module_is_made(module):
+    name = module.__name__
+    with pytest.raises(ValueError, match=f"^{name}: backend must be None or 'reference', got 'torch'$"):
+        module(HyperConnectionConfig(16), backend="torch")
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v4", "transformer_engine"])
+@pytest.mark.parametrize("module", [HyperConnection, LearnedHead])
+def test_a_residual_of_other_streams_or_channels_is_what_is_wrong(module, variant, path):
+    made, by_streams = module(HyperConnectionConfig(16, variant=variant)), variant == "deepseek_v4"
+    wanted = r"\(..., 4, 16\)" if by_streams else r"\(..., 16, 4\)"
+    for n, channels in ((4, 32), (2, 16), (3, 16)):
+        x = torch.zeros(5, n, channels) if by_streams else torch.zeros(5, channels, n)
+        with pytest.raises(
+            ValueError, match=rf"^{module.__name__}: x must have shape {wanted}, as the config says, got"
+        ):
+            made(x)
+    with pytest.raises(ValueError, match="x must have contiguous last two dimensions"):
+        made(torch.zeros(5, 16, 4).mT if by_streams else torch.zeros(5, 4, 16).mT)

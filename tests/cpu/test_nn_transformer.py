@@ -490,3 +490,16 @@ def test_residuals_offloaded_inside_of_a_checkpoint_are_refused():
         RuntimeError, match="ResidualOffload: offload inside of torch.utils.checkpoint: use one of them"
     ):
         torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("token", [200, -1, 2**40])
+def test_a_token_beyond_the_vocabulary(token):
+    config = make_config(vocab=200)
+    model = MHCTransformer(config)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    tokens[1, 2] = token
+    wanted = rf"^MHCTransformer: tokens must be from 0 to 199 \(vocab_size 200\), got {token}$"
+    with pytest.raises(ValueError, match=wanted):
+        model(tokens)
+    with pytest.raises(ValueError, match=wanted):
+        model.loss(tokens, tokens)

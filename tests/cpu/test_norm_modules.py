@@ -42,13 +42,35 @@ def test_same_as_torch(name, options, shape, generator):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_width_without_a_weight(name):
-    module = PAIRS[name][0](8, elementwise_affine=False)
-    for x in (torch.zeros(2, 16), torch.zeros(())):
-        with pytest.raises(
-            ValueError, match=f"^{name}: x must have 8 columns, got shape {re.escape(str(tuple(x.shape)))}$"
-        ):
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_x_of_other_columns_is_what_is_wrong(name, affine):
+    module = PAIRS[name][0](8, elementwise_affine=affine)
+    with pytest.raises(ValueError, match="residual must have shape"):
+        module(torch.zeros(2, 8), torch.zeros(3, 8))
+    for x in (torch.zeros(2, 16), torch.zeros(2, 1), *(() if affine else [torch.zeros(())])):
+        shape = re.escape(str(tuple(x.shape)))
+        expected = f"x must have 8 columns, as normalized_shape says, got shape {shape}"
+        with pytest.raises(ValueError, match=f"^{name}: {expected}$"):
             module(x)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"save": "outputs"}, ValueError, "save must be 'input' or 'output', got 'outputs'"),
+        ({"out_dtype": "bf16"}, TypeError, "out_dtype must be a torch.dtype such as torch.bfloat16, got 'bf16'"),
+        ({"out_dtype": torch.int8}, TypeError, "out_dtype must have dtype bfloat16, float16, float32, got torch.int8"),
+        ({"eps": -1}, ValueError, "eps must be a float, positive and finite in fp32, got -1.0 of type float"),
+        ({"eps": "1e-5"}, ValueError, "eps must be a float, positive and finite in fp32, got '1e-5' of type str"),
+        ({"weight_offset": None}, ValueError, "weight_offset must be a float, finite in fp32, got None of type"),
+        ({"backend": "torch"}, ValueError, "backend must be None or 'reference', got 'torch'"),
+    ],
+)
+def test_a_wrong_choice_fails_when_the_module_is_made(name, options, error, message):
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        PAIRS[name][0](8, **options)
+    assert PAIRS[name][0](8, eps=1).eps == 1.0  # an integer is a number
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -66,7 +66,7 @@ def test_more_sums_than_a_grid_has_ctas():
     [
         (lambda x: reduction.softmax(x.double()), TypeError, "softmax: x must have dtype bfloat16, float16, float32"),
         (lambda x: reduction.softmax(x, out_dtype=torch.int32), TypeError, "softmax: out_dtype must have dtype"),
-        (lambda x: reduction.softmax(x, out_dtype=False), TypeError, "softmax: out_dtype must have dtype"),
+        (lambda x: reduction.softmax(x, out_dtype=False), TypeError, "softmax: out_dtype must be a torch.dtype"),
         (lambda x: reduction.softmax(x[:0].double()), TypeError, "softmax: x must have dtype"),
         (lambda x: reduction.softmax(x[:0], out_dtype=torch.int32), TypeError, "softmax: out_dtype must have dtype"),
         (lambda x: reduction.softmax(torch.zeros(0, 262_145)), ValueError, "have at most 262144 columns, got 262145"),
@@ -78,6 +78,18 @@ def test_more_sums_than_a_grid_has_ctas():
         (lambda x: reduction.softmax(x.to_sparse()), TypeError, "have layout torch.strided"),
         (lambda x: reduction.softmax([1.0]), TypeError, "be a torch.Tensor"),
         (lambda x: reduction.softmax(x, backend="cuda"), ValueError, "backend must be None or 'reference'"),
+        (
+            lambda x: reduction.softmax(x, dim=0),
+            ValueError,
+            "softmax: dim must be -1 or 1, the last dimension .*, got 0",
+        ),
+        (lambda x: reduction.log_softmax(x, -2), ValueError, "log_softmax: dim must be -1 or 1, .* got -2"),
+        (lambda x: reduction.softmax(x, 2), ValueError, r"\(x.movedim\(dim, -1\) puts another one there\), got 2"),
+        (lambda x: reduction.softmax(x, None), TypeError, "softmax: dim must be an int, got None of type NoneType"),
+        (lambda x: reduction.softmax(x, -1.0), TypeError, "softmax: dim must be an int, got -1.0 of type float"),
+        (lambda x: reduction.softmax(x, True), TypeError, "softmax: dim must be an int, got True of type bool"),
+        (lambda x: reduction.softmax([1.0], 1), TypeError, "softmax: x must be a torch.Tensor, got list"),
+        (lambda x: reduction.softmax(x[0, 0], 0), ValueError, "softmax: dim must be -1, got 0"),
         (lambda x: reduction.sum(x, 2), ValueError, "sum: dim must be of 2 dimensions, got 2"),
         (lambda x: reduction.sum(x, (0, -2)), ValueError, "name each dimension once"),
         (lambda x: reduction.mean(x, 1.0), TypeError, "mean: dim must be None, an int or ints"),
@@ -88,6 +100,15 @@ def test_more_sums_than_a_grid_has_ctas():
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_the_last_dimension_by_either_name(op, backend):
+    function, x = getattr(reduction, op), torch.arange(24.0).view(2, 3, 4)
+    assert torch.equal(function(x, dim=2, backend=backend), function(x, backend=backend))
+    assert torch.equal(function(x, -1, backend=backend), function(x, backend=backend))
+    torch.testing.assert_close(function(x, 2, backend=backend), getattr(torch, op)(x, 2))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -72,7 +72,7 @@ def test_errors_come_each_time_and_spoil_nothing(generator):
             mm(x, weight.t(), out=torch.zeros(65, 95, dtype=BF16, device="cuda"))
         with pytest.raises(ValueError, match=r"^linear: bias must have shape \(96,\), got \(95,\)$"):
             linear(x, weight, bias[:95])
-        with pytest.raises(ValueError, match=r"^linear: weight must have 64 columns, got shape \(96, 63\)$"):
+        with pytest.raises(ValueError, match=r"^linear: weight must have 64 columns, as x has, got shape \(96, 63\)$"):
             linear(x, weight[:, :63])
         with pytest.raises(ValueError, match=r"^linear: activation must be one of"):
             linear(x, weight, bias, activation="tanh")

@@ -51,7 +51,7 @@ def test_errors_come_each_time_and_spoil_nothing(generator):
     exact = oracle("pre", FULL, t, upstream)
     x, phi = t["x"].detach(), t["phi"].detach()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^projection: phi must have shape \(24, 256\) or \(4, 256\), got "):
+        with pytest.raises(ValueError, match=r"^projection: phi must have shape \(24, 256\) or \(4, 256\), as x has "):
             mhc.projection(x, phi[:23])
         with pytest.raises(TypeError, match="^projection: x must have dtype"):
             mhc.projection(x.double(), phi)
