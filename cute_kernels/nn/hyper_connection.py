@@ -122,8 +122,8 @@ class HyperConnectionConfig:
 def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
     """Layers a block of recompute for the least memory: round(sqrt(n L / (n + 2))), from 1 to L.
 
-    The kept numbers, n C ceil(L / L_r), and the transient ones, (n + 2) C L_r, are together within 7 % of their least
-    there.
+    The kept numbers, n C ceil(L / L_r), and the transient ones, (n + 2) C L_r,
+    are together within 7 % of their least there.
 
     Args:
         num_streams: n, from 1.
