@@ -415,9 +415,9 @@ class NormBackward:
                         pdB.store(pdB.load() + dy_piece)
                     if const_expr(dx is not None):
                         # Fused by name: of two products the compiler would choose which to round, by what is around
-                        correction = xc * slope
-                        if const_expr(self.kind == "layer"):
-                            correction = cute.math.fma(xc, cute.full_like(xc, slope), cute.full_like(xc, shift))
+                        # -0 added changes no product; without it the widest fp32 rows spill 8 bytes
+                        added = shift if const_expr(self.kind == "layer") else Float32(-0.0)
+                        correction = cute.math.fma(xc, cute.full_like(xc, slope), cute.full_like(xc, added))
                         factors = (dy_piece, cute.full_like(dy_piece, s))
                         if const_expr(weight is not None):
                             factors = (scaled, self.offset_weight(rW, piece))

@@ -126,13 +126,14 @@ def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, han
         seed = seed.view(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=x.device)
     options = op, dropout_p, layout, orientation
     owns = differentiates(*tensors)
-    forward = _plan(*tensors, options) if x.numel() and is_known(key, *tensors) else None
+    planned = key is not None and x.numel() > 0 and is_known(key, *tensors)  # no key: a size may be symbolic
+    forward = _plan(*tensors, options) if planned else None
     if owns:
         out = apply(ExpandCombine, *tensors, seed, options, hands_on, forward)
     else:
         out = _forward(*tensors, seed, options) if forward is None else forward(*tensors)
-    if x.numel():
-        remember(key, None if forward is None else (owns, options, forward), *tensors)
+    if key is not None and x.numel():
+        remember(key, (owns, options, forward) if planned else None, *tensors)
     return out
 
 
