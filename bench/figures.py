@@ -48,25 +48,28 @@ class Drawing:
 
 
 def bits(gpu: str, cases: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
-    """A panel for each case; case -> provider -> batch size -> share of a row's outputs whose bits change."""
+    """A panel for each case with a change; case -> provider -> batch size -> share of a row's outputs that change."""
     drawing = Drawing(
         "The same row in a larger batch: how many of its outputs change",
         f"Share of a bf16 row's outputs whose bits differ from those in a batch of one row; {gpu}",
     )
     found = [shares for providers in cases.values() for shares in providers.values()]
-    top = math.ceil(10 * max(0.1, *(max(shares.values()) for shares in found))) / 10
+    top = math.ceil(200 * max(0.005, *(max(shares.values()) for shares in found))) / 200
+    changing = {
+        case: providers for case, providers in cases.items() if any(any(s.values()) for s in providers.values())
+    }
     last = max(max(shares) for shares in found)
     width, height, columns = 300, 110, 2
 
     def place(batch: float, share: float) -> tuple[float, float]:
         return left + width * math.log2(batch) / math.log2(last), bottom - height * share / top
 
-    for number, (case, providers) in enumerate(cases.items()):
+    for number, (case, providers) in enumerate(changing.items()):
         left, bottom = 40 + 405 * (number % columns), 220 + 210 * (number // columns)
         drawing.text(left, bottom - height - 34, case, bold=True)
         for share in (0, top / 2, top):
             drawing.line([place(1, share), place(last, share)], INK, opacity=0.35)
-            drawing.text(left - 6, place(1, share)[1] + 4, f"{share:.0%}", "end", 11)
+            drawing.text(left - 6, place(1, share)[1] + 4, f"{100 * share:.2g}%", "end", 11)
         for exponent in range(0, 1 + int(math.log2(last)), 2):
             drawing.text(place(2**exponent, 0)[0], bottom + 18, str(2**exponent), "middle", 11)
         drawing.text(left + width / 2, bottom + 36, "rows in the batch", "middle", 11)
@@ -78,7 +81,11 @@ def bits(gpu: str, cases: Mapping[str, Mapping[str, Mapping[int, float]]]) -> st
             label = f"{provider}: up to {100 * most:.2g}%" if most else f"{provider}: 0%"
             edge = (left + width, "end") if is_ours else (left, "start")
             drawing.text(edge[0], bottom - height - 14, label, edge[1], bold=True, colour=colour)
-    return drawing.svg(270 + 210 * ((len(cases) - 1) // columns))
+    end = 270 + 210 * ((len(changing) - 1) // columns)
+    if still := [case for case in cases if case not in changing]:
+        drawing.text(0, end + 4, f"No bit of either changes at these sizes: {', '.join(still)}", size=11)
+        end += 16
+    return drawing.svg(end)
 
 
 def peers(gpu: str, families: Mapping[str, tuple[str, Mapping[str, float]]]) -> str:

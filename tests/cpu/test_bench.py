@@ -558,7 +558,7 @@ def test_pages_are_reproducible(tmp_path):
         made.append({path.name: path.read_bytes() for path in (folder / "docs").rglob("*.*")})
     assert made[0] == made[1]
     assert set(made[0]) == {"performance.md", "peers.svg"}, "no figure without lines"
-    assert b"NVIDIA T, driver 1, torch 2, DSL 4; 2026-01-01; `c1`." in made[0]["performance.md"]
+    assert b"NVIDIA T, driver 1, torch 2, DSL 4; 2026-01-01; commits c1." in made[0]["performance.md"]
 
 
 def test_the_committed_pages_are_those_of_the_committed_lines():
