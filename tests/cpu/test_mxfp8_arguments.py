@@ -142,7 +142,7 @@ def test_dequantize():
     assert message(TypeError, scale=s.view(torch.uint8)) == wanted
     wanted = "dtype must have dtype bfloat16, float16, float32, got torch.float64"
     assert message(TypeError, dtype=torch.float64) == wanted
-    assert message(TypeError, dtype=[BF16]).startswith("dtype must have dtype bfloat16, float16, float32, got [")
+    assert message(TypeError, dtype=[BF16]).startswith("dtype must be a torch.dtype such as torch.bfloat16, got [")
     wanted = "scale must have one of the shapes (512,), (64, 3), got (64, 2)"
     assert message(ValueError, scale=s[:, :2].contiguous()) == wanted
     assert message(ValueError, scale=s[::2]).startswith("scale must be contiguous, got strides")
