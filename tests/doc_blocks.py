@@ -1,4 +1,4 @@
-"""The code blocks of README.md and docs/, which run as they stand.
+"""The code blocks of README.md and docs/, which run as they stand, those of a page in order and in one folder.
 
 A line before a block says what is special: `<!-- gpu -->`, it needs a GPU; `<!-- not run: why -->`, it is not run.
 """
@@ -31,16 +31,29 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def run(self, folder: Path) -> None:
-        """In a process of its own, in ``folder``. Raises AssertionError."""
+        """In a process of its own, in ``folder``; commands with a cache there. Raises AssertionError."""
         scripts = Path(sys.executable).parent
+        program = folder / "program.py"
+        program.write_text(self.text)
         environment = {
             **os.environ,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
         }
-        command = [sys.executable, "-c", self.text] if self.language == "python" else ["bash", "-ec", self.text]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, str(program)]
+        if self.language == "bash":
+            command = ["bash", "-ec", self.text]
+            environment["JIT_CACHE_DIR"] = str(folder / "cache")
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{self}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def run_page(page: Path, folder: Path, marks: tuple[str, ...]) -> None:
+    """Run the blocks of a page that have one of these marks; a model's config is there."""
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+    for block in blocks():
+        if block.page == page and block.mark in marks:
+            block.run(folder)
 
 
 def blocks() -> list[Block]:

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tests.doc_blocks import PAGES, ROOT, blocks
+from tests.doc_blocks import PAGES, ROOT, blocks, run_page
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("block", [block for block in blocks() if not block.mark], ids=str)
-def test_code_runs(block, tmp_path):
-    block.run(tmp_path)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_runs(page, tmp_path):
+    run_page(page, tmp_path, ("",))
 
 
 def test_every_fence_is_found():

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.doc_blocks import blocks
+from tests.doc_blocks import PAGES, run_page
 
 
-@pytest.mark.parametrize("block", [block for block in blocks() if block.mark in ("", "gpu")], ids=str)
-def test_code_runs(block, tmp_path):
-    block.run(tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_runs(page, tmp_path):
+    run_page(page, tmp_path, ("", "gpu"))
