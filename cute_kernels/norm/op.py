@@ -87,7 +87,8 @@ def rms_norm(
     Args:
         x: (..., C) bf16, fp16 or fp32; C from 1 to 262,144; last dimension contiguous; the leading dimensions must
             collapse to rows with one stride.
-        weight, bias: (C,) bf16, fp16 or fp32 each; None: 1 and 0.
+        weight: (C,) bf16, fp16 or fp32; None: 1.
+        bias: (C,) bf16, fp16 or fp32; None: 0.
         residual: (..., C) in x's dtype or fp32. h = x + residual is rounded to the residual's dtype; the rounded value
             is normalised, returned and differentiated. Without a residual h = x.
         eps: added to the mean square, a real number > 0.
@@ -212,7 +213,8 @@ def layer_norm(
     Args:
         x: (..., C) bf16, fp16 or fp32; C from 1 to 262,144; last dimension contiguous; the leading dimensions must
             collapse to rows with one stride.
-        weight, bias: (C,) bf16, fp16 or fp32 each; None: 1 and 0.
+        weight: (C,) bf16, fp16 or fp32; None: 1.
+        bias: (C,) bf16, fp16 or fp32; None: 0.
         residual: (..., C) in x's dtype or fp32. h = x + residual is rounded to the residual's dtype; the rounded value
             is normalised, returned and differentiated. Without a residual h = x.
         eps: added to the variance, a real number > 0.
