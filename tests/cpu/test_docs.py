@@ -6,7 +6,7 @@ import pytest
 
 from tests.doc_blocks import PAGES, ROOT, blocks, run_page
 
-LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#([^)]*))?\)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -24,9 +24,16 @@ def test_every_fence_is_found():
     "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"], ids=lambda page: page.name
 )
 def test_links_lead_somewhere(page):
-    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing
+    for target, anchor in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+            assert not anchor or anchor in anchors(page.parent / target), f"{target}#{anchor}"
+
+
+def anchors(page):
+    """What GitHub and MyST make of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_readme_is_read_in_one_go():
