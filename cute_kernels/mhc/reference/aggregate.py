@@ -23,6 +23,6 @@ def aggregate(x: Tensor, pre: Tensor, *, layout: str = "streams", compute_dtype:
         TypeError, ValueError: naming argument, expected and got.
     """
     check_aggregate(x, pre, layout, compute_dtype=compute_dtype)
-    strict_tokens("aggregate", x=(x, x.shape[-2] * x.shape[-1]), pre=(pre, pre.shape[-1]))
+    strict_tokens("aggregate", x=(x, 2), pre=(pre, 1))
     streams = streams_of(x.to(compute_dtype), layout)
     return (pre.to(compute_dtype)[..., None] * streams).sum(-2).to(x.dtype)

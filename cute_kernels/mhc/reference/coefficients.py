@@ -41,7 +41,7 @@ def coefficients(
     """
     variant = variant_of("coefficients", variant)
     check_coefficients(H, mean_square, alpha, beta, n, compute_dtype=compute_dtype)
-    strict_tokens("coefficients", H=(H, H.shape[-1]))
+    strict_tokens("coefficients", H=(H, 1))
     alpha = widened("coefficients", "alpha", alpha, compute_dtype)
     beta = widened("coefficients", "beta", beta, compute_dtype)
     normalised = H.to(compute_dtype) / rms(mean_square.to(compute_dtype), variant)[..., None]

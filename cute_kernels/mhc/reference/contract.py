@@ -22,5 +22,5 @@ def contract(x: Tensor, *, layout: str = "streams", compute_dtype: torch.dtype =
         TypeError, ValueError: naming argument, expected and got.
     """
     check_contract(x, layout, compute_dtype=compute_dtype)
-    strict_tokens("contract", x=(x, x.shape[-2] * x.shape[-1]))
+    strict_tokens("contract", x=(x, 2))
     return streams_of(x.to(compute_dtype), layout).mean(-2).to(x.dtype)

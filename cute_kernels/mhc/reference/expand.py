@@ -23,6 +23,6 @@ def expand(h: Tensor, n: int, *, layout: str = "streams", compute_dtype: torch.d
         TypeError, ValueError: naming argument, expected and got.
     """
     check_expand(h, n, layout, compute_dtype=compute_dtype)
-    strict_tokens("expand", h=(h, h.shape[-1]))
+    strict_tokens("expand", h=(h, 1))
     streams = h.to(compute_dtype)[..., None, :].expand(*h.shape[:-1], n, h.shape[-1])
     return streams_of(streams, layout).to(h.dtype).clone(memory_format=torch.contiguous_format)

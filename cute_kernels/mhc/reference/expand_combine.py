@@ -49,8 +49,8 @@ def expand_combine(
     """
     dropout_p = as_float(dropout_p)
     check_expand_combine(f, post, x, res, bias, dropout_p, seed, layout, res_orientation, compute_dtype=compute_dtype)
-    n, k = post.shape[-1], x.shape[-2] * x.shape[-1]
-    strict_tokens("expand_combine", f=(f, f.shape[-1]), post=(post, n), x=(x, k), res=(res, n * n))
+    k = x.shape[-2] * x.shape[-1]
+    strict_tokens("expand_combine", f=(f, 1), post=(post, 1), x=(x, 2), res=(res, 2))
     update = f.to(compute_dtype)
     if bias is not None:
         update = update + widened("expand_combine", "bias", bias, compute_dtype)

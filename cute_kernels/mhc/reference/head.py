@@ -47,7 +47,7 @@ def head(
     variant = variant_of("head", variant)
     layout = variant.layout if layout is None else layout
     check_head(x, fn, base, scale, norm_weight, layout, precision, compute_dtype=compute_dtype)
-    strict_tokens("head", x=(x, x.shape[-2] * x.shape[-1]))
+    strict_tokens("head", x=(x, 2))
     wide = x.to(compute_dtype)
     fn = widened("head", "fn", fn, compute_dtype)
     norm_weight = None if norm_weight is None else widened("head", "norm_weight", norm_weight, compute_dtype)

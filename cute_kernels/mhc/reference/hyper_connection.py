@@ -47,7 +47,7 @@ def hyper_connection(
     layout = variant.layout if layout is None else layout
     res_orientation = variant.res_orientation if res_orientation is None else res_orientation
     check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)
-    strict_tokens(op, x=(x, x.shape[-2] * x.shape[-1]))
+    strict_tokens(op, x=(x, 2))
     check_sublayer(sublayer, x, bias, dropout_p, seed, layout, res_orientation, compute_dtype=compute_dtype)
     wide = x.to(compute_dtype)
     options = {"layout": layout, "compute_dtype": compute_dtype}
@@ -58,7 +58,7 @@ def hyper_connection(
     check_expand_combine(
         f, post, x, res, bias, dropout_p, seed, layout, res_orientation, op=op, compute_dtype=compute_dtype
     )
-    strict_tokens(op, **{result_of(op): (f, f.shape[-1])})
+    strict_tokens(op, **{result_of(op): (f, 1)})
     out = expand_combine(
         f.to(compute_dtype),
         post,

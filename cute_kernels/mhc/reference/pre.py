@@ -49,7 +49,7 @@ def pre(
     variant = variant_of(op, variant)
     layout = variant.layout if layout is None else layout
     check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=op, compute_dtype=compute_dtype)
-    strict_tokens(op, x=(x, x.shape[-2] * x.shape[-1]))
+    strict_tokens(op, x=(x, 2))
     n, _ = sizes(x, layout)
     phi, alpha, beta = (
         widened(op, name, t, compute_dtype) for name, t in (("phi", phi), ("alpha", alpha), ("beta", beta))

@@ -35,7 +35,7 @@ def projection(
         TypeError, ValueError: naming argument, expected and got.
     """
     check_projection(x, phi, norm_weight, layout, precision, compute_dtype=compute_dtype)
-    strict_tokens("projection", x=(x, x.shape[-2] * x.shape[-1]))
+    strict_tokens("projection", x=(x, 2))
     rows = x.flatten(-2).to(compute_dtype)
     weight = widened("projection", "phi", phi, compute_dtype)
     if norm_weight is not None:

@@ -41,7 +41,7 @@ def sinkhorn(
     """
     eps = as_float(eps)
     check_sinkhorn(logits, iterations, variant, eps, compute_dtype=compute_dtype)
-    strict_tokens("sinkhorn", logits=(logits, logits.shape[-1] ** 2))
+    strict_tokens("sinkhorn", logits=(logits, 2))
     x = logits.to(compute_dtype)
     res = _log(x, iterations) if variant == "log" else _Divisions.apply(x, iterations, variant, eps)
     return res.contiguous()
