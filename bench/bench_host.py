@@ -28,9 +28,9 @@ from torch import Tensor
 
 import cute_kernels
 from bench import harness
-from cute_kernels._autograd import eager_apply
-from cute_kernels._op import allocator
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.autograd import eager_apply
+from cute_kernels.runtime.operators import allocator
+from cute_kernels.runtime.targets import arch_of
 from jit_cache import command
 
 ROWS, COLUMNS = 64, 4096

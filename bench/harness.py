@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cute_kernels import _env
+from cute_kernels.cli import env
 from jit_cache.files import append_whole
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -501,9 +501,9 @@ def environment(commit: str | None) -> dict[str, str]:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit or current_commit(),
         "gpu": torch.cuda.get_device_name(),
-        "driver": _env.driver_version() or "unknown",
+        "driver": env.driver_version() or "unknown",
         "torch": torch.__version__,
-        "dsl": _env.dsl_version(),
+        "dsl": env.dsl_version(),
     }
 
 

@@ -11,11 +11,14 @@ import jit_cache.source  # noqa: F401  first: what is read after it is known not
 
 # isort: split
 from cute_kernels import mhc, reduction
-from cute_kernels._batch_invariant import UncoveredOperatorError, batch_invariant
-from cute_kernels._flops import register_formulas
-from cute_kernels._target import UnsupportedDeviceError
-from cute_kernels.gemm import Provenance, bmm, linear, linear_log_prob, mm, provenance
-from cute_kernels.invariance import check_invariance
+from cute_kernels.gemm import bmm, linear, linear_log_prob, mm
+from cute_kernels.invariance import (
+    Provenance,
+    UncoveredOperatorError,
+    batch_invariant,
+    check_invariance,
+    provenance,
+)
 from cute_kernels.mxfp8 import (
     dequantize,
     from_blocked,
@@ -27,11 +30,14 @@ from cute_kernels.mxfp8 import (
     to_blocked,
 )
 from cute_kernels.norm import layer_norm, rms_norm
+from cute_kernels.runtime.flops import register_formulas
+from cute_kernels.runtime.targets import UnsupportedDeviceError
+from cute_kernels.version import __version__
 
 register_formulas()
 
-__version__ = "0.1.0"
 __all__ = [
+    "__version__",
     "Provenance",
     "UncoveredOperatorError",
     "UnsupportedDeviceError",

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import _op
-from cute_kernels._check import expect
-from cute_kernels._target import expect_arch, meta_target, sm_counts
 from cute_kernels.gemm import launch_log_prob
 from cute_kernels.gemm.config import EPILOGUE_K, choose, choose_log_prob
 from cute_kernels.gemm.launch import run_gemm
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
+from cute_kernels.runtime import operators
+from cute_kernels.runtime.checks import expect
+from cute_kernels.runtime.targets import expect_arch, meta_target, sm_counts
 from jit_cache import recording
 
 FP32 = torch.float32
@@ -159,12 +159,12 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     model = Model.of(config)
     found: dict[tuple[Any, tuple], None] = {}
     for num_sms in sm_counts(arch):
-        _op.forget_plans()
+        operators.forget_plans()
         try:
             with meta_target(arch, num_sms), recording() as jobs:
                 _run(model, arch, num_sms)
         finally:
-            _op.forget_plans()
+            operators.forget_plans()
         found |= dict.fromkeys(jobs)
     return list(found)
 

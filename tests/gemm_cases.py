@@ -395,7 +395,7 @@ def kernels_of(cases: list[Case], arch: str) -> list[tuple]:
 
 def _serial_k16(static: dict, a, b, d, z, bias, valid_k, num_ctas) -> None:
     """d = act(a b^T + bias): one fp32 accumulator an element, 16 products a step, ascending."""
-    from cute_kernels._target import cutlass_dtype
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     assert num_ctas >= 1 and a.dim() == b.dim() == d.dim() == (3 if static["batched"] else 2)
     a = a if static["a_major"] == "k" else a.mT

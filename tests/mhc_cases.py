@@ -413,7 +413,7 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
 
 def _is_dtype(wanted: type | None, *tensors: Tensor | None) -> None:
     """A kernel gets what it was built for."""
-    from cute_kernels._target import cutlass_dtype
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     for t in tensors:
         assert wanted is (None if t is None else cutlass_dtype(t.dtype))

@@ -366,7 +366,7 @@ def kernels_of(cases: list[Case], arch: str, rows: int = 2) -> list[tuple]:
 
 def _check_dtypes(static: dict, **tensors: Tensor | None) -> None:
     """A kernel gets what it was built for."""
-    from cute_kernels._target import cutlass_dtype
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     for name, tensor in tensors.items():
         assert static[name] is (None if tensor is None else cutlass_dtype(tensor.dtype)), name

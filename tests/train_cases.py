@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cute_kernels import __main__ as cli
+from cute_kernels.cli import main as cli
 from cute_kernels.train import checkpoint, log
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,8 +1,7 @@
-"""Deterministic, batch-invariant products: mm, bmm, linear, linear_log_prob; provenance says what computed them."""
+"""Deterministic, batch-invariant products: mm, bmm, linear, linear_log_prob."""
 
 from cute_kernels.gemm.op import linear, mm
 from cute_kernels.gemm.op_bmm import bmm
 from cute_kernels.gemm.op_log_prob import linear_log_prob
-from cute_kernels.gemm.provenance import Provenance, provenance
 
-__all__ = ["Provenance", "bmm", "linear", "linear_log_prob", "mm", "provenance"]
+__all__ = ["bmm", "linear", "linear_log_prob", "mm"]

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from cute_kernels._check import FLOATS, expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
+from cute_kernels.runtime.checks import (
+    FLOATS,
+    expect,
+    expect_dtype,
+    expect_float,
+    expect_int,
+    expect_like,
+    expect_tensor,
+)
 
 INPUTS = (torch.bfloat16, torch.float16)
 FP64 = (torch.float64,)

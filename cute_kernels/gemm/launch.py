@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
-from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate, operand_major
 from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.gemm.reference import activate
+from cute_kernels.runtime.operators import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
+from cute_kernels.runtime.targets import arch_of, cutlass_dtype, sm_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._op import allocator, mutating_op
-from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.gemm.checks import operands
 from cute_kernels.gemm.config import GemmConfig, choose_log_prob, vocabulary_tile
 from cute_kernels.gemm.launch import Plan, observe, run_gemm
+from cute_kernels.runtime.operators import allocator, mutating_op
+from cute_kernels.runtime.targets import arch_of, cutlass_dtype, sm_count
 
 # Tokens whose statistics are in memory at a time: 12 bytes a token and tile of the vocabulary
 STATISTICS_TOKENS = 16384

@@ -10,16 +10,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels._autograd import (
-    as_rows,
-    eager_apply,
-    first_derivative_only,
-    gradient_buffer,
-    gradient_rows,
-    needs_gradient,
-)
-from cute_kernels._check import Backend, expect
-from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import MAX_SIZE, Activation, check_linear, check_mm, check_separate, operand_major
 from cute_kernels.gemm.launch import (
@@ -31,6 +21,16 @@ from cute_kernels.gemm.launch import (
     run_activation_backward,
     run_gemm,
 )
+from cute_kernels.runtime.autograd import (
+    as_rows,
+    eager_apply,
+    first_derivative_only,
+    gradient_buffer,
+    gradient_rows,
+    needs_gradient,
+)
+from cute_kernels.runtime.checks import Backend, expect
+from cute_kernels.runtime.operators import is_plain
 
 KEEPING_Z = ("silu", "gelu")
 

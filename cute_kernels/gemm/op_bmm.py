@@ -9,13 +9,13 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels._autograd import eager_apply, first_derivative_only
-from cute_kernels._check import Backend, expect
-from cute_kernels._op import is_plain
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import check_bmm
 from cute_kernels.gemm.launch import _forced, calls, gemm_op, plan_product
 from cute_kernels.gemm.op import _run
+from cute_kernels.runtime.autograd import eager_apply, first_derivative_only
+from cute_kernels.runtime.checks import Backend, expect
+from cute_kernels.runtime.operators import is_plain
 
 
 def bmm(

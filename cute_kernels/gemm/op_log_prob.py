@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from cute_kernels._autograd import as_rows, first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels._check import Backend, expect
-from cute_kernels._op import is_plain
-from cute_kernels._real import as_float
 from cute_kernels.gemm import reference_log_prob
 from cute_kernels.gemm.checks import check_log_prob
 from cute_kernels.gemm.launch_log_prob import backward_op, forward_op, run_backward, run_forward
+from cute_kernels.runtime.autograd import as_rows, first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.checks import Backend, expect
+from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.real import as_float
 
 
 def linear_log_prob(

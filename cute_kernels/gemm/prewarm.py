@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels._target import expect_arch
 from cute_kernels.gemm.config import (
     BLOCK,
     choose,
@@ -16,6 +15,7 @@ from cute_kernels.gemm.config import (
     many_tokens,
     more_tokens,
 )
+from cute_kernels.runtime.targets import expect_arch
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:

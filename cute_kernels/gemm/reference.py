@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient, without_autocast
-from cute_kernels._strict import has_address, is_strict, strict_rows
 from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate
+from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient, without_autocast
+from cute_kernels.runtime.strict import has_address, is_strict, strict_rows
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import as_rows, widened, without_autocast
-from cute_kernels._real import as_float
-from cute_kernels._strict import has_address, is_strict, strict_rows
 from cute_kernels.gemm.checks import check_log_prob, operands
+from cute_kernels.runtime.autograd import as_rows, widened, without_autocast
+from cute_kernels.runtime.real import as_float
+from cute_kernels.runtime.strict import has_address, is_strict, strict_rows
 
 
 def linear_log_prob(

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from cute_kernels._check import FLOATS, expect, expect_dtype, expect_like, expect_tensor
-from cute_kernels._strict import is_strict
 from cute_kernels.mhc.variants import LAYOUTS, LEAST_NORMAL, MAX_ITERATIONS, RES_ORIENTATIONS, SINKHORNS
+from cute_kernels.runtime.checks import FLOATS, expect, expect_dtype, expect_like, expect_tensor
+from cute_kernels.runtime.strict import is_strict
 
 STREAMS = (1, 2, 4, 8)
 MIN_CHANNELS = 8

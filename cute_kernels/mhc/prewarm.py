@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels._target import expect_arch
 from cute_kernels.mhc.checks import num_coefficients
 from cute_kernels.mhc.config import pre_config, product_layout, projection_backward_config, stream_layout
 from cute_kernels.mhc.variants import VARIANTS, head_of
+from cute_kernels.runtime.targets import expect_arch
 
 N = 4
 CHANNELS = (768, 1280, 2560, 4096, 5120, 7168)

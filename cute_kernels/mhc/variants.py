@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from cute_kernels._real import as_float
+from cute_kernels.runtime.real import as_float
 
 RmsEpsPlacement = Literal["inside", "outside"]
 SinkhornVariant = Literal["log", "softmax_eps", "exp_clamp"]
@@ -94,7 +94,7 @@ def head_of(variant: Variant) -> Variant:
 
 
 def _expect(condition: bool, op: str, argument: str, expected: str, got: object) -> None:
-    """As in ``cute_kernels._check``, which imports torch: kernels read variants, too.
+    """As in ``cute_kernels.runtime.checks``, which imports torch: kernels read variants, too.
 
     Texts are made where they are wanted: torch.compile traces none of a number that is another at another call.
     """

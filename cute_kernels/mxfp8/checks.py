@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from cute_kernels._check import FLOATS, expect, expect_dtype, expect_size, expect_tensor
 from cute_kernels.mxfp8.config import BLOCK, MODES
+from cute_kernels.runtime.checks import FLOATS, expect, expect_dtype, expect_size, expect_tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE = torch.float8_e8m0fnu

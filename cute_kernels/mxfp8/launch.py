@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import Plans, functional_op
-from cute_kernels._target import arch_of, sm_count
 from cute_kernels.mxfp8 import reference
 from cute_kernels.mxfp8.checks import (
     SCALE,
@@ -25,6 +23,8 @@ from cute_kernels.mxfp8.checks import (
     is_transposed,
 )
 from cute_kernels.mxfp8.config import BLOCK, DEQUANTIZE_TILE, TILE, DualConfig, quantize_config, scale_kinds
+from cute_kernels.runtime.operators import Plans, functional_op
+from cute_kernels.runtime.targets import arch_of, sm_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def _empty(x: Tensor, spec: tuple, dtype: torch.dtype, is_scale: bool) -> Tensor
 
 
 def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Plan:
-    from cute_kernels._target import cutlass_dtype
     from cute_kernels.mxfp8.kernel import mxfp8_quantize
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     index = x.get_device()
     arch = arch_of(index)
@@ -185,8 +185,8 @@ def _plan(x, along_k, along_n, square, mode, scale_layout, dtype, outputs) -> Pl
 
 
 def _plan_dequantize(q: Tensor, kind: str, dtype: torch.dtype) -> Plan:
-    from cute_kernels._target import cutlass_dtype
     from cute_kernels.mxfp8.kernel_dequantize import mxfp8_dequantize
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     arch = arch_of(q.get_device())
     function = mxfp8_dequantize(arch, fp8_dtype(q.dtype), cutlass_dtype(dtype), q.dim(), is_transposed(q), kind)

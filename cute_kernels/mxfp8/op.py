@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cute_kernels._check import Backend, expect
-from cute_kernels._op import is_plain
 from cute_kernels.mxfp8 import launch, reference
 from cute_kernels.mxfp8.checks import ScaleLayout, check_dequantize, check_quantize, is_transposed
 from cute_kernels.mxfp8.config import Mode
+from cute_kernels.runtime.checks import Backend, expect
+from cute_kernels.runtime.operators import is_plain
 
 E4M3 = torch.float8_e4m3fn
 _PLAIN = (Tensor, torch.nn.Parameter)

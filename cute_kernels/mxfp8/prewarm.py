@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels._target import expect_arch
 from cute_kernels.mxfp8.config import GRIDS, quantize_config, scale_kinds
+from cute_kernels.runtime.targets import expect_arch
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._strict import has_address
 from cute_kernels.mxfp8.checks import (
     SCALE,
     blocked_size,
@@ -25,6 +24,7 @@ from cute_kernels.mxfp8.checks import (
     is_transposed,
 )
 from cute_kernels.mxfp8.config import BLOCK
+from cute_kernels.runtime.strict import has_address
 
 E4M3 = torch.float8_e4m3fn
 _RECIPROCAL = {E4M3: 0x3B124925, torch.float8_e5m2: 0x37924925}  # bits of fp32(1 / largest)

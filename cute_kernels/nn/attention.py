@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cute_kernels._autograd import first_derivative_only
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
+from cute_kernels.runtime.autograd import first_derivative_only
 
 if TYPE_CHECKING:
     from cute_kernels.nn.transformer import TransformerConfig

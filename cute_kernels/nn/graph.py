@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import expect, expect_tensor
+from cute_kernels.runtime.checks import expect, expect_tensor
 
 # Their state begins as something else, or the host computes their rate from it
 REFUSED = (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor)

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from cute_kernels import mhc
-from cute_kernels._check import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
-from cute_kernels._op import is_plain
-from cute_kernels._real import as_float
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, Precision, check_dropout, check_pre, num_coefficients, sizes
 from cute_kernels.mhc.op.common import checked, rows, takes_reference
@@ -24,6 +21,9 @@ from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
+from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
+from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.real import as_float
 
 OP = "HyperConnection"
 PRECISION: Precision = "tf32"

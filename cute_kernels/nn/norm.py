@@ -10,13 +10,13 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import Backend, expect, expect_backend
-from cute_kernels._real import as_float
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.norm.checks import Save, check_options
 from cute_kernels.norm.launch import plan_forward
+from cute_kernels.runtime.checks import Backend, expect, expect_backend
+from cute_kernels.runtime.real import as_float
 
 
 class _Norm(nn.Module):

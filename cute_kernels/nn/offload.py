@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect
 from cute_kernels.nn.recompute import expect_no_checkpoint
+from cute_kernels.runtime.checks import expect
 
 
 class ResidualOffload:

@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
-from cute_kernels._autograd import first_derivative_only, needs_gradient
-from cute_kernels._check import expect, expect_tensor
+from cute_kernels.runtime.autograd import first_derivative_only, needs_gradient
+from cute_kernels.runtime.checks import expect, expect_tensor
 
 Replay = Callable[[], None]
 

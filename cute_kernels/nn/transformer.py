@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels._check import Backend, expect, expect_dtype, expect_float, expect_int, expect_like, expect_tensor
-from cute_kernels._real import as_float
 from cute_kernels.gemm import linear_log_prob
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
@@ -21,6 +19,16 @@ from cute_kernels.nn.linear import Linear
 from cute_kernels.nn.norm import RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
+from cute_kernels.runtime.checks import (
+    Backend,
+    expect,
+    expect_dtype,
+    expect_float,
+    expect_int,
+    expect_like,
+    expect_tensor,
+)
+from cute_kernels.runtime.real import as_float
 
 BACKENDS = (None, "reference")
 IGNORED = -100  # a target that does not count, as in torch's cross_entropy

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect, expect_dtype, expect_like, expect_tensor
+from cute_kernels.runtime.checks import expect, expect_dtype, expect_like, expect_tensor
 
 Save = Literal["input", "output"]
 MAX_COLUMNS = 262_144

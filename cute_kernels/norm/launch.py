@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import as_rows
-from cute_kernels._check import expect
-from cute_kernels._op import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
-from cute_kernels._rows import geometry, resolved, rows_key, strides_key
-from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.checks import MAX_ROWS, check_norm
 from cute_kernels.norm.config import NormConfig, backward_config, forward_config, many_ctas
+from cute_kernels.runtime.autograd import as_rows
+from cute_kernels.runtime.checks import expect
+from cute_kernels.runtime.operators import Calls, Plans, alias, allocator, contiguous_strides, mutating_op
+from cute_kernels.runtime.rows import geometry, resolved, rows_key, strides_key
+from cute_kernels.runtime.targets import arch_of, cutlass_dtype, sm_count
 
 # From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
 RESIDENT_ROWS = 2**29

@@ -9,7 +9,10 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels._autograd import (
+from cute_kernels.norm import reference
+from cute_kernels.norm.checks import Save, check_norm
+from cute_kernels.norm.launch import backward_op, calls, launch_operator, plan_forward, run_backward
+from cute_kernels.runtime.autograd import (
     as_rows,
     eager_apply,
     first_derivative_only,
@@ -17,12 +20,9 @@ from cute_kernels._autograd import (
     gradient_rows,
     needs_gradient,
 )
-from cute_kernels._check import Backend, expect
-from cute_kernels._op import is_plain
-from cute_kernels._real import as_float
-from cute_kernels.norm import reference
-from cute_kernels.norm.checks import Save, check_norm
-from cute_kernels.norm.launch import backward_op, calls, launch_operator, plan_forward, run_backward
+from cute_kernels.runtime.checks import Backend, expect
+from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.real import as_float
 
 Norm = Tensor | tuple[Tensor, Tensor]
 

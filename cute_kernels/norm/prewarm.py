@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels._target import expect_arch
 from cute_kernels.norm.config import backward_config, forward_config
+from cute_kernels.runtime.targets import expect_arch
 
 # Hidden sizes of widely used models from 1B to 700B parameters, and head sizes of per-head norms
 WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened
-from cute_kernels._real import as_float
-from cute_kernels._strict import strict_rows
 from cute_kernels.norm.checks import check_norm
+from cute_kernels.runtime.autograd import widened
+from cute_kernels.runtime.real import as_float
+from cute_kernels.runtime.strict import strict_rows
 
 Norm = Tensor | tuple[Tensor, Tensor]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect, expect_dtype, expect_int, expect_tensor
 from cute_kernels.reduction.config import MAX_COLUMNS
+from cute_kernels.runtime.checks import expect, expect_dtype, expect_int, expect_tensor
 
 MAX_ROWS = 2**31 - 2**24  # as of the norms
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels._op import Plans, mutating_op
-from cute_kernels._rows import contiguous_rows, geometry, resolved, rows_key
-from cute_kernels._target import arch_of, cutlass_dtype, sm_count
 from cute_kernels.common.row_layout import RowConfig
 from cute_kernels.reduction.checks import check_columns, check_rows, check_softmax
 from cute_kernels.reduction.config import COLUMN_ROWS, LONG_ROW, MAX_COLUMNS, row_config
+from cute_kernels.runtime.operators import Plans, mutating_op
+from cute_kernels.runtime.rows import contiguous_rows, geometry, resolved, rows_key
+from cute_kernels.runtime.targets import arch_of, cutlass_dtype, sm_count
 
 RESIDENT_ROWS = 2**29  # from here on resident clusters walk over the rows, as of the norms
 

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from cute_kernels._autograd import as_rows, eager_apply, first_derivative_only, gradient_rows
-from cute_kernels._check import Backend, expect
-from cute_kernels._op import allocator, contiguous_strides, is_plain
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
 from cute_kernels.reduction.launch import (
@@ -22,6 +19,9 @@ from cute_kernels.reduction.launch import (
     softmax_op,
     sum_op,
 )
+from cute_kernels.runtime.autograd import as_rows, eager_apply, first_derivative_only, gradient_rows
+from cute_kernels.runtime.checks import Backend, expect
+from cute_kernels.runtime.operators import allocator, contiguous_strides, is_plain
 
 
 def softmax(

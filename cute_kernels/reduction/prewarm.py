@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels._target import expect_arch
 from cute_kernels.reduction.config import row_config
+from cute_kernels.runtime.targets import expect_arch
 
 # Vocabularies of widely used models, and hidden sizes
 WIDTHS = (4096, 32000, 128256, 151936)

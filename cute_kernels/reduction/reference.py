@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels._strict import strict_rows
 from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
+from cute_kernels.runtime.strict import strict_rows
 
 
 def softmax(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect
+from cute_kernels.runtime.checks import expect
 
 VOCABULARY = 256
 HELD_OUT = 0.1  # share of the text, its end, that is never trained on

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cute_kernels._check import expect
+from cute_kernels.runtime.checks import expect
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cute_kernels._check import expect
-from cute_kernels._target import UnsupportedDeviceError, arch_of
+from cute_kernels.runtime.checks import expect
+from cute_kernels.runtime.targets import UnsupportedDeviceError, arch_of
 from cute_kernels.train import checkpoint
 from cute_kernels.train.data import Text, read_text
 from cute_kernels.train.distributed import World, world

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from cute_kernels._check import expect
 from cute_kernels.nn import HyperConnectionConfig, MHCTransformer, TransformerConfig
 from cute_kernels.nn.graph import CapturedStep
+from cute_kernels.runtime.checks import expect
 from cute_kernels.train.data import VOCABULARY
 from cute_kernels.train.distributed import World
 from cute_kernels.train.options import Options

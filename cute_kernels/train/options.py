@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from cute_kernels._check import expect
+from cute_kernels.runtime.checks import expect
 
 STREAMS = (0, 1, 2, 4, 8)
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels import _aten, _batch_invariant, batch_invariant
+from cute_kernels import batch_invariant
+from cute_kernels.invariance import aten, modes
 
 
 def test_cpu_tensors_are_left_alone():
@@ -20,7 +21,7 @@ def test_cpu_tensors_are_left_alone():
 
 def test_a_block_that_changes_nothing_warns_once(monkeypatch):
     """Where there is no CUDA device, at the first operator on floating-point tensors."""
-    monkeypatch.setattr(_batch_invariant, "_warned_of_cpu", False)
+    monkeypatch.setattr(modes, "_warned_of_cpu", False)
     x = torch.ones(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -38,7 +39,7 @@ def test_a_block_that_changes_nothing_warns_once(monkeypatch):
 
 
 def test_a_block_beside_a_gpu_does_not_warn_of_cpu_tensors(monkeypatch):
-    monkeypatch.setattr(_batch_invariant, "_warned_of_cpu", False)
+    monkeypatch.setattr(modes, "_warned_of_cpu", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -50,13 +51,13 @@ def test_names_are_those_of_operators():
     """A name that is misspelt would let nothing through, and replace nothing."""
     names = {name.rpartition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     overloads = {name if "." in name else f"{name}.default" for name in names}
-    assert _aten.REPLACEMENTS.keys() <= overloads
+    assert aten.REPLACEMENTS.keys() <= overloads
     bases = {name.partition(".")[0].removesuffix("_") for name in names}
-    assert bases >= _aten.EXACT
+    assert bases >= aten.EXACT
     # What sums is not among those that are let through
     tagged = {
         packet
-        for packet in _aten.EXACT
+        for packet in aten.EXACT
         if (op := getattr(torch.ops.aten, packet, None)) is not None
         and any("reduction" in str(tag) for overload in op.overloads() for tag in getattr(op, overload).tags)
     }
@@ -69,17 +70,17 @@ def test_products_of_one_k(monkeypatch):
     def product(a, b, d, *options, trans_b):
         d.copy_(a.float() @ b.float())
 
-    monkeypatch.setattr(_aten, "gemm_op", product)
+    monkeypatch.setattr(aten, "gemm_op", product)
     a, b = torch.tensor([[300.0], [1.01]]), torch.tensor([[300.0, 1.03]])
     for dtype in (torch.float16, torch.bfloat16):
         exact = a.to(dtype).float() * b.to(dtype).float()
-        assert torch.equal(_aten._mm(a.to(dtype), b.to(dtype), torch.float32), exact)
-        half = _aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype), alpha=0.5)
+        assert torch.equal(aten._mm(a.to(dtype), b.to(dtype), torch.float32), exact)
+        half = aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype), alpha=0.5)
         assert torch.equal(half, (exact / 2).to(dtype)) and half.isfinite().all()
-    assert torch.equal(_aten._mm(a, b), a * b) and torch.equal(_aten._addmm(torch.ones(2, 2), a, b), a * b + 1)
+    assert torch.equal(aten._mm(a, b), a * b) and torch.equal(aten._addmm(torch.ones(2, 2), a, b), a * b + 1)
     for dtype in (torch.float64, torch.complex64):
-        assert torch.equal(_aten._mm(a.to(dtype), b.to(dtype)), a.to(dtype) * b.to(dtype))
-        assert _aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype)) is NotImplemented
+        assert torch.equal(aten._mm(a.to(dtype), b.to(dtype)), a.to(dtype) * b.to(dtype))
+        assert aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype)) is NotImplemented
 
 
 class Refused(TorchDispatchMode):
@@ -90,7 +91,7 @@ class Refused(TorchDispatchMode):
         self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not _aten.adds_nothing_up(func, args, kwargs or {}):
+        if not aten.adds_nothing_up(func, args, kwargs or {}):
             self.names.add(str(func))
         return func(*args, **kwargs or {})
 
@@ -142,8 +143,8 @@ def test_what_adds_up_is_refused():
 
 def test_operators_with_several_results_are_not_written_to_out():
     """As native_layer_norm.out, of out0, out1 and out2."""
-    assert _aten.replacement_of(torch.ops.aten.mm.out) and _aten.replacement_of(torch.ops.aten.mean.out)
-    assert _aten.replacement_of(torch.ops.aten.native_layer_norm.out) is None
+    assert aten.replacement_of(torch.ops.aten.mm.out) and aten.replacement_of(torch.ops.aten.mean.out)
+    assert aten.replacement_of(torch.ops.aten.native_layer_norm.out) is None
 
 
 def stance() -> str:

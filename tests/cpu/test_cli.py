@@ -15,8 +15,8 @@ from rich.console import Console
 
 import cute_kernels
 from bench import bench_norm, harness
-from cute_kernels import __main__ as cli
-from cute_kernels import _demo, _env
+from cute_kernels.cli import bench, demo, env
+from cute_kernels.cli import main as cli
 from cute_kernels.gemm import reference as gemm_reference
 from cute_kernels.gemm import reference_log_prob as log_prob_reference
 from cute_kernels.gemm.config import GemmConfig
@@ -46,9 +46,9 @@ def test_version_and_exit_statuses_are_told(capsys):
 @pytest.mark.parametrize(
     "words, where",
     [
-        (["env"], "cute_kernels._env.report"),
-        (["demo", "--json", "-"], "cute_kernels._demo._has_supported_gpu"),
-        (["check"], "cute_kernels._check_ops._check"),
+        (["env"], "cute_kernels.cli.env.report"),
+        (["demo", "--json", "-"], "cute_kernels.cli.demo._has_supported_gpu"),
+        (["check"], "cute_kernels.cli.check._check"),
         (["bench", "norm"], "subprocess.run"),
     ],
     ids=lambda words: words[0],
@@ -68,7 +68,7 @@ def test_env_names_what_a_bug_report_needs(capsys, monkeypatch):
     text = capsys.readouterr().out
     for expected in (
         torch.__version__,
-        _env.dsl_version(),
+        env.dsl_version(),
         "driver",
         "apache-tvm-ffi",
         "kernel cache",
@@ -110,20 +110,20 @@ def test_env_of_what_is_not_right(capsys, monkeypatch):
 
 def test_dsl_version_names_the_flavour(monkeypatch):
     installed = {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
-    monkeypatch.setattr(_env, "version", installed.get)
-    assert _env.dsl_version() == "4.8.1 cu13"
+    monkeypatch.setattr(env, "version", installed.get)
+    assert env.dsl_version() == "4.8.1 cu13"
     installed.clear()
-    assert _env.dsl_version() == "not installed"
+    assert env.dsl_version() == "not installed"
 
 
 @pytest.mark.parametrize("heading", ["CUDA Version: 13.0", "CUDA UMD Version: 13.0"])
 def test_driver_cuda_version(monkeypatch, heading):
     monkeypatch.setattr(
-        _env, "_nvidia_smi", lambda *arguments: ["| NVIDIA-SMI 580.1  Driver Version: 580.1", f"| {heading} |"]
+        env, "_nvidia_smi", lambda *arguments: ["| NVIDIA-SMI 580.1  Driver Version: 580.1", f"| {heading} |"]
     )
-    assert _env.driver_cuda_version() == "13.0"
-    monkeypatch.setattr(_env, "_nvidia_smi", lambda *arguments: [])
-    assert _env.driver_cuda_version() is None
+    assert env.driver_cuda_version() == "13.0"
+    monkeypatch.setattr(env, "_nvidia_smi", lambda *arguments: [])
+    assert env.driver_cuda_version() is None
 
 
 def test_bench_of_an_unknown_family(capsys):
@@ -132,7 +132,7 @@ def test_bench_of_an_unknown_family(capsys):
 
 
 def test_bench_outside_a_checkout(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
     assert cli.main(["bench"]) == 1
     assert "checkout of the repository" in capsys.readouterr().err
 
@@ -158,7 +158,7 @@ def test_bench_runs_each_family_in_a_process(monkeypatch, tmp_path, capfd, famil
     for family, end in zip("abc", ends, strict=True):
         text = f"import os, sys\nprint({family!r}, os.getpid(), *sys.argv[1:], flush=True)\n{end}\n"
         (tmp_path / "bench" / f"bench_{family}.py").write_text(text)
-    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
     assert cli.main(["bench", *families, "--quick", "--save"]) == status
     found = [line.split() for line in capfd.readouterr().out.splitlines()]
     assert [(family, *options[:-1]) for family, _, *options in found] == [
@@ -174,7 +174,7 @@ def test_bench_tells_the_lines_as_json(monkeypatch, tmp_path, capfd):
     for us, family in enumerate("ab"):
         text = f"import sys\nprint('table')\nopen(sys.argv[-1], 'a').write('{{\"us\": {us}}}\\n')\n"
         (tmp_path / "bench" / f"bench_{family}.py").write_text(text)
-    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
     assert cli.main(["bench", "--json", "-"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out) == [{"us": 0}, {"us": 1}] and err == "table\ntable\n"
@@ -216,8 +216,8 @@ def test_demo_without_gpu(monkeypatch, capsys, status, ok):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(prewarm_module, "discover", lambda package, archs: [None])
     monkeypatch.setattr(prewarm_module, "prewarm", lambda jobs, progress: Report((result(status),), 1.0))
-    monkeypatch.setattr(_demo, "_check_references", lambda found: True)
-    found_status, found = _demo.run()
+    monkeypatch.setattr(demo, "_check_references", lambda found: True)
+    found_status, found = demo.run()
     assert found_status == (0 if ok else 1) and found["ok"] == ok and found["gpu"] is None
     assert [kernel["status"] for kernel in found["kernels"]] == [status]
     text = capsys.readouterr().out
@@ -231,20 +231,20 @@ def test_demo_without_gpu(monkeypatch, capsys, status, ok):
 
 def test_demo_with_gpu(monkeypatch, capsys):
     """With stand-ins for the GPU and for torch.compile: the tables, and the status when our result is wrong."""
-    monkeypatch.setattr(_demo, "_has_supported_gpu", lambda: True)
-    monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
-    monkeypatch.setattr(_demo, "FEED_FORWARD", {"Small": 96})
-    monkeypatch.setattr(_demo, "TOKENS", 32)
-    monkeypatch.setattr(_demo, "EXPERT_WEIGHTS", {"Experts": (2, 64, 96)})
-    monkeypatch.setattr(_demo, "CONNECTIONS", {"Streams": (32, 64)})
-    monkeypatch.setattr(_demo, "VOCABULARIES", {"Words": (32, 130, 64)})
-    monkeypatch.setattr(_demo, "_check_batches", lambda found: True)
+    monkeypatch.setattr(demo, "_has_supported_gpu", lambda: True)
+    monkeypatch.setattr(demo, "MODELS", {"Small": 64})
+    monkeypatch.setattr(demo, "FEED_FORWARD", {"Small": 96})
+    monkeypatch.setattr(demo, "TOKENS", 32)
+    monkeypatch.setattr(demo, "EXPERT_WEIGHTS", {"Experts": (2, 64, 96)})
+    monkeypatch.setattr(demo, "CONNECTIONS", {"Streams": (32, 64)})
+    monkeypatch.setattr(demo, "VOCABULARIES", {"Words": (32, 130, 64)})
+    monkeypatch.setattr(demo, "_check_batches", lambda found: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
     monkeypatch.setattr(harness, "environment", lambda commit: {})
     monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
-    status, found = _demo.run()
+    status, found = demo.run()
     assert status == 0 and found["ok"] and found["gpu"] == "NVIDIA T"
     assert {m["case"]["family"] for m in found["measurements"]} >= {"norm", "gemm", "mhc"}
     assert all(m["results"]["cute_kernels"]["us"] == 10.0 for m in found["measurements"])
@@ -272,11 +272,11 @@ def test_demo_with_gpu(monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr("cute_kernels.mm", lambda a, b, out: out.copy_(1.01 * (a @ b)))
-        assert _demo.run()[0] == 1
+        assert demo.run()[0] == 1
         assert "wrong result" in capsys.readouterr().out
 
     monkeypatch.setattr("cute_kernels.rms_norm", lambda x, weight, eps: 1.01 * F.rms_norm(x, x.shape[-1:], weight, eps))
-    assert _demo.run()[0] == 1
+    assert demo.run()[0] == 1
     assert "wrong result" in capsys.readouterr().out
 
 
@@ -290,22 +290,22 @@ def test_demo_with_gpu(monkeypatch, capsys):
     ],
 )
 def test_demo_tries_other_batches(monkeypatch, capsys, linear, expected):
-    monkeypatch.setattr(_demo, "MODELS", {"Small": 64})
+    monkeypatch.setattr(demo, "MODELS", {"Small": 64})
     monkeypatch.setattr("cute_kernels.linear", linear)
-    found = _demo.Findings(Console(width=200))
-    assert _demo._check_batches(found, device="cpu") == (expected == "invariant")
+    found = demo.Findings(Console(width=200))
+    assert demo._check_batches(found, device="cpu") == (expected == "invariant")
     assert bool(found.batches[0]["failed"]) == (expected != "invariant")
     assert expected in capsys.readouterr().out
 
 
 def test_a_kernel_s_tile_is_shown():
     arguments = (None, True, "k", GemmConfig((128, 256, 64), (2, 1), 4, 8))
-    assert ", ".join(map(_demo._short, arguments)) == "-, yes, k, tile=(128, 256, 64)"
+    assert ", ".join(map(demo._short, arguments)) == "-, yes, k, tile=(128, 256, 64)"
 
 
 def test_references_are_within_their_limits(capsys):
-    found = _demo.Findings(Console(width=120))
-    assert _demo._check_references(found)
+    found = demo.Findings(Console(width=120))
+    assert demo._check_references(found)
     assert all(row["ok"] and 0 < row["errors"]["y"] <= row["limit"] for row in found.references)
     text = capsys.readouterr().out
     ops = ("rms_norm", "layer_norm", "linear", "linear, bias, gelu", "linear_log_prob")
@@ -324,4 +324,4 @@ def test_references_are_within_their_limits(capsys):
 )
 def test_a_wrong_reference_fails(monkeypatch, capsys, name, op):
     monkeypatch.setattr(f"cute_kernels.{name}", op)
-    assert not _demo._check_references(_demo.Findings(Console(width=120)))
+    assert not demo._check_references(demo.Findings(Console(width=120)))

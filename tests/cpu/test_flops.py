@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cute_kernels import _flops, batch_invariant, bmm, linear, linear_log_prob, mhc, mm
+from cute_kernels import batch_invariant, bmm, linear, linear_log_prob, mhc, mm
 from cute_kernels.mhc import launch as mhc_launch
 from cute_kernels.mhc import reference
 from cute_kernels.nn import HyperConnectionConfig, MHCTransformer, TransformerConfig
+from cute_kernels.runtime import flops
 from tests import reduction_cases
 from tests.mhc_cases import OPERATIONS, Case, call, make_inputs, make_upstream
 from tests.nn_cases import stand_in
@@ -146,4 +147,4 @@ def test_every_product_has_a_formula():
         f"mhc_{name}"
         for name in ("aggregate_forward", "aggregate_backward", "expand_streams", "bias_gradient", "sinkhorn_forward")
     } | {f"mhc_{name}" for name in ("sinkhorn_backward", "coefficients_forward", "coefficients_backward")}
-    assert set(mhc_launch.plans.OPERATORS) == without | {name for name in _flops.FORMULAS if name.startswith("mhc_")}
+    assert set(mhc_launch.plans.OPERATORS) == without | {name for name in flops.FORMULAS if name.startswith("mhc_")}

@@ -121,7 +121,7 @@ OPTIONS = {
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_compile(option, arch):
-    from cute_kernels._target import cutlass_dtype
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     changes = dict(OPTIONS[option])
     for name in {"dtype", "out", "bias"} & changes.keys():

@@ -74,7 +74,7 @@ def test_configs_are_plain_python(path):
     allowed = {"__future__", "cute_kernels", *sys.stdlib_module_names}
     assert packages(path, top_level_only=False) <= allowed
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels.")}
-    assert all(name.startswith(("cute_kernels.common.", "cute_kernels._real")) for name in ours)
+    assert all(name.startswith(("cute_kernels.common.", "cute_kernels.runtime.real")) for name in ours)
     for name in ours:
         module = ROOT / Path(*name.split(".")).with_suffix(".py")
         assert not module.exists() or packages(module, top_level_only=True) <= allowed
@@ -93,7 +93,7 @@ def test_references_are_plain_torch(path):
     assert packages(path, top_level_only=False) <= {"__future__", "cute_kernels", "torch", *sys.stdlib_module_names}
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
     family = ".".join(path.relative_to(ROOT).parts[:2])
-    shared = ("cute_kernels._check", "cute_kernels._real", "cute_kernels._autograd", "cute_kernels._strict")
+    shared = tuple(f"cute_kernels.runtime.{name}" for name in ("checks", "real", "autograd", "strict"))
     allowed = (*shared, *(f"{family}.{n}" for n in REFERENCE_MODULES))
     assert all(name.startswith(allowed) for name in ours), ours
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cute_kernels import __main__ as cli
-from cute_kernels import _check_ops, check_invariance, linear
-from cute_kernels.invariance import ON_CPU, ROW_TRANSFORMS, TRANSFORMS, Difference, Report, Result
+from cute_kernels import check_invariance, linear
+from cute_kernels.cli import check
+from cute_kernels.cli import main as cli
+from cute_kernels.invariance.checker import ON_CPU, ROW_TRANSFORMS, TRANSFORMS, Difference, Report, Result
 
 EVERY = tuple(TRANSFORMS)
 ROWS = 130  # 100 + 30 and 128 fit
@@ -256,7 +257,7 @@ def test_the_default_device_is_the_caller_s():
     wanted = check_invariance(Faulty(), sample), check_invariance(module, sample)
     with torch.device("meta"):
         assert (check_invariance(Faulty(), sample), check_invariance(module, sample)) == wanted
-        assert _check_ops.Make("cpu", 4).batch(8).device.type == "cpu"
+        assert check.Make("cpu", 4).batch(8).device.type == "cpu"
 
 
 @pytest.mark.parametrize("function", [lambda x: x + torch.rand(()), nn.Dropout()], ids=["rand", "dropout"])
@@ -636,22 +637,22 @@ def test_sizes_of_the_caller():
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    monkeypatch.setattr(_check_ops, "_has_supported_gpu", lambda: False)
+    monkeypatch.setattr(check, "_has_supported_gpu", lambda: False)
 
 
 @pytest.fixture
 def as_with_gpu(monkeypatch):
     """Every transform, on the CPU, on subjects of the test's own."""
-    monkeypatch.setattr(_check_ops, "_has_supported_gpu", lambda: True)
+    monkeypatch.setattr(check, "_has_supported_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
-    make = _check_ops.Make
-    monkeypatch.setattr(_check_ops, "Make", lambda device, rows: make("cpu", 33))
+    make = check.Make
+    monkeypatch.setattr(check, "Make", lambda device, rows: make("cpu", 33))
 
     def subjects(**functions):
         found = []
         for op, (function, invariant) in functions.items():
-            found.append(_check_ops.Subject(op, "8", lambda m, f=function: (f, (m.batch(8),)), invariant=invariant))
-        monkeypatch.setattr(_check_ops, "_subjects", lambda has_gpu: found)
+            found.append(check.Subject(op, "8", lambda m, f=function: (f, (m.batch(8),)), invariant=invariant))
+        monkeypatch.setattr(check, "_subjects", lambda has_gpu: found)
 
     return subjects
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cute_kernels import mhc
-from cute_kernels._op import is_plain
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import check_contract, check_expand
 from cute_kernels.mhc.variants import VARIANTS
+from cute_kernels.runtime.operators import is_plain
 from tests.entry import Wrapped
 from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS, stand_in
 

@@ -257,8 +257,8 @@ def test_no_block_of_x_comes_where_phi_is_not_yet_taken(phi):
 @pytest.mark.parametrize("n", STREAMS)
 def test_places_in_the_ring(n, layout):
     """A lane's elements are where the swizzle has them, in every slot, found from one place for all of their rows."""
-    from cute_kernels._target import cutlass_dtype
     from cute_kernels.mhc.kernel.tile_ring import TileRing, swizzle_bits
+    from cute_kernels.runtime.targets import cutlass_dtype
 
     dtypes, precisions = ("bfloat16", "float16", "float32"), ("tf32", "fp32")
     for name, precision, combines in itertools.product(dtypes, precisions, (False, True)):

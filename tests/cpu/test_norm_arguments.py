@@ -13,6 +13,7 @@ import torch
 import cute_kernels
 from cute_kernels import layer_norm, nn, rms_norm
 from cute_kernels.norm import launch
+from cute_kernels.runtime import targets
 from tests.entry import Wrapped
 from tests.norm_cases import BF16, EPS, FP16, FP32, KINDS, OPS, kernel_path, public_norm, stand_in
 
@@ -216,20 +217,19 @@ def test_leading_dimensions_that_do_not_collapse():
 
 def test_unsupported_gpu(monkeypatch):
     """Said with the way out; never the reference in silence."""
-    from cute_kernels import _target
 
-    _target.arch_of_gpu.cache_clear()
+    targets.arch_of_gpu.cache_clear()
     try:
         for capability, arch in {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.items():
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
-            assert _target.arch_of(0) == arch
-            _target.arch_of_gpu.cache_clear()
+            assert targets.arch_of(0) == arch
+            targets.arch_of_gpu.cache_clear()
         for capability in ((8, 0), (8, 9), (12, 0)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
             with pytest.raises(cute_kernels.UnsupportedDeviceError, match=r"backend='reference'"):
-                _target.arch_of(0)
+                targets.arch_of(0)
     finally:
-        _target.arch_of_gpu.cache_clear()
+        targets.arch_of_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("module", [nn.RMSNorm, nn.LayerNorm])

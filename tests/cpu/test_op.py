@@ -10,17 +10,17 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels import _op
-from cute_kernels._op import Calls, Plans, allocator
 from cute_kernels.gemm import launch as gemm
 from cute_kernels.mhc import launch as mhc
 from cute_kernels.mxfp8 import launch as mxfp8
 from cute_kernels.norm import launch as norm
+from cute_kernels.runtime import operators
+from cute_kernels.runtime.operators import Calls, Plans, allocator
 
 
 @pytest.mark.parametrize("family", [gemm, mhc, mxfp8, norm], ids=lambda family: family.__name__.split(".")[1])
 def test_plans_are_forgotten_in_time(family, monkeypatch):
-    monkeypatch.setattr(_op, "MAX_PLANS", 4)
+    monkeypatch.setattr(operators, "MAX_PLANS", 4)
     plans = type(family._plans)()
     assert type(getattr(family, "calls", Calls())) is Calls and issubclass(Calls, Plans)
     for size in range(12):
@@ -66,7 +66,7 @@ def test_a_call_alike_is_known(count):
 
 def test_what_comes_once_costs_no_guard(monkeypatch):
     """The sizes of batches that differ all the time: a key is kept of each, nothing else."""
-    monkeypatch.setattr(_op, "TensorGuards", lambda *args, **options: pytest.fail("a guard was made"))
+    monkeypatch.setattr(operators, "TensorGuards", lambda *args, **options: pytest.fail("a guard was made"))
     calls = Calls()
     for rows in range(1, 40):
         calls.remember(("key", rows), object(), torch.zeros(rows, 8))
@@ -104,7 +104,7 @@ def test_what_is_no_key_is_no_known_call():
 def test_a_tensor_given_twice_is_no_known_call(monkeypatch):
     """No guard accepts it: none is made."""
     calls, (x,) = Calls(), vectors(1)
-    monkeypatch.setattr(_op, "TensorGuards", lambda *args, **options: pytest.fail("a guard was made"))
+    monkeypatch.setattr(operators, "TensorGuards", lambda *args, **options: pytest.fail("a guard was made"))
     remember(calls, ("key",), "found", x, x)
     assert calls["key",] == ()
 
@@ -114,12 +114,12 @@ def test_the_first_guards_of_one_key_stay():
     calls = Calls()
     for rows in (1, *range(1, 12)):
         calls.remember(("key",), rows, torch.zeros(rows, 8))
-    assert len(calls["key",]) == _op.MAX_GUARDS
+    assert len(calls["key",]) == operators.MAX_GUARDS
     assert calls.find(("key",), torch.zeros(11, 8)) is None and calls.find(("key",), torch.zeros(1, 8)) == 1
 
 
 def test_another_guard_of_a_key_forgets_no_other_key(monkeypatch):
-    monkeypatch.setattr(_op, "MAX_PLANS", 4)
+    monkeypatch.setattr(operators, "MAX_PLANS", 4)
     calls = Calls()
     for rows in range(1, 5):
         remember(calls, ("key", rows), rows, torch.zeros(rows, 8))
@@ -144,8 +144,8 @@ def test_allocates_on_the_device_of_its_tensor(device, devices, current, past_th
     """What is past the dispatcher takes the current device; where there is one, nobody asks which that is."""
     current_device = mock.Mock(return_value=current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(_op, "_current_device", current_device)
-    monkeypatch.setattr(_op, "_empty_strided_cuda", fast := mock.Mock())
+    monkeypatch.setattr(operators, "_current_device", current_device)
+    monkeypatch.setattr(operators, "_empty_strided_cuda", fast := mock.Mock())
     monkeypatch.setattr(torch, "empty_strided", slow := mock.Mock())
     found = allocator(OfDevice(device))((2, 3), (3, 1), torch.bfloat16)
     if past_the_dispatcher:
@@ -173,7 +173,7 @@ def in_threads(work):
 
 def test_threads_that_remember_together(monkeypatch):
     """More keys than are kept: one thread forgets all, amid what another remembers."""
-    monkeypatch.setattr(_op, "MAX_PLANS", 2)
+    monkeypatch.setattr(operators, "MAX_PLANS", 2)
     calls, (x,), errors = Calls(), vectors(1), []
 
     def work(thread):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels.nn as cnn
-from cute_kernels import _op, batch_invariant, layer_norm, linear_log_prob, rms_norm
-from cute_kernels._target import meta_target
+from cute_kernels import batch_invariant, layer_norm, linear_log_prob, rms_norm
 from cute_kernels.gemm import launch as gemm
 from cute_kernels.gemm import launch_log_prob as log_prob
 from cute_kernels.gemm.config import EPILOGUE_K, choose
@@ -21,6 +20,8 @@ from cute_kernels.norm import launch as norm
 from cute_kernels.prewarm import Model, _rows, for_config
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction import log_softmax, softmax
+from cute_kernels.runtime import operators
+from cute_kernels.runtime.targets import meta_target
 from jit_cache import recording
 from tests.gpu.test_prewarm_config import CONFIG, train_and_decode
 from tests.gpu.test_prewarm_config import TOKENS as TOKENS_OF_THE_GPU
@@ -53,8 +54,8 @@ def gpu(arch: str, num_sms: int) -> Iterator[list[tuple]]:
         for name, function in OPERATORS.items():
             library.impl(name, function, "Meta", allow_override=True)
         stack.enter_context(meta_target(arch, num_sms))
-        _op.forget_plans()
-        stack.callback(_op.forget_plans)
+        operators.forget_plans()
+        stack.callback(operators.forget_plans)
         yield stack.enter_context(recording())
 
 

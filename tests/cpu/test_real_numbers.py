@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cute_kernels import layer_norm, linear_log_prob, mhc, rms_norm
-from cute_kernels._real import as_float
 from cute_kernels.mhc import reference as mhc_reference
 from cute_kernels.nn import HyperConnection, HyperConnectionConfig, LayerNorm, RMSNorm, TransformerConfig
 from cute_kernels.nn.recompute import RecomputeManager
 from cute_kernels.norm import reference as norm_reference
+from cute_kernels.runtime.real import as_float
 from tests.nn_cases import stand_in
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import _strict, layer_norm, linear, linear_log_prob, mhc, mm, nn, reduction, rms_norm
+from cute_kernels import layer_norm, linear, linear_log_prob, mhc, mm, nn, reduction, rms_norm
+from cute_kernels.runtime import strict as strict_layout
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS = "have leading dimensions that collapse to rows of one stride"
@@ -16,7 +17,7 @@ ROWS = "have leading dimensions that collapse to rows of one stride"
 
 @pytest.fixture
 def strict(monkeypatch):
-    monkeypatch.setattr(_strict, "_STRICT", True)
+    monkeypatch.setattr(strict_layout, "_STRICT", True)
 
 
 def scattered(*shape, dtype=BF16):
@@ -125,7 +126,7 @@ REFUSED = {
 def test_a_layout_that_the_kernels_refuse(case, monkeypatch):
     call, message = REFUSED[case]
     call()
-    monkeypatch.setattr(_strict, "_STRICT", True)
+    monkeypatch.setattr(strict_layout, "_STRICT", True)
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value).startswith(message) and ", got " in str(caught.value)
@@ -173,13 +174,14 @@ def test_a_graph(strict):
 
 @pytest.mark.parametrize("value, expected", [("", False), ("0", False), ("1", True)])
 def test_the_variable(value, expected):
-    assert _strict.read({_strict.VARIABLE: value}) is expected and not _strict.read({})
+    assert strict_layout.read({strict_layout.VARIABLE: value}) is expected and not strict_layout.read({})
     with pytest.raises(ValueError, match="^CUTE_KERNELS_STRICT_LAYOUT must be 0 or 1, got 'true'$"):
-        _strict.read({_strict.VARIABLE: "true"})
+        strict_layout.read({strict_layout.VARIABLE: "true"})
 
 
 def test_the_variable_is_read_and_reported():
-    code = "from cute_kernels import _env, _strict; print(_strict.is_strict(), _env.report()['environment'])"
+    code = "from cute_kernels.cli import env\nfrom cute_kernels.runtime import strict\n"
+    code += "print(strict.is_strict(), env.report()['environment'])"
     environment = os.environ | {"CUTE_KERNELS_STRICT_LAYOUT": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("True") and "'CUTE_KERNELS_STRICT_LAYOUT': '1'" in done.stdout

@@ -19,10 +19,10 @@ from cute_kernels import (
     quantize_rowwise,
     rms_norm,
 )
-from cute_kernels._op import is_plain
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.nn import Linear
 from cute_kernels.norm import op as norm_op
+from cute_kernels.runtime.operators import is_plain
 from tests.nn_cases import stand_in
 
 BF16 = torch.bfloat16

@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels import __main__ as cli
-from cute_kernels import _target
+from cute_kernels.cli import main as cli
+from cute_kernels.runtime import targets
 from cute_kernels.train import checkpoint, data, distributed, log, loop
 from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner, config_of
@@ -426,7 +426,7 @@ def test_the_log_of_a_run_without_checkpoints_is_kept(tmp_path):
 
 
 def test_a_gpu_without_kernels(tmp_path, monkeypatch, capsys):
-    _target.arch_of_gpu.cache_clear()
+    targets.arch_of_gpu.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))

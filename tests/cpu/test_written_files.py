@@ -6,8 +6,8 @@ import resource
 import pytest
 
 from bench import harness, report
-from cute_kernels import __main__ as cli
-from cute_kernels import _check_ops
+from cute_kernels.cli import check
+from cute_kernels.cli import main as cli
 from cute_kernels.invariance import Report
 from cute_kernels.train import log
 
@@ -68,7 +68,7 @@ def test_the_log_of_a_run_that_is_resumed(tmp_path, limit):
 def test_the_json_of_the_checks(tmp_path, limit, monkeypatch, capsys):
     path = tmp_path / "checks.json"
     path.write_text("old")
-    monkeypatch.setattr(_check_ops, "_check", lambda subject, make, has_gpu: (None, "x" * 1000, True))
+    monkeypatch.setattr(check, "_check", lambda subject, make, has_gpu: (None, "x" * 1000, True))
     limit(2048)
     assert cli.main(["check", "--json", str(path)]) == 1
     assert capsys.readouterr().err == f"cute_kernels: [Errno 27] File too large: '{path}'\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels import UnsupportedDeviceError, reduction
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
 from tests.norm_cases import Case, kernels_of, public_norm, seeded_generator
 

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32, Int64
 
-from cute_kernels._target import arch_of
 from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_LAST, EVICT_NORMAL, evict_first_if
+from cute_kernels.runtime.targets import arch_of
 from jit_cache import Program, compiled
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels import batch_invariant
-from cute_kernels._target import arch_of
 from cute_kernels.nn import MHCTransformer, TransformerConfig
+from cute_kernels.runtime.targets import arch_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {

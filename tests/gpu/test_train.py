@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cute_kernels import __main__ as cli
-from cute_kernels._target import arch_of
+from cute_kernels.cli import main as cli
+from cute_kernels.runtime.targets import arch_of
 from cute_kernels.train import data, loop
 from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner, config_of

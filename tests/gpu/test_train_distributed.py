@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import torch
 
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from cute_kernels.train.model import config_of
 from cute_kernels.train.options import Options
 from tests import nn_cases, train_cases

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._op import Calls, Plans, is_plain, mutating_op
-from cute_kernels._target import arch_of as arch_of
-from cute_kernels._target import cutlass_dtype
-from cute_kernels._target import sm_count as sm_count
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.mhc.config import StreamLayout, stream_layout
 from cute_kernels.mhc.variants import Variant
+from cute_kernels.runtime.operators import Calls, Plans, is_plain, mutating_op
+from cute_kernels.runtime.targets import arch_of as arch_of
+from cute_kernels.runtime.targets import cutlass_dtype
+from cute_kernels.runtime.targets import sm_count as sm_count
 
 # Of a Variant, what the coefficients' kernels know, in the order of its fields
 VARIANT = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only
-from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_aggregate, sizes
 from cute_kernels.mhc.op.common import (
@@ -20,6 +18,8 @@ from cute_kernels.mhc.op.common import (
     takes_reference,
 )
 from cute_kernels.mhc.variants import Layout
+from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.checks import Backend
 
 OP = "aggregate"
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels._autograd import eager_apply
-from cute_kernels._check import expect
-from cute_kernels._op import is_plain
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import as_tokens
+from cute_kernels.runtime.autograd import eager_apply
+from cute_kernels.runtime.checks import expect
+from cute_kernels.runtime.operators import is_plain
 
 MAX_PASSED = 4096  # signatures, numbers of tokens and all: those of old batches are forgotten
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels._op import alias, allocator, contiguous_strides
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import sizes
 from cute_kernels.mhc.op.common import (
@@ -23,6 +21,8 @@ from cute_kernels.mhc.op.common import (
     rows,
 )
 from cute_kernels.mhc.variants import Variant, head_of
+from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.operators import alias, allocator, contiguous_strides
 
 # Of a call: op, variant (launch.variant_fields), layout, precision, orientation ("io" or "oi": of hyper_connection)
 Options = tuple[str, tuple, str, str, str | None]

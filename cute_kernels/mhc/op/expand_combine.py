@@ -7,10 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels._check import Backend
-from cute_kernels._op import alias, allocator, contiguous_strides
-from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand_combine, result_of, sizes
 from cute_kernels.mhc.op.common import (
@@ -28,6 +24,10 @@ from cute_kernels.mhc.op.common import (
 )
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import Layout, ResOrientation
+from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import alias, allocator, contiguous_strides
+from cute_kernels.runtime.real import as_float
 
 OP = "expand_combine"
 

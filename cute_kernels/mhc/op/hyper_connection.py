@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from cute_kernels._check import Backend
-from cute_kernels._real import as_float
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import Precision, check_pre, check_sublayer
 from cute_kernels.mhc.op.common import checked, takes_reference
 from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.variants import Layout, ResOrientation, Variant, variant_of
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.real import as_float
 
 OP = "hyper_connection"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cute_kernels._check import Backend
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import Precision, check_pre
 from cute_kernels.mhc.op.common import checked, takes_reference
 from cute_kernels.mhc.op.composite import compute
 from cute_kernels.mhc.variants import Layout, Variant, variant_of
+from cute_kernels.runtime.checks import Backend
 
 OP = "pre"
 

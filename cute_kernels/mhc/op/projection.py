@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels._check import Backend
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import Precision, check_projection, sizes
 from cute_kernels.mhc.op.common import (
@@ -19,6 +17,8 @@ from cute_kernels.mhc.op.common import (
     takes_reference,
 )
 from cute_kernels.mhc.variants import Layout
+from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.checks import Backend
 
 OP = "projection"
 

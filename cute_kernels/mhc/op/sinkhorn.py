@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only
-from cute_kernels._check import Backend
-from cute_kernels._real import as_float
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_sinkhorn
 from cute_kernels.mhc.op.common import (
@@ -20,6 +17,9 @@ from cute_kernels.mhc.op.common import (
     takes_reference,
 )
 from cute_kernels.mhc.variants import SinkhornVariant
+from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.real import as_float
 
 OP = "sinkhorn"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_coefficients, strict_tokens
 from cute_kernels.mhc.variants import Variant, variant_of
+from cute_kernels.runtime.autograd import widened
 
 
 def coefficients(

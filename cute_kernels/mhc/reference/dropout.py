@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect, expect_size
-from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_dropout
+from cute_kernels.runtime.checks import expect, expect_size
+from cute_kernels.runtime.real import as_float
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened
-from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_expand_combine, strict_tokens
 from cute_kernels.mhc.reference.dropout import draw_seed, dropout_mask
 from cute_kernels.mhc.reference.product import product
 from cute_kernels.mhc.reference.streams import streams_of
+from cute_kernels.runtime.autograd import widened
+from cute_kernels.runtime.real import as_float
 
 
 def expand_combine(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_head, strict_tokens
 from cute_kernels.mhc.reference.aggregate import aggregate
 from cute_kernels.mhc.reference.coefficients import rms
 from cute_kernels.mhc.reference.projection import projection
 from cute_kernels.mhc.variants import Variant, head_of, variant_of
+from cute_kernels.runtime.autograd import widened
 
 
 def head(

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_expand_combine, check_pre, check_sublayer, result_of, strict_tokens
 from cute_kernels.mhc.reference.expand_combine import expand_combine
 from cute_kernels.mhc.reference.pre import pre
 from cute_kernels.mhc.variants import Variant, variant_of
+from cute_kernels.runtime.real import as_float
 
 
 def hyper_connection(

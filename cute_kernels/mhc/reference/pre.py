@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_pre, sizes, strict_tokens
 from cute_kernels.mhc.reference.aggregate import aggregate
 from cute_kernels.mhc.reference.coefficients import coefficients
 from cute_kernels.mhc.reference.projection import projection
 from cute_kernels.mhc.reference.sinkhorn import sinkhorn
 from cute_kernels.mhc.variants import Variant, variant_of
+from cute_kernels.runtime.autograd import widened
 
 
 def pre(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import without_autocast
+from cute_kernels.runtime.autograd import without_autocast
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import widened
 from cute_kernels.mhc.checks import check_projection, strict_tokens
 from cute_kernels.mhc.reference.product import product
+from cute_kernels.runtime.autograd import widened
 
 
 def projection(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels._autograd import first_derivative_only
-from cute_kernels._real import as_float
 from cute_kernels.mhc.checks import check_sinkhorn, strict_tokens
+from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.real import as_float
 
 
 def sinkhorn(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import mhc
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
 from tests.mhc_cases import (
     OPERATIONS,

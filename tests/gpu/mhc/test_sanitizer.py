@@ -2,7 +2,7 @@
 
 import pytest
 
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
 from tests.gpu.mhc.conftest import kernels_of
 from tests.gpu.sanitizer import assert_clean, needs_sanitizer

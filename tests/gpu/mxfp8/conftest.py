@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
 from tests.mxfp8_cases import Case, kernels_of
 

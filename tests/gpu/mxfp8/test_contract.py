@@ -10,8 +10,8 @@ import torch
 
 import cute_kernels
 from cute_kernels import dequantize, quantize_3d_colwise, quantize_rowwise
-from cute_kernels._target import arch_of
 from cute_kernels.mxfp8 import reference
+from cute_kernels.runtime.targets import arch_of
 from tests.mxfp8_cases import BF16, FP32, Case, assert_same, call, every_variant, make_input
 
 ROOT = Path(__file__).resolve().parents[3]

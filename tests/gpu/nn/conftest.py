@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
 from tests.gpu.nn.test_training import CONFIGS
 from tests.nn_cases import BF16, FP32, kernels_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels import layer_norm, rms_norm
-from cute_kernels._target import arch_of
+from cute_kernels.runtime.targets import arch_of
 from tests.norm_cases import BF16, KINDS, OPS, Case, check, make_inputs, oracle
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels._check import expect, expect_tensor
+from cute_kernels.runtime.checks import expect, expect_tensor
 
 FILLER = -1  # in a list of rows: a row that the sample does not have, and that is not compared
 Rows = list[int]

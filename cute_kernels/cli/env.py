@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 
+from jit_cache.command import Outcome
+
 DSL = "nvidia-cutlass-dsl"
 ENVIRONMENT_PREFIXES = ("CUTE_KERNELS_", "JIT_CACHE_", "CUTE_DSL_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "TVM_FFI_")
 ENVIRONMENT_NAMES = (
@@ -20,6 +22,23 @@ ENVIRONMENT_NAMES = (
     "PYTHONPATH",
     "XDG_CACHE_HOME",
 )
+
+
+def run() -> Outcome:
+    """Prints the report; returns it, too."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    found = report()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for section, values in found.items():
+        table.add_row(f"[bold]{section}[/]")
+        for name, value in values.items():
+            table.add_row(f"  {escape(name)}", escape(value))
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+    return 0, found
 
 
 def version(distribution: str) -> str | None:

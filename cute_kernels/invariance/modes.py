@@ -25,8 +25,8 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from cute_kernels import _aten
-from cute_kernels._check import expect
+from cute_kernels.invariance import aten
+from cute_kernels.runtime.checks import expect
 
 Mode = Literal["strict", "warn", "off"]
 MODES = get_args(Mode)
@@ -264,12 +264,12 @@ class _Replacing(TorchDispatchMode):
             if not _warned_of_cpu:
                 _warn_of_cpu((*args, *kwargs.values()))
             return func(*args, **kwargs)
-        replacement = _aten.replacement_of(func)
+        replacement = aten.replacement_of(func)
         if replacement is not None:
             result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        elif _aten.adds_nothing_up(func, args, kwargs):
+        elif aten.adds_nothing_up(func, args, kwargs):
             return func(*args, **kwargs)
         else:
             with self:  # linear and matmul come whole under inference_mode

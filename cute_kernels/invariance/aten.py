@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
-from cute_kernels._check import FLOATS
-from cute_kernels._rows import contiguous_rows
 from cute_kernels.gemm.launch import gemm_op
 from cute_kernels.norm.launch import backward_op as norm_backward_op
 from cute_kernels.norm.launch import forward_op as norm_forward_op
 from cute_kernels.reduction.config import MAX_COLUMNS
 from cute_kernels.reduction.launch import softmax_backward_op, softmax_op
 from cute_kernels.reduction.op import sum_dimensions
+from cute_kernels.runtime.checks import FLOATS
+from cute_kernels.runtime.rows import contiguous_rows
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from cute_kernels._autograd import as_rows
-from cute_kernels._op import is_plain
+from cute_kernels.runtime.autograd import as_rows
+from cute_kernels.runtime.operators import is_plain
 
 VARIABLE = "CUTE_KERNELS_STRICT_LAYOUT"
 

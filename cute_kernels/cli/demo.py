@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from cute_kernels._target import UnsupportedDeviceError, arch_of
+from cute_kernels.runtime.targets import UnsupportedDeviceError, arch_of
 from jit_cache.command import Outcome, progress
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -91,7 +91,7 @@ def _has_supported_gpu() -> bool:
 
 def _measure_models(found: Findings) -> bool:
     """Checks and times the ops, forward and backward, at the sizes of three models; tries a product's invariance."""
-    from cute_kernels.__main__ import bench_module
+    from cute_kernels.cli.bench import bench_module
 
     try:
         names = ("norm", "gemm", "reduction", "log_prob", "mhc", "mxfp8")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels._check import expect, expect_tensor
-from cute_kernels._invariance_runs import FILLER, Rows, Run, Runner, has_rows, summary
+from cute_kernels.invariance.runs import FILLER, Rows, Run, Runner, has_rows, summary
+from cute_kernels.runtime.checks import expect, expect_tensor
 from jit_cache.files import write_whole
 
 TRANSFORMS = {

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels._check import expect
 from cute_kernels.gemm import launch
 from cute_kernels.gemm.config import CONTRACT
+from cute_kernels.runtime.checks import expect
+from cute_kernels.version import __version__
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,10 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
         >>> provenance(mm, a, a)  # on the CPU no kernel of ours runs
         ()
     """
-    import cute_kernels
-
     expect(callable(function), "provenance", "function", "be callable", type(function).__name__, TypeError)
     with launch.observed() as launches:
         function(*args, **kwargs)
-    versions = {"cute-kernels": cute_kernels.__version__, "torch": torch.__version__}
+    versions = {"cute-kernels": __version__, "torch": torch.__version__}
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         versions[package] = version(package)
     entries = []

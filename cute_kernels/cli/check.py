@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from cute_kernels._demo import _has_supported_gpu
-from cute_kernels.invariance import ROW_TRANSFORMS, TRANSFORMS, Report, check_invariance
+from cute_kernels.cli.demo import _has_supported_gpu
+from cute_kernels.invariance.checker import ROW_TRANSFORMS, TRANSFORMS, Report, check_invariance
 from jit_cache.command import Outcome, UsageError, progress
 
 DTYPE = torch.bfloat16

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.compiler import is_compiling
 
-from cute_kernels._check import expect, expect_tensor
-from cute_kernels._op import is_plain
+from cute_kernels.runtime.checks import expect, expect_tensor
+from cute_kernels.runtime.operators import is_plain
 
 
 @functools.cache
