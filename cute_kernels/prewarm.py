@@ -20,7 +20,7 @@ from cute_kernels.gemm.launch import run_gemm
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
-from cute_kernels.runtime import operators
+from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.targets import expect_arch, meta_target, sm_counts
 from jit_cache import recording
@@ -160,11 +160,13 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     found: dict[tuple[Any, tuple], None] = {}
     for num_sms in sm_counts(arch):
         operators.forget_plans()
+        launches.forget()
         try:
             with meta_target(arch, num_sms), recording() as jobs:
                 _run(model, arch, num_sms)
         finally:
             operators.forget_plans()
+            launches.forget()
         found |= dict.fromkeys(jobs)
     return list(found)
 
@@ -185,7 +187,7 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
         if 0 < length <= MAX_COLUMNS:  # others are refused
             _softmax(model, length)
     for length in model.lengths:
-        reduction.run_sum(_empty(1, length, dtype=FP32), _empty(1, dtype=FP32), 1.0)
+        reduction.sum_rows(_empty(1, length, dtype=FP32), _empty(1, dtype=FP32), 1.0)
         if model.num_attention_heads:
             _attention(model, arch, num_sms, length)
 
@@ -246,7 +248,7 @@ def _norms(model: Model) -> None:
         for x, residual, y in streams if n == model.hidden_size else streams[:1]:
             _norm(model, n, x, residual, y)
         # Where a norm is written out: the mean of squares, and the gradient of its weight
-        reduction.run_sum(_empty(2, n, dtype=FP32), _empty(2, dtype=FP32), 1.0)
+        reduction.sum_rows(_empty(2, n, dtype=FP32), _empty(2, dtype=FP32), 1.0)
         for of_sums in (dtype, FP32):
             _column_sums(n, of_sums)
 
@@ -307,14 +309,14 @@ def _softmax(model: Model, n: int) -> None:
     for x_dtype, y_dtype in ((model.dtype, model.dtype), (FP32, FP32), (model.dtype, FP32)):
         x, y = _empty(2, n, dtype=x_dtype), _empty(2, n, dtype=y_dtype)
         for log in (False, True):
-            reduction.run_softmax(x, y, log)
-            reduction.run_softmax_backward(y, y, x, log)
+            reduction.softmax_forward(x, y, log)
+            reduction.softmax_backward(y, y, x, log)
 
 
 def _column_sums(n: int, dtype: torch.dtype) -> None:
     """Sums over rows: of one, of more, of so many that parts are added up."""
     for m in (1, 2, 2 * COLUMN_ROWS):
-        reduction.run_sum(_empty(1, m, n, dtype=dtype), _empty(1, n, dtype=dtype), 1.0)
+        reduction.sum_rows(_empty(1, m, n, dtype=dtype), _empty(1, n, dtype=dtype), 1.0)
 
 
 def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:

@@ -465,8 +465,9 @@ class Compiled:
 def compiled(build: Callable[..., Program]) -> Compiled:
     """Decorates a builder: a function of static facts that returns the ``Program`` to compile.
 
-    Its arguments are the key, the architecture (``"sm_90a"``) first: None, bool, int, float, str, enum, tuple, frozen
-    dataclass or cutlass dtype. It touches no tensor and no device, and depends on its arguments and its source alone.
+    Its arguments are the key, the architecture (``"sm_90a"``) first: None, bool, int, float, str, enum, tuple,
+    named tuple, frozen dataclass, or a dtype of cutlass or torch. It touches no tensor and no device, and depends
+    on its arguments and its source alone.
 
     Args:
         build: the builder.

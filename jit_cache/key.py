@@ -92,8 +92,8 @@ def encode(value: Any) -> Any:
     """Returns the JSON form of a builder argument. Type (1, True, 1.0) and sign (0.0, -0.0) count; all NaNs are one.
 
     Raises:
-        Unsupported: for anything but None, bool, int, float, str, enum, tuple, frozen dataclass and cutlass dtypes; for
-            an enum or dataclass made in a function.
+        Unsupported: for anything but None, bool, int, float, str, enum, tuple, named tuple, frozen dataclass and the
+            dtypes of cutlass and torch; for an enum, named tuple or dataclass made in a function.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -102,6 +102,9 @@ def encode(value: Any) -> Any:
         return {"float": repr(value)}
     if kind is tuple:
         return [encode(item) for item in value]
+    if _is_named_tuple(value):
+        fields = {name: encode(item) for name, item in zip(kind._fields, value, strict=True)}
+        return {"dataclass": _class_name(kind), "fields": fields}
     if isinstance(value, enum.Enum):
         return {"enum": _class_name(kind), "member": value.name, "value": _enum_value(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -113,8 +116,10 @@ def encode(value: Any) -> Any:
         return {"dataclass": _class_name(kind), "fields": fields}
     if _is_dtype(value):
         return {"dtype": value.__name__}
+    if _is_torch_dtype(value):
+        return {"dtype": str(value)}
     raise Unsupported(
-        "None, bool, int, float, str, an enum, a tuple, a frozen dataclass or a cutlass dtype, "
+        "None, bool, int, float, str, an enum, a tuple, a named tuple, a frozen dataclass or a dtype, "
         f"got {kind.__name__} {value!r:.80}"
     )
 
@@ -139,6 +144,15 @@ def _is_dtype(value: Any) -> bool:
     return cutlass is not None and isinstance(value, type) and issubclass(value, cutlass.Numeric)
 
 
+def _is_torch_dtype(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # as for cutlass
+    return torch is not None and type(value) is torch.dtype
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two accepted values that compare equal have the same encoding (1 == True and 0.0 == -0.0 do not)."""
     if left is right:
@@ -148,7 +162,7 @@ def same(left: Any, right: Any) -> bool:
         return False
     if kind is float:
         return repr(left) == repr(right)
-    if kind is tuple:
+    if issubclass(kind, tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if dataclasses.is_dataclass(left):
         return all(same(getattr(left, name), getattr(right, name)) for name in _field_names(left))
@@ -167,13 +181,14 @@ def _init_only(kind: Any) -> bool:
 
 def is_flat(value: Any) -> bool:
     """Whether equality and type alone tell this value from any other (no float, tuple or dataclass inside)."""
-    return value is None or type(value) in (bool, int, str) or isinstance(value, (enum.Enum, type))
+    flat = value is None or type(value) in (bool, int, str) or isinstance(value, (enum.Enum, type))
+    return flat or _is_torch_dtype(value)
 
 
 def classes_in(value: Any) -> set[type]:
-    """The dataclasses and enums in a value: their properties and methods take part in building the kernel."""
+    """The dataclasses, named tuples and enums in a value: their properties and methods take part in building it."""
     if isinstance(value, tuple):
-        return set().union(*map(classes_in, value))
+        return set().union({type(value)} if _is_named_tuple(value) else (), *map(classes_in, value))
     if isinstance(value, enum.Enum):
         return {type(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

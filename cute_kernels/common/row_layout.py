@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 WARP_SIZE = 32
 SUM_COLUMNS = 32  # columns of one CTA of SumRows; the buffer of partial rows is padded to it
@@ -12,6 +13,20 @@ MAX_CLUSTER = 16
 MIN_WARPS = 7  # fewer do not hide the latency of a row's reduction
 MIN_FILL = 0.9  # of a row's elements over those that its threads could hold
 MANY_CTAS = 48  # an SM, from which on a kernel that only streams rows does not stay resident
+
+
+class Access(NamedTuple):
+    """How the elements of matrices of rows can move.
+
+    Attributes:
+        vec: consecutive elements that move together (1, 2, 4 or 8), of all matrices.
+        aligned: all rows start and end on 16 bytes.
+        packed: and lie back to back.
+    """
+
+    vec: int
+    aligned: bool
+    packed: bool
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from cute_kernels.gemm.launch import gemm_op
 from cute_kernels.norm.launch import backward_op as norm_backward_op
 from cute_kernels.norm.launch import forward_op as norm_forward_op
 from cute_kernels.reduction.config import MAX_COLUMNS
-from cute_kernels.reduction.launch import softmax_backward_op, softmax_op
+from cute_kernels.reduction.launch import softmax_backward, softmax_forward
 from cute_kernels.reduction.op import sum_dimensions
 from cute_kernels.runtime.checks import FLOATS
 from cute_kernels.runtime.rows import contiguous_rows
@@ -183,7 +183,7 @@ def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tenso
         return NotImplemented
     last = _rows_along(x, dim)
     y = torch.empty_like(last, dtype=dtype or x.dtype)
-    softmax_op(last, y, log)
+    softmax_forward(last, y, log)
     return _from_rows(y, x.shape, dim)
 
 
@@ -192,7 +192,7 @@ def _softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: 
         return NotImplemented
     rows = _rows_along(y, dim)
     dx = torch.empty_like(rows, dtype=dtype)
-    softmax_backward_op(rows, _rows_along(dy, dim), dx, log)
+    softmax_backward(rows, _rows_along(dy, dim), dx, log)
     return _from_rows(dx, y.shape, dim)
 
 

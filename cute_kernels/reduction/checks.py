@@ -8,19 +8,23 @@ import torch
 from torch import Tensor
 
 from cute_kernels.reduction.config import MAX_COLUMNS
-from cute_kernels.runtime.checks import expect, expect_dtype, expect_int, expect_tensor
+from cute_kernels.runtime.checks import expect, expect_dtype, expect_floats, expect_int, expect_tensor, fail
 
 MAX_ROWS = 2**31 - 2**24  # as of the norms
 
 
 def check_softmax(op: str, x: Tensor, out_dtype: torch.dtype | None) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
-    expect_tensor(op, "x", x)
-    expect_dtype(op, "x", x.dtype)
-    expect(x.dim() >= 1, op, "x", "have at least one dimension", f"shape {tuple(x.shape)}")
+    expect_floats(op, "x", x)
+    if not x.dim():
+        fail(op, "x", "have at least one dimension", "shape ()")
     n = x.shape[-1]
-    expect(n <= MAX_COLUMNS, op, "x", f"have at most {MAX_COLUMNS} columns", n)
-    expect(n <= 1 or x.stride(-1) == 1, op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
+    if n > MAX_COLUMNS:
+        fail(op, "x", f"have at most {MAX_COLUMNS} columns", n)
+    if n > 1 and x.stride(-1) != 1:
+        fail(op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
+    if x.numel() > MAX_ROWS * n:
+        fail(op, "x", f"have at most {MAX_ROWS} rows", x.numel() // n)
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype)
 
@@ -37,11 +41,6 @@ def check_last(op: str, x: Tensor, dim: int) -> None:
         expect(False, op, "dim", expected if last >= 0 else "be -1", dim)
 
 
-def check_rows(op: str, rows: int) -> None:
-    """Raise ValueError if there are more rows than a kernel counts in 32 bits."""
-    expect(rows <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", rows)
-
-
 def check_columns(shape: Sequence[int], parts: int) -> None:
     """Raise ValueError if (matrices, rows, columns) summed over rows in so many parts take too many CTAs for a grid."""
     ctas = shape[0] * parts * -(-shape[2] // 32)  # at most; a warp has 32 columns and more
@@ -53,17 +52,19 @@ def check_sum(
     op: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, out_dtype: torch.dtype | None
 ) -> tuple[int, ...]:
     """The dimensions to sum over, ascending; raises TypeError or ValueError, naming argument, expected and got."""
-    expect_tensor(op, "x", x)
-    expect_dtype(op, "x", x.dtype)
-    expect(isinstance(keepdim, bool), op, "keepdim", "be a bool", type(keepdim).__name__, TypeError)
+    expect_floats(op, "x", x)
+    if not isinstance(keepdim, bool):
+        fail(op, "keepdim", "be a bool", type(keepdim).__name__, TypeError)
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype)
     if dim is None:
         return tuple(range(x.dim()))
     dims = (dim,) if type(dim) is int else dim
-    good = isinstance(dims, (tuple, list)) and all([type(d) is int for d in dims])
-    expect(good, op, "dim", "be None, an int or ints", repr(dim), TypeError)
-    expect(all([-x.dim() <= d < x.dim() for d in dims]), op, "dim", f"be of {x.dim()} dimensions", dim)
+    if not (isinstance(dims, (tuple, list)) and all([type(d) is int for d in dims])):
+        fail(op, "dim", "be None, an int or ints", repr(dim), TypeError)
+    if not all([-x.dim() <= d < x.dim() for d in dims]):
+        fail(op, "dim", f"be of {x.dim()} dimensions", dim)
     dims = sorted([d % x.dim() for d in dims])
-    expect(len({*dims}) == len(dims), op, "dim", "name each dimension once", dim)
+    if len({*dims}) != len(dims):
+        fail(op, "dim", "name each dimension once", dim)
     return tuple(dims)

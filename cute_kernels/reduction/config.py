@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from cute_kernels.common.row_layout import RING_BYTES, RowConfig, clusters_for, row_layout, with_stages
+from typing import TYPE_CHECKING, NamedTuple
+
+from cute_kernels.common.row_layout import RING_BYTES, Access, RowConfig, clusters_for, row_layout, with_stages
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_COLUMNS = 262_144  # of a row that a cluster holds
 LONG_ROW = 65_536  # elements of the parts that longer sums are made of
@@ -10,7 +15,57 @@ COLUMN_ROWS = 256  # rows that a CTA adds up where columns are summed
 COLUMN_WARPS = 8
 
 
-def row_config(n: int, itemsizes: tuple[int, ...], vec: int, aligned: bool, packed: bool) -> RowConfig:
+class SoftmaxSpec(NamedTuple):
+    """softmax, or its logarithm, of rows of ``n`` columns."""
+
+    n: int
+    x: torch.dtype
+    y: torch.dtype
+    log: bool
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return (self.x,)
+
+
+class SoftmaxBackwardSpec(NamedTuple):
+    """dx from y and dy, of rows of ``n`` columns."""
+
+    n: int
+    y: torch.dtype
+    dy: torch.dtype
+    dx: torch.dtype
+    log: bool
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return self.y, self.dy
+
+
+class RowSumSpec(NamedTuple):
+    """Sums of rows of ``n`` columns."""
+
+    n: int
+    x: torch.dtype
+    y: torch.dtype
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return (self.x,)
+
+
+class ColumnSumSpec(NamedTuple):
+    """Sums of columns; ``vec`` divides the columns, so that no access ends beyond the matrix, and the strides."""
+
+    x: torch.dtype
+    y: torch.dtype
+    vec: int
+
+
+def row_config(spec: SoftmaxSpec | SoftmaxBackwardSpec | RowSumSpec) -> RowConfig:
     """Geometry of a kernel that streams rows of ``n`` columns, of one matrix or two.
 
     A thread holds up to 64 elements of one matrix, or 32 of two. Rows that registers of a CTA hold lie in one; wider
@@ -20,6 +75,8 @@ def row_config(n: int, itemsizes: tuple[int, ...], vec: int, aligned: bool, pack
     1024x151936 of 4 166.9, of 8 169.5, of 16 191.1. Backward: 32768x1024 50.9, of 8 warps 52.0; 8192x4096 53.7, two
     CTAs an SM 54.4; 2048x16384 in clusters of 2 52.8, of 4 53.7; 1024x151936 of 8 226.5, of 16 240.7.
     """
+    n, (vec, aligned, packed) = spec.n, spec.access
+    itemsizes = tuple(dtype.itemsize for dtype in spec.streams)
     two = len(itemsizes) == 2
     fp32 = max(itemsizes) == 4
     most = 32 if two or not aligned else 64

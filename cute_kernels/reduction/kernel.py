@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, load_vector
 from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import WARP_SIZE, RowConfig
 from cute_kernels.common.row_ring import RowRing
@@ -34,10 +35,15 @@ from cute_kernels.common.rows import (
     tiles_of_team,
     valid_columns,
 )
-from cute_kernels.reduction.config import COLUMN_ROWS, COLUMN_WARPS
+from cute_kernels.reduction.config import (
+    COLUMN_ROWS,
+    COLUMN_WARPS,
+    ColumnSumSpec,
+    RowSumSpec,
+    SoftmaxBackwardSpec,
+    SoftmaxSpec,
+)
 from jit_cache import Program, compiled
-
-Dtype = type[cutlass.Numeric]
 
 LOG2_E = 1.4426950408889634
 LOWEST = -3.4028234663852886e38  # of fp32: where a row, or a thread's part of it, has nothing above -inf
@@ -302,40 +308,40 @@ class ReduceColumns:
 
 
 @compiled
-def softmax_forward(arch: str, x: Dtype, y: Dtype, log: bool, config: RowConfig) -> Program:
+def softmax_forward(arch: str, spec: SoftmaxSpec, config: RowConfig) -> Program:
     """softmax or log_softmax of rows of one width."""
     rows, layout = cute.sym_int(), config.layout
     return Program(
-        SoftmaxForward(log, config),
-        symbolic_rows(x, rows, layout),
-        symbolic_rows(y, rows, layout, streamed=False),
+        SoftmaxForward(spec.log, config),
+        symbolic_rows(cutlass_dtype(spec.x), rows, layout),
+        symbolic_rows(cutlass_dtype(spec.y), rows, layout, streamed=False),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
 @compiled
-def softmax_backward(arch: str, y: Dtype, dy: Dtype, dx: Dtype, log: bool, config: RowConfig) -> Program:
+def softmax_backward(arch: str, spec: SoftmaxBackwardSpec, config: RowConfig) -> Program:
     """Gradient of softmax or log_softmax of rows of one width."""
     rows, layout = cute.sym_int(), config.layout
     return Program(
-        SoftmaxBackward(log, config),
-        symbolic_rows(y, rows, layout),
-        symbolic_rows(dy, rows, layout),
-        symbolic_rows(dx, rows, layout, streamed=False),
+        SoftmaxBackward(spec.log, config),
+        symbolic_rows(cutlass_dtype(spec.y), rows, layout),
+        symbolic_rows(cutlass_dtype(spec.dy), rows, layout),
+        symbolic_rows(cutlass_dtype(spec.dx), rows, layout, streamed=False),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
 @compiled
-def row_sums(arch: str, x: Dtype, y: Dtype, config: RowConfig) -> Program:
+def row_sums(arch: str, spec: RowSumSpec, config: RowConfig) -> Program:
     """Sums of rows of one width."""
     rows = cute.sym_int()
     return Program(
         ReduceRows(config),
-        symbolic_rows(x, rows, config.layout),
-        symbolic_vector(y, rows),
+        symbolic_rows(cutlass_dtype(spec.x), rows, config.layout),
+        symbolic_vector(cutlass_dtype(spec.y), rows),
         Float32(1.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -343,11 +349,9 @@ def row_sums(arch: str, x: Dtype, y: Dtype, config: RowConfig) -> Program:
 
 
 @compiled
-def column_sums(arch: str, x: Dtype, y: Dtype, vec: int) -> Program:
-    """Sums of columns, of (matrices, rows, columns) to (matrices, parts, columns).
-
-    ``vec`` divides the columns, so that no access ends beyond the matrix, and the strides.
-    """
+def column_sums(arch: str, spec: ColumnSumSpec) -> Program:
+    """Sums of columns, of (matrices, rows, columns) to (matrices, parts, columns)."""
+    x, y, vec = cutlass_dtype(spec.x), cutlass_dtype(spec.y), spec.vec
     matrices, rows, parts = (cute.sym_int() for _ in range(3))
     columns = cute.sym_int(divisibility=vec)
     strides = (cute.sym_int64(divisibility=vec), cute.sym_int64(divisibility=vec), 1)

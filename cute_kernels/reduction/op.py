@@ -6,22 +6,14 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
-from cute_kernels.reduction.launch import (
-    run_softmax,
-    run_softmax_backward,
-    run_sum,
-    softmax_backward_op,
-    softmax_op,
-    sum_op,
-)
-from cute_kernels.runtime.autograd import as_rows, eager_apply, first_derivative_only, gradient_rows
-from cute_kernels.runtime.checks import Backend, expect
-from cute_kernels.runtime.operators import allocator, contiguous_strides, is_plain
+from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows
+from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_rows
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 
 def softmax(
@@ -95,36 +87,25 @@ def log_softmax(
 def _softmax(op: str, x: Tensor, dim: int, out_dtype: torch.dtype | None, backend: Backend | None) -> Tensor:
     if type(dim) is not int or dim != -1:
         check_last(op, x, dim)
-    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
-        expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
+    if uses_reference(op, x, backend):
         return getattr(reference, op)(x, out_dtype=out_dtype)
-    try:
-        eager = is_plain(x)
-        if forward_ad._current_level >= 0 or (is_grad_enabled() and x.requires_grad):
-            return (_apply_softmax if eager else _SoftmaxFunction.apply)(x, op, out_dtype, eager)
-        return _softmax_forward(x, op, out_dtype, eager)
-    except Exception:  # no dimensions, no dtype, rows of no one stride, what the kernel's entry refuses
-        check_softmax(op, x, out_dtype)
-        raise
+    check_softmax(op, x, out_dtype)
+    if differentiates(x):
+        return apply(_SoftmaxFunction, x, op, out_dtype)
+    return _softmax_forward(x, op, out_dtype)
 
 
-def _softmax_forward(x: Tensor, op: str, out_dtype: torch.dtype | None, eager: bool) -> Tensor:
-    dtype = x.dtype if out_dtype is None else out_dtype
-    if eager:  # checked where no call of this signature has been
-        if not x.numel():  # of which there is none
-            check_softmax(op, x, out_dtype)
-        y = allocator(x)(tuple(x.shape), contiguous_strides(x.shape), dtype)
-    else:
-        check_softmax(op, x, out_dtype)
-        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    (run_softmax if eager else softmax_op)(as_rows(op, "x", x), as_rows(op, "y", y), op == "log_softmax")
+def _softmax_forward(x: Tensor, op: str, out_dtype: torch.dtype | None) -> Tensor:
+    rows = as_rows(op, "x", x)
+    y = empty(x, x.shape, out_dtype or x.dtype)
+    softmax_forward(rows, as_rows(op, "y", y), op == "log_softmax")
     return y
 
 
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, op, out_dtype, eager):
-        y = _softmax_forward(x, op, out_dtype, eager)
+    def forward(ctx, x, op, out_dtype):
+        y = _softmax_forward(x, op, out_dtype)
         ctx.save_for_backward(y)
         ctx.call = op, x.dtype
         return y
@@ -133,13 +114,9 @@ class _SoftmaxFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dy):
         (y,), (op, dtype) = ctx.saved_tensors, ctx.call
-        dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
-        run = run_softmax_backward if is_plain(y, dy) else softmax_backward_op
-        run(as_rows(op, "y", y), gradient_rows(dy), as_rows(op, "dx", dx), op == "log_softmax")
-        return dx, None, None, None
-
-
-_apply_softmax = eager_apply(_SoftmaxFunction)
+        dx = empty(y, y.shape, dtype)
+        softmax_backward(as_rows(op, "y", y), gradient_rows(dy), as_rows(op, "dx", dx), op == "log_softmax")
+        return dx, None, None
 
 
 def sum(
@@ -221,17 +198,13 @@ def mean(
 
 
 def _reduce(op: str, x: Tensor, dim, keepdim: bool, out_dtype: torch.dtype | None, backend: Backend | None) -> Tensor:
-    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
-        expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
+    if uses_reference(op, x, backend):
         return getattr(reference, op)(x, dim, keepdim=keepdim, out_dtype=out_dtype)
     dims = check_sum(op, x, dim, keepdim, out_dtype)
     count = math.prod([x.shape[d] for d in dims])
     scale = 1.0 if op == "sum" else 1.0 / count if count else math.nan
-    facts = x, dims, scale, out_dtype or x.dtype
-    if forward_ad._current_level >= 0 or (is_grad_enabled() and x.requires_grad):
-        y = (_apply_sum if is_plain(x) else _SumFunction.apply)(*facts)
-    else:
-        y = sum_dimensions(*facts)
+    call = x, dims, scale, out_dtype or x.dtype
+    y = apply(_SumFunction, *call) if differentiates(x) else sum_dimensions(*call)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
     return y.view(shape) if keepdim else y
 
@@ -249,9 +222,6 @@ class _SumFunction(torch.autograd.Function):
         dx = dy if scale == 1.0 else dy.float() * scale
         dx = dx.to(dtype).view([1 if d in dims else size for d, size in enumerate(shape)])
         return dx.expand(shape), None, None, None
-
-
-_apply_sum = eager_apply(_SumFunction)
 
 
 def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
@@ -274,8 +244,8 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
         if len(sizes) == 3 and sizes[2] > 1 and x.stride(2) != 1:
             x = x.contiguous()
         last = i == len(runs) - 1
-        y = x.new_empty([sizes[0], *sizes[2:]], dtype=dtype if last else torch.float32)
-        (run_sum if is_plain(x) else sum_op)(x, y, scale if last else 1.0)
+        y = empty(x, (sizes[0], *sizes[2:]), dtype if last else torch.float32)
+        sum_rows(x, y, scale if last else 1.0)
         del shape[first:behind]
         x = y
     return x.view(shape)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 Backend = Literal["reference"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fail(op: str, argument: str, expected: str, got: object, error: type = ValueError) -> NoReturn:
+    """Raise ``error`` in our one wording. Checks run at every call: text is made here, after the condition."""
+    raise error(f"{op}: {argument} must {expected}, got {got}")
 
 
 def expect(condition: bool, op: str, argument: str, expected: str, got: object, error: type = ValueError) -> None:
@@ -19,9 +24,18 @@ def expect(condition: bool, op: str, argument: str, expected: str, got: object, 
 
 def expect_tensor(op: str, argument: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor with strides."""
-    expect(isinstance(value, Tensor), op, argument, "be a torch.Tensor", type(value).__name__, TypeError)
+    if not isinstance(value, Tensor):
+        fail(op, argument, "be a torch.Tensor", type(value).__name__, TypeError)
     if value.layout is not torch.strided:
-        expect(False, op, argument, "have layout torch.strided", value.layout, TypeError)
+        fail(op, argument, "have layout torch.strided", value.layout, TypeError)
+
+
+def expect_floats(op: str, argument: str, value: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise TypeError unless ``value`` is a tensor with strides, of one of the dtypes."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        expect_tensor(op, argument, value)
+    if value.dtype not in allowed:
+        expect_dtype(op, argument, value.dtype, allowed)
 
 
 def expect_size(op: str, argument: str, size: object) -> None:
@@ -45,17 +59,20 @@ def expect_float(op: str, argument: str, value: object) -> None:
 def expect_dtype(op: str, argument: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLOATS) -> None:
     """Raise TypeError unless ``dtype`` is a torch.dtype and one of ``allowed``."""
     if not isinstance(dtype, torch.dtype):
-        expect(False, op, argument, f"be a torch.dtype such as {allowed[0]}", repr(dtype), TypeError)
-    names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-    expect(dtype in allowed, op, argument, f"have dtype {names}", dtype, TypeError)
+        fail(op, argument, f"be a torch.dtype such as {allowed[0]}", repr(dtype), TypeError)
+    if dtype not in allowed:
+        fail(op, argument, f"have dtype {', '.join(str(d).removeprefix('torch.') for d in allowed)}", dtype, TypeError)
 
 
 def expect_backend(op: str, backend: object) -> None:
     """Raise ValueError unless ``backend`` is None or "reference"."""
-    expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
+    if backend is not None and backend != "reference":
+        fail(op, "backend", "be None or 'reference'", repr(backend))
 
 
 def expect_like(op: str, argument: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise ValueError unless ``tensor`` has this shape and lies on this device."""
-    expect(tuple(tensor.shape) == tuple(shape), op, argument, f"have shape {tuple(shape)}", tuple(tensor.shape))
-    expect(tensor.device == device, op, argument, f"be on {device}", tensor.device)
+    if tuple(tensor.shape) != tuple(shape):
+        fail(op, argument, f"have shape {tuple(shape)}", tuple(tensor.shape))
+    if tensor.device != device:
+        fail(op, argument, f"be on {device}", tensor.device)

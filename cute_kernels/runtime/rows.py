@@ -1,12 +1,18 @@
-"""What a kernel that streams rows is specialised on: the signature of a matrix, and how its elements can move."""
+"""Matrices of rows: how their elements can move, and how many clusters of a kernel walk over them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from cute_kernels.common.row_layout import MANY_CTAS, Access, RowConfig
+
+# From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
+RESIDENT_ROWS = 2**29
 
 
 def rows_key(t: Tensor) -> tuple:
@@ -36,6 +42,52 @@ def geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tuple
         aligned = aligned and all(size % 16 == 0 for size in (n * itemsize, stride * itemsize, t.data_ptr()))
     packed = aligned and all(t.stride(0) == n or t.shape[0] <= 1 for t in streams)
     return vec, aligned, packed
+
+
+def access_of(n: int, widest: int, *streams: Tensor | None) -> Access:
+    """How the elements of matrices of ``n`` columns can move; ``widest``: bytes of their, or a result's, widest dtype.
+
+    16 bytes of the widest dtype move together: a wider access would leave half of each 32-byte sector to the next
+    instruction (H200, 8192x4096 fp32 forward: 89 us with 32 bytes a thread).
+    """
+    bits, packed = 0, True
+    for t in streams:
+        if t is not None:
+            size = t.itemsize
+            bits |= t.data_ptr() | n * size
+            if not t.is_contiguous() and t.shape[0] > 1:
+                stride = t.stride(0)
+                bits |= stride * size
+                packed = packed and stride == n
+    if not bits & 15:
+        return Access(16 // widest, True, packed)
+    vec = math.gcd(16 // widest, n)
+    for t in streams:
+        if t is not None:
+            vec = math.gcd(vec, t.stride(0) if t.shape[0] > 1 else n, t.data_ptr() // t.itemsize)
+    return Access(vec, False, False)
+
+
+class RowLaunch(NamedTuple):
+    """A kernel that streams rows, and how many clusters of it to launch (RowConfig says what the numbers mean)."""
+
+    function: Callable[..., None]
+    rows_per_cluster: int
+    max_clusters: int
+    persistent_clusters: float
+
+    @staticmethod
+    def of(function: Callable[..., None], config: RowConfig, num_sms: int, many_ctas: int = MANY_CTAS) -> RowLaunch:
+        if config.layout.n == 1:
+            function = resolved(function)
+        clusters = config.max_clusters(num_sms), config.persistent_clusters(num_sms, many_ctas)
+        return RowLaunch(function, config.rows_per_cluster, *clusters)
+
+    def clusters(self, rows: int) -> int:
+        """Of so many rows."""
+        clusters = -(-rows // self.rows_per_cluster)
+        resident = rows >= RESIDENT_ROWS or clusters < self.persistent_clusters
+        return min(clusters, self.max_clusters) if resident else clusters
 
 
 def contiguous_rows(t: Tensor) -> Tensor:

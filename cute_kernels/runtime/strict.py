@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from cute_kernels.runtime.autograd import as_rows
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.operators import is_eager
 
 VARIABLE = "CUTE_KERNELS_STRICT_LAYOUT"
 
@@ -36,7 +36,7 @@ def is_strict() -> bool:
 
 def has_address(*tensors: Tensor | None) -> bool:
     """Whether the layouts of these tensors are checked down to their addresses: a trace has none."""
-    return _STRICT and is_plain(tensors[0], *tensors[1:])
+    return _STRICT and is_eager(*tensors)
 
 
 def strict_rows(op: str, **tensors: Tensor | None) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,22 @@ def meta_target(arch: str, num_sms: int) -> Iterator[None]:
         yield
     finally:
         _meta_target.reset(token)
+
+
+class Target(NamedTuple):
+    """A GPU as launches see it: its architecture (``sm_90a``) and its number of SMs."""
+
+    arch: str
+    num_sms: int
+
+
+def target_of(device_index: int) -> Target:
+    """Of a CUDA device, or inside of ``meta_target`` of tensors that are on none.
+
+    Raises:
+        UnsupportedDeviceError: neither a Hopper (9.0) nor a data-centre Blackwell (10.x) GPU.
+    """
+    return Target(arch_of(device_index), sm_count(device_index))
 
 
 def sm_counts(arch: str) -> tuple[int, ...]:

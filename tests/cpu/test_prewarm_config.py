@@ -20,7 +20,7 @@ from cute_kernels.norm import launch as norm
 from cute_kernels.prewarm import Model, _rows, for_config
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction import log_softmax, softmax
-from cute_kernels.runtime import operators
+from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import meta_target
 from jit_cache import recording
 from tests.gpu.test_prewarm_config import CONFIG, train_and_decode
@@ -34,9 +34,9 @@ OPERATORS = {
     "log_prob_backward": log_prob.run_backward,
     "norm_forward": norm.run_forward,
     "norm_backward": norm.run_backward,
-    "softmax_forward": reduction.run_softmax,
-    "softmax_backward": reduction.run_softmax_backward,
-    "sum_rows": reduction.run_sum,
+    "softmax_forward": reduction.softmax_forward.function,
+    "softmax_backward": reduction.softmax_backward.function,
+    "sum_rows": reduction.sum_rows.function,
 }
 NUM_SMS = {"sm_90a": (132,), "sm_100a": (148, 152)}
 # Numbers of tokens: where kernels change, and any
@@ -54,8 +54,9 @@ def gpu(arch: str, num_sms: int) -> Iterator[list[tuple]]:
         for name, function in OPERATORS.items():
             library.impl(name, function, "Meta", allow_override=True)
         stack.enter_context(meta_target(arch, num_sms))
-        operators.forget_plans()
-        stack.callback(operators.forget_plans)
+        for forget in (operators.forget_plans, launches.forget):
+            forget()
+            stack.callback(forget)
         yield stack.enter_context(recording())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_kernels import UnsupportedDeviceError, reduction
+from cute_kernels import UnsupportedDeviceError
 from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
 from tests.norm_cases import Case, kernels_of, public_norm, seeded_generator
@@ -89,8 +89,3 @@ def compile_backend():
 @pytest.fixture
 def generator(request, device):
     return seeded_generator(request.node.nodeid, device)
-
-
-@pytest.fixture
-def traced_reduction():
-    return reduction

@@ -5,9 +5,10 @@ import torch
 
 from cute_kernels import reduction
 from tests.beforehand import compile_beforehand
+from tests.fakes import fake_kernels
 from tests.gemm_cases import here
 from tests.gpu.reduction.test_reduction import SUMS
-from tests.reduction_cases import BF16, FP32, SoftmaxCase, kernels_of, stand_in
+from tests.reduction_cases import BF16, FP32, SoftmaxCase, kernels_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +18,7 @@ def reduction_compiled_beforehand(request):
     values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
     values += [v for value in values if isinstance(value, list) for v in value]
     jobs = kernels_of([value for value in dict.fromkeys(v for v in values if isinstance(v, SoftmaxCase))], here())
-    with stand_in(here()) as more:
+    with fake_kernels(here()) as more:
         for shape, dim in SUMS:
             for dtype in (BF16, FP32):
                 for out in (BF16, FP32):

@@ -1,58 +1,43 @@
 """The kernels' path of the reductions on the CPU, plain torch in place of the kernels; the tests are the GPU's own."""
 
-import inspect
-import sys
-import types
-from unittest import mock
-
 import pytest
 import torch
 
 from cute_kernels import reduction
-from cute_kernels.reduction import launch, op
+from cute_kernels.reduction import launch
+from cute_kernels.runtime import launches
+from tests.fakes import fake_kernels
 from tests.gpu.reduction.test_reduction import *  # noqa: F403
-from tests.reduction_cases import stand_in
 
 
 @pytest.fixture(autouse=True)
-def path_of_the_kernels():
-    with stand_in() as jobs:
+def jobs():
+    with fake_kernels() as jobs:
         yield jobs
 
 
-@pytest.fixture
-def traced_reduction():
-    """The functions as they go on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
-    source, condition = inspect.getsource(op), "not x.is_cuda"
-    assert source.count(condition) == 2
-    module = types.ModuleType("traced_reduction")
-    exec(source.replace(condition, "False"), module.__dict__)
-    with mock.patch.dict(sys.modules, traced_reduction=module):
-        yield module
-
-
-def test_another_number_of_rows_compiles_nothing(path_of_the_kernels):
+def test_another_number_of_rows_compiles_nothing(jobs):
     for rows in (1, 2, 100, 5000):
         reduction.softmax(torch.randn(rows, 64))
         reduction.sum(torch.randn(rows, 64), 1)
-    assert len({repr(job) for job in path_of_the_kernels}) == 2
+    assert len({repr(job) for job in jobs}) == 2
 
 
-def test_the_kernels_of_a_sum_do_not_follow_from_what_lies_around_it(path_of_the_kernels):
+def test_the_kernels_of_a_sum_do_not_follow_from_what_lies_around_it(jobs):
     x, long = torch.randn(6, 100, 65), torch.randn(3, 262147)
     cases = [(part, dim) for part in (x[..., :64], x[..., 1:], x[..., 3:43]) for dim in (1, 2)] + [(long, 1)]
     for part, dim in cases:
         found = []
         for some in (part, part.contiguous(), part[:1], part[1:2], part[2:3]):
-            path_of_the_kernels.clear()
-            launch._plans.clear()
+            jobs.clear()
+            launches.forget()
             reduction.sum(some, dim)
             # The width of a column's access is no part of its sum's order
-            found.append({repr(job[1][:3] if dim == 1 and some.dim() == 3 else job) for job in path_of_the_kernels})
+            found.append({repr(job[1][1][:2] if dim == 1 and some.dim() == 3 else job) for job in jobs})
         assert all(jobs == found[0] for jobs in found), (part.stride(), dim)
-    path_of_the_kernels.clear()
+    jobs.clear()
     reduction.sum(x[..., :1], 1)
-    assert [job[0].build.__name__ for job in path_of_the_kernels] == ["column_sums"]
+    assert [job[0].build.__name__ for job in jobs] == ["column_sums"]
 
 
 def test_more_sums_than_a_grid_has_ctas():

@@ -1,0 +1,70 @@
+"""The one cache between a call and its launch: Spec -> what launches it.
+
+A Spec is a NamedTuple of all that a kernel is specialised on, in ``config.py`` of its family: the launch makes one of
+its tensors, the builder takes the same one, and ``prewarm.py`` lists them. (A NamedTuple of 12 fields is made in 0.5 us
+and hashed in 0.1; a frozen dataclass takes 2.3 and 0.3. CPU.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+from cute_kernels.runtime.targets import Target, target_of
+
+MAX_ENTRIES = 4096  # of a cache; at so many all are forgotten, those of old batches' sizes, too
+
+S = TypeVar("S", bound=Hashable)
+E = TypeVar("E")
+_caches: list[dict] = []
+
+
+class LaunchCache(Generic[S, E]):
+    """What launches a call, by its Spec and device. An entry is whole when it is stored, so threads need no lock:
+    two that make the same one at once store equal ones.
+
+    Args:
+        make: (target, spec) -> entry: picks the config, compiles or loads the kernel.
+    """
+
+    def __init__(self, make: Callable[[Target, S], E]) -> None:
+        self._make = make
+        self._entries: dict[tuple[int, S], E] = bounded()
+
+    def get(self, device_index: int, spec: S) -> E:
+        """The entry of this Spec, made at its first call.
+
+        Raises:
+            UnsupportedDeviceError: a GPU without kernels.
+        """
+        entry = self._entries.get((device_index, spec))
+        if entry is None:
+            entry = self._entries[device_index, spec] = self._make(target_of(device_index), spec)
+        return entry
+
+
+class bounded(dict):
+    """A dict of at most MAX_ENTRIES, which ``forget`` empties: for what an entry keeps by the number of rows, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _caches.append(self)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= MAX_ENTRIES and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def forget() -> None:
+    """Forget all entries: another call makes each anew."""
+    for cache in _caches:
+        cache.clear()
+
+
+def load(builder: Callable[..., Any], *arguments: Any) -> Callable[..., None]:
+    """The kernel that a builder makes of these arguments. Every entry gets its kernels here; tests put fakes in place.
+
+    Call it as ``launches.load``.
+    """
+    return builder(*arguments)

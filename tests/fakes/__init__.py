@@ -1,0 +1,54 @@
+"""Fake kernels: plain torch in the place of what a builder compiles; all above it is what runs on a GPU.
+
+A family's file has a function for each of its builders, by the builder's name. It takes the builder's arguments, by
+name, and then what the kernel's entry takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cute_kernels.runtime import launches, operators
+from cute_kernels.runtime.targets import Target
+from tests.entry import check_entry
+from tests.fakes import reduction
+
+FAMILIES = (reduction,)
+NUM_SMS = 132
+
+
+@contextlib.contextmanager
+def fake_kernels(arch: str = "sm_90a") -> Iterator[list[tuple]]:
+    """Within it CPU tensors go where CUDA tensors would, and each launch runs a fake, which checks what it gets.
+
+    Yields the list of builder calls, (builder, arguments): the kernels that a GPU would have needed.
+    """
+    jobs: list[tuple] = []
+
+    def load(builder: Any, *arguments: Any) -> Callable[..., None]:
+        jobs.append((builder, arguments))
+        static, program = inspect.signature(builder.build).bind(*arguments).arguments, builder.build(*arguments)
+        (compute,) = [found for family in FAMILIES if (found := getattr(family, builder.__name__, None))]
+
+        def function(*values: Any) -> None:
+            check_entry(program, values)
+            compute(static, *values)
+
+        return function
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launches, "load", load))
+        stack.enter_context(mock.patch.object(launches, "target_of", lambda index: Target(arch, NUM_SMS)))
+        stack.enter_context(mock.patch.object(operators, "on_gpu", lambda x: True))
+        library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
+        for name, launch in operators.OPERATORS.items():
+            library.impl(name, launch.function, "CPU")
+        launches.forget()
+        stack.callback(launches.forget)
+        yield jobs

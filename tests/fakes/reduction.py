@@ -1,0 +1,35 @@
+"""Fakes of softmax, log_softmax and sums."""
+
+import math
+
+import torch
+
+from cute_kernels.reduction.config import COLUMN_ROWS
+
+FUNCTIONS = {False: torch.softmax, True: torch.log_softmax}
+
+
+def softmax_forward(static, x, y, clusters) -> None:
+    assert clusters >= 1 and static["config"].layout.n == x.shape[1]
+    # fp64: what torch's sums owe to the number of rows is then gone with the rounding
+    y.copy_(FUNCTIONS[static["spec"].log](x.double(), -1))
+
+
+def softmax_backward(static, y, dy, dx, clusters) -> None:
+    y, dy = y.double(), dy.double()
+    if static["spec"].log:
+        dx.copy_(dy - y.exp() * dy.sum(-1, keepdim=True))
+    else:
+        dx.copy_(y * (dy - (dy * y).sum(-1, keepdim=True)))
+
+
+def row_sums(static, x, y, scale, clusters) -> None:
+    assert clusters >= 1 and static["config"].layout.n == x.shape[1]
+    y.copy_(x.double().sum(1).float() * scale)
+
+
+def column_sums(static, x, y, scale) -> None:
+    assert y.shape == (x.shape[0], math.ceil(x.shape[1] / COLUMN_ROWS), x.shape[2])
+    assert x.shape[2] % static["spec"].vec == 0  # or the last access of the last row would end beyond the matrix
+    parts = [part.double().sum(1).float() * scale for part in x.split(COLUMN_ROWS, 1)]
+    y.copy_(torch.stack(parts, 1))
