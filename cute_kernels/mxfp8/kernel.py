@@ -24,7 +24,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
-from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, DualConfig, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, DualConfig, QuantizeConfig, QuantizeSpec, ScaleRule, scale_rule
 from cute_kernels.mxfp8.kernel_dual import QuantizeDual
 from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory, of_passes
 from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_together
@@ -34,7 +35,7 @@ Dtype = type[cutlass.Numeric]
 
 
 class Quantize:
-    """See the module; arguments as in the builder ``mxfp8_quantize``."""
+    """See the module; arguments as in ``QuantizeSpec``."""
 
     def __init__(self, transposed: bool, square: bool, rule: ScaleRule, kinds: tuple, config: QuantizeConfig):
         self.transposed = transposed
@@ -230,7 +231,9 @@ class Quantize:
                     if tidx < TILE:
                         if const_expr(exchanges_row):
                             i = const_expr(exchanges - 1)
-                            store_together(self.cluster[1], 1, rank, together[None, i].iterator, received + i, *mine)
+                            store_together(
+                                self.cluster[1], 1, rank, together[None, i].iterator, received + i, *mine
+                            )
                         else:
                             store_scales(TILE, self.row_kind, *mine)
             slot += 1
@@ -304,27 +307,11 @@ class Quantize:
 
 
 @compiled
-def mxfp8_quantize(
-    arch: str,
-    dtype: Dtype,
-    out: Dtype,
-    rank: int,
-    transposed: bool,
-    along_k: bool,
-    along_n: bool,
-    square: bool,
-    mode: str,
-    scale_layout: str,
-    config: QuantizeConfig | DualConfig,
-) -> Program:
-    """x (N, K) or (E, N, K) to fp8 and scales; sizes and the strides of x are run-time values.
-
-    ``transposed``: N is the contiguous dimension of x, else K. ``along_k``, ``along_n``: which operands are wanted:
-    row-major q with blocks along K, column-major q with blocks along N. ``square``: blocks of 32 x 32 serve both.
-    """
+def mxfp8_quantize(arch: str, spec: QuantizeSpec, config: QuantizeConfig | DualConfig) -> Program:
+    """fp8 elements and scales of a matrix, or of experts."""
+    x, q, kinds, rank = cutlass_dtype(spec.x), cutlass_dtype(spec.q), spec.kinds, spec.rank
     n, k = cute.sym_int(divisibility=BLOCK), cute.sym_int(divisibility=BLOCK)
     experts = () if rank == 2 else (cute.sym_int(),)
-    unit = 128 // dtype.width
 
     def matrix(element: Dtype, swapped: bool, divisibility: int):
         strides = [cute.sym_int64(divisibility=divisibility) for _ in range(rank)]
@@ -337,20 +324,19 @@ def mxfp8_quantize(
         order = tuple(range(len(shape)))[::-1]
         return cute.runtime.make_fake_compact_tensor(cutlass.Float8E8M0FNU, shape, stride_order=order, assumed_align=16)
 
-    kinds = scale_kinds(rank, square, scale_layout)
-    rule = scale_rule(mode, "e5m2" if out is cutlass.Float8E5M2 else "e4m3")
+    rule = scale_rule(spec.mode, "e5m2" if q is cutlass.Float8E5M2 else "e4m3")
     if isinstance(config, DualConfig):
-        kernel = QuantizeDual(transposed, square, rule, kinds, config)
+        kernel = QuantizeDual(spec.transposed, spec.square, rule, kinds, config)
         counter = (cute.runtime.make_fake_compact_tensor(Int32, (1,), stride_order=(0,), assumed_align=16),)
     else:
-        kernel, counter = Quantize(transposed, square, rule, kinds, config), ()
+        kernel, counter = Quantize(spec.transposed, spec.square, rule, kinds, config), ()
     return Program(
         kernel,
-        matrix(dtype, transposed, unit),
-        matrix(out, False, BLOCK) if along_k else None,
-        scales(kinds[0]) if along_k else None,
-        matrix(out, True, BLOCK) if along_n else None,
-        scales(kinds[1]) if along_n else None,
+        matrix(x, spec.transposed, 128 // x.width),
+        matrix(q, False, BLOCK) if spec.along_k else None,
+        scales(kinds[0]) if spec.along_k else None,
+        matrix(q, True, BLOCK) if spec.along_n else None,
+        scales(kinds[1]) if spec.along_n else None,
         *counter,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
