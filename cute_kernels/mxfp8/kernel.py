@@ -140,15 +140,15 @@ class Quantize:
         if const_expr(self.in_place):
             bytes_of_x = cute.recast_ptr(sX.iterator, dtype=Uint8)
             sRow = cute.make_tensor(bytes_of_x, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
-        full = smem.allocate_array(Int64, self.stages)
+        x_full = smem.allocate_array(Int64, self.stages)
         # The scales that a cluster puts together, of the col pass and of the row pass: words, and a barrier
         exchanges_col = const_expr(has_col and self.cluster[0] > 1 and self.col_kind == "columns")
         exchanges_row = const_expr(has_row and self.cluster[1] > 1 and self.row_kind == "columns")
         exchanges = const_expr(exchanges_col + exchanges_row)
-        together = received = None
+        together = together_full = None
         if const_expr(exchanges > 0):
             together = smem.allocate_tensor(Int32, cute.make_layout((TILE, exchanges)))
-            received = smem.allocate_array(Int64, exchanges)
+            together_full = smem.allocate_array(Int64, exchanges)
 
         self.passes = Passes(self.dtype, self.out, self.rule, self.width)
         num_tiles = along_a.divisor * along_b.divisor * mX.shape[2] * self.ctas
@@ -165,18 +165,18 @@ class Quantize:
             cpasync.prefetch_descriptor(tma_x)
             if lane == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + stage, 1)
+                    cute.arch.mbarrier_init(x_full + stage, 1)
                 for i in cutlass.range_constexpr(exchanges):
-                    cute.arch.mbarrier_init(received + i, 1)
+                    cute.arch.mbarrier_init(together_full + i, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
         cute.arch.griddepcontrol_wait()
         if warp == 0:
             if const_expr(exchanges > 0):
                 if lane < exchanges:
-                    cute.arch.mbarrier_arrive_and_expect_tx(received + lane, 4 * TILE)
+                    cute.arch.mbarrier_arrive_and_expect_tx(together_full + lane, 4 * TILE)
             for stage in cutlass.range_constexpr(self.stages):
-                self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, along_a, along_b)
+                self.fetch(tma_x, tXgX, tXsX, x_full, Int32(stage), bidx + stage * grid, num_tiles, along_a, along_b)
         cute.arch.barrier()
         if const_expr(exchanges > 0):
             cute.arch.cluster_arrive_relaxed()
@@ -186,7 +186,7 @@ class Quantize:
         end, step = (num_tiles, grid) if const_expr(self.persistent) else (bidx + 1, 1)
         for tile in cutlass.range(bidx, end, step):
             a, b, e = self.place(tile, along_a, along_b)
-            cute.arch.mbarrier_wait(full + slot, phase)
+            cute.arch.mbarrier_wait(x_full + slot, phase)
             sT = sX[None, None, slot].iterator
             if tile > bidx:
                 # The tile before is still on its way out of sRow and sCol: the warp that sent it says when it has left
@@ -211,7 +211,7 @@ class Quantize:
             if const_expr(self.persistent):  # all threads have read the slot
                 if warp == 0:
                     next_tile = tile + self.stages * grid
-                    self.fetch(tma_x, tXgX, tXsX, full, slot, next_tile, num_tiles, along_a, along_b)
+                    self.fetch(tma_x, tXgX, tXsX, x_full, slot, next_tile, num_tiles, along_a, along_b)
             if const_expr(self.kind_is_square()):
                 if tidx < 16:
                     s = s_row if const_expr(has_row) else s_col
@@ -223,7 +223,7 @@ class Quantize:
                     mine = (staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK)
                     if tidx < self.width:
                         if const_expr(exchanges_col):
-                            store_together(*self.cluster, rank, together[None, 0].iterator, received, *mine)
+                            store_together(*self.cluster, rank, together[None, 0].iterator, together_full, *mine)
                         else:
                             store_scales(self.width, self.col_kind, *mine)
                 if const_expr(has_row):
@@ -232,7 +232,7 @@ class Quantize:
                         if const_expr(exchanges_row):
                             i = const_expr(exchanges - 1)
                             store_together(
-                                self.cluster[1], 1, rank, together[None, i].iterator, received + i, *mine
+                                self.cluster[1], 1, rank, together[None, i].iterator, together_full + i, *mine
                             )
                         else:
                             store_scales(TILE, self.row_kind, *mine)
@@ -260,15 +260,15 @@ class Quantize:
         return a * self.cluster[0] + rank // self.cluster[1], b * self.cluster[1] + rank % self.cluster[1], e
 
     @cute.jit
-    def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, along_a, along_b):
-        """Ask for a tile, if there is one; called by the first warp."""
+    def fetch(self, tma_x, tXgX, tXsX, x_full, slot: Int32, tile: Int32, num_tiles: Int32, along_a, along_b):
+        """Issue the load of a tile, if there is one; called by the first warp."""
         if tile < num_tiles:
             a, b, e = self.place(tile, along_a, along_b)
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * self.width * self.dtype.width // 8)
+                cute.arch.mbarrier_arrive_and_expect_tx(x_full + slot, TILE * self.width * self.dtype.width // 8)
             cute.arch.sync_warp()
             policy = evict_first_if(num_tiles - tile <= self.last_tiles)
-            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=full + slot, cache_policy=policy)
+            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=x_full + slot, cache_policy=policy)
 
     @cute.jit
     def send(self, tma_out, source, matrix, shape: cutlass.Constexpr[tuple], row: Int32, column: Int32, e: Int32):
