@@ -1,9 +1,8 @@
-"""What the tests of the quantizers share: cases, inputs, byte comparison, a stand-in for the GPU."""
+"""What the tests of the quantizers share: cases, inputs, byte comparison."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -12,10 +11,12 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels.mxfp8 import launch, op, reference
-from cute_kernels.mxfp8.checks import SCALE
-from cute_kernels.mxfp8.config import GRIDS, MODES, DualConfig, scale_rule  # noqa: F401
-from tests.entry import check_entry
+from cute_kernels.mxfp8 import launch, reference  # noqa: F401
+from cute_kernels.mxfp8.checks import SCALE  # noqa: F401
+from cute_kernels.mxfp8.config import GRIDS, MODES  # noqa: F401
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.targets import Target
+from tests.fakes import fake_kernels
 from tests.norm_cases import seeded_generator  # noqa: F401
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -162,15 +163,16 @@ def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def poisoned(byte: int = 0xA5) -> Iterator[None]:
-    """What is allocated holds this byte."""
-    real = torch.empty_strided
+    """What a launch allocates to return holds this byte."""
+    real = launch.allocate
 
-    def allocate(*arguments, **options):
-        memory = real(*arguments, **options)
-        memory.as_strided((memory.numel(),), (1,)).view(torch.uint8).fill_(byte)
-        return memory
+    def allocate(like, outputs):
+        found = real(like, outputs)
+        for t in found:
+            t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(byte)
+        return found
 
-    with mock.patch.object(torch, "empty_strided", allocate):
+    with mock.patch.object(launch, "allocate", allocate):
         yield
 
 
@@ -188,55 +190,9 @@ def opcheck(operator, arguments: tuple) -> None:
     assert len(set(memory)) == len(memory)
 
 
-# Plain torch in place of the GPU
-
-
-@contextlib.contextmanager
-def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
-    """Within it CPU tensors go the way of CUDA tensors: what runs instead of a kernel is plain torch.
-
-    Yields the list of builder calls, (builder, arguments): the kernels that a GPU would have needed.
-    """
-    from cute_kernels.mxfp8 import kernel, kernel_dequantize
-
-    jobs: list[tuple] = []
-
-    def builder(real, computation):
-        def build(*arguments):
-            jobs.append((real, arguments))
-            if not computes:
-                return lambda *values: None
-            static, program = inspect.signature(real.build).bind(*arguments).arguments, real.build(*arguments)
-
-            def function(*values):
-                check_entry(program, values)
-                computation(static, *values)
-
-            return function
-
-        return build
-
-    real_choice = op._takes_reference
-
-    def takes_reference(name, x, backend):
-        return real_choice(name, x, backend) if backend is not None else not isinstance(x, Tensor)
-
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (launch, "arch_of", lambda index: arch),
-            (launch, "sm_count", lambda index: 132),
-            (op, "_takes_reference", takes_reference),
-            (kernel, "mxfp8_quantize", builder(kernel.mxfp8_quantize, _quantize)),
-            (kernel_dequantize, "mxfp8_dequantize", builder(kernel_dequantize.mxfp8_dequantize, _dequantize)),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(launch._plans, clear=True))
-        yield jobs
-
-
 def kernels_of(cases: list[Case], arch: str) -> list[tuple]:
     """(builder, arguments) of the kernels that the cases, few tiles or many, and the way back need."""
-    with stand_in(arch, computes=False) as jobs:
+    with fake_kernels(arch) as jobs:
         for case in cases:
             x = laid_out(case, torch.zeros((*case.shape[:-2], 32, 32), dtype=case.dtype))
             for tiles in GRIDS:
@@ -255,43 +211,27 @@ def as_many_tiles(tiles: tuple[int, int, int]) -> Iterator[None]:
     def config(arch, itemsize, row_kind, col_kind, _):
         return real(arch, itemsize, row_kind, col_kind, tiles)
 
-    with mock.patch.object(launch, "quantize_config", config), mock.patch.dict(launch._plans, clear=True):
+    with mock.patch.object(launch, "quantize_config", config), new_launches():
         yield
 
 
 @contextlib.contextmanager
 def few_sms(count: int = 2) -> Iterator[None]:
     """Within it a CTA that walks over tiles has several of a small matrix, and uses its slots and buffers again."""
-    with mock.patch.object(launch, "sm_count", lambda index: count), mock.patch.dict(launch._plans, clear=True):
+    real = launches.target_of
+
+    def target_of(device_index):
+        return Target(real(device_index).arch, count)
+
+    with mock.patch.object(launches, "target_of", target_of), new_launches():
         yield
 
 
-def emulated_scales(amax: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
-    """The kernels' integer rule."""
-    rule = scale_rule(mode, "e4m3" if dtype is E4M3 else "e5m2")
-    bits = amax.view(torch.int32) & 0x7FFFFFFF
-    s = ((bits + rule.add) >> 23) - rule.sub
-    return torch.where(bits >= rule.upper, 255, torch.where(bits < rule.lower, 0, s))
-
-
-def _quantize(static, x, q_k, s_k, q_n, s_n, *rest) -> None:
-    *counter, num_ctas = rest
-    assert [t.dtype for t in counter] == [torch.int32] * isinstance(static["config"], DualConfig)
-    assert num_ctas >= 1 and x.data_ptr() % 16 == 0 and x.dim() == static["rank"]
-    assert (x.stride(-2) == 1) == static["transposed"]
-    assert (q_k is not None, q_n is not None) == (static["along_k"], static["along_n"])
-    assert (s_k is None) == (q_k is None) and (s_n is None) == (q_n is None)
-    options = static["mode"], static["scale_layout"]
-    with mock.patch.object(reference, "scales", emulated_scales):
-        for q, s, computation in ((q_k, s_k, reference.along_k), (q_n, s_n, reference.along_n)):
-            if q is not None:
-                assert launch.fp8_dtype(q.dtype) is static["out"] and s.dtype is SCALE
-                wanted = computation(x, *options, q.dtype, static["square"])
-                assert q.stride() == wanted[0].stride() and s.stride() == wanted[1].stride()
-                q.copy_(wanted[0])
-                s.copy_(wanted[1])
-
-
-def _dequantize(static, q, scale, y, num_ctas) -> None:
-    assert num_ctas >= 1 and y.stride() == q.stride() and q.dim() == static["rank"]
-    y.copy_(reference.dequantize(q, scale, dtype=y.dtype))
+@contextlib.contextmanager
+def new_launches() -> Iterator[None]:
+    """Within it each launch is made anew, and forgotten behind it."""
+    launches.forget()
+    try:
+        yield
+    finally:
+        launches.forget()

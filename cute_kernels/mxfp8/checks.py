@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels.mxfp8.config import BLOCK, MODES
-from cute_kernels.runtime.checks import FLOATS, expect, expect_dtype, expect_size, expect_tensor
+from cute_kernels.runtime.checks import FLOATS, expect_dtype, expect_floats, expect_size, expect_tensor, fail
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE = torch.float8_e8m0fnu
+SCALES = (SCALE,)
+BLOCK_SHAPES = ((32, 1), (32, 32))
 ScaleLayout = Literal["plain", "blocked"]
 SCALE_LAYOUTS = get_args(ScaleLayout)
 MAX_SIZE = 2**31 - 128  # of a dimension: coordinates are 32-bit and run to the end of the last tile
@@ -22,42 +24,51 @@ def check_quantize(
     op: str, name: str, x: Tensor, rank: int, mode: str, scale_layout: str, dtype: torch.dtype, block=(32, 1)
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
-    expect_tensor(op, name, x)
-    expect_dtype(op, name, x.dtype, FLOATS)
-    dimensions = "(M, K)" if rank == 2 else "(E, N, K)"
-    expect(x.dim() == rank, op, name, f"have {rank} dimensions {dimensions}", f"shape {tuple(x.shape)}")
-    good = all(size % BLOCK == 0 for size in x.shape[-2:])
-    expect(good, op, name, f"have last dimensions that are multiples of {BLOCK}", f"shape {tuple(x.shape)}")
-    good = all(size <= MAX_SIZE for size in x.shape[-2:])
-    expect(good, op, name, f"have last dimensions of at most {MAX_SIZE}", f"shape {tuple(x.shape)}")
-    tiles = -(-x.shape[-2] // 128) * -(-x.shape[-1] // 128) * (x.shape[0] if rank == 3 else 1)
-    expect(tiles <= MAX_TILES, op, name, f"have at most {MAX_TILES} tiles of 128 x 128", f"shape {tuple(x.shape)}")
-    expect(is_unit_stride(x), op, name, "have a contiguous last dimension or last but one", f"strides {x.stride()}")
-    expect(mode in MODES, op, "mode", f"be one of {MODES}", repr(mode))
-    expect(scale_layout in SCALE_LAYOUTS, op, "scale_layout", f"be one of {SCALE_LAYOUTS}", repr(scale_layout))
-    expect_dtype(op, "dtype", dtype, FP8)
-    good = isinstance(block, tuple) and block in ((32, 1), (32, 32))
-    expect(good, op, "block", "be (32, 1) or (32, 32)", repr(block))
+    expect_floats(op, name, x)
+    shape = x.shape
+    if len(shape) != rank:
+        fail(op, name, f"have {rank} dimensions {'(M, K)' if rank == 2 else '(E, N, K)'}", f"shape {tuple(shape)}")
+    n, k = shape[-2], shape[-1]
+    if n % BLOCK or k % BLOCK:
+        fail(op, name, f"have last dimensions that are multiples of {BLOCK}", f"shape {tuple(shape)}")
+    if n > MAX_SIZE or k > MAX_SIZE:
+        fail(op, name, f"have last dimensions of at most {MAX_SIZE}", f"shape {tuple(shape)}")
+    if -(-n // 128) * -(-k // 128) * (shape[0] if rank == 3 else 1) > MAX_TILES:
+        fail(op, name, f"have at most {MAX_TILES} tiles of 128 x 128", f"shape {tuple(shape)}")
+    if not x.is_contiguous() and not is_unit_stride(x):
+        fail(op, name, "have a contiguous last dimension or last but one", f"strides {x.stride()}")
+    if mode not in MODES:
+        fail(op, "mode", f"be one of {MODES}", repr(mode))
+    if scale_layout not in SCALE_LAYOUTS:
+        fail(op, "scale_layout", f"be one of {SCALE_LAYOUTS}", repr(scale_layout))
+    if not isinstance(dtype, torch.dtype) or dtype not in FP8:
+        expect_dtype(op, "dtype", dtype, FP8)
+    if not isinstance(block, tuple) or block not in BLOCK_SHAPES:
+        fail(op, "block", "be (32, 1) or (32, 32)", repr(block))
 
 
 def check_aligned(op: str, name: str, x: Tensor) -> None:
     """What TMA asks of an input beyond the reference: raise ValueError."""
-    unit = 16 // x.element_size()
-    sizes = zip(x.shape, x.stride(), range(x.dim() - 1, -1, -1), strict=True)
-    strides = [(stride, from_last) for size, stride, from_last in sizes if size > 1]
-    good = x.data_ptr() % 16 == 0 and all(
-        stride > 0 and stride % unit == 0 or (stride == 1 and from_last < 2) for stride, from_last in strides
-    )
-    got = f"strides {x.stride()} from address {x.data_ptr():#x}"
-    expect(good, op, name, f"start on 16 bytes and have strides of positive multiples of {unit} elements", got)
+    if not is_aligned(x):
+        expected = f"start on 16 bytes and have strides of positive multiples of {16 // x.itemsize} elements"
+        fail(op, name, expected, f"strides {x.stride()} from address {x.data_ptr():#x}")
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether TMA can read a tensor of unit stride: it starts on 16 bytes, and so do its rows and experts."""
+    strides, unit = x.stride(), 16 // x.itemsize
+    if x.data_ptr() & 15 or max(strides[-2:]) % unit:
+        return False
+    return len(strides) == 2 or x.shape[0] == 1 or (strides[0] > 0 and strides[0] % unit == 0)
 
 
 def is_unit_stride(x: Tensor) -> bool:
     """Whether one of the last two dimensions is contiguous and rows do not overlap."""
     if x.numel() == 0:
         return True
-    inner, outer = (-1, -2) if x.stride(-1) == 1 else (-2, -1)
-    return x.stride(inner) == 1 and x.stride(outer) >= x.shape[inner]
+    strides = x.stride()
+    inner, outer = (-1, -2) if strides[-1] == 1 else (-2, -1)
+    return strides[inner] == 1 and strides[outer] >= x.shape[inner]
 
 
 def is_transposed(x: Tensor) -> bool:
@@ -69,7 +80,8 @@ def check_to_blocked(scale: Tensor) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
     expect_tensor("to_blocked", "scale", scale)
     expect_dtype("to_blocked", "scale", scale.dtype, (SCALE, torch.uint8))
-    expect(scale.dim() in (2, 3), "to_blocked", "scale", "be (R, C) or (E, R, C)", f"shape {tuple(scale.shape)}")
+    if scale.dim() not in (2, 3):
+        fail("to_blocked", "scale", "be (R, C) or (E, R, C)", f"shape {tuple(scale.shape)}")
 
 
 def check_from_blocked(blocked: Tensor, rows: int, columns: int) -> None:
@@ -80,7 +92,7 @@ def check_from_blocked(blocked: Tensor, rows: int, columns: int) -> None:
         expect_size("from_blocked", name, size)
     size = blocked_size(rows, columns)
     if blocked.dim() not in (1, 2) or blocked.shape[-1] != size:  # a message would make a symbolic size a constant
-        expect(False, "from_blocked", "blocked", f"have shape ({size},) or (E, {size})", tuple(blocked.shape))
+        fail("from_blocked", "blocked", f"have shape ({size},) or (E, {size})", tuple(blocked.shape))
 
 
 def blocked_size(rows: int, columns: int) -> int:
@@ -88,45 +100,73 @@ def blocked_size(rows: int, columns: int) -> int:
     return -(-rows // 128) * 128 * (-(-columns // 4) * 4)
 
 
-def check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> str:
-    """How the scales lie: "blocked", "square", "columns" (R, C), "rows" (C, R); "empty" where there are none.
+def check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[bool, str | None]:
+    """Whether q is column-major, and how the scales lie: ``scale_kind``, None where there are none.
 
     Raises:
         TypeError, ValueError: naming argument, expected and got.
     """
     op = "dequantize"
-    expect_tensor(op, "q", q)
-    expect_dtype(op, "q", q.dtype, FP8)
-    expect_tensor(op, "scale", scale)
-    expect_dtype(op, "scale", scale.dtype, (SCALE,))
-    expect_dtype(op, "dtype", dtype, FLOATS)
-    expect(q.dim() in (2, 3), op, "q", "be (M, K) or (E, N, K)", f"shape {tuple(q.shape)}")
-    n, k = q.shape[-2:]
-    good = n % BLOCK == 0 and k % BLOCK == 0
-    expect(good, op, "q", f"have last dimensions that are multiples of {BLOCK}", f"shape {tuple(q.shape)}")
+    expect_floats(op, "q", q, FP8)
+    expect_floats(op, "scale", scale, SCALES)
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        expect_dtype(op, "dtype", dtype)
+    shape = q.shape
+    if len(shape) != 2 and len(shape) != 3:
+        fail(op, "q", "be (M, K) or (E, N, K)", f"shape {tuple(shape)}")
+    if shape[-2] % BLOCK or shape[-1] % BLOCK:
+        fail(op, "q", f"have last dimensions that are multiples of {BLOCK}", f"shape {tuple(shape)}")
     if q.numel() == 0:
-        return "empty"
-    expect(is_packed(q), op, "q", "be row-major or column-major without gaps", f"strides {q.stride()}")
-    expect(scale.device == q.device, op, "scale", f"be on {q.device}", scale.device)
-    expect(scale.is_contiguous(), op, "scale", "be contiguous", f"strides {scale.stride()}")
-    transposed = is_transposed(q)
+        return is_transposed(q), None
+    transposed = not q.is_contiguous()
+    if transposed and not is_column_major(shape, q.stride()):
+        fail(op, "q", "be row-major or column-major without gaps", f"strides {q.stride()}")
+    if scale.device != q.device:
+        fail(op, "scale", f"be on {q.device}", scale.device)
+    if not scale.is_contiguous():
+        fail(op, "scale", "be contiguous", f"strides {scale.stride()}")
+    kind = scale_kind(shape, scale.shape, transposed)
+    if kind is None:
+        wanted = ", ".join(str(shape) for shape in _scale_shapes(shape, transposed))
+        fail(op, "scale", f"have one of the shapes {wanted}", tuple(scale.shape))
+    return transposed, kind
+
+
+def scale_kind(shape: torch.Size, scale_shape: torch.Size, transposed: bool) -> str | None:
+    """How the scales of q lie: "blocked", "square", "columns" (R, C), "rows" (C, R); None: they do not fit.
+
+    No dict of shapes: sizes of a traced call have no hash.
+    """
+    n, k, rank, scale_rank = shape[-2], shape[-1], len(shape), len(scale_shape)
+    if rank == 3 and (not scale_rank or scale_shape[0] != shape[0]):
+        return None
     rows, columns = (k, n // BLOCK) if transposed else (n, k // BLOCK)
-    experts = tuple(q.shape[:-2])
-    kinds = [((*experts, blocked_size(rows, columns)), "blocked")]  # no dict: sizes of a traced call have no hash
+    if scale_rank == rank - 1:
+        return "blocked" if scale_shape[-1] == blocked_size(rows, columns) else None
+    if scale_rank != rank:
+        return None
+    blocks, size = scale_shape[-2], scale_shape[-1]
+    if rank == 3 and blocks == n // BLOCK and size == k // BLOCK:
+        return "square"
+    if rank == 3 and transposed:
+        return "rows" if blocks == columns and size == rows else None
+    return "columns" if blocks == rows and size == columns else None
+
+
+def _scale_shapes(shape: torch.Size, transposed: bool) -> list[tuple[int, ...]]:
+    """The shapes of scales that ``scale_kind`` knows for q."""
+    *experts, n, k = shape
+    rows, columns = (k, n // BLOCK) if transposed else (n, k // BLOCK)
+    shapes = [(blocked_size(rows, columns),)]
     if experts:
-        kinds.append(((*experts, n // BLOCK, k // BLOCK), "square"))
-    if experts and transposed:
-        kinds.append(((*experts, columns, rows), "rows"))
+        shapes += [(n // BLOCK, k // BLOCK), (columns, rows) if transposed else (rows, columns)]
     else:
-        kinds.append(((*experts, rows, columns), "columns"))
-    shape = tuple(scale.shape)
-    for wanted, kind in kinds:
-        if shape == wanted:
-            return kind
-    expect(False, op, "scale", "have one of the shapes " + ", ".join(str(wanted) for wanted, _ in kinds), shape)
-    raise AssertionError("not reached")
+        shapes.append((rows, columns))
+    return [(*experts, *shape) for shape in shapes]
 
 
-def is_packed(q: Tensor) -> bool:
-    """Whether q is contiguous, or its last two dimensions' transpose is."""
-    return q.is_contiguous() or q.mT.is_contiguous()
+def is_column_major(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether the transpose of the last two dimensions, of more than one element each, is contiguous."""
+    if strides[-2] != 1 or strides[-1] != shape[-2]:
+        return False
+    return len(shape) == 2 or shape[0] == 1 or strides[0] == shape[-2] * shape[-1]

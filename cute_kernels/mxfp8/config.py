@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 32
 TILE = 128  # a tile of TILE x TILE elements has one atom of 128 x 4 blocked scales in either orientation
@@ -29,6 +33,55 @@ _FP32_INFINITY = 0x7F800000
 # Exponent of the format's largest number, bits of its mantissa
 _LARGEST_EXPONENT = {"e4m3": 8, "e5m2": 15}
 _MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
+
+
+class QuantizeSpec(NamedTuple):
+    """x (N, K) or (E, N, K), by its rank, to fp8 elements and scales; sizes and the strides of x are run-time values.
+
+    ``transposed``: N is the contiguous dimension of x, else K. ``along_k``, ``along_n``: which operands are wanted:
+    row-major q with blocks along K, column-major q with blocks along N. ``square``: blocks of 32 x 32 serve both.
+    """
+
+    x: torch.dtype
+    q: torch.dtype
+    rank: int
+    transposed: bool
+    along_k: bool
+    along_n: bool
+    square: bool
+    mode: str
+    scale_layout: str
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """How the scales of blocks along k and along n are laid out.
+
+        "columns": (rows, blocks) of a matrix, "rows": (blocks, rows), "square": one scale a square, "blocked": in
+        atoms.
+        """
+        if self.scale_layout == "blocked":
+            return "blocked", "blocked"
+        return ("square", "square") if self.square else ("columns", "columns" if self.rank == 2 else "rows")
+
+    @property
+    def pass_kinds(self) -> tuple[str | None, str | None]:
+        """The kinds of the row pass and of the col pass, None where one is not wanted."""
+        kinds = self.kinds
+        of_k, of_n = kinds[0] if self.along_k else None, kinds[1] if self.along_n else None
+        return (of_n, of_k) if self.transposed else (of_k, of_n)
+
+
+class DequantizeSpec(NamedTuple):
+    """q (N, K) or (E, N, K), by its rank, row-major or (``transposed``) column-major, to y of the same strides.
+
+    ``kind``: how the scales of q's rows (columns) lie: "blocked", "columns" (R, C), "rows" (C, R), or one a "square".
+    """
+
+    q: torch.dtype
+    y: torch.dtype
+    rank: int
+    transposed: bool
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -112,14 +165,11 @@ class DualConfig:
         return min(clusters, max(1, num_sms // self.ctas)) * self.ctas
 
 
-def scale_kinds(rank: int, square: bool, scale_layout: str) -> tuple[str, str]:
-    """How the scales of blocks along k and along n are laid out.
-
-    "columns": (rows, blocks) of a matrix, "rows": (blocks, rows), "square": one scale a square, "blocked": in atoms.
-    """
-    if scale_layout == "blocked":
-        return "blocked", "blocked"
-    return ("square", "square") if square else ("columns", "columns" if rank == 2 else "rows")
+def tiles_of(shape: Sequence[int], transposed: bool, sizes: tuple[int, int] = (TILE, TILE)) -> tuple[int, int, int]:
+    """Tiles of these sizes along the strided dimension, along the contiguous one, and experts."""
+    *experts, n, k = shape
+    a, b = (k, n) if transposed else (n, k)
+    return -(-a // sizes[0]), -(-b // sizes[1]), experts[0] if experts else 1
 
 
 def _fill(tiles: tuple[int, int, int], sizes: tuple[int, int], most: float) -> bool:

@@ -24,7 +24,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
-from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, DualConfig, QuantizeConfig, ScaleRule, scale_kinds, scale_rule
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.mxfp8.config import ATOM, BLOCK, TILE, DualConfig, QuantizeConfig, QuantizeSpec, ScaleRule, scale_rule
 from cute_kernels.mxfp8.kernel_dual import QuantizeDual
 from cute_kernels.mxfp8.kernel_passes import BLOCKS, ROWS_AT_ONCE, UNIT, WARP, Passes, as_memory, of_passes
 from cute_kernels.mxfp8.kernel_scales import store_scales, store_squares, store_together
@@ -34,7 +35,7 @@ Dtype = type[cutlass.Numeric]
 
 
 class Quantize:
-    """See the module; arguments as in the builder ``mxfp8_quantize``."""
+    """See the module; arguments as in ``QuantizeSpec``."""
 
     def __init__(self, transposed: bool, square: bool, rule: ScaleRule, kinds: tuple, config: QuantizeConfig):
         self.transposed = transposed
@@ -139,15 +140,15 @@ class Quantize:
         if const_expr(self.in_place):
             bytes_of_x = cute.recast_ptr(sX.iterator, dtype=Uint8)
             sRow = cute.make_tensor(bytes_of_x, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
-        full = smem.allocate_array(Int64, self.stages)
+        x_full = smem.allocate_array(Int64, self.stages)
         # The scales that a cluster puts together, of the col pass and of the row pass: words, and a barrier
         exchanges_col = const_expr(has_col and self.cluster[0] > 1 and self.col_kind == "columns")
         exchanges_row = const_expr(has_row and self.cluster[1] > 1 and self.row_kind == "columns")
         exchanges = const_expr(exchanges_col + exchanges_row)
-        together = received = None
+        together = together_full = None
         if const_expr(exchanges > 0):
             together = smem.allocate_tensor(Int32, cute.make_layout((TILE, exchanges)))
-            received = smem.allocate_array(Int64, exchanges)
+            together_full = smem.allocate_array(Int64, exchanges)
 
         self.passes = Passes(self.dtype, self.out, self.rule, self.width)
         num_tiles = along_a.divisor * along_b.divisor * mX.shape[2] * self.ctas
@@ -164,18 +165,18 @@ class Quantize:
             cpasync.prefetch_descriptor(tma_x)
             if lane == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + stage, 1)
+                    cute.arch.mbarrier_init(x_full + stage, 1)
                 for i in cutlass.range_constexpr(exchanges):
-                    cute.arch.mbarrier_init(received + i, 1)
+                    cute.arch.mbarrier_init(together_full + i, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
         cute.arch.griddepcontrol_wait()
         if warp == 0:
             if const_expr(exchanges > 0):
                 if lane < exchanges:
-                    cute.arch.mbarrier_arrive_and_expect_tx(received + lane, 4 * TILE)
+                    cute.arch.mbarrier_arrive_and_expect_tx(together_full + lane, 4 * TILE)
             for stage in cutlass.range_constexpr(self.stages):
-                self.fetch(tma_x, tXgX, tXsX, full, Int32(stage), bidx + stage * grid, num_tiles, along_a, along_b)
+                self.fetch(tma_x, tXgX, tXsX, x_full, Int32(stage), bidx + stage * grid, num_tiles, along_a, along_b)
         cute.arch.barrier()
         if const_expr(exchanges > 0):
             cute.arch.cluster_arrive_relaxed()
@@ -185,7 +186,7 @@ class Quantize:
         end, step = (num_tiles, grid) if const_expr(self.persistent) else (bidx + 1, 1)
         for tile in cutlass.range(bidx, end, step):
             a, b, e = self.place(tile, along_a, along_b)
-            cute.arch.mbarrier_wait(full + slot, phase)
+            cute.arch.mbarrier_wait(x_full + slot, phase)
             sT = sX[None, None, slot].iterator
             if tile > bidx:
                 # The tile before is still on its way out of sRow and sCol: the warp that sent it says when it has left
@@ -210,7 +211,7 @@ class Quantize:
             if const_expr(self.persistent):  # all threads have read the slot
                 if warp == 0:
                     next_tile = tile + self.stages * grid
-                    self.fetch(tma_x, tXgX, tXsX, full, slot, next_tile, num_tiles, along_a, along_b)
+                    self.fetch(tma_x, tXgX, tXsX, x_full, slot, next_tile, num_tiles, along_a, along_b)
             if const_expr(self.kind_is_square()):
                 if tidx < 16:
                     s = s_row if const_expr(has_row) else s_col
@@ -222,7 +223,7 @@ class Quantize:
                     mine = (staged_col, s_col, tidx, b, a, e, mX.shape[1], mX.shape[0] // BLOCK)
                     if tidx < self.width:
                         if const_expr(exchanges_col):
-                            store_together(*self.cluster, rank, together[None, 0].iterator, received, *mine)
+                            store_together(*self.cluster, rank, together[None, 0].iterator, together_full, *mine)
                         else:
                             store_scales(self.width, self.col_kind, *mine)
                 if const_expr(has_row):
@@ -230,7 +231,9 @@ class Quantize:
                     if tidx < TILE:
                         if const_expr(exchanges_row):
                             i = const_expr(exchanges - 1)
-                            store_together(self.cluster[1], 1, rank, together[None, i].iterator, received + i, *mine)
+                            store_together(
+                                self.cluster[1], 1, rank, together[None, i].iterator, together_full + i, *mine
+                            )
                         else:
                             store_scales(TILE, self.row_kind, *mine)
             slot += 1
@@ -257,15 +260,15 @@ class Quantize:
         return a * self.cluster[0] + rank // self.cluster[1], b * self.cluster[1] + rank % self.cluster[1], e
 
     @cute.jit
-    def fetch(self, tma_x, tXgX, tXsX, full, slot: Int32, tile: Int32, num_tiles: Int32, along_a, along_b):
-        """Ask for a tile, if there is one; called by the first warp."""
+    def fetch(self, tma_x, tXgX, tXsX, x_full, slot: Int32, tile: Int32, num_tiles: Int32, along_a, along_b):
+        """Issue the load of a tile, if there is one; called by the first warp."""
         if tile < num_tiles:
             a, b, e = self.place(tile, along_a, along_b)
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full + slot, TILE * self.width * self.dtype.width // 8)
+                cute.arch.mbarrier_arrive_and_expect_tx(x_full + slot, TILE * self.width * self.dtype.width // 8)
             cute.arch.sync_warp()
             policy = evict_first_if(num_tiles - tile <= self.last_tiles)
-            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=full + slot, cache_policy=policy)
+            cute.copy(tma_x, tXgX[None, a, b, e], tXsX[None, slot], tma_bar_ptr=x_full + slot, cache_policy=policy)
 
     @cute.jit
     def send(self, tma_out, source, matrix, shape: cutlass.Constexpr[tuple], row: Int32, column: Int32, e: Int32):
@@ -304,27 +307,11 @@ class Quantize:
 
 
 @compiled
-def mxfp8_quantize(
-    arch: str,
-    dtype: Dtype,
-    out: Dtype,
-    rank: int,
-    transposed: bool,
-    along_k: bool,
-    along_n: bool,
-    square: bool,
-    mode: str,
-    scale_layout: str,
-    config: QuantizeConfig | DualConfig,
-) -> Program:
-    """x (N, K) or (E, N, K) to fp8 and scales; sizes and the strides of x are run-time values.
-
-    ``transposed``: N is the contiguous dimension of x, else K. ``along_k``, ``along_n``: which operands are wanted:
-    row-major q with blocks along K, column-major q with blocks along N. ``square``: blocks of 32 x 32 serve both.
-    """
+def mxfp8_quantize(arch: str, spec: QuantizeSpec, config: QuantizeConfig | DualConfig) -> Program:
+    """fp8 elements and scales of a matrix, or of experts."""
+    x, q, kinds, rank = cutlass_dtype(spec.x), cutlass_dtype(spec.q), spec.kinds, spec.rank
     n, k = cute.sym_int(divisibility=BLOCK), cute.sym_int(divisibility=BLOCK)
     experts = () if rank == 2 else (cute.sym_int(),)
-    unit = 128 // dtype.width
 
     def matrix(element: Dtype, swapped: bool, divisibility: int):
         strides = [cute.sym_int64(divisibility=divisibility) for _ in range(rank)]
@@ -337,20 +324,19 @@ def mxfp8_quantize(
         order = tuple(range(len(shape)))[::-1]
         return cute.runtime.make_fake_compact_tensor(cutlass.Float8E8M0FNU, shape, stride_order=order, assumed_align=16)
 
-    kinds = scale_kinds(rank, square, scale_layout)
-    rule = scale_rule(mode, "e5m2" if out is cutlass.Float8E5M2 else "e4m3")
+    rule = scale_rule(spec.mode, "e5m2" if q is cutlass.Float8E5M2 else "e4m3")
     if isinstance(config, DualConfig):
-        kernel = QuantizeDual(transposed, square, rule, kinds, config)
+        kernel = QuantizeDual(spec.transposed, spec.square, rule, kinds, config)
         counter = (cute.runtime.make_fake_compact_tensor(Int32, (1,), stride_order=(0,), assumed_align=16),)
     else:
-        kernel, counter = Quantize(transposed, square, rule, kinds, config), ()
+        kernel, counter = Quantize(spec.transposed, spec.square, rule, kinds, config), ()
     return Program(
         kernel,
-        matrix(dtype, transposed, unit),
-        matrix(out, False, BLOCK) if along_k else None,
-        scales(kinds[0]) if along_k else None,
-        matrix(out, True, BLOCK) if along_n else None,
-        scales(kinds[1]) if along_n else None,
+        matrix(x, spec.transposed, 128 // x.width),
+        matrix(q, False, BLOCK) if spec.along_k else None,
+        scales(kinds[0]) if spec.along_k else None,
+        matrix(q, True, BLOCK) if spec.along_n else None,
+        scales(kinds[1]) if spec.along_n else None,
         *counter,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

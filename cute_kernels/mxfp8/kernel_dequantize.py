@@ -1,6 +1,6 @@
 """fp8 elements and their scales back to bf16, fp16 or fp32, in the layout in which the elements lie.
 
-A CTA has a tile of 16 x 256: all its loads are asked for first (16 bytes a thread in flight), 16 bytes a thread are
+A CTA has a tile of 16 x 256: all its loads are issued first (16 bytes a thread in flight), 16 bytes a thread are
 written at once. In every layout the blocks lie along the contiguous dimension; a scale is read by the 4 threads (8 of
 fp32) of its block, from the cache lines that the tile's other threads use.
 """
@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
-from cute_kernels.mxfp8.config import ATOM, BLOCK, DEQUANTIZE_TILE, TILE
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.mxfp8.config import ATOM, BLOCK, DEQUANTIZE_TILE, TILE, DequantizeSpec
 from cute_kernels.mxfp8.kernel_scales import as_float
 from jit_cache import Program, compiled
 
@@ -19,7 +20,7 @@ ROWS, COLUMNS = DEQUANTIZE_TILE
 
 
 class Dequantize:
-    """See the module; arguments as in the builder ``mxfp8_dequantize``."""
+    """See the module; arguments as in ``DequantizeSpec``."""
 
     def __init__(self, transposed: bool, kind: str):
         self.transposed = transposed
@@ -102,26 +103,24 @@ def scale_value(s: Int32) -> Float32:
 
 
 @compiled
-def mxfp8_dequantize(arch: str, dtype: Dtype, out: Dtype, rank: int, transposed: bool, kind: str) -> Program:
-    """q (N, K) or (E, N, K) of ``dtype``, row-major or (``transposed``) column-major, to y of the same strides.
-
-    ``kind``: how the scales of q's rows (columns) lie: "blocked", "columns" (R, C), "rows" (C, R), or one a "square".
-    """
+def mxfp8_dequantize(arch: str, spec: DequantizeSpec) -> Program:
+    """The values of fp8 elements and their scales."""
+    rank, kind = spec.rank, spec.kind
     sizes = tuple(cute.sym_int(divisibility=BLOCK if i >= rank - 2 else 1) for i in range(rank))
 
     def matrix(element: Dtype):
         strides = [cute.sym_int64(divisibility=BLOCK) for _ in range(rank)]
-        strides[-2 if transposed else -1] = 1
+        strides[-2 if spec.transposed else -1] = 1
         return cute.runtime.make_fake_tensor(element, sizes, tuple(strides), assumed_align=16)
 
     shape = (*sizes[:-2], *(cute.sym_int() for _ in range(1 if kind == "blocked" else 2)))
     return Program(
-        Dequantize(transposed, kind),
-        matrix(dtype),
+        Dequantize(spec.transposed, kind),
+        matrix(cutlass_dtype(spec.q)),
         cute.runtime.make_fake_compact_tensor(
             cutlass.Float8E8M0FNU, shape, stride_order=tuple(range(len(shape)))[::-1], assumed_align=1
         ),
-        matrix(out),
+        matrix(cutlass_dtype(spec.y)),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

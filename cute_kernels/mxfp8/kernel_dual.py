@@ -51,7 +51,7 @@ FAR_BYTES = 256 << 20
 
 
 class QuantizeDual:
-    """See the module; arguments as in the builder ``mxfp8_quantize``."""
+    """See the module; arguments as in ``QuantizeSpec``."""
 
     def __init__(self, transposed: bool, square: bool, rule: ScaleRule, kinds: tuple, config: DualConfig):
         self.transposed = transposed
@@ -142,15 +142,16 @@ class QuantizeDual:
             squares = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
         numbers = smem.allocate_tensor(Int32, cute.make_layout(SLOTS))  # which tiles a slot has
         tickets = smem.allocate_tensor(Int32, cute.make_layout(TICKETS))
-        full = smem.allocate_array(Int64, SLOTS)  # a tile of x has come
-        done = smem.allocate_array(Int64, SLOTS)  # it is quantized
-        # So are the next tiles of all CTAs of the cluster; in turns. A CTA that has heard of all may arrive for the
-        # next turn where an arrival for this one is still on its way, in whose place it would count at one barrier. Two
-        # turns early none arrives: for the turn between every CTA does, once its own barrier has heard of this one
-        ready = smem.allocate_array(Int64, 2)
-        read = smem.allocate_array(Int64, 1)  # their scales have been read
-        received = smem.allocate_array(Int64, 2)  # all that a CTA puts together have come
-        drawn = smem.allocate_array(Int64, TICKETS)  # a ticket has
+        x_full = smem.allocate_array(Int64, SLOTS)  # a slot holds a tile of x
+        q_full = smem.allocate_array(Int64, SLOTS)  # a slot holds both outputs of its tile
+        # The next slots of all CTAs of the cluster hold their outputs; two barriers in turn. A CTA that all others have
+        # arrived at may arrive for the next turn while an arrival for this one is still on its way to another CTA. At
+        # one barrier it would count in its place. No CTA arrives two turns early: every CTA arrives for the turn
+        # between them once its own barrier of this turn is complete
+        cluster_full = smem.allocate_array(Int64, 2)
+        scales_empty = smem.allocate_array(Int64, 1)  # the slots' staged scales have been read
+        together_full = smem.allocate_array(Int64, 2)  # the scales that this CTA writes for the cluster have arrived
+        tickets_full = smem.allocate_array(Int64, TICKETS)  # a ticket holds its number
 
         if warp == MOVER:
             cpasync.prefetch_descriptor(tma_x)
@@ -158,16 +159,16 @@ class QuantizeDual:
             cpasync.prefetch_descriptor(tma_col)
             if lane == 0:
                 for slot in cutlass.range_constexpr(SLOTS):
-                    cute.arch.mbarrier_init(full + slot, 1)
-                    cute.arch.mbarrier_init(done + slot, GROUP * WARP)
-                cute.arch.mbarrier_init(read, 2 * WARP)
+                    cute.arch.mbarrier_init(x_full + slot, 1)
+                    cute.arch.mbarrier_init(q_full + slot, GROUP * WARP)
+                cute.arch.mbarrier_init(scales_empty, 2 * WARP)
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(ready + i, self.ctas * (1 + self.exchanges))
-                    cute.arch.mbarrier_init(received + i, 1)
-                    cute.arch.mbarrier_arrive_and_expect_tx(received + i, 4 * self.words)
+                    cute.arch.mbarrier_init(cluster_full + i, self.ctas * (1 + self.exchanges))
+                    cute.arch.mbarrier_init(together_full + i, 1)
+                    cute.arch.mbarrier_arrive_and_expect_tx(together_full + i, 4 * self.words)
                 for i in cutlass.range_constexpr(TICKETS):
-                    cute.arch.mbarrier_init(drawn + i, 1)
-                    cute.arch.mbarrier_arrive_and_expect_tx(drawn + i, 4)
+                    cute.arch.mbarrier_init(tickets_full + i, 1)
+                    cute.arch.mbarrier_arrive_and_expect_tx(tickets_full + i, 4)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
         cute.arch.barrier()
@@ -177,25 +178,25 @@ class QuantizeDual:
 
         if warp < MOVER:
             group, slot, phase = warp // GROUP, warp // GROUP, Int32(0)
-            cute.arch.mbarrier_wait(full + slot, phase)
+            cute.arch.mbarrier_wait(x_full + slot, phase)
             while numbers[slot] >= 0:
                 sSquares = None if const_expr(squares is None) else squares[None, slot]
                 self.quantize(ring + slot * SLOT, staged, slot, sSquares, group, warp & (GROUP - 1), lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.mbarrier_arrive(done + slot)
+                cute.arch.mbarrier_arrive(q_full + slot)
                 slot += GROUPS
                 if slot >= SLOTS:
                     slot -= SLOTS
                     phase ^= 1
-                cute.arch.mbarrier_wait(full + slot, phase)
+                cute.arch.mbarrier_wait(x_full + slot, phase)
         elif warp == MOVER:
-            load = (tma_x, mX, ring, full, numbers, num, along_a, along_b)
+            load = (tma_x, mX, ring, x_full, numbers, num, along_a, along_b)
             # The first number is drawn, too: a cluster that had to wait for others to end (15 of 16 clusters of 8 CTAs
             # run at once on an H200) finds nothing left to do. One after the other, not all at once: behind the loads
             # of the others the first tile would come late (2.4 us more)
-            draws = (counter, tickets, drawn, rank)
+            draws = (counter, tickets, tickets_full, rank)
             self.draw(*draws, Int32(0))
-            slot, phase, turn, ready_phase, ticket = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+            slot, phase, turn, cluster_phase, ticket = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
             number, ticket = self.next(*draws, num, Int32(-1), ticket)
             for i in cutlass.range_constexpr(SLOTS // TALL):
                 self.fetch(*load, rank, i * TALL, number)
@@ -203,24 +204,24 @@ class QuantizeDual:
             while numbers[slot] >= 0:
                 a, b, e = self.place(numbers[slot], rank, along_a, along_b)
                 for i in cutlass.range_constexpr(TALL):
-                    cute.arch.mbarrier_wait(done + slot + i, phase)
-                self.arrive(ready + turn, lane)
-                wait_in_cluster(ready + turn, ready_phase)
+                    cute.arch.mbarrier_wait(q_full + slot + i, phase)
+                self.arrive(cluster_full + turn, lane)
+                wait_in_cluster(cluster_full + turn, cluster_phase)
                 self.store(tma_row, mRow, tma_col, mCol, swizzled, ring, slot, a, b, e)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.mbarrier_wait(read, turn)
+                cute.arch.mbarrier_wait(scales_empty, turn)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self.fetch(*load, rank, slot, number)
                 number, ticket = self.next(*draws, num, number, ticket)
-                ready_phase ^= turn
+                cluster_phase ^= turn
                 turn ^= 1
                 slot += TALL
                 if slot == SLOTS:
                     slot = Int32(0)
                     phase ^= 1
         else:
-            cute.arch.mbarrier_wait(full, 0)  # the first number is there; the others are before it is their turn
-            rest = (numbers, ready, read, received, lane, rank, along_a, along_b, mX, squares)
+            cute.arch.mbarrier_wait(x_full, 0)  # the first number is there; the others are before it is their turn
+            rest = (numbers, cluster_full, scales_empty, together_full, lane, rank, along_a, along_b, mX, squares)
             if warp == MOVER + 1:
                 self.write_scales("row", staged, s_row, together, *rest)
             else:
@@ -244,36 +245,36 @@ class QuantizeDual:
         cute.arch.sync_warp()
 
     @cute.jit
-    def draw(self, counter, tickets, drawn, rank: Int32, ticket: Int32):
+    def draw(self, counter, tickets, tickets_full, rank: Int32, ticket: Int32):
         """The first CTA of a cluster draws a number for all."""
         if rank == 0 and cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(counter, Int32(1))
             i = ticket % TICKETS
             for peer in cutlass.range_constexpr(self.ctas):
-                cute.arch.store_async_dsmem(tickets.iterator + i, number, drawn + i, peer)
+                cute.arch.store_async_dsmem(tickets.iterator + i, number, tickets_full + i, peer)
         cute.arch.sync_warp()
 
     @cute.jit
-    def next(self, counter, tickets, drawn, rank: Int32, num: Int32, number: Int32, ticket: Int32):
+    def next(self, counter, tickets, tickets_full, rank: Int32, num: Int32, number: Int32, ticket: Int32):
         """(Number, ticket after it): of what has been drawn, and draws another one. At the end, the same again."""
         if number < num:
             i = ticket % TICKETS
-            cute.arch.mbarrier_wait(drawn + i, ticket // TICKETS & 1)
+            cute.arch.mbarrier_wait(tickets_full + i, ticket // TICKETS & 1)
             number = tickets[i]
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(drawn + i, 4)
+                cute.arch.mbarrier_arrive_and_expect_tx(tickets_full + i, 4)
             cute.arch.sync_warp()
             ticket += 1
             if number < num:
-                self.draw(counter, tickets, drawn, rank, ticket)
+                self.draw(counter, tickets, tickets_full, rank, ticket)
         return number, ticket
 
     @cute.jit
     def fetch(
-        self, tma_x, mX, ring, full, numbers, num: Int32, along_a, along_b, rank: Int32, slot: Int32, number: Int32
+        self, tma_x, mX, ring, x_full, numbers, num: Int32, along_a, along_b, rank: Int32, slot: Int32, number: Int32
     ):
-        """Ask for the tiles of a number; there are none from ``num`` on, which ends the work of who waits for them."""
+        """Issue the loads of a number's tiles. From ``num`` on there are none: the warps that wait for them end."""
         lane = cute.arch.lane_idx()
         if number < num:
             a, b, e = self.place(number, rank, along_a, along_b)
@@ -284,7 +285,7 @@ class QuantizeDual:
             for i in cutlass.range_constexpr(TALL):
                 if lane == 0:
                     numbers[slot + i] = number
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot + i, SLOT)
+                    cute.arch.mbarrier_arrive_and_expect_tx(x_full + slot + i, SLOT)
                 cute.arch.sync_warp()
                 target = cute.recast_ptr((ring + (slot + i) * SLOT).align(1024), dtype=self.dtype)
                 sX = cute.make_tensor(target, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
@@ -292,11 +293,11 @@ class QuantizeDual:
                 tXsX, tXgX = cpasync.tma_partition(
                     tma_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
                 )
-                cute.copy(tma_x, tXgX, tXsX, tma_bar_ptr=full + slot + i, cache_policy=policy)
+                cute.copy(tma_x, tXgX, tXsX, tma_bar_ptr=x_full + slot + i, cache_policy=policy)
         else:
             if lane < TALL:
                 numbers[slot + lane] = -1
-                cute.arch.mbarrier_arrive(full + slot + lane)
+                cute.arch.mbarrier_arrive(x_full + slot + lane)
             cute.arch.sync_warp()
 
     @cute.jit
@@ -357,9 +358,9 @@ class QuantizeDual:
         s: cute.Pointer,
         together: cute.Tensor,
         numbers: cute.Tensor,
-        ready: cute.Pointer,
-        read: cute.Pointer,
-        received: cute.Pointer,
+        cluster_full: cute.Pointer,
+        scales_empty: cute.Pointer,
+        together_full: cute.Pointer,
         lane: Int32,
         rank: Int32,
         along_a,
@@ -374,15 +375,15 @@ class QuantizeDual:
         columns //= BLOCK
         slot, phase, turn = Int32(0), Int32(0), Int32(0)
         if const_expr(exchanges):
-            self.arrive(ready, lane)
+            self.arrive(cluster_full, lane)
         while numbers[slot] >= 0:
             a, b, e = self.place(numbers[slot], rank, along_a, along_b)
             row, column = (a, b) if const_expr(is_row) else (b, a)
-            wait_in_cluster(ready + turn, phase)
+            wait_in_cluster(cluster_full + turn, phase)
             if const_expr(exchanges):
                 # What was put together two times ago has been written, so its place is free for the next time
-                self.arrive(ready + (turn ^ 1), lane)
-                self.send(staged, slot, together[None, turn].iterator, received + turn, lane, rank)
+                self.arrive(cluster_full + (turn ^ 1), lane)
+                self.send(staged, slot, together[None, turn].iterator, together_full + turn, lane, rank)
             else:
                 self.write(side, staged, slot, s, lane, row, column, e, rows, columns)
             if const_expr(is_row and "square" in (self.row_kind, self.col_kind)):
@@ -390,14 +391,14 @@ class QuantizeDual:
                     for i in cutlass.range_constexpr(TALL):
                         at = (lane, row + i, column, e, rows // BLOCK, columns)
                         store_squares(self.transposed, squares[None, slot + i], s, *at)
-            cute.arch.mbarrier_arrive(read)
+            cute.arch.mbarrier_arrive(scales_empty)
             if const_expr(exchanges):
-                cute.arch.mbarrier_wait(received + turn, phase)
+                cute.arch.mbarrier_wait(together_full + turn, phase)
                 at = (lane, row * TILE + rank * (self.words // self.ctas), (column - rank) * 4, e, rows, columns)
                 store_words(self.words, WARP, 4 * self.ctas, together[None, turn].iterator, s, *at)
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(received + turn, 4 * self.words)
+                    cute.arch.mbarrier_arrive_and_expect_tx(together_full + turn, 4 * self.words)
             phase ^= turn
             turn ^= 1
             slot += TALL
@@ -405,7 +406,7 @@ class QuantizeDual:
                 slot = Int32(0)
 
     @cute.jit
-    def send(self, staged: cute.Pointer, slot: Int32, together: cute.Pointer, received, lane: Int32, rank: Int32):
+    def send(self, staged: cute.Pointer, slot: Int32, together: cute.Pointer, together_full, lane: Int32, rank: Int32):
         """The words of the row pass to the CTAs of the cluster: each gets all of a part of the rows."""
         rows_each = const_expr(self.words // self.ctas)
         for i in cutlass.range_constexpr(TALL):
@@ -414,7 +415,7 @@ class QuantizeDual:
                 row = const_expr(i * TILE + j * WARP)
                 word = word_at(mine + 4 * (j * WARP + lane))[0]
                 place = together + ((row % rows_each + lane) * self.ctas + rank)
-                cute.arch.store_async_dsmem(place, word, received, row // rows_each)
+                cute.arch.store_async_dsmem(place, word, together_full, row // rows_each)
 
     @cute.jit
     def write(

@@ -132,7 +132,7 @@ def store_together(
     stride: cutlass.Constexpr[int],
     rank: Int32,
     together: cute.Pointer,
-    received: cute.Pointer,
+    together_full: cute.Pointer,
     staged: cute.Pointer,
     s: cute.Pointer,
     t: Int32,
@@ -150,8 +150,8 @@ def store_together(
     mine = rank // stride % count
     place = together + (t % rows_each * count + mine)
     target = rank + (t // rows_each - mine) * stride
-    cute.arch.store_async_dsmem(place, word_at(staged + 4 * t)[0], received, target)
-    cute.arch.mbarrier_wait(received, 0)
+    cute.arch.store_async_dsmem(place, word_at(staged + 4 * t)[0], together_full, target)
+    cute.arch.mbarrier_wait(together_full, 0)
     row, column = tr * TILE + mine * rows_each, (tc - mine) * 4
     store_words(TILE, TILE, 4 * count, together, s, t, row, column, e, rows, columns)
 

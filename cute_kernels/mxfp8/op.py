@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from cute_kernels.mxfp8 import launch, reference
-from cute_kernels.mxfp8.checks import ScaleLayout, check_dequantize, check_quantize, is_transposed
+from cute_kernels.mxfp8.checks import ScaleLayout, check_dequantize, check_quantize
 from cute_kernels.mxfp8.config import Mode
-from cute_kernels.runtime.checks import Backend, expect
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.checks import Backend, fail
+from cute_kernels.runtime.operators import detached, uses_reference
 
 E4M3 = torch.float8_e4m3fn
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def quantize_rowwise(
@@ -63,10 +61,10 @@ def quantize_rowwise(
         >>> q[0, 0].item(), scale[0, 0].item()  # 256 * 2^-8
         (256.0, 0.00390625)
     """
-    if _takes_reference("quantize_rowwise", x, backend):
+    if uses_reference("quantize_rowwise", x, backend, has_cpu_operator=True):
         return reference.quantize_rowwise(x, mode=mode, scale_layout=scale_layout, dtype=dtype)
-    q, scale = _quantize("quantize_rowwise", "x", x, 2, True, False, False, mode, scale_layout, dtype)
-    return q, scale
+    check_quantize("quantize_rowwise", "x", x, 2, mode, scale_layout, dtype)
+    return launch.quantize(detached(x), dtype, True, False, False, mode, scale_layout)
 
 
 def quantize_colwise(
@@ -114,10 +112,10 @@ def quantize_colwise(
         >>> q.stride(), scale.shape
         ((1, 32), torch.Size([64, 1]))
     """
-    if _takes_reference("quantize_colwise", x, backend):
+    if uses_reference("quantize_colwise", x, backend, has_cpu_operator=True):
         return reference.quantize_colwise(x, mode=mode, scale_layout=scale_layout, dtype=dtype)
-    q, scale = _quantize("quantize_colwise", "x", x, 2, False, True, False, mode, scale_layout, dtype)
-    return q, scale
+    check_quantize("quantize_colwise", "x", x, 2, mode, scale_layout, dtype)
+    return launch.quantize(detached(x), dtype, False, True, False, mode, scale_layout)
 
 
 def quantize_dual(
@@ -166,10 +164,10 @@ def quantize_dual(
         >>> scale_rows.shape, scale_columns.shape
         (torch.Size([32, 2]), torch.Size([64, 1]))
     """
-    if _takes_reference("quantize_dual", x, backend):
+    if uses_reference("quantize_dual", x, backend, has_cpu_operator=True):
         return reference.quantize_dual(x, mode=mode, scale_layout=scale_layout, dtype=dtype)
-    q_k, s_k, q_n, s_n = _quantize("quantize_dual", "x", x, 2, True, True, False, mode, scale_layout, dtype)
-    return q_k, s_k, q_n, s_n
+    check_quantize("quantize_dual", "x", x, 2, mode, scale_layout, dtype)
+    return launch.quantize_dual(detached(x), dtype, True, True, False, mode, scale_layout)
 
 
 def quantize_3d_colwise(
@@ -221,11 +219,10 @@ def quantize_3d_colwise(
         >>> q.stride(), scale.shape
         ((2048, 1, 32), torch.Size([2, 1, 64]))
     """
-    if _takes_reference("quantize_3d_colwise", w, backend):
+    if uses_reference("quantize_3d_colwise", w, backend, has_cpu_operator=True):
         return reference.quantize_3d_colwise(w, mode=mode, block=block, scale_layout=scale_layout, dtype=dtype)
-    square = isinstance(block, tuple) and block == (32, 32)  # an array would be compared by elements
-    q, scale = _quantize("quantize_3d_colwise", "w", w, 3, False, True, square, mode, scale_layout, dtype, block)
-    return q, scale
+    check_quantize("quantize_3d_colwise", "w", w, 3, mode, scale_layout, dtype, block)
+    return launch.quantize(detached(w), dtype, False, True, block == (32, 32), mode, scale_layout)
 
 
 def quantize_3d_dual(
@@ -280,11 +277,15 @@ def quantize_3d_dual(
         >>> scale_k.shape, scale_n.shape
         (torch.Size([2, 32, 2]), torch.Size([2, 1, 64]))
     """
-    expect(isinstance(square, bool), "quantize_3d_dual", "square", "be a bool", repr(square), TypeError)
-    if _takes_reference("quantize_3d_dual", w, backend):
+    if not isinstance(square, bool):
+        fail("quantize_3d_dual", "square", "be a bool", repr(square), TypeError)
+    if uses_reference("quantize_3d_dual", w, backend, has_cpu_operator=True):
         return reference.quantize_3d_dual(w, square=square, mode=mode, scale_layout=scale_layout, dtype=dtype)
-    found = _quantize("quantize_3d_dual", "w", w, 3, True, True, square, mode, scale_layout, dtype)
-    return found[0], found[1], found[2], found[-1] if len(found) == 4 else found[1]
+    check_quantize("quantize_3d_dual", "w", w, 3, mode, scale_layout, dtype)
+    if square and scale_layout == "plain":
+        q_k, s, q_n = launch.quantize_squares(detached(w), dtype, True, True, True, mode, scale_layout)
+        return q_k, s, q_n, s
+    return launch.quantize_dual(detached(w), dtype, True, True, square, mode, scale_layout)
 
 
 def dequantize(
@@ -319,17 +320,10 @@ def dequantize(
         >>> torch.equal(dequantize(*quantize_rowwise(x), dtype=torch.float32), x)
         True
     """
-    if _takes_reference("dequantize", q, backend):
+    if uses_reference("dequantize", q, backend, has_cpu_operator=True):
         return reference.dequantize(q, scale, dtype=dtype)
-    if is_plain(q) and type(scale) in _PLAIN:
-        try:
-            return launch.dequantize(q, scale, dtype)
-        except (RuntimeError, TypeError):  # a tensor without strides, a dtype that cannot be part of a key
-            check_dequantize(q, scale, dtype)
-            raise
-    check_dequantize(q, scale, dtype)
-    _register_sharding(q)
-    return launch.dequantize_op(q, scale, dtype, is_transposed(q))
+    transposed, _ = check_dequantize(q, scale, dtype)
+    return launch.dequantize(q, scale, dtype, transposed)
 
 
 def to_blocked(scale: Tensor) -> Tensor:
@@ -385,30 +379,3 @@ def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
         True
     """
     return reference.from_blocked(blocked, rows, columns)
-
-
-def _takes_reference(op: str, x: Tensor, backend: Backend | None) -> bool:
-    if backend is None:  # inductor has no e8m0 on a CPU: in a graph the operators, which run the reference there
-        return not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_cuda and not is_compiling())
-    expect(backend == "reference", op, "backend", "be None or 'reference'", repr(backend))
-    return True
-
-
-def _quantize(op, name, x, rank, along_k, along_n, square, mode, scale_layout, dtype, block=(32, 1)) -> list[Tensor]:
-    if is_plain(x):
-        try:
-            return launch.quantize(op, name, x, rank, along_k, along_n, square, mode, scale_layout, dtype, block)
-        except (RuntimeError, TypeError):  # a tensor without strides, an argument that cannot be part of a key
-            check_quantize(op, name, x, rank, mode, scale_layout, dtype, block)
-            raise
-    check_quantize(op, name, x, rank, mode, scale_layout, dtype, block)
-    _register_sharding(x)
-    return launch.traced_quantize(x.detach(), along_k, along_n, square, mode, scale_layout, dtype)
-
-
-def _register_sharding(x: Tensor) -> None:
-    """At the first DTensor. (A program that calls compiled code alone calls ``mxfp8.sharding.register`` itself.)"""
-    if not is_compiling() and type(x).__module__.startswith("torch.distributed.tensor"):
-        from cute_kernels.mxfp8.sharding import register
-
-        register()

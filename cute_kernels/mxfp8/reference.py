@@ -21,7 +21,6 @@ from cute_kernels.mxfp8.checks import (
     check_from_blocked,
     check_quantize,
     check_to_blocked,
-    is_transposed,
 )
 from cute_kernels.mxfp8.config import BLOCK
 from cute_kernels.runtime.strict import has_address
@@ -86,13 +85,12 @@ def quantize_3d_dual(
 
 def dequantize(q: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values that fp8 elements and their scales stand for; see ``cute_kernels.dequantize``."""
-    kind = check_dequantize(q, scale, dtype)
+    transposed, kind = check_dequantize(q, scale, dtype)
     if q.numel() and has_address(q):
         check_aligned("dequantize", "q", q)
     q = q.detach()
-    if kind == "empty":
+    if kind is None:
         return torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device)
-    transposed = is_transposed(q)
     rows = q.mT if transposed else q
     s = scale.view(torch.uint8)
     if kind == "blocked":

@@ -18,7 +18,7 @@ def register() -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    from cute_kernels.mxfp8.launch import dequantize_op, quantize_ops
+    from cute_kernels.mxfp8 import launch
 
     def rules(tensors: tuple[int, int], values: int, shards: list):
         """(placements of the outputs, of the arguments): everything replicated, or one of ``shards``."""
@@ -55,6 +55,6 @@ def register() -> None:
             shards += [([Shard(dim)], of_matrix(dim, transposed)) for dim in whole_blocks(q)]
         return rules((1, 2), 2, shards)
 
-    for outputs, operator in quantize_ops.items():
-        register_sharding(operator)(quantize_rule(outputs))
-    register_sharding(dequantize_op)(dequantize_rule)
+    for outputs, quantize in ((2, launch.quantize), (3, launch.quantize_squares), (4, launch.quantize_dual)):
+        register_sharding(quantize.registered)(quantize_rule(outputs))
+    register_sharding(launch.dequantize.registered)(dequantize_rule)

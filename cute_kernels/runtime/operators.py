@@ -8,7 +8,7 @@ does nothing, since nothing is returned. No other module asks which of the two i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda, _reinterpret_tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from cute_kernels.runtime.checks import expect_backend
 
 _library = torch.library.Library("cute_kernels", "DEF")
+_EAGER_TENSORS = (Tensor, Parameter)
 _ORDINARY = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.dtype))
 OPERATORS: dict[str, Callable[..., None]] = {}  # name -> launch; all that ``operator`` registered
+FUNCTIONAL_OPERATORS: dict[str, Callable[..., Any]] = {}  # and ``functional_operator``
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch's CPU builds
 
 
@@ -33,14 +35,20 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def uses_reference(op: str, x: object, backend: str | None) -> bool:
+def uses_reference(op: str, x: object, backend: str | None, has_cpu_operator: bool = False) -> bool:
     """Whether plain torch computes: told so, or not on a GPU, or no tensor (which the reference refuses).
+
+    Args:
+        has_cpu_operator: the op's registered operator runs the reference on a CPU. Graphs and tensor subclasses then
+            take the operator there, too: for dtypes that Inductor lacks on a CPU, and for DTensor's sharding rules.
 
     Raises:
         ValueError: no such backend.
     """
     if backend is None:
-        return not (isinstance(x, Tensor) and on_gpu(x))
+        if not isinstance(x, Tensor):
+            return True
+        return not on_gpu(x) and not (has_cpu_operator and (is_compiling() or type(x) not in _EAGER_TENSORS))
     expect_backend(op, backend)
     return True
 
@@ -93,14 +101,54 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., None]], Callable
 
 
 def functional_operator(
-    name: str, schema: str, returns: str, functions: dict[str, Callable], fake: Callable
-) -> Callable[..., Any]:
-    """Register ``functions`` by device as ``cute_kernels::<name>``, which returns its outputs as ``fake`` says."""
-    _library.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    for key, function in functions.items():
-        _library.impl(name, function, key)
-    torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_library)
-    return getattr(torch.ops.cute_kernels, name).default
+    name: str,
+    schema: str,
+    returns: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    before_dispatch: Callable[[Tensor], None] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a launch that returns what it allocates, as ``operator`` does one that writes to what it is given.
+
+    For what torch must see results of: sharding rules of DTensor, policies of selective checkpointing.
+
+    Args:
+        fake: the outputs without their values.
+        cpu: what the operator does for CPU tensors.
+        before_dispatch: called with the first argument before the operator is, to register a subclass' rules.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, "CUDA")
+        _library.impl(name, cpu, "CPU")
+        torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_library)
+        registered = getattr(torch.ops.cute_kernels, name).default
+
+        @functools.wraps(function)
+        def launch(*arguments: Any) -> Any:
+            if (  # is_eager, without a call of it
+                not is_dynamo_compiling()
+                and _ORDINARY.issuperset(map(type, arguments))
+                and not _len_torch_dispatch_stack()
+                and not _are_functorch_transforms_active()
+            ):
+                return function(*arguments)
+            if before_dispatch is not None:
+                before_dispatch(arguments[0])
+            return registered(*arguments)
+
+        launch.function, launch.implementation, launch.registered = function, function, registered
+        FUNCTIONAL_OPERATORS[name] = launch
+        return launch
+
+    return decorate
+
+
+def detached(x: Tensor) -> Tensor:
+    """``x`` without gradient or tangent: for an op that is not differentiable."""
+    return x.detach() if x.requires_grad or forward_ad._current_level >= 0 else x
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -114,6 +162,24 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         shape = tuple(shape)
         return _empty_strided_cuda(shape, contiguous_strides(shape), dtype)
     return like.new_empty(shape, dtype=dtype)
+
+
+def allocate(like: Tensor, outputs: Iterable[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """What a functional operator's function returns: tensors of these (shape, strides, dtype), as ``empty`` allocates.
+
+    The function gets plain tensors alone, so they are not asked.
+    """
+    if 0 <= like.get_device() == _current_device():
+        return [_empty_strided_cuda(*output) for output in outputs]
+    device = like.device
+    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in outputs]
+
+
+def empty_strided(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """``allocate`` of one tensor."""
+    if 0 <= like.get_device() == _current_device():
+        return _empty_strided_cuda(shape, strides, dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -276,14 +342,3 @@ def mutating_op(name: str, schema: str, function: Callable[..., None]) -> Callab
     # A policy of selective checkpointing cannot keep what is not returned: it would leave the outputs as allocated
     torch.utils.checkpoint.SAC_IGNORED_OPS.add(operator)
     return operator
-
-
-def functional_op(
-    name: str, schema: str, returns: str, functions: dict[str, Callable], fake: Callable
-) -> Callable[..., Tensor]:
-    """Register ``functions`` by device as ``cute_kernels::name``, which returns its outputs as ``fake`` says."""
-    _library.define(f"{name}({schema}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    for key, function in functions.items():
-        _library.impl(name, function, key)
-    torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_library)
-    return getattr(torch.ops.cute_kernels, name).default

@@ -1,6 +1,6 @@
 """Bad input to the quantizers: the error's type, and a message with op, argument, expected and got.
 
-Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place of the kernels.
+Twice: as CPU tensors meet it, and as CUDA tensors do, with fake kernels.
 """
 
 import re
@@ -12,7 +12,8 @@ import torch
 import cute_kernels
 from cute_kernels import dequantize, from_blocked, quantize_3d_colwise, quantize_3d_dual, quantize_rowwise, to_blocked
 from cute_kernels.mxfp8 import launch
-from tests.mxfp8_cases import BF16, FP32, SCALE, VARIANTS, Case, stand_in
+from tests.fakes import fake_kernels
+from tests.mxfp8_cases import BF16, FP32, SCALE, VARIANTS, Case
 
 MODES = "('rceil', 'floor', 'ceil', 'even')"
 
@@ -22,7 +23,7 @@ def path(request):
     if request.param == "reference":
         yield request.param
     else:
-        with stand_in():
+        with fake_kernels():
             yield request.param
 
 
@@ -44,7 +45,7 @@ def test_quantizers(variant):
 
     def message(error, x=x, **changes):
         found = message_of(error, function, x, **(options | changes))
-        function(zeros(*case.shape), **options)  # a good call's plan must not let the bad one through
+        function(zeros(*case.shape), **options)  # a good call must not let the bad one through
         assert message_of(error, function, x, **(options | changes)) == found
         assert found.startswith(f"{case.name}: ")
         return found.removeprefix(f"{case.name}: ")
@@ -81,8 +82,10 @@ def test_options_of_the_experts():
     w = zeros(2, 64, 64)
     arrays = np.array([32, 32]), np.array([32, 1, 1]), torch.tensor([32, 32])
     for block in ((1, 32), (16, 1), 32, None, [32, 1], *arrays):
+        quantize_3d_colwise(w)
         found = message_of(ValueError, quantize_3d_colwise, w, block=block)
         assert found == f"quantize_3d_colwise: block must be (32, 1) or (32, 32), got {block!r}"
+    quantize_3d_dual(w, square=True)
     found = message_of(TypeError, quantize_3d_dual, w, square=1)
     assert found == "quantize_3d_dual: square must be a bool, got 1"
 
@@ -92,6 +95,7 @@ def test_alignment(path):
     if path == "reference":
         return
     memory = zeros(64 * 104 + 8)
+    quantize_rowwise(memory.as_strided((64, 96), (104, 1), 8))
     off = memory.as_strided((64, 96), (104, 1), 1)
     found = message_of(ValueError, quantize_rowwise, off)
     assert found.startswith(
@@ -99,7 +103,12 @@ def test_alignment(path):
     )
     odd = memory.as_strided((64, 96), (100, 1), 0)
     assert "multiples of 8 elements, got strides (100, 1)" in message_of(ValueError, quantize_rowwise, odd)
-    quantize_rowwise(memory.as_strided((64, 96), (104, 1), 8))
+    q, scale = quantize_rowwise(memory[: 64 * 96].view(64, 96))
+    odd = torch.empty(64 * 96 + 1, dtype=q.dtype)[1:].view(64, 96)
+    found = message_of(ValueError, dequantize, odd, scale)
+    assert found.startswith(
+        "dequantize: q must start on 16 bytes and have strides of positive multiples of 16 elements"
+    )
     experts = zeros(64 * 64).as_strided((2, 32, 32), (1, 64, 1))
     assert "multiples of 8 elements, got strides (1, 64, 1)" in message_of(ValueError, quantize_3d_colwise, experts)
 
@@ -114,7 +123,9 @@ def test_alignment_in_a_graph(variant, path):
     wanted = message_of(ValueError, getattr(cute_kernels, case.name), off, **case.options)
     assert wanted.startswith(f"{case.name}: {'w' if len(case.shape) == 3 else 'x'} must start on 16 bytes and ")
     flags = "col" not in variant, variant != "rowwise", "square" in variant
-    assert message_of(ValueError, launch._run_quantize, off, torch.float8_e4m3fn, *flags, "rceil", "plain") == wanted
+    assert (
+        message_of(ValueError, launch.quantize.function, off, torch.float8_e4m3fn, *flags, "rceil", "plain") == wanted
+    )
 
 
 def test_a_dimension_too_large():
@@ -124,9 +135,13 @@ def test_a_dimension_too_large():
 
 def test_dequantize():
     q, s = quantize_rowwise(zeros(64, 96))
+    pairs = [(q, s), cute_kernels.quantize_colwise(zeros(64, 96)), quantize_3d_colwise(zeros(2, 64, 96))]
 
     def message(error, q=q, scale=s, **options):
         found = message_of(error, dequantize, q, scale, **options)
+        for good in pairs:
+            dequantize(*good)
+        assert message_of(error, dequantize, q, scale, **options) == found
         assert found.startswith("dequantize: ")
         return found.removeprefix("dequantize: ")
 

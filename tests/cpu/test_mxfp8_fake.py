@@ -1,4 +1,4 @@
-"""The quantizers as torch sees them: fakes as real for every combination of flags, opcheck, graphs, plans."""
+"""The quantizers as torch sees them: fakes as real for every combination of flags, opcheck, graphs, launches."""
 
 import itertools
 from dataclasses import replace
@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_kernels
 from cute_kernels.mxfp8 import launch
+from tests.fakes import fake_kernels
 from tests.mxfp8_cases import (
     BF16,
     DTYPES,
@@ -31,7 +32,6 @@ from tests.mxfp8_cases import (
     opcheck,
     reference,
     seeded_generator,
-    stand_in,
 )
 
 SHAPE = (2, 160, 416)
@@ -46,12 +46,13 @@ OPERATORS = [(2, *flags, False) for flags in ((True, False), (False, True), (Tru
 OPERATORS += [(3, *flags) for flags in itertools.product((False, True), repeat=3) if flags[0] or flags[1]]
 
 
+QUANTIZE = {2: launch.quantize, 3: launch.quantize_squares, 4: launch.quantize_dual}
 OPERATOR_OF = {2: "mxfp8_quantize", 3: "mxfp8_quantize_squares", 4: "mxfp8_quantize_dual"}
 TRACED = [case for case in every_variant((2, 64, 96)) if case.scale_layout == "plain"]
 TRACED += [Case("3d_dual_square", (2, 64, 96), scale_layout="blocked", transposed=True)]
 
 
-def facts(tensors):
+def metadata(tensors):
     return [(t.dtype, t.shape, t.stride(), t.storage_offset(), t.device.type) for t in tensors]
 
 
@@ -60,15 +61,15 @@ def test_fakes_are_as_real(case):
     """Shape, stride, dtype: the fake's, the kernels' path's, and where there are elements the reference's."""
     x = laid_out(case, torch.zeros(case.shape, dtype=case.dtype))
     wanted = call(case, x, reference)
-    with stand_in():
+    with fake_kernels():
         real = call(case, x)
         values = [cute_kernels.dequantize(*real[i : i + 2], dtype=FP32) for i in range(0, len(real), 2)]
     with FakeTensorMode() as mode:
         fake = call(case, mode.from_tensor(x))
         fake_values = [cute_kernels.dequantize(*fake[i : i + 2], dtype=FP32) for i in range(0, len(fake), 2)]
         on_gpu = call(case, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"))
-    assert facts(fake) == facts(real) and facts(fake_values) == facts(values)
-    assert [f[:4] for f in facts(on_gpu)] == [f[:4] for f in facts(real)]
+    assert metadata(fake) == metadata(real) and metadata(fake_values) == metadata(values)
+    assert [f[:4] for f in metadata(on_gpu)] == [f[:4] for f in metadata(real)]
     assert {t.device.type for t in on_gpu} == {"cuda"}
     for one, two in zip(real, wanted, strict=True):
         assert one.dtype is two.dtype and one.shape == two.shape
@@ -81,18 +82,18 @@ def test_opcheck(operator, layout):
     """The registered operators: schema, autograd registration, fakes, functionalisation."""
     rank, along_k, along_n, square = operator
     x = torch.randn((64, 96) if rank == 2 else (2, 64, 96), generator=torch.Generator().manual_seed(0)).to(BF16)
-    flags = (along_k, along_n, square, "rceil", layout)
-    found = launch.traced_quantize(x, *flags, E4M3)
     count = 2 * (along_k + along_n)
     count -= count == 4 and square and layout == "plain"
+    quantize, arguments = QUANTIZE[count].registered, (x, E4M3, along_k, along_n, square, "rceil", layout)
+    found = quantize(*arguments)
     assert isinstance(found, tuple) and len(found) == count
-    opcheck(launch.quantize_ops[count], (x, E4M3, *flags))
-    opcheck(launch.dequantize_op, (found[0], found[1], BF16, not along_k))
+    opcheck(quantize, arguments)
+    opcheck(launch.dequantize.registered, (found[0], found[1], BF16, not along_k))
 
 
 def test_the_schemas_let_dtensor_tell_calls_apart():
     """What it remembers a sharding by are the tensors and the arguments from the first integer on."""
-    for operator in launch.quantize_ops.values():
+    for operator in (quantize.registered for quantize in QUANTIZE.values()):
         first, second, *_ = operator._schema.arguments
         assert first.name == "x" and second.name == "dtype" and isinstance(second.type, torch.IntType)
         assert not any(a.alias_info is not None for a in operator._schema.arguments)
@@ -109,7 +110,7 @@ def test_one_graph(case):
         called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    with stand_in():
+    with fake_kernels():
         compiled = torch.compile(lambda x: call(case, x), fullgraph=True, backend=backend)
         for shape in (case.shape, (*case.shape[:-2], 96, 160)):
             other = replace(case, shape=shape)
@@ -143,7 +144,7 @@ def test_one_graph_for_every_size():
 @pytest.mark.parametrize("case", every_variant((2, 64, 96)), ids=str)
 def test_another_size_compiles_nothing(case):
     """Sizes, experts and strides are no part of a kernel; few tiles, all of them."""
-    with stand_in(computes=False) as jobs:
+    with fake_kernels() as jobs:
         found = call(case, laid_out(case, torch.zeros(case.shape, dtype=BF16)))
         cute_kernels.dequantize(found[0], found[1])
         first = set(jobs)
@@ -154,9 +155,9 @@ def test_another_size_compiles_nothing(case):
                 found = call(other, laid_out(other, torch.zeros(shape, dtype=BF16)))
                 cute_kernels.dequantize(found[0], found[1])
         assert set(jobs) == first
-        known = len(jobs)
+        before = len(jobs)
         call(case, laid_out(case, torch.zeros(case.shape, dtype=BF16)))
-        assert len(jobs) == known  # a known signature does not even ask
+        assert len(jobs) == before  # the launch is found
 
 
 def test_what_is_another_kernel():
@@ -171,7 +172,7 @@ def test_what_is_another_kernel():
         Case("3d_dual", (2, 64, 96), scale_layout="blocked"),
         Case("3d_dual", (2, 64, 96), out=E5M2),
     ]
-    with stand_in(computes=False) as jobs:
+    with fake_kernels() as jobs:
         for case in (base, *others):
             call(case, laid_out(case, torch.zeros(case.shape, dtype=case.dtype)))
         assert len(set(jobs)) == len(jobs) == 1 + len(others)
@@ -181,6 +182,6 @@ def test_what_is_another_kernel():
 def test_operators_on_cpu_tensors_are_the_reference(dtype):
     """What a graph calls for CPU tensors."""
     x = make_input(Case("dual", (64, 96), dtype), seeded_generator("cpu", "cpu"))
-    found = launch.traced_quantize(x, True, True, False, "even", "blocked", E5M2)
+    found = launch.quantize_dual.registered(x, E5M2, True, True, False, "even", "blocked")
     wanted = reference.quantize_dual(x, mode="even", scale_layout="blocked", dtype=E5M2)
     assert_same(list(found), list(wanted))

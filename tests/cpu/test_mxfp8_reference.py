@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_kernels.mxfp8 import from_blocked, reference, to_blocked
+from tests.fakes.mxfp8 import emulated_scales
 from tests.gpu.mxfp8.test_bits import test_inputs_that_require_grad  # noqa: F401
 from tests.mxfp8_cases import (
     BF16,
@@ -23,7 +24,6 @@ from tests.mxfp8_cases import (
     amax_inputs,
     assert_same,
     call,
-    emulated_scales,
     every_variant,
     make_input,
     seeded_generator,

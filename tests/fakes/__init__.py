@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,9 +18,9 @@ import torch
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
 from tests.entry import check_entry
-from tests.fakes import reduction
+from tests.fakes import mxfp8, reduction
 
-FAMILIES = (reduction,)
+FAMILIES = (mxfp8, reduction)
 NUM_SMS = 132
 
 
@@ -47,8 +48,10 @@ def fake_kernels(arch: str = "sm_90a") -> Iterator[list[tuple]]:
         stack.enter_context(mock.patch.object(launches, "target_of", lambda index: Target(arch, NUM_SMS)))
         stack.enter_context(mock.patch.object(operators, "on_gpu", lambda x: True))
         library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
-        for name, launch in operators.OPERATORS.items():
-            library.impl(name, launch.function, "CPU")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # some have one for the CPU
+            for name, launch in (operators.OPERATORS | operators.FUNCTIONAL_OPERATORS).items():
+                library.impl(name, launch.function, "CPU")
         launches.forget()
         stack.callback(launches.forget)
         yield jobs

@@ -1,4 +1,4 @@
-"""Byte by byte the reference's results, in outputs that held something else before. (Also run on the CPU: stand-in.)"""
+"""Byte by byte the reference's results, in outputs that held something else before. Also run over fakes on the CPU."""
 
 import pytest
 import torch

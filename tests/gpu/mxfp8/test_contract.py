@@ -28,7 +28,7 @@ def test_scales_on_another_device():
 
 @pytest.mark.parametrize("case", every_variant(SHAPE), ids=str)
 def test_errors_come_each_time_and_spoil_nothing(case, generator):
-    """A refused call leaves no plan behind, and a good call no licence for bad ones that look like it."""
+    """A bad call raises the same error after a good one, and the good one gives the same bytes after it."""
     x = make_input(case, generator)
     wanted = call(case, x, reference)
     function = getattr(cute_kernels, case.name)

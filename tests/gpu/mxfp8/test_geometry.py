@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from cute_kernels.mxfp8 import launch
-from cute_kernels.mxfp8.config import GRIDS
+from cute_kernels.mxfp8.config import GRIDS, QuantizeSpec
 from tests.mxfp8_cases import (
+    BF16,
+    E4M3,
     FP32,
     Case,
     as_many_tiles,
@@ -61,9 +63,7 @@ def test_repeats_in_clusters(case, generator):
 def test_sizes_choose():
     """A matrix of few tiles and one of many take different kernels."""
     few, many = (torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda") for rows in (1024, 32768))
-    launch._plans.clear()
-    for x in (few, many):
-        call(Case("rowwise", tuple(x.shape)), x)
-    one, two = launch._plans.values()
+    spec = QuantizeSpec(BF16, E4M3, 2, False, True, False, False, "rceil", "plain")
+    one, two = (launch._quantizers.get(x.get_device(), spec).of(x.shape) for x in (few, many))
     assert one.function is not two.function
     assert two.num_ctas == 32768 // 128 * 2048 // 128

@@ -40,10 +40,13 @@ def test_opcheck(square, layout, generator):
     x = torch.randn(2, 64, 96, generator=generator, device="cuda").to(BF16)
     for along_k, along_n in ((True, False), (False, True), (True, True)):
         flags = (along_k, along_n, square, "rceil", layout)
-        found = launch.traced_quantize(x, *flags, E4M3)
-        opcheck(launch.quantize_ops[len(found)], (x, E4M3, *flags))
-        assert_same(list(found), list(launch.traced_quantize(x.cpu(), *flags, E4M3)))
-        opcheck(launch.dequantize_op, (found[0], found[1], BF16, not along_k))
+        quantize = launch.quantize_dual if along_k and along_n else launch.quantize
+        if quantize is launch.quantize_dual and square and layout == "plain":
+            quantize = launch.quantize_squares
+        found = quantize(x, E4M3, *flags)
+        opcheck(quantize.registered, (x, E4M3, *flags))
+        assert_same(list(found), list(quantize.registered(x.cpu(), E4M3, *flags)))
+        opcheck(launch.dequantize.registered, (found[0], found[1], BF16, not along_k))
 
 
 @pytest.mark.parametrize("case", TRACED, ids=str)
