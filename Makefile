@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed ## with a GPU: check and time the kernels; without: compile them, check the references
+demo: $(VENV)/installed ## with a GPU: check and time the kernels; without: compile a few, check the references
 	$(BIN)/python -m cute_kernels demo
 
 test: $(VENV)/installed ## run the tests that this machine can run
