@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import cute_kernels
-from bench import bench_norm, harness
+from bench import bench_norm, bench_reduction, harness
 from cute_kernels.cli import bench, demo, env
 from cute_kernels.cli import main as cli
 from cute_kernels.gemm import reference as gemm_reference
@@ -268,6 +268,8 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(demo, "CONNECTIONS", {"Streams": (32, 64)})
     monkeypatch.setattr(demo, "VOCABULARIES", {"Words": (32, 130, 64)})
     monkeypatch.setattr(demo, "_check_batches", lambda found: True)
+    for shapes in ("QUICK_SHAPES", "SUM_SHAPES"):
+        monkeypatch.setattr(bench_reduction, shapes, ((32, 64),))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
