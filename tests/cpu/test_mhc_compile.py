@@ -101,10 +101,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "arch, name",
-    first_of(sorted(itertools.product(("sm_90a", "sm_100a"), CALLS), key=lambda one: one[1] != "composites"), 2),
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", CALLS)
 def test_compiles(name, arch):
     compile_and_check(jobs_of(arch, *CALLS[name]), arch)
 
