@@ -14,16 +14,21 @@ FLAVOUR := $(if $(filter-out 12,$(CUDA)),$(COMMA)cu13)
 TORCH := $(if $(filter 12,$(CUDA)),--extra-index-url https://download.pytorch.org/whl/cu126)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
 
-.PHONY: help demo test lint format docs bench report clean
+.PHONY: help demo test test-exhaustive test-all lint format docs bench report clean
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed ## with a GPU: check and time the kernels; without: compile them, check the references
+demo: $(VENV)/installed ## with a GPU: check and time the kernels; without: compile a few, check the references
 	$(BIN)/python -m cute_kernels demo
 
-test: $(VENV)/installed ## run the tests that this machine can run
-	$(BIN)/python -m pytest -n $(JOBS)
+test: $(VENV)/installed ## run the tests that this machine can run: all logic, a kernel of each class
+	$(BIN)/python -m pytest -n $(JOBS) -m "not exhaustive"
+
+test-exhaustive: $(VENV)/installed ## run the tests that `make test` leaves out: all kernels compile
+	$(BIN)/python -m pytest -n $(JOBS) -m exhaustive
+
+test-all: test test-exhaustive ## run all tests that this machine can run
 
 lint: $(VENV)/installed ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff check .

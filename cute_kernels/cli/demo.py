@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cute_kernels.runtime.targets import UnsupportedDeviceError, arch_of
 from jit_cache.command import Outcome, progress
+from jit_cache.prewarm import Job
 
 ARCHS = ("sm_90a", "sm_100a")
 TOKENS = 8192
@@ -58,15 +59,16 @@ def run() -> Outcome:
         ok = _measure_models(found)
     else:
         console.print(
-            "No supported GPU: the kernels of common models are compiled for "
-            + " and ".join(ARCHS)
-            + ", and the references are checked.\n"
+            f"No supported GPU: one kernel of each builder is compiled for {' and '.join(ARCHS)}, "
+            "and the references are checked.\n"
         )
         # Both are run, so that one failure does not hide another.
-        ok = all([_compile_everything(found), _check_references(found)])
+        ok = all([_compile_representatives(found), _check_references(found)])
         console.print("Nothing was run on a GPU: this shows that the kernels compile, not that they are right or fast.")
+        console.print("`jit-cache prewarm cute_kernels --arch sm_90a` compiles the kernels of all common models.")
     seconds = time.monotonic() - started
-    console.print(f"{'OK' if ok else 'FAILED'} after {seconds:.0f} s", style="bold")
+    verdict = "OK" if ok else "FAILED"
+    console.print(f"{verdict} after {seconds:.0f} s" if has_gpu else _last_line(found, verdict, seconds), style="bold")
     lists = {name: value for name, value in vars(found).items() if name != "console"}
     return int(not ok), {
         "ok": ok,
@@ -290,11 +292,22 @@ def _check_batches(found: Findings, device: str = "cuda") -> bool:
 # Without a GPU
 
 
-def _compile_everything(found: Findings) -> bool:
-    """Compiles, or finds in the cache, what the families' `specializations` name; prints what each needs of a GPU."""
+def representatives(jobs: Iterable[Job]) -> list[Job]:
+    """The first kernel of each builder and architecture, in the order of the jobs."""
+    first: dict[tuple[str, str], Job] = {}
+    for builder, arguments in jobs:
+        first.setdefault((builder.kernel, arguments[0]), (builder, arguments))
+    return list(first.values())
+
+
+def _compile_representatives(found: Findings) -> bool:
+    """Compiles, or finds in the cache, a kernel of each builder that the families' `specializations` name.
+
+    Prints what each needs of a GPU.
+    """
     from jit_cache.prewarm import discover, prewarm
 
-    jobs = discover("cute_kernels", ARCHS)
+    jobs = representatives(discover("cute_kernels", ARCHS))
     with progress("compiling", len(jobs)) as update:
         report = prewarm(jobs, progress=lambda result, done, total: update(done, ""))
     found.kernels += [result.as_json() for result in report.results]
@@ -314,6 +327,21 @@ def _compile_everything(found: Findings) -> bool:
     for result in report.failed:
         found.console.print(result.message, style="red", markup=False)
     return report.ok
+
+
+def _last_line(found: Findings, verdict: str, seconds: float) -> str:
+    """How many kernels compiled, and how many references are right."""
+    compiled = [kernel for kernel in found.kernels if kernel["error"] is None]
+    families = {kernel["kernel"].split(".")[1] for kernel in compiled}
+    right = sum(reference["ok"] for reference in found.references)
+    return (
+        f"{verdict}: {_share(len(compiled), len(found.kernels))} kernels of {len(families)} families compiled for "
+        f"{' and '.join(ARCHS)}, {_share(right, len(found.references))} references right, in {seconds:.0f} s"
+    )
+
+
+def _share(count: int, total: int) -> str:
+    return str(count) if count == total else f"{count} of {total}"
 
 
 def _row(result: Any) -> list[str]:

@@ -27,6 +27,7 @@ from tests.gemm_cases import (
     run_batch,
     stand_in,
 )
+from tests.marks import first_of
 from tests.ptx import compile_in, kernels_in
 
 FP64 = torch.float64
@@ -70,8 +71,7 @@ def test_it_is_public():
 
 @pytest.mark.parametrize(
     "arch, kernel",
-    [("sm_90a", kernel) for kernel in kernels("sm_90a")]
-    + [pytest.param("sm_100a", kernel, marks=pytest.mark.slow) for kernel in kernels("sm_100a")],
+    [param for arch in ("sm_90a", "sm_100a") for param in first_of([(arch, k) for k in kernels(arch)], 2)],
     ids=lambda value: value if isinstance(value, str) else kernel_name(value),
 )
 def test_every_kernel_compiles(arch, kernel):
@@ -79,7 +79,7 @@ def test_every_kernel_compiles(arch, kernel):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
-@pytest.mark.parametrize("option", ["b along n", "a along m", "fp32", "fp16", "rows off 16 bytes"])
+@pytest.mark.parametrize("option", first_of(["rows off 16 bytes", "b along n", "a along m", "fp32", "fp16"]))
 def test_options_compile(option, arch):
     """With the widest tile, the widest of a warpgroup's own, the narrowest, and the kernel for any stride."""
     import cutlass

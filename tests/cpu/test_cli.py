@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import cute_kernels
-from bench import bench_norm, harness
+from bench import bench_norm, bench_reduction, harness
 from cute_kernels.cli import bench, demo, env
 from cute_kernels.cli import main as cli
 from cute_kernels.gemm import reference as gemm_reference
@@ -214,7 +214,7 @@ def result(status="compiled", stack_bytes=0):
 @pytest.mark.parametrize("status, ok", [("compiled", True), ("disk", True), ("failed", False)])
 def test_demo_without_gpu(monkeypatch, capsys, status, ok):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(prewarm_module, "discover", lambda package, archs: [None])
+    monkeypatch.setattr(prewarm_module, "discover", lambda package, archs: [])
     monkeypatch.setattr(prewarm_module, "prewarm", lambda jobs, progress: Report((result(status),), 1.0))
     monkeypatch.setattr(demo, "_check_references", lambda found: True)
     found_status, found = demo.run()
@@ -223,10 +223,39 @@ def test_demo_without_gpu(monkeypatch, capsys, status, ok):
     text = capsys.readouterr().out
     assert "norm_forward(rms, -, (yes, no), n=4096)" in text
     assert "Nothing was run on a GPU" in text
+    lines = text.splitlines()
     if ok:
         assert "96" in text and "1032" in text and "20" in text
+        assert lines[-1].startswith(
+            "OK: 1 kernels of 1 families compiled for sm_90a and sm_100a, 0 references right, in "
+        )
     else:
-        assert "ptxas: too many registers" in text and "FAILED" in text
+        assert "ptxas: too many registers" in text
+        assert lines[-1].startswith(
+            "FAILED: 0 of 1 kernels of 0 families compiled for sm_90a and sm_100a, 0 references "
+        )
+
+
+def test_the_last_line_counts_the_references(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo, "_compile_representatives", lambda found: True)
+
+    def one_of_two(found):
+        found.references += [{"ok": True}, {"ok": False}]
+        return False
+
+    monkeypatch.setattr(demo, "_check_references", one_of_two)
+    assert demo.run()[0] == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("FAILED: 0 kernels") and " 1 of 2 references right, in " in last
+
+
+def test_the_demo_compiles_one_kernel_of_each_builder():
+    jobs = prewarm_module.discover("cute_kernels", demo.ARCHS)
+    chosen = demo.representatives(jobs)
+    assert {(builder, arguments[0]) for builder, arguments in chosen} == {(builder, job[0]) for builder, job in jobs}
+    assert len(set(chosen)) == len(chosen) < 80 and set(chosen) < set(jobs)
+    assert {builder.kernel.split(".")[1] for builder, _ in chosen} == {"gemm", "mhc", "mxfp8", "norm", "reduction"}
 
 
 def test_demo_with_gpu(monkeypatch, capsys):
@@ -239,6 +268,8 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(demo, "CONNECTIONS", {"Streams": (32, 64)})
     monkeypatch.setattr(demo, "VOCABULARIES", {"Words": (32, 130, 64)})
     monkeypatch.setattr(demo, "_check_batches", lambda found: True)
+    for shapes in ("QUICK_SHAPES", "SUM_SHAPES"):
+        monkeypatch.setattr(bench_reduction, shapes, ((32, 64),))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from cute_kernels.norm import prewarm
+from tests.marks import first_of
 from tests.norm_cases import BF16, FP32, KINDS, Case, kernels_of
 from tests.ptx import compile_in, kernels_in
 
@@ -64,7 +65,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case, arch", [(case, arch) for case in CASES for arch in ARCHS] + [(CASES[4], "sm_103a")], ids=str
+    "case, arch", [(CASES[4], "sm_103a"), *first_of([(case, arch) for case in CASES for arch in ARCHS], 4)], ids=str
 )
 def test_compiles(case, arch):
     jobs = kernels_of([case], arch)
@@ -90,6 +91,7 @@ PARTS = 8
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_shipped_table_compiles_without_spills(part, arch):
@@ -112,7 +114,7 @@ def test_the_shipped_table_is_what_a_model_asks_for():
 
 
 # Data comes by bulk copies, and nothing is added up by atomics: their order would not be fixed
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", first_of(ARCHS))
 def test_instructions(arch, tmp_path):
     program = f"""
 from tests.norm_cases import *

@@ -9,7 +9,11 @@ from tests.doc_blocks import PAGES, ROOT, blocks, run_page
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#([^)]*))?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# A page that compiles all kernels of a model
+EXHAUSTIVE = {"jit-cache.md": pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=EXHAUSTIVE.get(p.name, ())) for p in PAGES])
 def test_code_runs(page, tmp_path):
     run_page(page, tmp_path, ("",))
 

@@ -229,6 +229,7 @@ def builders(arch: str) -> list[tuple]:
     return [job for job in dict.fromkeys(jobs) if "log_prob" in job[0].__name__]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_kernels_compile(arch):
     """No spills, no local memory; with the weight's columns and int32 targets, too."""

@@ -6,6 +6,7 @@ import pytest
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, EVICT_LAST, EVICT_NORMAL, LAST_BYTES
 from tests.cpu.test_mhc_compile import BUILDERS, BY_WARPGROUPS
+from tests.marks import first_of
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
 BULK_LOAD = re.compile(r"cp\.async\.bulk\.\S*shared::\w+\.global\S*")
@@ -74,7 +75,7 @@ def conditions(ptx: str) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+@pytest.fixture(scope="module", params=first_of(["sm_90a", "sm_100a"]))
 def texts(request, tmp_path_factory) -> dict[str, str]:
     """Name and number of each of PROGRAM's kernels -> its PTX."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -154,7 +155,7 @@ def test_all_wait_for_the_kernel_before(texts):
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", first_of(["sm_90a", "sm_100a"]))
 def test_of_a_product_the_weights_make_room(arch, transposed, tmp_path):
     """A step asks for operand A, then for B; the weights are A where the product is computed transposed."""
     program = f"""

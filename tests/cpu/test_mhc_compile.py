@@ -24,6 +24,7 @@ from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
 from cute_kernels.mhc.kernel.pre import PreForward, last_steps, row_of
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
+from tests.marks import first_of
 from tests.mhc_cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
 from tests.ptx import compile_in, kernels_in
 
@@ -100,12 +101,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "arch, name",
-    [("sm_90a", name) for name in CALLS]
-    + [("sm_100a", "composites")]
-    + [pytest.param("sm_100a", name, marks=pytest.mark.slow) for name in CALLS if name != "composites"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", CALLS)
 def test_compiles(name, arch):
     compile_and_check(jobs_of(arch, *CALLS[name]), arch)
 
@@ -117,6 +115,7 @@ def eight_streams(arch: str) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_eight_streams_compile(arch):
     compile_and_check(eight_streams(arch), arch)
@@ -284,6 +283,7 @@ PARTS_OF_THE_TABLE = 4
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("part", range(PARTS_OF_THE_TABLE))
 def test_the_shipped_table_compiles_without_spills(part, arch):
@@ -320,7 +320,7 @@ def test_shared_memory_fits_a_cta():
 
 
 # Operands come by TMA, are multiplied by warp-level MMA from ldmatrix, and no sum is left to the order of atomics
-@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", first_of(["sm_90a", "sm_100a"]))
 def test_instructions(arch, tmp_path):
     program = f"""
 from tests.cpu.test_mhc_compile import jobs_of
@@ -413,9 +413,9 @@ WITH_THE_REST += [("hyper_connection", layout, order) for layout in LAYOUTS for 
 
 
 @pytest.mark.parametrize(
-    "parameters, norm_weight, needs_dphi", [(FP32, False, True), (BF16, True, True), (FP32, True, False)]
+    "parameters, norm_weight, needs_dphi", first_of([(FP32, False, True), (BF16, True, True), (FP32, True, False)])
 )
-@pytest.mark.parametrize("op, layout, order", WITH_THE_REST)
+@pytest.mark.parametrize("op, layout, order", first_of(WITH_THE_REST))
 def test_backward_by_warpgroups_compiles(op, layout, order, parameters, norm_weight, needs_dphi):
     case = Case(8, 512, parameters=parameters, layout=layout, res_orientation=order, norm_weight=norm_weight)
     (job,) = [job for job in jobs_of("sm_90a", (op, case)) if job[0].__name__ == "projection_backward_sm90"]

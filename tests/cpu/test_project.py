@@ -35,6 +35,18 @@ def test_what_is_installed_is_what_the_driver_runs(version, extra, index, tmp_pa
     assert ("https://download.pytorch.org/whl/cu126" in printed.stdout) == index
 
 
+def test_ci_runs_lint_docs_and_all_tests():
+    """The README's test command, and the tests that it leaves out."""
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert commands == ["make lint", "make docs", "make test", "make test-exhaustive"]
+    assert "\nmake test " in (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    marks = [
+        re.search(rf"^{name}:.*\n\t.* -m (.*)$", makefile, re.MULTILINE)[1] for name in ("test", "test-exhaustive")
+    ]
+    assert marks == ['"not exhaustive"', "exhaustive"] and "\ntest-all: test test-exhaustive " in makefile
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def test_make_prints_its_targets():
     path = {"PATH": "/usr/local/bin:/usr/bin:/bin"}  # not MAKELEVEL: below `make test` it names directories, too
