@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from cute_kernels.runtime.checks import expect, expect_tensor
+from cute_kernels.runtime.operators import as_rows as as_rows
 from cute_kernels.runtime.operators import is_eager
 
 
@@ -51,23 +52,6 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return checked
-
-
-def as_rows(op: str, name: str, t: Tensor) -> Tensor:
-    """``t`` as a matrix of rows, without a copy.
-
-    Raises:
-        TypeError, ValueError: it has no strides, or leading dimensions that do not collapse to rows of one stride.
-    """
-    if t.dim() == 2:
-        return t
-    try:
-        return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
-    except RuntimeError:
-        expect_tensor(op, name, t)
-        expected = "have leading dimensions that collapse to rows of one stride"
-        expect(False, op, name, expected, f"shape {tuple(t.shape)}, strides {t.stride()}")
-        raise
 
 
 def gradient_rows(t: Tensor) -> Tensor:
