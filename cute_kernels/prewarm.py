@@ -264,7 +264,7 @@ def _norm(model: Model, n: int, x_dtype: torch.dtype, residual_dtype: torch.dtyp
         residual, h = (_empty(2, n, dtype=residual_dtype) for _ in range(2))
     statistics = _empty(1 + has_mean, 2, dtype=FP32)
     for kept in ((h, statistics), (h, None), (None, None)):
-        norm.run_forward(x, residual, weight, bias, y, *kept, model.norm, 1e-6, model.weight_offset)
+        norm.norm_forward(x, residual, weight, bias, y, *kept, model.norm, 1e-6, model.weight_offset)
     saved, dx = x if h is None else h, torch.empty_like(x)
     dresidual = torch.empty_like(h) if h is not None and h.dtype is not x.dtype else None
     for dh, accumulate in itertools.product((None,) if h is None else (None, h), (False, True)):
@@ -273,7 +273,7 @@ def _norm(model: Model, n: int, x_dtype: torch.dtype, residual_dtype: torch.dtyp
         )
         results = dx, dresidual, dw, db
         options = model.norm, "input", 1e-6, model.weight_offset, accumulate, accumulate and has_mean
-        norm.run_backward(saved, torch.empty_like(y), dh, weight, None, statistics, *results, *options)
+        norm.norm_backward(saved, torch.empty_like(y), dh, weight, None, statistics, *results, *options)
 
 
 def _log_prob(model: Model, arch: str, num_sms: int) -> None:

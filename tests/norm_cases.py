@@ -1,21 +1,17 @@
-"""What the tests of layer_norm and rms_norm share: cases, inputs, fp64 oracle, error bounds, a stand-in for the GPU."""
+"""What the tests of layer_norm and rms_norm share: cases, inputs, fp64 oracle, error bounds."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cute_kernels import layer_norm, rms_norm
-from cute_kernels.norm import launch, op
-from tests.entry import check_entry
+from tests.fakes import fake_kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = ("rms", "layer")
@@ -304,126 +300,10 @@ def check_gates(case: Case, found: dict[str, Tensor], exact: dict[str, Exact]) -
         assert error <= gate, f"{name}: relative rms error {error:.3e}, allowed {gate:.3e}"
 
 
-# Plain torch in place of the GPU
-
-
-def kernel_path(kind: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **options):
-    """The public call as it goes on for CUDA tensors; on CPU tensors it needs ``stand_in``."""
-    arguments = dict(residual=None, eps=EPS, weight_offset=0.0, save="input", out_dtype=None, return_residual=False)
-    unknown = options.keys() - arguments.keys()
-    assert not unknown, unknown
-    return op._norm(kind, x, weight, bias, **{**arguments, **options})
-
-
-@contextlib.contextmanager
-def stand_in(arch: str = "sm_90a") -> Iterator[list[tuple]]:
-    """Within it ``kernel_path`` takes CPU tensors: what runs instead of a kernel is plain torch.
-
-    Yields the list of builder calls, (builder, arguments): the kernels that a GPU would have needed.
-    """
-    from cute_kernels.norm import kernel
-
-    jobs: list[tuple] = []
-
-    def builder(real, computation: Callable, entry: type) -> Callable:
-        def build(*arguments):
-            jobs.append((real, arguments))
-            static, program = inspect.signature(real.build).bind(*arguments).arguments, real.build(*arguments)
-            names = [name for name in inspect.signature(entry.__call__).parameters if name not in ("self", "stream")]
-
-            def function(*values):
-                check_entry(program, values)
-                computation(static, **dict(zip(names, values, strict=True)))
-
-            return function
-
-        return build
-
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (launch, "arch_of", lambda index: arch),
-            (launch, "sm_count", lambda index: 132),
-            (kernel, "norm_forward", builder(kernel.norm_forward, _forward, kernel.NormForward)),
-            (kernel, "norm_backward", builder(kernel.norm_backward, _backward, kernel.NormBackward)),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(launch._plans, clear=True))
-        stack.enter_context(mock.patch.dict(launch.calls, clear=True))
-        library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
-        library.impl("norm_forward", launch.run_forward, "CPU")
-        library.impl("norm_backward", launch.run_backward, "CPU")
-        yield jobs
-
-
 def kernels_of(cases: list[Case], arch: str, rows: int = 2) -> list[tuple]:
     """(builder, arguments) of all kernels that the cases' forward and backward need; no GPU is needed to find them."""
-    with stand_in(arch) as jobs:
+    with fake_kernels(arch) as jobs:
         for case in cases:
             inputs = make_inputs(case, seeded_generator("kernels", "cpu"), elements=rows * case.n)
-            call_and_differentiate(kernel_path, case, inputs)
+            call_and_differentiate(public_norm, case, inputs)
     return jobs
-
-
-def _check_dtypes(static: dict, **tensors: Tensor | None) -> None:
-    """A kernel gets what it was built for."""
-    from cute_kernels.runtime.targets import cutlass_dtype
-
-    for name, tensor in tensors.items():
-        assert static[name] is (None if tensor is None else cutlass_dtype(tensor.dtype)), name
-
-
-def _forward(static, x, residual, weight, bias, y, h_out, statistics, eps, num_clusters) -> None:
-    _check_dtypes(static, x=x, residual=residual, weight=weight, bias=bias, y=y)
-    assert (h_out is not None) == static["keeps_h"]
-    assert statistics is None or statistics.dtype is FP32 and statistics.shape[1:] == x.shape[:1]
-    assert (0 if statistics is None else len(statistics)) == static["num_statistics"]
-    assert num_clusters >= 1 and x.dim() == y.dim() == 2
-    h = x.float() if residual is None else (x.float() + residual.float()).to(residual.dtype).float()
-    mu = h.mean(-1) if static["kind"] == "layer" else h.new_zeros(len(h))
-    centred = h - mu[:, None]
-    s = torch.rsqrt(centred.square().mean(-1) + eps)
-    value = centred * s[:, None]
-    if weight is not None:
-        value = value * (weight.float() + static["weight_offset"])
-    if bias is not None:
-        value = value + bias.float()
-    y.copy_(value)
-    if h_out is not None:
-        h_out.copy_(h)
-    for target, result in zip(statistics if statistics is not None else (), (s, mu), strict=False):
-        target.copy_(result)
-
-
-def _backward(
-    static, saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw, db, eps, num_clusters
-) -> None:
-    _check_dtypes(static, saved_dtype=saved, dy=dy, dh_out=dh_out, weight=weight, bias=bias)
-    _check_dtypes(static, dx=dx, dresidual=dresidual, dw=dw, db=db)
-    assert num_clusters >= 1 and saved.dim() == dy.dim() == 2
-    sums = (dw is not None) + (db is not None)
-    assert (partials is None) == (sums == 0)
-    assert partials is None or partials.shape[:2] == (sums, num_clusters) and partials.shape[2] >= saved.shape[1]
-    w = torch.ones(()) if weight is None else weight.float() + static["weight_offset"]
-    s, *mean = statistics[..., None]
-    assert len(mean) == (static["kind"] == "layer" and static["saved"] == "input")
-    if static["saved"] == "output":
-        centred = saved.float() - (0.0 if bias is None else bias.float())
-        x_hat = centred
-        if weight is not None:
-            x_hat = centred / torch.where(w < 0, -1.0, 1.0) / w.abs().clamp_min(eps) * (w != 0)
-        c1 = (dy.float() * centred).mean(-1, keepdim=True)
-    else:
-        assert bias is None
-        x_hat = (saved.float() - sum(mean)) * s
-        c1 = (dy.float() * w * x_hat).mean(-1, keepdim=True)
-    c2 = (dy.float() * w).mean(-1, keepdim=True) if static["kind"] == "layer" else 0.0
-    dh = s * (dy.float() * w - c2 - x_hat * c1)
-    if dh_out is not None:
-        dh = dh + dh_out.float()
-    for target in (dx, dresidual):
-        if target is not None:
-            target.copy_(dh)
-    for target, result, add in ((dw, dy.float() * x_hat, 0), (db, dy.float(), 1)):
-        if target is not None:
-            total = result.sum(0)
-            target.copy_(total + target if static["accumulate"][add] else total)

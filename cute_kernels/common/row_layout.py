@@ -145,7 +145,7 @@ class RowConfig:
         clusters = num_sms * self.ctas_per_sm // self.layout.cluster
         return max(1, clusters if self.layout.cluster <= 2 else clusters * 10 // 11)
 
-    def persistent_clusters(self, num_sms: int, many_ctas: int = MANY_CTAS) -> float:
+    def persistent_clusters(self, num_sms: int, many_ctas: float = MANY_CTAS) -> float:
         """Clusters of rows up to which a kernel launches at most ``max_clusters`` that walk over them.
 
         Many short rows are better left to the hardware's scheduler, which keeps the addresses in flight close together;

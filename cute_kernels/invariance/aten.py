@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
 from cute_kernels.gemm.launch import gemm_op
-from cute_kernels.norm.launch import backward_op as norm_backward_op
-from cute_kernels.norm.launch import forward_op as norm_forward_op
+from cute_kernels.norm.checks import check_norm
+from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
 from cute_kernels.reduction.launch import softmax_backward, softmax_forward
 from cute_kernels.reduction.op import sum_dimensions
@@ -282,7 +282,8 @@ def _norm(kind: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bia
     y = torch.empty_like(rows)
     statistics = x.new_empty(2 if kind == "layer" else 1, len(rows), dtype=torch.float32)
     columns = [None if t is None else t.contiguous().view(-1) for t in (weight, bias)]
-    norm_forward_op(rows, None, *columns, y, None, statistics, kind, eps, 0.0)
+    check_norm(f"{kind}_norm", rows, *columns, None, eps, 0.0, "input", None)
+    norm_forward(rows, None, *columns, y, None, statistics, kind, eps, 0.0)
     outer = x.shape[: x.dim() - len(shape)]
     return y.view(x.shape), statistics.view(len(statistics), *outer, *(1 for _ in shape))
 
@@ -302,7 +303,7 @@ def _norm_backward(
     )
     if any(t is not None for t in (dx, dw, db)):
         arguments = columns[0], None, statistics, dx, None, dw, db
-        norm_backward_op(rows, dy_rows, None, *arguments, kind, "input", 1.0, 0.0, False, False)
+        norm_backward(rows, dy_rows, None, *arguments, kind, "input", 1.0, 0.0, False, False)
     return (
         None if dx is None else dx.view(x.shape),
         None if dw is None else dw.view(weight.shape),

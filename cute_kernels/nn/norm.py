@@ -14,8 +14,9 @@ from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.norm.checks import Save, check_options
-from cute_kernels.norm.launch import plan_forward
+from cute_kernels.norm.op import rms_norm_again
 from cute_kernels.runtime.checks import Backend, expect, expect_backend
+from cute_kernels.runtime.operators import uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -178,20 +179,19 @@ class RMSNorm(_Norm):
         expect_manager("RMSNorm", recompute)
         if self._forward_pre_hooks or self._forward_hooks or self._backward_pre_hooks or self._backward_hooks:
             return self(x)  # which calls them; what they make of y is not made again
-        options = {"eps": self.eps, "weight_offset": self.weight_offset, "save": self.save, "out_dtype": self.out_dtype}
-        if self.backend is not None or not x.is_cuda:
+        if uses_reference("RMSNorm", x, self.backend):
             expect_whole("RMSNorm", self.weight)
             self.expect_width(x)
+            options = {"eps": self.eps, "weight_offset": self.weight_offset}
+            options |= {"save": self.save, "out_dtype": self.out_dtype}
             function = functools.partial(rms_norm, backend=self.backend, **options)
             return recompute.checkpoint(function, x, self.weight)
         y = self(x)
         weight, rows = self.weight, x.detach()
-        statistics = x.new_empty((1, x.shape[:-1].numel()), dtype=torch.float32)
-        facts = "rms", as_float(self.eps), as_float(self.weight_offset), self.save, self.out_dtype, False, True
+        options = as_float(self.eps), as_float(self.weight_offset)
 
         def refill(out: Tensor) -> None:
-            tensors = rows, weight, None, None
-            plan_forward(*facts, *tensors)(*tensors, (out, None, statistics))
+            rms_norm_again(rows, weight, *options, out)
 
         recompute.discard((y,), refill, {"RMSNorm: x": rows, "RMSNorm: weight": weight})
         return y

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
-from cute_kernels.runtime.checks import expect, expect_dtype, expect_like, expect_tensor
+from cute_kernels.runtime.checks import FLOATS, expect, expect_dtype, expect_floats, expect_like, expect_tensor, fail
 
 Save = Literal["input", "output"]
 MAX_COLUMNS = 262_144
@@ -27,29 +27,43 @@ def check_norm(
     out_dtype: torch.dtype | None,
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
-    expect_tensor(op, "x", x)
-    expect_dtype(op, "x", x.dtype)
-    expect(x.dim() >= 1, op, "x", "have at least one dimension", f"shape {tuple(x.shape)}")
-    n = x.shape[-1]
-    expect(1 <= n <= MAX_COLUMNS, op, "x", f"have between 1 and {MAX_COLUMNS} columns", n)
-    expect(x.numel() // n <= MAX_ROWS, op, "x", f"have at most {MAX_ROWS} rows", x.numel() // n)
-    expect(n == 1 or x.stride(-1) == 1, op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            expect_tensor(op, name, vector)
-            expect_dtype(op, name, vector.dtype)
-            good = vector.dim() == 1 and vector.shape[0] == n
-            expect(good, op, name, f"have shape {(n,)}, as x has {n} columns", tuple(vector.shape))
-            expect(vector.device == x.device, op, name, f"be on {x.device}", vector.device)
-            expect(vector.is_contiguous(), op, name, "be contiguous", f"stride {vector.stride()}")
+    if not isinstance(x, Tensor) or x.layout is not strided or x.dtype not in FLOATS:
+        expect_floats(op, "x", x)
+    shape = x.shape
+    if not shape:
+        fail(op, "x", "have at least one dimension", "shape ()")
+    n = shape[-1]
+    if not 1 <= n <= MAX_COLUMNS:
+        fail(op, "x", f"have between 1 and {MAX_COLUMNS} columns", n)
+    rows = shape[0] if len(shape) == 2 else x.numel() // n
+    if rows > MAX_ROWS:
+        fail(op, "x", f"have at most {MAX_ROWS} rows", rows)
+    if not (rows and x.is_contiguous()) and n > 1 and x.stride(-1) != 1:
+        fail(op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
+    if weight is not None or bias is not None:
+        index = x.get_device()
+        for name, vector in (("weight", weight), ("bias", bias)):
+            if vector is not None:
+                if not isinstance(vector, Tensor) or vector.layout is not strided or vector.dtype not in FLOATS:
+                    expect_floats(op, name, vector)
+                if vector.dim() != 1 or vector.numel() != n:
+                    fail(op, name, f"have shape {(n,)}, as x has {n} columns", tuple(vector.shape))
+                if vector.get_device() != index or (index < 0 and vector.device != x.device):
+                    fail(op, name, f"be on {x.device}", vector.device)
+                if not vector.is_contiguous():
+                    fail(op, name, "be contiguous", f"stride {vector.stride()}")
     if residual is not None:
         expect_tensor(op, "residual", residual)
-        expect_dtype(op, "residual", residual.dtype, tuple(dict.fromkeys((x.dtype, torch.float32))))
-        expect_like(op, "residual", residual, tuple(x.shape), x.device)
-        contiguous = n == 1 or residual.stride(-1) == 1
-        expect(contiguous, op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
+        if residual.dtype is not x.dtype and residual.dtype is not torch.float32:
+            expect_dtype(op, "residual", residual.dtype, tuple(dict.fromkeys((x.dtype, torch.float32))))
+        if residual.shape != shape or residual.device != x.device:
+            expect_like(op, "residual", residual, tuple(shape), x.device)
+        if n > 1 and residual.stride(-1) != 1:
+            fail(op, "residual", "have a contiguous last dimension", f"stride {residual.stride(-1)}")
+        if save == "output":
+            check_options(op, eps, weight_offset, save, out_dtype)
+            fail(op, "save", "be 'input' when there is a residual", repr(save))
     check_options(op, eps, weight_offset, save, out_dtype)
-    expect(save == "input" or residual is None, op, "save", "be 'input' when there is a residual", repr(save))
 
 
 def check_options(op: str, eps: float, weight_offset: float, save: str, out_dtype: torch.dtype | None) -> None:
@@ -61,6 +75,7 @@ def check_options(op: str, eps: float, weight_offset: float, save: str, out_dtyp
     if not good:
         got = f"{weight_offset!r} of type {type(weight_offset).__name__}"
         expect(False, op, "weight_offset", "be a float, finite in fp32", got)
-    expect(save in ("input", "output"), op, "save", "be 'input' or 'output'", repr(save))
+    if save != "input" and save != "output":
+        fail(op, "save", "be 'input' or 'output'", repr(save))
     if out_dtype is not None:
         expect_dtype(op, "out_dtype", out_dtype)

@@ -3,17 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.row_layout import (
     MANY_CTAS,
     RING_BYTES,
+    Access,
     RowConfig,
     clusters_for,
     row_layout,
     with_stages,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_STAGES = 4
+
+
+class NormForwardSpec(NamedTuple):
+    """The forward of rows of ``n`` columns. A dtype is None where there is no such tensor.
+
+    Attributes:
+        kind: "rms" or "layer".
+        weight_offset: added to the weight in fp32.
+        returns_h: whether x + residual is stored.
+        num_statistics: what is stored of each row: nothing, rstd, or rstd and mean.
+        columns_aligned: weight and bias begin on 16 bytes.
+        access: of x and residual.
+    """
+
+    kind: str
+    n: int
+    x: torch.dtype
+    residual: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+    y: torch.dtype
+    weight_offset: float
+    returns_h: bool
+    num_statistics: int
+    columns_aligned: bool
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return (self.x,) if self.residual is None else (self.x, self.residual)
+
+
+class NormBackwardSpec(NamedTuple):
+    """The backward of rows of ``n`` columns. A dtype is None where there is no such tensor.
+
+    Attributes:
+        kind: "rms" or "layer".
+        save: what the forward saved, "input" or "output".
+        dh_out: of the gradient of the h that the forward returned.
+        weight_offset: added to the weight in fp32.
+        accumulate_w, accumulate_b: whether dw and db are added to.
+        columns_aligned: weight and bias begin on 16 bytes.
+        access: of saved, dy and dh_out.
+    """
+
+    kind: str
+    save: str
+    n: int
+    saved: torch.dtype
+    dy: torch.dtype
+    dh_out: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+    dx: torch.dtype | None
+    dresidual: torch.dtype | None
+    dw: torch.dtype | None
+    db: torch.dtype | None
+    weight_offset: float
+    accumulate_w: bool
+    accumulate_b: bool
+    columns_aligned: bool
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return (self.saved, self.dy) if self.dh_out is None else (self.saved, self.dy, self.dh_out)
+
+    @property
+    def num_sums(self) -> int:
+        """How many of dw and db there are."""
+        return (self.dw is not None) + (self.db is not None)
 
 
 @dataclass(frozen=True)
@@ -28,11 +104,8 @@ def many_ctas(kind: str, n: int) -> int:
     return MANY_CTAS // 2 if kind == "layer" and n <= 1024 else MANY_CTAS
 
 
-def forward_config(
-    arch: str, kind: str, n: int, itemsizes: tuple[int, ...], column_bytes: int, vec: int, aligned: bool, packed: bool
-) -> NormConfig:
-    """Geometry of the forward kernel; ``itemsizes`` are those of the streamed matrices (x and residual),
-    ``column_bytes`` the bytes of weight and bias a column.
+def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
+    """Geometry of the forward kernel.
 
     A thread holds as much of a row as its registers allow without spills, since weight and bias are in shared memory:
     few warps then meet at a barrier, which several CTAs, or teams of one, hide from each other.
@@ -43,6 +116,8 @@ def forward_config(
     rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; layer 1000000x64 of 16 in 12 of 4 67.9, of 32 in 3 of
     8 68.5; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
     """
+    kind, n, aligned = spec.kind, spec.n, spec.access.aligned
+    itemsizes = tuple(dtype.itemsize for dtype in spec.streams)
     stages = 3
     most = 64 if aligned else 32  # elements a thread; one by one from shared memory, 64 would spill 48 bytes
     if n <= 512:
@@ -61,13 +136,12 @@ def forward_config(
     else:
         warps, ctas_per_sm = {most: 16}, 1
     cluster = 1 if n <= 16384 else clusters_for(n, 4096)
-    return _config(n, itemsizes, vec, aligned, packed, cluster, warps, ctas_per_sm, stages, column_bytes)
+    column_bytes = sum(dtype.itemsize for dtype in (spec.weight, spec.bias) if dtype is not None)
+    return _config(n, itemsizes, spec.access, cluster, warps, ctas_per_sm, stages, column_bytes)
 
 
-def backward_config(
-    arch: str, kind: str, save: str, n: int, itemsizes: tuple[int, ...], vec: int, aligned: bool, packed: bool
-) -> NormConfig:
-    """Geometry of the backward kernel; ``itemsizes`` are those of saved, dy and the gradient of the returned h.
+def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
+    """Geometry of the backward kernel.
 
     Warps of a CTA by elements a thread: what the registers hold without spills. A column needs x, dy, weight and dw in
     fp32 (rms: 158 registers at 32 elements, 12 warps), with a mean also db (layer: 230 registers, 8 warps; 125 at 16
@@ -80,6 +154,8 @@ def backward_config(
     58.9, 60.0. rms 12288 57.7, 59.4; 8192 57.5, one of 12 warps 59.0; 6144 57.2, 58.9; but 5120 58.4, 58.1; 1024 with
     11 warps 56.7, with 12 57.7; 16384 in clusters of 8 with 8 warps 57.8, with 12 58.6, of 4 58.9.
     """
+    kind, save, n = spec.kind, spec.save, spec.n
+    itemsizes = tuple(dtype.itemsize for dtype in spec.streams)
     warps, ctas_per_sm = {32: 8, 24: 8, 16: 12}, 1
     columns = 4096
     if save == "input" and (5120 < n <= 12288 if kind == "rms" else n <= 2048 or 4096 < n <= 16384):
@@ -93,15 +169,13 @@ def backward_config(
         warps = {32: most, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
     elif kind == "rms" and 8192 < n <= 16384:
         columns = 2048
-    return _config(n, itemsizes, vec, aligned, packed, clusters_for(n, columns), warps, ctas_per_sm)
+    return _config(n, itemsizes, spec.access, clusters_for(n, columns), warps, ctas_per_sm)
 
 
 def _config(
     n: int,
     itemsizes: tuple[int, ...],
-    vec: int,
-    aligned: bool,
-    packed: bool,
+    access: Access,
     cluster: int,
     warps: dict[int, int],
     ctas_per_sm: int,
@@ -112,9 +186,9 @@ def _config(
 
     ``column_bytes``: of what is kept in shared memory beside the ring, where a stage of the ring is left room.
     """
-    layout = row_layout(n, vec, aligned, packed, cluster, warps)
+    layout = row_layout(n, *access, cluster, warps)
     ring_bytes = RING_BYTES // ctas_per_sm
-    columns = column_bytes * layout.chunks * layout.threads_per_row * vec
+    columns = column_bytes * layout.chunks * layout.threads_per_row * layout.vec
     shares_columns = 0 < columns <= ring_bytes - layout.slot_bytes(itemsizes)
     layout = with_stages(layout, itemsizes, ring_bytes - columns * shares_columns, max_stages)
     return NormConfig(layout, ctas_per_sm, shares_columns)

@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import ColumnSums, SumRows
 from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.row_ring import RowRing
@@ -40,10 +41,8 @@ from cute_kernels.common.rows import (
     tiles_of_team,
     valid_columns,
 )
-from cute_kernels.norm.config import NormConfig
+from cute_kernels.norm.config import NormBackwardSpec, NormConfig, NormForwardSpec
 from jit_cache import Program, compiled
-
-Dtype = type[cutlass.Numeric]
 
 
 class NormForward:
@@ -484,34 +483,20 @@ def symbolic_statistics(count: int, rows):
 
 
 @compiled
-def norm_forward(
-    arch: str,
-    kind: str,
-    x: Dtype,
-    residual: Optional[Dtype],
-    weight: Optional[Dtype],
-    bias: Optional[Dtype],
-    y: Dtype,
-    weight_offset: float,
-    keeps_h: bool,
-    num_statistics: int,
-    column_alignment: int,
-    config: NormConfig,
-) -> Program:
-    """Forward kernel of one width, which keeps nothing, rstd, or rstd and mean of each row (``num_statistics``).
-
-    ``column_alignment``: bytes that weight and bias are aligned to (0: an element).
-    """
+def norm_forward(arch: str, spec: NormForwardSpec, config: NormConfig) -> Program:
+    """Forward kernel of one width."""
     rows, layout = cute.sym_int(), config.layout
+    x, residual, y = (cutlass_dtype(dtype) for dtype in (spec.x, spec.residual, spec.y))
+    alignment = 16 if spec.columns_aligned else 0
     return Program(
-        NormForward(kind, weight_offset, config),
+        NormForward(spec.kind, spec.weight_offset, config),
         symbolic_rows(x, rows, layout),
         symbolic_rows(residual, rows, layout),
-        symbolic_vector(weight, layout.n, column_alignment),
-        symbolic_vector(bias, layout.n, column_alignment),
+        symbolic_vector(cutlass_dtype(spec.weight), layout.n, alignment),
+        symbolic_vector(cutlass_dtype(spec.bias), layout.n, alignment),
         symbolic_rows(y, rows, layout, streamed=False),
-        symbolic_rows(residual if keeps_h else None, rows, layout, streamed=False),
-        symbolic_statistics(num_statistics, rows),
+        symbolic_rows(residual if spec.returns_h else None, rows, layout, streamed=False),
+        symbolic_statistics(spec.num_statistics, rows),
         Float32(0.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -519,44 +504,28 @@ def norm_forward(
 
 
 @compiled
-def norm_backward(
-    arch: str,
-    kind: str,
-    saved: str,
-    saved_dtype: Dtype,
-    dy: Dtype,
-    dh_out: Optional[Dtype],
-    weight: Optional[Dtype],
-    bias: Optional[Dtype],
-    dx: Optional[Dtype],
-    dresidual: Optional[Dtype],
-    dw: Optional[Dtype],
-    db: Optional[Dtype],
-    weight_offset: float,
-    accumulate: tuple[bool, bool],
-    column_alignment: int,
-    config: NormConfig,
-) -> Program:
+def norm_backward(arch: str, spec: NormBackwardSpec, config: NormConfig) -> Program:
     """Backward kernels of one width; a gradient whose dtype is None is not computed."""
     rows, partial_rows, layout = cute.sym_int(), cute.sym_int(), config.layout
+    alignment = 16 if spec.columns_aligned else 0
     partials = None
-    if dw is not None or db is not None:
+    if spec.num_sums:
         columns = -(-layout.n // SUM_COLUMNS) * SUM_COLUMNS
-        shape = ((dw is not None) + (db is not None), partial_rows, columns)
+        shape = (spec.num_sums, partial_rows, columns)
         partials = cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=16)
     return Program(
-        NormBackward(kind, saved, weight_offset, accumulate, config),
-        symbolic_rows(saved_dtype, rows, layout),
-        symbolic_rows(dy, rows, layout),
-        symbolic_rows(dh_out, rows, layout),
-        symbolic_vector(weight, layout.n, column_alignment),
-        symbolic_vector(bias, layout.n, column_alignment),
-        symbolic_statistics(2 if kind == "layer" and saved == "input" else 1, rows),
-        symbolic_rows(dx, rows, layout, streamed=False),
-        symbolic_rows(dresidual, rows, layout, streamed=False),
+        NormBackward(spec.kind, spec.save, spec.weight_offset, (spec.accumulate_w, spec.accumulate_b), config),
+        symbolic_rows(cutlass_dtype(spec.saved), rows, layout),
+        symbolic_rows(cutlass_dtype(spec.dy), rows, layout),
+        symbolic_rows(cutlass_dtype(spec.dh_out), rows, layout),
+        symbolic_vector(cutlass_dtype(spec.weight), layout.n, alignment),
+        symbolic_vector(cutlass_dtype(spec.bias), layout.n, alignment),
+        symbolic_statistics(2 if spec.kind == "layer" and spec.save == "input" else 1, rows),
+        symbolic_rows(cutlass_dtype(spec.dx), rows, layout, streamed=False),
+        symbolic_rows(cutlass_dtype(spec.dresidual), rows, layout, streamed=False),
         partials,
-        symbolic_vector(dw, layout.n),
-        symbolic_vector(db, layout.n),
+        symbolic_vector(cutlass_dtype(spec.dw), layout.n),
+        symbolic_vector(cutlass_dtype(spec.db), layout.n),
         Float32(0.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -5,23 +5,22 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.norm import reference
 from cute_kernels.norm.checks import Save, check_norm
-from cute_kernels.norm.launch import backward_op, calls, launch_operator, plan_forward, run_backward
+from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.runtime.autograd import (
+    apply,
     as_rows,
-    eager_apply,
     first_derivative_only,
     gradient_buffer,
     gradient_rows,
     needs_gradient,
 )
-from cute_kernels.runtime.checks import Backend, expect
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empties, empty, uses_reference
 from cute_kernels.runtime.real import as_float
 
 Norm = Tensor | tuple[Tensor, Tensor]
@@ -135,8 +134,7 @@ def rms_norm(
         >>> y.shape, h[0, 0].item()
         (torch.Size([2, 4]), 2.0)
     """
-    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
-        _check_backend("rms_norm", backend)
+    if uses_reference("rms_norm", x, backend):
         return reference.rms_norm(
             x,
             weight,
@@ -148,7 +146,7 @@ def rms_norm(
             out_dtype=out_dtype,
             return_residual=return_residual,
         )
-    return _norm("rms", x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual)
+    return _norm("rms_norm", "rms", x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual)
 
 
 @overload
@@ -259,8 +257,7 @@ def layer_norm(
         >>> y.round(decimals=3)
         tensor([[-1.,  1.]])
     """
-    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
-        _check_backend("layer_norm", backend)
+    if uses_reference("layer_norm", x, backend):
         return reference.layer_norm(
             x,
             weight,
@@ -272,124 +269,113 @@ def layer_norm(
             out_dtype=out_dtype,
             return_residual=return_residual,
         )
-    return _norm("layer", x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual)
+    return _norm("layer_norm", "layer", x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual)
 
 
-def _check_backend(op: str, backend: Backend | None) -> None:
-    expect(backend in (None, "reference"), op, "backend", "be None or 'reference'", repr(backend))
-
-
-def _norm(kind, x, weight, bias, residual, eps, weight_offset, save, out_dtype, return_residual) -> Norm:
+def _norm(
+    op: str,
+    kind: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    save: Save,
+    out_dtype: torch.dtype | None,
+    return_residual: bool,
+) -> Norm:
     if type(eps) is not float or type(weight_offset) is not float:
         eps, weight_offset = as_float(eps), as_float(weight_offset)
-    try:
-        call = key = None
-        if (weight is not None or (bias is None and residual is None)) and not is_dynamo_compiling():
-            key = (
-                kind,
-                eps,
-                weight_offset,
-                type(eps) is type(weight_offset) is float,  # True is equal to 1.0
-                save,
-                out_dtype,
-                not return_residual,
-                x.shape,
-                None if weight is None else weight.shape,
-                None if bias is None else bias.shape,
-                None if residual is None else residual.shape,
-                is_grad_enabled(),
-            )
-            third, fourth = bias, residual
-            if bias is None:
-                third, fourth = residual, None
-            call = calls.find(key, x, weight, third, fourth)
-        if call is not None:
-            differentiates, options = call
-            forward = options[0]
-        else:
-            eager = is_plain(x, weight, bias, residual)
-            differentiates = forward_ad._current_level >= 0 or (  # a tangent might be wanted, which autograd refuses
-                is_grad_enabled()
-                and (
-                    x.requires_grad
-                    or (weight is not None and weight.requires_grad)
-                    or (bias is not None and bias.requires_grad)
-                    or (residual is not None and residual.requires_grad)
-                )
-            )
-            keeps_h = residual is not None and (differentiates or bool(return_residual))
-            facts = (kind, eps, weight_offset, save, out_dtype, keeps_h, differentiates, x, weight, bias, residual)
-            forward = plan_forward(*facts) if eager else None
-            residual_dtype = None if residual is None else residual.dtype
-            options = (forward, kind, eps, weight_offset, save, out_dtype, x.dtype, residual_dtype)
-        if differentiates:
-            apply = _NormFunction.apply if forward is None else _apply
-            if is_dynamo_compiling() and residual is x:  # which takes a tensor once
-                residual = residual.view_as(residual)
-            y = apply(x, weight, bias, residual, options)
-            if residual is not None:
-                y, h = y
-        elif forward is None:
-            y, h, _ = launch_operator(*facts)
-        else:
-            y, h, _ = forward(x, weight, bias, residual)
-        if call is None and forward is not None and key is not None:
-            calls.remember(key, (differentiates, options), x, weight, third, fourth)
-    except Exception:  # an argument that is no tensor, an x without dimensions, no key, what the kernel's entry refuses
-        check_norm(f"{kind}_norm", x, weight, bias, residual, eps, weight_offset, save, out_dtype)
-        raise
+    check_norm(op, x, weight, bias, residual, eps, weight_offset, save, out_dtype)
+    options = op, kind, eps, weight_offset, save, out_dtype
+    if differentiates(x, weight, bias, residual):
+        if residual is x and is_dynamo_compiling():  # which takes a tensor once
+            residual = residual.view_as(residual)
+        y = apply(_NormFunction, options, x, weight, bias, residual)
+        if residual is None:
+            return (y, x) if return_residual else y
+        return y if return_residual else y[0]
+    y, h, _ = _forward(options, x, weight, bias, residual, residual is not None and bool(return_residual), 0)
     return (y, x if residual is None else h) if return_residual else y
+
+
+def _forward(
+    options: tuple,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    returns_h: bool,
+    num_statistics: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, h, statistics), None where they are not asked for."""
+    op, kind, eps, weight_offset, _, out_dtype = options
+    shape, dtype, h, statistics = x.shape, out_dtype or x.dtype, None, None
+    if num_statistics:
+        rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
+        y, statistics = empties(x, (shape, dtype), ((num_statistics, rows), torch.float32))
+    else:
+        y = empty(x, shape, dtype)
+    if returns_h:
+        h = empty(residual, shape, residual.dtype)
+    x2, residual2, y2, h2 = x, residual, y, h
+    if len(shape) != 2:
+        x2, y2 = as_rows(op, "x", x), as_rows(op, "y", y)
+        residual2 = None if residual is None else as_rows(op, "residual", residual)
+        h2 = None if h is None else as_rows(op, "h", h)
+    norm_forward(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
+    return y, h, statistics
+
+
+def rms_norm_again(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, y: Tensor) -> None:
+    """Write to y what ``rms_norm`` gave in training, by the same kernel; nothing is checked."""
+    x, y = as_rows("rms_norm", "x", x), as_rows("rms_norm", "y", y)
+    statistics = empty(x, (1, x.shape[0]), torch.float32)
+    norm_forward(x, None, weight, None, y, None, statistics, "rms", eps, weight_offset)
 
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, options):
-        forward, kind, eps, weight_offset, save, out_dtype, _, _ = options
-        if forward is None:
-            facts = (kind, eps, weight_offset, save, out_dtype, residual is not None, True)
-            y, h, statistics = launch_operator(*facts, x, weight, bias, residual)
-        else:
-            y, h, statistics = forward(x, weight, bias, residual)
+    def forward(ctx, options, x, weight, bias, residual):
+        _, kind, _, _, save, _ = options
+        num_statistics = 2 if kind == "layer" and save == "input" else 1
+        y, h, statistics = _forward(options, x, weight, bias, residual, residual is not None, num_statistics)
         saved = y if save == "output" else x if residual is None else h
         ctx.save_for_backward(saved, weight, bias, statistics)
-        ctx.options = options
-        ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
+        main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
+        ctx.call = options, x.dtype, main_grads
         ctx.set_materialize_grads(False)
-        if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
+        if residual is None:
+            return y
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[4]):
             ctx.mark_non_differentiable(h)
-        return y if residual is None else (y, h)
+        return y, h
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy, dh_out=None):
         saved, weight, bias, statistics = ctx.saved_tensors
-        _, kind, eps, weight_offset, save, _, x_dtype, residual_dtype = ctx.options
-        w_main_grad, b_main_grad = ctx.main_grads
-        needs_x, needs_w, needs_b, needs_residual, _ = ctx.needs_input_grad
-        needs_w = needs_gradient(needs_w, weight, w_main_grad)
-        needs_b = needs_gradient(needs_b, bias, b_main_grad)
+        (op, kind, eps, weight_offset, save, _), x_dtype, (w_main_grad, b_main_grad) = ctx.call
+        _, needs_x, needs_w, needs_b, needs_residual = ctx.needs_input_grad
         if dy is None:
             # y was not used: the identity from h to x and residual is all that is left
-            return (
-                dh_out.to(x_dtype) if needs_x and dh_out is not None else None,
-                None,
-                None,
-                dh_out if needs_residual else None,
-                None,
-            )
+            dx = dh_out.to(x_dtype) if needs_x and dh_out is not None else None
+            return None, dx, None, None, dh_out if needs_residual else None
+        needs_w = needs_gradient(needs_w, weight, w_main_grad)
+        needs_b = needs_gradient(needs_b, bias, b_main_grad)
         # One gradient of h serves x and residual; a second copy is written where their dtypes differ
-        dx = torch.empty_like(saved, dtype=x_dtype, memory_format=torch.contiguous_format) if needs_x else None
+        dx = empty(saved, saved.shape, x_dtype) if needs_x else None
         dresidual = dx
-        if needs_residual and (dx is None or residual_dtype is not x_dtype):
-            dresidual = torch.empty_like(saved, dtype=residual_dtype, memory_format=torch.contiguous_format)
-        op, dw, dw_result, db, db_result = f"{kind}_norm", None, None, None, None
+        if needs_residual and (dx is None or saved.dtype is not x_dtype):  # the residual's dtype is that of h
+            dresidual = empty(saved, saved.shape, saved.dtype)
+        dw = dw_result = db = db_result = None
         if needs_w:
             dw, dw_result = gradient_buffer(op, "weight", weight, w_main_grad)
         if needs_b:
             db, db_result = gradient_buffer(op, "bias", bias, b_main_grad)
         first, second = (dresidual, None) if dx is None else (dx, None if dresidual is dx else dresidual)
-        run = run_backward if is_plain(saved, dy, dh_out, weight, bias) else backward_op
-        run(
+        norm_backward(
             as_rows(op, "x", saved),
             gradient_rows(dy),
             None if dh_out is None else gradient_rows(dh_out),
@@ -407,7 +393,4 @@ class _NormFunction(torch.autograd.Function):
             needs_w and dw_result is None,
             needs_b and db_result is None,
         )
-        return dx, dw_result, db_result, dresidual if needs_residual else None, None
-
-
-_apply = eager_apply(_NormFunction)
+        return None, dx, dw_result, db_result, dresidual if needs_residual else None

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cute_kernels.norm.config import backward_config, forward_config
+import torch
+
+from cute_kernels.common.row_layout import Access
+from cute_kernels.norm.config import NormBackwardSpec, NormForwardSpec, backward_config, forward_config
 from cute_kernels.runtime.targets import expect_arch
 
+BF16, FP32 = torch.bfloat16, torch.float32
 # Hidden sizes of widely used models from 1B to 700B parameters, and head sizes of per-head norms
 WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 # Of whole models, as in mhc's MODEL_CHANNELS: rms_norm adds to main_grad, too
@@ -20,26 +24,40 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     Of MODEL_WIDTHS rms_norm without a residual, or with one in bf16, also adds to ``main_grad``.
     """
     expect_arch(arch)
-    from cutlass import BFloat16 as bf16
-    from cutlass import Float32 as fp32
-
     from cute_kernels.norm.kernel import norm_backward, norm_forward
 
     for n in WIDTHS:
         for kind in ("rms", "layer"):
-            bias = bf16 if kind == "layer" else None
-            for residual in (None, bf16, fp32):
-                size = 2 if residual is None else residual.width // 8
-                streams, vec = (2,) if residual is None else (2, size), 16 // size
-                config = forward_config(arch, kind, n, streams, 2 if bias is None else 4, vec, True, True)
+            bias = BF16 if kind == "layer" else None
+            for residual in (None, BF16, FP32):
+                access = Access(4 if residual is FP32 else 8, True, True)
                 for num_statistics in (1 if kind == "rms" else 2, 0):
-                    facts = (bf16, residual, bf16, bias, bf16, 0.0, residual is not None, num_statistics)
-                    yield norm_forward, (arch, kind, *facts, 16, config)
-                # What is saved, and returned beside y, is the sum: of the residual's dtype, as its gradient is
-                sizes = (2, 2) if residual is None else (size, 2, size)
-                config = backward_config(arch, kind, "input", n, sizes, vec, True, True)
-                dresidual = residual if size == 4 else None
-                dtypes = (residual or bf16, bf16, residual, bf16, None, bf16, dresidual)
-                yield norm_backward, (arch, kind, "input", *dtypes, bf16, bias, 0.0, (False, False), 16, config)
-                if kind == "rms" and residual is not fp32 and n in MODEL_WIDTHS:
-                    yield norm_backward, (arch, kind, "input", *dtypes, fp32, None, 0.0, (True, False), 16, config)
+                    dtypes = BF16, residual, BF16, bias, BF16
+                    forward = NormForwardSpec(
+                        kind, n, *dtypes, 0.0, residual is not None, num_statistics, columns_aligned=True, access=access
+                    )
+                    yield norm_forward, (arch, forward, forward_config(arch, forward))
+                backward = NormBackwardSpec(
+                    kind,
+                    "input",
+                    n,
+                    # What is saved, and returned beside y, is the sum: of the residual's dtype, as its gradient is
+                    saved=residual or BF16,
+                    dy=BF16,
+                    dh_out=residual,
+                    weight=BF16,
+                    bias=None,
+                    dx=BF16,
+                    dresidual=FP32 if residual is FP32 else None,
+                    dw=BF16,
+                    db=bias,
+                    weight_offset=0.0,
+                    accumulate_w=False,
+                    accumulate_b=False,
+                    columns_aligned=True,
+                    access=access,
+                )
+                config = backward_config(arch, backward)
+                yield norm_backward, (arch, backward, config)
+                if kind == "rms" and residual is not FP32 and n in MODEL_WIDTHS:
+                    yield norm_backward, (arch, backward._replace(dw=FP32, accumulate_w=True), config)

@@ -13,6 +13,7 @@ from cute_kernels.common.row_layout import MANY_CTAS, Access, RowConfig
 
 # From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
 RESIDENT_ROWS = 2**29
+PACKED = {size: Access(16 // size, True, True) for size in (2, 4)}  # rows on 16 bytes, back to back
 
 
 def rows_key(t: Tensor) -> tuple:
@@ -44,27 +45,34 @@ def geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tuple
     return vec, aligned, packed
 
 
-def access_of(n: int, widest: int, *streams: Tensor | None) -> Access:
+def access_of(n: int, widest: int, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Access:
     """How the elements of matrices of ``n`` columns can move; ``widest``: bytes of their, or a result's, widest dtype.
 
     16 bytes of the widest dtype move together: a wider access would leave half of each 32-byte sector to the next
     instruction (H200, 8192x4096 fp32 forward: 89 us with 32 bytes a thread).
     """
+    if (
+        not n & 7  # elements of 2 bytes or 4 then end on 16 bytes
+        and not a.data_ptr() & 15
+        and a.is_contiguous()
+        and (b is None or not b.data_ptr() & 15 and b.is_contiguous())
+        and (c is None or not c.data_ptr() & 15 and c.is_contiguous())
+    ):
+        return PACKED[widest]
+    streams = [t for t in (a, b, c) if t is not None]
     bits, packed = 0, True
     for t in streams:
-        if t is not None:
-            size = t.itemsize
-            bits |= t.data_ptr() | n * size
-            if not t.is_contiguous() and t.shape[0] > 1:
-                stride = t.stride(0)
-                bits |= stride * size
-                packed = packed and stride == n
+        size = t.itemsize
+        bits |= t.data_ptr() | n * size
+        if not t.is_contiguous() and t.shape[0] > 1:
+            stride = t.stride(0)
+            bits |= stride * size
+            packed = packed and stride == n
     if not bits & 15:
         return Access(16 // widest, True, packed)
     vec = math.gcd(16 // widest, n)
     for t in streams:
-        if t is not None:
-            vec = math.gcd(vec, t.stride(0) if t.shape[0] > 1 else n, t.data_ptr() // t.itemsize)
+        vec = math.gcd(vec, t.stride(0) if t.shape[0] > 1 else n, t.data_ptr() // t.itemsize)
     return Access(vec, False, False)
 
 
@@ -77,7 +85,7 @@ class RowLaunch(NamedTuple):
     persistent_clusters: float
 
     @staticmethod
-    def of(function: Callable[..., None], config: RowConfig, num_sms: int, many_ctas: int = MANY_CTAS) -> RowLaunch:
+    def of(function: Callable[..., None], config: RowConfig, num_sms: int, many_ctas: float = MANY_CTAS) -> RowLaunch:
         if config.layout.n == 1:
             function = resolved(function)
         clusters = config.max_clusters(num_sms), config.persistent_clusters(num_sms, many_ctas)
@@ -86,8 +94,9 @@ class RowLaunch(NamedTuple):
     def clusters(self, rows: int) -> int:
         """Of so many rows."""
         clusters = -(-rows // self.rows_per_cluster)
-        resident = rows >= RESIDENT_ROWS or clusters < self.persistent_clusters
-        return min(clusters, self.max_clusters) if resident else clusters
+        if clusters > self.max_clusters and (rows >= RESIDENT_ROWS or clusters < self.persistent_clusters):
+            return self.max_clusters
+        return clusters
 
 
 def contiguous_rows(t: Tensor) -> Tensor:

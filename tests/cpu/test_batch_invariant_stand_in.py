@@ -5,16 +5,16 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cute_kernels import UncoveredOperatorError, batch_invariant
-from cute_kernels.norm import launch as norm_launch
-from cute_kernels.reduction import launch
-from tests import gemm_cases, norm_cases, reduction_cases
+from cute_kernels.runtime import launches
+from tests import gemm_cases
+from tests.fakes import fake_kernels
 from tests.gpu.test_batch_invariant import *  # noqa: F403
 
 
 @pytest.fixture(autouse=True)
 def path_of_the_kernels():
-    with reduction_cases.stand_in() as sums, norm_cases.stand_in() as norms, gemm_cases.stand_in():
-        yield sums, norms
+    with fake_kernels() as jobs, gemm_cases.stand_in():
+        yield jobs
 
 
 def test_tensors_that_wrap_others():
@@ -38,13 +38,13 @@ def test_a_row_alone_has_the_kernels_of_one_among_others(path_of_the_kernels):
         for x in (wide[:, 5:365], wide[:, 1:301], wide[:, 1:]):
             found = []
             for rows in (x, x[:1], x[3:4]):
-                for known in (*path_of_the_kernels, launch._plans, norm_launch._plans, norm_launch.calls):
-                    known.clear()
+                path_of_the_kernels.clear()
+                launches.forget()
                 with batch_invariant():
                     leaf = rows.detach().requires_grad_()
                     y = function(leaf)
                     y.square().backward(torch.ones_like(y))
-                found.append({repr(job) for jobs in path_of_the_kernels for job in jobs})
+                found.append({repr(job) for job in path_of_the_kernels})
             assert found[0] and found[0] == found[1] == found[2], name
 
 

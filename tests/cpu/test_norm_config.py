@@ -1,15 +1,23 @@
 """Geometry of the norm kernels for every width: it fits the hardware and covers each column once."""
 
-import inspect
+import math
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.common.row_layout import RING_BYTES, WARP_SIZE
+from cute_kernels.common.row_layout import RING_BYTES, WARP_SIZE, Access
 from cute_kernels.norm import prewarm
 from cute_kernels.norm.checks import MAX_COLUMNS
-from cute_kernels.norm.config import NormConfig, backward_config, forward_config, many_ctas
+from cute_kernels.norm.config import (
+    NormBackwardSpec,
+    NormConfig,
+    NormForwardSpec,
+    backward_config,
+    forward_config,
+    many_ctas,
+)
+from tests.norm_cases import BF16, FP32
 
 SM_SHARED_MEMORY = 228 * 1024
 RESERVED_SHARED_MEMORY = 1024  # of each CTA, by the system
@@ -19,7 +27,8 @@ NAMED_BARRIERS = 15  # and barrier 0
 MAX_CLUSTER = 16
 ARCHS = st.sampled_from(["sm_90a", "sm_100a"])
 KINDS = st.sampled_from(["rms", "layer"])
-ITEM_SIZES = st.sampled_from([2, 4])
+DTYPES = st.sampled_from([BF16, FP32])
+OPTIONAL = st.sampled_from([None, BF16, FP32])
 
 
 WIDTHS = st.integers(1, MAX_COLUMNS) | st.builds(
@@ -27,13 +36,13 @@ WIDTHS = st.integers(1, MAX_COLUMNS) | st.builds(
 )
 
 
-def geometry(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -> tuple[int, bool, bool]:
-    """vec, aligned, packed of matrices whose addresses and strides are multiples of ``unaligned`` elements (0: any)."""
+def access(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -> Access:
+    """Of matrices whose addresses and strides are multiples of ``unaligned`` elements (0: any)."""
     vec = 16 // max(itemsizes)
     while n % vec or (unaligned and unaligned % vec):
         vec //= 2
     aligned = not unaligned and all(n * size % 16 == 0 for size in itemsizes)
-    return vec, aligned, aligned and packed
+    return Access(vec, aligned, aligned and packed)
 
 
 def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int, values: int, sums: int) -> int:
@@ -129,46 +138,78 @@ OPTIONS = {
 }
 
 
+def forward_spec(n: int, access: Access, kind="rms", x=BF16, residual=None, weight=BF16, bias=None) -> NormForwardSpec:
+    return NormForwardSpec(kind, n, x, residual, weight, bias, x, 0.0, residual is not None, 1, True, access)
+
+
+def backward_spec(n: int, access: Access, kind="rms", save="input", saved=BF16, dy=BF16, dh=None) -> NormBackwardSpec:
+    gradients = saved, None, BF16, BF16
+    return NormBackwardSpec(kind, save, n, saved, dy, dh, BF16, None, *gradients, 0.0, False, False, True, access)
+
+
 @settings(max_examples=400, deadline=None)
-@given(x=ITEM_SIZES, residual=st.sampled_from([0, 2, 4]), column_bytes=st.sampled_from([0, 2, 4, 6, 8]), **OPTIONS)
-@example(x=4, residual=4, column_bytes=8, n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True)
-@example(x=4, residual=4, column_bytes=8, n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=False)
-def test_forward(x, residual, column_bytes, n, arch, kind, unaligned, packed):
-    itemsizes = (x, residual) if residual else (x,)
-    vec, *flags = geometry(n, itemsizes, unaligned, packed)
-    config = forward_config(arch, kind, n, itemsizes, column_bytes, vec, *flags)
-    check_config(config, n, itemsizes, column_bytes, vec, values=2, sums=0)
+@given(x=DTYPES, residual=OPTIONAL, weight=OPTIONAL, bias=OPTIONAL, **OPTIONS)
+@example(
+    x=FP32,
+    residual=FP32,
+    weight=FP32,
+    bias=FP32,
+    n=MAX_COLUMNS,
+    arch="sm_90a",
+    kind="layer",
+    unaligned=0,
+    packed=True,
+)
+@example(
+    x=FP32,
+    residual=FP32,
+    weight=FP32,
+    bias=FP32,
+    n=MAX_COLUMNS - 1,
+    arch="sm_90a",
+    kind="layer",
+    unaligned=1,
+    packed=False,
+)
+def test_forward(x, residual, weight, bias, n, arch, kind, unaligned, packed):
+    itemsizes = tuple(t.itemsize for t in (x, residual) if t is not None)
+    column_bytes = sum(t.itemsize for t in (weight, bias) if t is not None)
+    spec = forward_spec(n, access(n, itemsizes, unaligned, packed), kind, x, residual, weight, bias)
+    config = forward_config(arch, spec)
+    check_config(config, n, itemsizes, column_bytes, spec.access.vec, values=2, sums=0)
     assert config.shares_columns or not column_bytes or layout_bytes(config, itemsizes, column_bytes) > RING_BYTES
 
 
 @settings(max_examples=400, deadline=None)
-@given(
-    saved=ITEM_SIZES, dy=ITEM_SIZES, dh=st.sampled_from([0, 2, 4]), save=st.sampled_from(["input", "output"]), **OPTIONS
+@given(saved=DTYPES, dy=DTYPES, dh=OPTIONAL, save=st.sampled_from(["input", "output"]), **OPTIONS)
+@example(
+    saved=FP32, dy=FP32, dh=FP32, save="input", n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True
 )
-@example(saved=4, dy=4, dh=4, save="input", n=MAX_COLUMNS, arch="sm_90a", kind="layer", unaligned=0, packed=True)
-@example(saved=4, dy=4, dh=4, save="input", n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=True)
+@example(
+    saved=FP32, dy=FP32, dh=FP32, save="input", n=MAX_COLUMNS - 1, arch="sm_90a", kind="layer", unaligned=1, packed=True
+)
 def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
-    itemsizes = (saved, dy, dh) if dh and save == "input" else (saved, dy)
-    vec, *flags = geometry(n, itemsizes, unaligned, packed)
-    config = backward_config(arch, kind, save, n, itemsizes, vec, *flags)
-    check_config(config, n, itemsizes, 0, vec, values=2 if kind == "layer" else 1, sums=2)
+    dh = dh if save == "input" else None
+    itemsizes = tuple(t.itemsize for t in (saved, dy, dh) if t is not None)
+    spec = backward_spec(n, access(n, itemsizes, unaligned, packed), kind, save, saved, dy, dh)
+    config = backward_config(arch, spec)
+    check_config(config, n, itemsizes, 0, spec.access.vec, values=2 if kind == "layer" else 1, sums=2)
     assert not config.shares_columns
+    # Resident however many rows there are: each cluster has a row of partial sums
+    assert config.persistent_clusters(132, math.inf) == math.inf
 
 
-@pytest.mark.parametrize("config", [forward_config, backward_config])
-def test_the_number_of_rows_is_not_asked_for(config):
+@pytest.mark.parametrize("spec", [NormForwardSpec, NormBackwardSpec])
+def test_the_number_of_rows_is_not_asked_for(spec):
     """The same row must be computed in the same way in every batch."""
-    assert not [name for name in inspect.signature(config).parameters if "row" in name or "batch" in name]
+    assert not [name for name in spec._fields if "row" in name or "batch" in name]
 
 
-@pytest.mark.parametrize("config", [forward_config, backward_config])
-def test_configs_are_values(config):
-    """Equal for equal arguments, so that they are equal keys."""
-    if config is backward_config:
-        arguments = ("sm_90a", "rms", "input", 4096, (2, 2), 8, True, True)
-    else:
-        arguments = ("sm_90a", "rms", 4096, (2, 2), 2, 8, True, True)
-    assert config(*arguments) == config(*arguments) and hash(config(*arguments)) == hash(config(*arguments))
+@pytest.mark.parametrize("config, spec", [(forward_config, forward_spec), (backward_config, backward_spec)])
+def test_configs_are_values(config, spec):
+    """Equal for equal Specs, so that they are equal keys."""
+    one, two = (config("sm_90a", spec(4096, Access(8, True, True))) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -5,16 +5,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels.norm import launch
-from tests.norm_cases import BF16, FP32, KINDS, OPS, Case, call_and_differentiate, kernel_path, make_inputs
+from cute_kernels.runtime import launches, operators
+from tests.norm_cases import BF16, FP32, KINDS, OPS, Case, call_and_differentiate, make_inputs, public_norm
 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-    def launches(*arguments):
+    def load(*arguments):
         raise AssertionError("a kernel was asked for")
 
-    monkeypatch.setattr(launch, "_plan_forward", launches)
-    monkeypatch.setattr(launch, "_plan_backward", launches)
+    monkeypatch.setattr(launches, "load", load)
+    monkeypatch.setattr(operators, "on_gpu", lambda x: True)
     with FakeTensorMode():
         yield
 
@@ -42,7 +43,7 @@ def test_cuda_tensors(kind):
 def test_training(case):
     """As CUDA tensors go on after the choice of the backend, here on fake CPU tensors."""
     inputs = make_inputs(case, torch.Generator())
-    found = call_and_differentiate(kernel_path, case, inputs)
+    found = call_and_differentiate(public_norm, case, inputs)
     assert found["y"].shape == (5, 1024) and found["y"].dtype is (case.out or BF16)
     assert found["dx"].shape == (5, 1024) and found["dx"].dtype is BF16
     assert found["dw"].shape == (1024,) and found["dw"].dtype is case.weight
@@ -54,8 +55,8 @@ def test_the_schemas_name_what_is_written():
     def written(operator):
         return {a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
-    assert written(launch.forward_op) == {"y", "h", "statistics"}
-    assert written(launch.backward_op) == {"dx", "dresidual", "dw", "db"}
-    for operator in (launch.forward_op, launch.backward_op):
+    assert written(launch.norm_forward.registered) == {"y", "h", "statistics"}
+    assert written(launch.norm_backward.registered) == {"dx", "dresidual", "dw", "db"}
+    for operator in (launch.norm_forward.registered, launch.norm_backward.registered):
         assert not operator._schema.returns
         assert operator.name().startswith("cute_kernels::norm_")

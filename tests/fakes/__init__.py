@@ -18,9 +18,9 @@ import torch
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
 from tests.entry import check_entry
-from tests.fakes import mxfp8, reduction
+from tests.fakes import mxfp8, norm, reduction
 
-FAMILIES = (mxfp8, reduction)
+FAMILIES = (mxfp8, norm, reduction)
 NUM_SMS = 132
 
 

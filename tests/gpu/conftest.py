@@ -1,6 +1,6 @@
 """Tests that run kernels: skipped without a GPU that has any; their kernels are compiled beforehand, in parallel.
 
-Some of these modules also run on the CPU with plain torch in place of the kernels (tests/cpu/test_norm_stand_in.py):
+Some of these modules also run on the CPU with plain torch in place of the kernels (tests/cpu/test_norm_dispatch.py):
 these take ``device``, ``norm``, ``elements`` and ``compile_backend`` from fixtures.
 """
 

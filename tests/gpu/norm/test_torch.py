@@ -96,17 +96,19 @@ def test_opcheck(kind, generator, device):
     x, residual, weight, bias = randn(8, 1024), randn(8, 1024), randn(1024), randn(1024)
     statistics = empty(2 if kind == "layer" else 1, 8, dtype=FP32)
     forward = (x, residual, weight, bias, empty(8, 1024), empty(8, 1024), statistics, kind, 1e-5, 0.0)
-    torch.library.opcheck(launch.forward_op, forward)
-    torch.library.opcheck(launch.forward_op, (x, None, None, None, empty(8, 1024), None, None, kind, 1e-5, 0.0))
-    launch.forward_op(*forward)
+    torch.library.opcheck(launch.norm_forward.registered, forward)
+    torch.library.opcheck(
+        launch.norm_forward.registered, (x, None, None, None, empty(8, 1024), None, None, kind, 1e-5, 0.0)
+    )
+    launch.norm_forward(*forward)
     outputs = (empty(8, 1024), None, empty(1024), empty(1024))
     torch.library.opcheck(
-        launch.backward_op,
+        launch.norm_backward.registered,
         (x, randn(8, 1024), randn(8, 1024), weight, None, statistics, *outputs, kind, "input", 1e-5, 0.0, False, False),
     )
     outputs = (empty(8, 1024), None, empty(1024, dtype=FP32), empty(1024, dtype=FP32))
     torch.library.opcheck(
-        launch.backward_op,
+        launch.norm_backward.registered,
         (x, randn(8, 1024), None, weight, bias, statistics[:1], *outputs, kind, "output", 1e-5, 0.0, True, True),
     )
 

@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cute_kernels.norm import launch, op, prewarm
+from cute_kernels.norm import checks, prewarm
+from cute_kernels.runtime import launches
+from cute_kernels.runtime import rows as row_launches
+from tests.fakes import fake_kernels
 from tests.norm_cases import (
     BF16,
     FP16,
     FP32,
     Case,
     call_and_differentiate,
-    kernel_path,
     make_inputs,
+    public_norm,
     seeded_generator,
-    stand_in,
 )
 
 BASE = Case("rms", 64, residual=BF16, dh=True, rows=9)
@@ -24,12 +26,12 @@ BASE = Case("rms", 64, residual=BF16, dh=True, rows=9)
 
 @pytest.fixture
 def jobs():
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         yield jobs
 
 
 def run(case: Case) -> None:
-    call_and_differentiate(kernel_path, case, make_inputs(case, seeded_generator("plans", "cpu")))
+    call_and_differentiate(public_norm, case, make_inputs(case, seeded_generator("plans", "cpu")))
 
 
 def built(jobs: list, case: Case) -> list[str]:
@@ -72,7 +74,7 @@ def test_another_stride_of_the_same_shape(jobs):
     run(replace(BASE, gap=8))
     run(replace(BASE, gap=16))
     arguments = [arguments for builder, arguments in jobs if builder.__name__ == "norm_forward"]
-    assert arguments[0] != arguments[1] == arguments[2]
+    assert len(arguments) == 2 and arguments[0] != arguments[1]
 
 
 def test_saved_output(jobs):
@@ -87,7 +89,7 @@ def test_accumulation(jobs):
     run(case)
     inputs = make_inputs(case, seeded_generator("plans", "cpu"))
     inputs.weight.main_grad = torch.zeros(64)
-    y, h = kernel_path("rms", inputs.x, inputs.weight, residual=inputs.residual, return_residual=True)
+    y, h = public_norm("rms", inputs.x, inputs.weight, residual=inputs.residual, return_residual=True)
     before = len(jobs)
     torch.autograd.backward([y, h], [inputs.dy, inputs.dh])
     assert [builder.__name__ for builder, _ in jobs[before:]] == ["norm_backward"]
@@ -103,24 +105,22 @@ def test_another_number_of_rows_is_the_same_kernel(jobs):
     run(BASE)
     assert built(jobs, replace(BASE, rows=1)) == built(jobs, replace(BASE, rows=1000)) == []
     run(replace(BASE, gap=8))
-    strided, plans = len(set(jobs)), len(launch._plans)
-    run(replace(BASE, gap=8, rows=1001))
-    assert len(set(jobs)) == strided and len(launch._plans) == plans
+    assert built(jobs, replace(BASE, gap=8, rows=1001)) == []
 
 
-def test_no_rows_find_their_plan(jobs):
+def test_no_rows_need_no_kernel(jobs):
     for _ in range(2):
-        assert kernel_path("rms", torch.zeros(0, 64)).shape == (0, 64)
-    assert len(jobs) == 1
+        assert public_norm("rms", torch.zeros(0, 64)).shape == (0, 64)
+    assert not jobs
 
 
 def test_another_number_of_rows_of_a_strided_batch(jobs):
-    """Of rows of one stride the leading dimensions are no part of the plan."""
+    """Of rows of one stride the leading dimensions are no part of the Spec."""
     for rows in (3, 4, 1000):
         x, residual = torch.zeros(2, 2, rows, 80, dtype=BF16)[..., :64].unbind()
-        kernel_path("rms", x, residual=residual)
-        kernel_path("rms", x[0], residual=residual[0])
-    assert len(launch._plans) == 1
+        public_norm("rms", x, residual=residual)
+        public_norm("rms", x[0], residual=residual[0])
+    assert len(jobs) == 1
 
 
 @pytest.mark.parametrize("residual", [None, BF16, FP32], ids=str)
@@ -131,7 +131,7 @@ def test_prewarm_has_the_kernels_of_a_model(kind, residual, jobs):
     run(case)
     inputs = make_inputs(case, seeded_generator("plans", "cpu"))
     with torch.no_grad():
-        kernel_path(
+        public_norm(
             kind, inputs.x, inputs.weight, inputs.bias, residual=inputs.residual, return_residual=residual is not None
         )
     table = {arguments for _, arguments in prewarm.specializations("sm_90a")}
@@ -140,9 +140,9 @@ def test_prewarm_has_the_kernels_of_a_model(kind, residual, jobs):
 
 def test_inference_stores_no_statistics(jobs):
     inputs = make_inputs(Case("layer", 64, rows=9), seeded_generator("plans", "cpu"))
-    kernel_path("layer", inputs.x, inputs.weight)
+    public_norm("layer", inputs.x, inputs.weight)
     with torch.no_grad():
-        kernel_path("layer", inputs.x, inputs.weight)
+        public_norm("layer", inputs.x, inputs.weight)
     assert len(set(jobs)) == 2
 
 
@@ -150,93 +150,82 @@ def test_inference_stores_no_statistics(jobs):
 def test_a_tangent_is_refused_and_not_lost(kind, jobs):
     x = torch.zeros(9, 64)
     with forward_ad.dual_level():
-        kernel_path(kind, x)
+        public_norm(kind, x)
         with pytest.raises(NotImplementedError, match="jvp"):
-            kernel_path(kind, forward_ad.make_dual(x, torch.ones_like(x)))
+            public_norm(kind, forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-def test_so_many_rows_that_indices_of_tiles_would_overflow(jobs, monkeypatch):
-    """A resident grid walks over them, and more than can be counted are refused, though the plan is there."""
-    x = torch.zeros(200_000, 3, dtype=BF16)
-    grids = []
-
-    def grid_of(x):
-        plans = {
-            key: replace(plan, function=lambda *values: grids.append(values[-1])) for key, plan in launch._plans.items()
-        }
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "_plans", plans)
-            launch.calls.clear()
-            kernel_path("rms", x)
-        return grids.pop()
-
-    kernel_path("rms", x[:1])
-    (plan,) = launch._plans.values()
-    assert grid_of(x) == -(-len(x) // plan.rows_per_cluster) > plan.persistent_clusters > plan.max_clusters
-    monkeypatch.setattr(launch, "RESIDENT_ROWS", len(x))
-    assert grid_of(x) == plan.max_clusters and grid_of(x[:-1]) > plan.max_clusters
-    monkeypatch.setattr(launch, "MAX_ROWS", len(x) - 1)
-    with pytest.raises(ValueError, match="rms_norm: x must have at most 199999 rows, got 200000"):
-        grid_of(x)
+def test_so_many_rows_that_indices_of_tiles_would_overflow(monkeypatch):
+    """A resident grid walks over them, and more than can be counted are refused, though the kernel is there."""
+    x, grids = torch.zeros(200_000, 3, dtype=BF16), []
+    configs = []
+    with fake_kernels():
+        monkeypatch.setattr(
+            launches,
+            "load",
+            lambda builder, *arguments: (configs.append(arguments[-1]), lambda *v: grids.append(v[-1]))[1],
+        )
+        for part, last in ((x[:1], 2**29), (x, 2**29), (x, len(x)), (x[:-1], len(x))):
+            monkeypatch.setattr(row_launches, "RESIDENT_ROWS", last)
+            public_norm("rms", part)
+        (config,) = configs
+        most = config.max_clusters(132)
+        assert grids == [1, -(-len(x) // config.rows_per_cluster), most, -(-(len(x) - 1) // config.rows_per_cluster)]
+        assert grids[1] > config.persistent_clusters(132) > most
+        monkeypatch.setattr(checks, "MAX_ROWS", len(x) - 1)
+        with pytest.raises(ValueError, match="rms_norm: x must have at most 199999 rows, got 200000"):
+            public_norm("rms", x)
 
 
-def test_no_rows_of_a_wider_matrix_leave_the_plan_of_contiguous_rows(jobs):
+def test_no_rows_of_a_wider_matrix_leave_the_kernel_of_contiguous_rows(jobs):
     """No rows are contiguous, whatever their stride."""
-    kernel_path("rms", torch.zeros(9, 64, dtype=BF16))
+    public_norm("rms", torch.zeros(9, 64, dtype=BF16))
     built = set(jobs)
-    kernel_path("rms", torch.zeros(9, 80, dtype=BF16)[:0, :64])
-    kernel_path("rms", torch.zeros(9, 64, dtype=BF16))
+    public_norm("rms", torch.zeros(9, 80, dtype=BF16)[:0, :64])
+    public_norm("rms", torch.zeros(9, 64, dtype=BF16))
     assert set(jobs) == built
 
 
-def test_a_known_call_looks_no_plan_up(jobs, monkeypatch):
-    """In each mode its own result; where anything differs, the plan is looked up, of a new key twice."""
-    plain = make_inputs(BASE, seeded_generator("plans", "cpu"))
-    tensors = {"weight": plain.weight, "residual": plain.residual}
-    lookups = []
-    plan_forward = op.plan_forward
-    monkeypatch.setattr(op, "plan_forward", lambda *arguments: (lookups.append(1), plan_forward(*arguments))[1])
-    changes = (
+def test_a_second_call_asks_for_no_kernel(jobs):
+    """With and without autograd, the results of the first."""
+    given = make_inputs(BASE, seeded_generator("plans", "cpu"))
+    tensors = {"weight": given.weight, "residual": given.residual}
+    for change in (
         {},
-        {"weight": plain.weight.detach()},
-        {"weight": plain.weight.float()},
+        {"weight": given.weight.detach()},
+        {"weight": given.weight.float()},
         {"weight": None},
         {"residual": None},
-        {"residual": plain.residual.float()},
-        {"bias": plain.weight.detach().clone()},
-        {"x": plain.x[:5], "residual": plain.residual[:5]},
-        {"x": plain.x[None], "residual": plain.residual[None]},
+        {"residual": given.residual.float()},
+        {"bias": given.weight.detach().clone()},
+        {"x": given.x[:5], "residual": given.residual[:5]},
+        {"x": given.x[None], "residual": given.residual[None]},
         {"eps": 0.5},
         {"weight_offset": 1.0},
         {"out_dtype": FP32},
         {"return_residual": True},
-    )
-    for change in changes:
-        arguments = {"x": plain.x, **tensors, **change}
-        if change == {"weight": None}:
-            del arguments["residual"]
+    ):
+        arguments = {"x": given.x, **tensors, **change}
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                results, counts = [], []
-                for _ in range(4):
-                    lookups.clear()
-                    results.append(kernel_path("rms", **arguments))
-                    counts.append(len(lookups))
-                assert counts in ([1, 1, 0, 0], [1, 0, 0, 0]), (change, grad)
-                first, *others = (result if isinstance(result, tuple) else (result,) for result in results)
-                for other in others:
-                    for a, b in zip(first, other, strict=True):
-                        assert torch.equal(a, b) and a.requires_grad == b.requires_grad == grad
-                        assert (a.stride(), a.dtype) == (b.stride(), b.dtype)
-                        assert a.data_ptr() != b.data_ptr()
+                results = [public_norm("rms", **arguments)]
+                before = len(jobs)
+                results += [public_norm("rms", **arguments) for _ in range(2)]
+            assert len(jobs) == before
+            first, *others = (result if isinstance(result, tuple) else (result,) for result in results)
+            for other in others:
+                for a, b in zip(first, other, strict=True):
+                    assert torch.equal(a, b) and a.requires_grad == b.requires_grad == grad
+                    assert (a.stride(), a.dtype) == (b.stride(), b.dtype)
+                    assert a.data_ptr() != b.data_ptr()
 
 
 def test_what_has_no_hash_may_still_be_true(jobs):
     """Not every option need be part of a key as it is."""
     x, weight = torch.zeros(9, 64), torch.zeros(64)
     with torch.no_grad():
-        y, h = kernel_path("rms", x, weight, residual=x.clone(), return_residual=[1])
-    assert y.shape == h.shape == x.shape and torch.is_tensor(kernel_path("rms", x, weight, return_residual=[]))
+        y, h = public_norm("rms", x, weight, residual=x.clone(), return_residual=[1])
+    assert y.shape == h.shape == x.shape and torch.is_tensor(public_norm("rms", x, weight, return_residual=[]))
 
 
 def test_a_row_of_a_wider_matrix_has_an_output_of_its_own_width(jobs):
@@ -244,17 +233,12 @@ def test_a_row_of_a_wider_matrix_has_an_output_of_its_own_width(jobs):
     x = torch.zeros(9, 80)[:1, :64]
     assert x.is_contiguous() and x.stride() == (80, 1)
     for _ in range(2):
-        assert kernel_path("rms", x).stride() == (64, 1)
+        assert public_norm("rms", x).stride() == (64, 1)
 
 
-def test_a_call_in_a_dual_level_is_not_known(jobs):
-    """There all calls go through autograd."""
+def test_a_tangent_after_a_warm_call_is_refused(jobs):
+    """In a dual level all calls go through autograd."""
     x, weight = torch.zeros(9, 64), torch.zeros(64)
-    with forward_ad.dual_level():
-        for _ in range(2):
-            kernel_path("rms", x, weight)
-    assert not any(launch.calls.values())
-    kernel_path("rms", x, weight)
-    assert any(launch.calls.values())
+    public_norm("rms", x, weight)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        kernel_path("rms", forward_ad.make_dual(x, torch.ones_like(x)), weight)
+        public_norm("rms", forward_ad.make_dual(x, torch.ones_like(x)), weight)

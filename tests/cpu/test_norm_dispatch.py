@@ -1,10 +1,11 @@
-"""The public path of layer_norm and rms_norm on the CPU: checks, plans, allocation, autograd and the torch bridge.
+"""The public path of layer_norm and rms_norm on the CPU: checks, launches, allocation, autograd and the torch bridge.
 
 Plain torch takes the place of the compiled kernels; all above them is what runs on a GPU. The tests are the GPU's own.
 """
 
 import pytest
 
+from tests.fakes import fake_kernels
 from tests.gpu.norm.test_autograd import *  # noqa: F403
 from tests.gpu.norm.test_numerics import *  # noqa: F403
 from tests.gpu.norm.test_torch import (  # noqa: F401
@@ -16,18 +17,18 @@ from tests.gpu.norm.test_torch import (  # noqa: F401
     test_compile_in_a_model,
     test_opcheck,
 )
-from tests.norm_cases import kernel_path, stand_in
+from tests.norm_cases import public_norm
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         yield jobs
 
 
 @pytest.fixture
 def norm():
-    return kernel_path
+    return public_norm
 
 
 @pytest.fixture
