@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels.gemm import launch_log_prob
 from cute_kernels.gemm.config import EPILOGUE_K, choose, choose_log_prob
-from cute_kernels.gemm.launch import run_gemm
+from cute_kernels.gemm.launch import gemm
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
@@ -217,18 +217,18 @@ def _linear(
     for m in _rows(choices, (n, k), num_sms):
         x, y, dx = _empty(m, k, dtype=dtype), _empty(m, n, dtype=out), _empty(m, k, dtype=dtype)
         dy = _empty(m, n, dtype=dtype)
-        run_gemm(x, weight, y, None, bias, None, activation)
+        gemm.function(x, weight, y, None, bias, None, activation)
         if activation in ("silu", "gelu"):
-            run_gemm(x, weight, y, torch.empty_like(y), bias, None, activation)
-        run_gemm(dy, weight, dx, trans_b=True)
+            gemm.function(x, weight, y, torch.empty_like(y), bias, None, activation)
+        gemm.function(dy, weight, dx, trans_b=True)
         operands = (x, dy) if by_columns else (dy, x)
         ones = _empty(1, m + -m % 8, dtype=dtype)[:, :m]
         for accumulate in (False, True):
             dweight = torch.empty_like(weight.t() if by_columns else weight, dtype=FP32 if accumulate else dtype)
-            run_gemm(*operands, dweight, None, None, None, None, accumulate, True, True)
+            gemm.function(*operands, dweight, None, None, None, None, accumulate, True, True)
             if bias is not None:
                 dbias = torch.empty_like(bias, dtype=FP32 if accumulate else bias.dtype)
-                run_gemm(dy, ones, dbias.unsqueeze(1), None, None, None, None, accumulate, True)
+                gemm.function(dy, ones, dbias.unsqueeze(1), None, None, None, None, accumulate, True)
     if bias is not None:
         _column_sums(n, dtype)
 
@@ -341,7 +341,7 @@ def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:
                 (p, k, q),  # dq
                 (q.mT, p, _empty(entries, d, keys, dtype=dtype)),  # dk, transposed
             )[: 2 if queries < keys else None]:
-                run_gemm(a, b, result, trans_b=True)
+                gemm.function(a, b, result, trans_b=True)
 
 
 def _rows(

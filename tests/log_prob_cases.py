@@ -15,7 +15,8 @@ from torch import Tensor
 from cute_kernels.gemm import launch_log_prob as launch
 from cute_kernels.gemm.config import vocabulary_tile
 from tests.entry import check_entry
-from tests.gemm_cases import BF16, FP32_EPS, Exact, check, randn, stand_in, steps_of
+from tests.fakes import fake_kernels
+from tests.gemm_cases import BF16, FP32_EPS, Exact, check, randn, steps_of
 from tests.norm_cases import name_of, strided
 
 IGNORED = -100
@@ -179,7 +180,7 @@ def oracle(case: Case, inputs: Inputs) -> Truth:
 
 @contextlib.contextmanager
 def log_prob_stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
-    """``gemm_cases.stand_in`` with these kernels, too, in plain torch; yields all builder calls."""
+    """``fake_kernels`` with these kernels, too, in plain torch; yields all builder calls."""
     from cute_kernels.gemm import kernel_log_prob as kernels
 
     def replaced(name: str, compute: Callable, jobs: list) -> Callable:
@@ -199,9 +200,10 @@ def log_prob_stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[l
         return build
 
     functions = {"log_prob_statistics": _statistics, "log_prob": _log_prob, "log_prob_gradient": _gradient}
-    with stand_in(arch, computes) as jobs, contextlib.ExitStack() as stack:
+    with fake_kernels(arch, computes) as jobs, contextlib.ExitStack() as stack:
         for name, compute in functions.items():
             stack.enter_context(mock.patch.object(kernels, name, replaced(name, compute, jobs)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)))
         stack.enter_context(mock.patch.object(launch, "arch_of", lambda index: arch))
         stack.enter_context(mock.patch.object(launch, "sm_count", lambda index: 132))
         library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))

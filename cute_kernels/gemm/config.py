@@ -8,6 +8,10 @@ choice may depend on M. tests/gpu/gemm/test_invariance.py holds every pair of ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 CONTRACT = "serial_k16"
 SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
@@ -47,7 +51,7 @@ class GemmConfig:
         """Shared memory of the tiles in flight."""
         return self.stages * (self.tile[0] + self.tile[1]) * self.tile[2] * 2
 
-    def loads_blocks(self, arch: str, majors: tuple[str, str], k: int) -> bool:
+    def multi_block_tma(self, arch: str, majors: tuple[str | None, str | None], k: int) -> bool:
         """Whether one copy loads several blocks of a tile of an operand along k: a row must not end within one."""
         return arch == "sm_90a" and "k" in majors and self.tile[2] > BLOCK and k % BLOCK == 0
 
@@ -61,6 +65,61 @@ class GemmConfig:
             return False
         parts = STORE_STAGES * self.tile[0] * 64
         return self.tile[0] == 128 or arch.startswith("sm_9") and self.ring_bytes + parts <= SHARED_MEMORY
+
+
+class GemmSpec(NamedTuple):
+    """A product d = act(a b^T + bias), of a (M, K) and b (N, K), or batches of them.
+
+    Attributes:
+        dtype, out, bias: of a and b; of d and z; of the bias, None: there is none.
+        activation: "relu", "silu", "gelu" or None.
+        save_preact: also store z, what the activation is applied to.
+        accumulate: the accumulators start from d (fp32), which over no k stays as it is, the sign of zeros, too.
+        has_valid_k: only as many k as a device int32 says are summed.
+        batched: of batches (L, ...), entry by entry, a plain product alone; an operand of one entry is multiplied with
+            every entry of the other.
+        a_major, b_major: the dimension whose elements are neighbours, "m" or "k", "n" or "k"; None: the operands are
+            such that TMA does not read both.
+        out_aligned: rows of d and z start on 16 bytes.
+    """
+
+    dtype: torch.dtype
+    out: torch.dtype
+    bias: torch.dtype | None = None
+    activation: str | None = None
+    save_preact: bool = False
+    accumulate: bool = False
+    has_valid_k: bool = False
+    batched: bool = False
+    a_major: str | None = "k"
+    b_major: str | None = "k"
+    out_aligned: bool = True
+
+    @property
+    def majors(self) -> tuple[str | None, str | None]:
+        return self.a_major, self.b_major
+
+    @property
+    def epilogue(self) -> str:
+        """What is done with a tile's sums, one of EPILOGUE_K."""
+        return "accumulate" if self.accumulate else "store" if self.activation is None else "activate"
+
+    def of_kernel(self, arch: str, config: GemmConfig | None, transposed: bool) -> GemmSpec:
+        """The same for calls that this kernel does not tell apart, so that it is compiled once."""
+        if config is None:
+            a_major = b_major = None
+            by_tma = False
+        else:
+            a_major, b_major = self.majors
+            by_tma = self.out_aligned and config.stores_by_tma(arch, transposed)
+        activation = None if self.activation is None else str.__str__(self.activation)  # not an enum's member
+        return self._replace(activation=activation, a_major=a_major, b_major=b_major, out_aligned=by_tma)
+
+
+def gemm_arguments(arch: str, spec: GemmSpec, k: int, config: GemmConfig | None, transposed: bool) -> tuple:
+    """What the builder ``gemm`` takes for products of ``k``."""
+    multi_block_tma = config is not None and config.multi_block_tma(arch, spec.majors, k)
+    return arch, spec.of_kernel(arch, config, transposed), config, transposed, multi_block_tma
 
 
 # Tokens along M, for many of them; the first of equal cost is taken

@@ -72,12 +72,12 @@ class GemmSm90:
         accumulate: bool,
         tma_store: bool,
         config: GemmConfig,
-        in_blocks: bool = False,
+        multi_block_tma: bool = False,
     ):
         if config.tile[0] not in (16, 32, 64, 128):
             raise ValueError(f"config.tile must have 16, 32, 64 or 128 rows, got {config.tile}")
-        if in_blocks and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
-            raise ValueError(f"in_blocks takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
+        if multi_block_tma and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
+            raise ValueError(f"multi_block_tma takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
         self.activation = activation
         self.majors = a_major, b_major
         self.transposed = transposed
@@ -90,7 +90,7 @@ class GemmSm90:
             )
         self.ring_bytes = config.ring_bytes
         self.tile = config.tile
-        self.in_blocks = in_blocks
+        self.multi_block_tma = multi_block_tma
         # Of an instruction: those beyond the tile's are whatever lies behind them, at the ring's end B's tiles
         self.mma_rows = max(config.tile[0], 64)
         if (self.mma_rows - config.tile[0]) * BLOCK > config.stages * config.tile[1] * config.tile[2]:
@@ -212,7 +212,7 @@ class GemmSm90:
     def load_atom(self, operand: cute.Tensor, layout, shape: tuple[int, int], multicast: int):
         op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         one = cute.slice_(layout, (None, None, 0))
-        if const_expr(self.in_blocks and LayoutEnum.from_tensor(operand) == LayoutEnum.ROW_MAJOR):
+        if const_expr(self.multi_block_tma and LayoutEnum.from_tensor(operand) == LayoutEnum.ROW_MAJOR):
             operand = by_blocks(operand)
         return cpasync.make_tiled_tma_atom(op, operand, one, shape, num_multicast=multicast)
 

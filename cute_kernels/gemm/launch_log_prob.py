@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cute_kernels.gemm.checks import operands
 from cute_kernels.gemm.config import GemmConfig, choose_log_prob, vocabulary_tile
-from cute_kernels.gemm.launch import Plan, observe, run_gemm
-from cute_kernels.runtime.operators import allocator, mutating_op
+from cute_kernels.gemm.launch import GemmLaunch, gemm, observe
+from cute_kernels.runtime.operators import mutating_op
 from cute_kernels.runtime.targets import arch_of, cutlass_dtype, sm_count
 
 # Tokens whose statistics are in memory at a time: 12 bytes a token and tile of the vocabulary
@@ -109,9 +109,9 @@ def run_backward(
         of_rows = target, row_statistics, *gradients
         launch("log_prob_gradient", gradient, config, x, weight_some, major, *of_rows, ignore_index, v, first, *scales)
         if sums is not None:
-            run_gemm(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
+            gemm.function(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
         if dweight is not None:
-            run_gemm(dlogits_some, x, dweight[some], accumulate=accumulate, trans_a=True, trans_b=True)
+            gemm.function(dlogits_some, x, dweight[some], accumulate=accumulate, trans_a=True, trans_b=True)
     if sums is not dx:
         dx.copy_(sums)
 
@@ -155,6 +155,6 @@ def launch(
     (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
     clusters = -(-x.shape[0] // (tile_m * cluster_m)) * -(-weight.shape[0] // (tile_n * cluster_n))
     clusters = min(clusters, sm_count(x.get_device()) // (cluster_m * cluster_n))
-    plan = Plan(function, clusters * cluster_m * cluster_n, False, config, allocator(x), kernel)
-    observe(plan, x, weight)
+    plan = GemmLaunch(function, clusters * cluster_m * cluster_n, False, config, kernel)
+    observe(plan, (x.shape[0], weight.shape[0], x.shape[1]), x.get_device())
     function(x, weight if major == "k" else weight.t(), *arguments, plan.num_ctas)

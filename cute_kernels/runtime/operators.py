@@ -64,15 +64,23 @@ def is_eager(*arguments: object) -> bool:
     )
 
 
-def operator(name: str, schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def operator(
+    name: str, schema: str, before: Callable[..., None] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a launch as ``cute_kernels::<name>``; calls run it where they are eager, else the operator.
 
-    The result's ``function`` is the launch itself, ``registered`` the operator.
+    ``before`` is what the operator calls first: a check of memory, which a traced call does not have yet. The result's
+    ``function`` is the launch itself, ``implementation`` what the operator runs, ``registered`` the operator.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def checked(*arguments: Any, **options: Any) -> None:
+            before(*arguments, **options)
+            function(*arguments, **options)
+
+        implementation = function if before is None else checked
         _library.define(f"{name}({schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, function, "CUDA")
+        _library.impl(name, implementation, "CUDA")
         torch.library.register_fake(f"cute_kernels::{name}", lambda *arguments: None, lib=_library)
         registered = getattr(torch.ops.cute_kernels, name).default
         # A policy of selective checkpointing cannot keep what is not returned: it would leave the outputs as allocated
@@ -85,7 +93,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., None]], Callable
             else:
                 registered(*arguments)
 
-        launch.function, launch.registered = function, registered
+        launch.function, launch.implementation, launch.registered = function, implementation, registered
         OPERATORS[name] = launch
         return launch
 

@@ -10,11 +10,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = sorted((ROOT / "cute_kernels").rglob("*.py"))
 COMPILER = {"cutlass", "tvm_ffi"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 REFERENCE_MODULES = ("checks", "config", "reference", "variants")
 
 
 def names(paths):
     return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def imported(path: Path, top_level_only: bool) -> set[str]:
@@ -28,7 +33,7 @@ def imported(path: Path, top_level_only: bool) -> set[str]:
             prefix = "." * node.level + (node.module or "")
             found.add(prefix)
             found.update(f"{prefix}.{alias.name}" for alias in node.names)
-        elif top_level_only and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if (top_level_only and isinstance(node, FUNCTIONS)) or for_type_checkers(node):
             return
         for child in ast.iter_child_nodes(node):
             visit(child)
@@ -42,9 +47,12 @@ def packages(path: Path, top_level_only: bool) -> set[str]:
 
 
 def test_the_rules_see_imports(tmp_path):
-    """In functions, under conditions, in classes, with aliases."""
+    """In functions, under conditions, in classes, with aliases; not what type checkers alone import."""
     file = tmp_path / "a.py"
-    file.write_text("if 1:\n  import a.b as c\nclass X:\n  from d import e\ndef f():\n  import g\n")
+    text = (
+        "if 1:\n  import a.b as c\nif TYPE_CHECKING:\n  import h\nclass X:\n  from d import e\ndef f():\n  import g\n"
+    )
+    file.write_text(text)
     assert packages(file, top_level_only=True) == {"a", "d"} and packages(file, top_level_only=False) == {"a", "d", "g"}
 
 
