@@ -1,8 +1,7 @@
-"""The argument contract of mm, bmm, linear and linear_log_prob, shared by the kernels and the references."""
+"""The argument contract of mm, bmm and linear, shared by the kernels and the references."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import torch
@@ -12,23 +11,20 @@ from torch.compiler import is_compiling
 
 from cute_kernels.runtime.checks import (
     FLOATS,
+    FP64,
+    HALVES,
+    MAX_SIZE,
     expect,
     expect_dtype,
-    expect_float,
     expect_floats,
-    expect_int,
+    expect_layer,
     expect_like,
     expect_tensor,
     fail,
 )
 
-INPUTS = (torch.bfloat16, torch.float16)
-FP64 = (torch.float64,)
 Activation = Literal["relu", "silu", "gelu"]
 ACTIVATIONS = (None, *get_args(Activation))
-# What divides the logits: its inverse, too, is far from the ends of fp32
-TEMPERATURES = 1e-6, 1e6
-MAX_SIZE = 2**31 - 2**9  # coordinates are 32-bit and run ahead of the last element by a tile
 
 
 def check_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None, fp64: bool = False) -> None:
@@ -75,7 +71,7 @@ def check_bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, fp64: bool = 
 
 def _check_operands(op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, dims: int, fp64: bool) -> None:
     """Of a product, matrices or batches of them."""
-    inputs = FP64 if fp64 else INPUTS
+    inputs = FP64 if fp64 else HALVES
     expect_floats(op, "a", a, inputs)
     expect_floats(op, "b", b, inputs)
     a_shape, b_shape = a.shape, b.shape
@@ -142,8 +138,8 @@ def check_linear(
     fp64: bool = False,
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: as in ``check_mm``."""
-    inputs, floats = (FP64, FLOATS + FP64) if fp64 else (INPUTS, FLOATS)
-    _check_layer("linear", "N", x, weight, inputs)
+    inputs, floats = (FP64, FLOATS + FP64) if fp64 else (HALVES, FLOATS)
+    expect_layer("linear", "N", x, weight, inputs)
     if bias is not None:
         expect_floats("linear", "bias", bias, floats)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0] or bias.device != x.device:
@@ -160,32 +156,6 @@ def check_linear(
             fail(op, name, f"be on {x.device}", num_valid_tokens.device)
 
 
-def _check_layer(op: str, features: str, x: Tensor, weight: Tensor, inputs: tuple[torch.dtype, ...]) -> None:
-    """x (..., K) and weight (N, K), or whatever the number of ``features`` is called."""
-    _check_sizes(op, "x", x, inputs)
-    _check_sizes(op, "weight", weight, inputs)
-    shape, weight_shape = x.shape, weight.shape
-    if not shape:
-        fail(op, "x", "have at least one dimension", f"shape {tuple(shape)}")
-    if len(shape) > 2 and (rows := math.prod(shape[:-1])) > MAX_SIZE:  # numel() takes no symbolic sizes
-        fail(op, "x", f"have at most {MAX_SIZE} rows", f"{rows} in shape {tuple(shape)}")
-    if len(weight_shape) != 2:
-        fail(op, "weight", f"be a matrix ({features}, K)", f"shape {tuple(weight_shape)}")
-    if weight.dtype is not x.dtype:
-        fail(op, "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
-    if weight_shape[1] != shape[-1]:
-        fail(op, "weight", f"have {shape[-1]} columns, as x has", f"shape {tuple(weight_shape)}")
-    if weight.device != x.device:
-        fail(op, "weight", f"be on {x.device}", weight.device)
-
-
-def _check_sizes(op: str, name: str, t: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    expect_floats(op, name, t, dtypes)
-    for size in t.shape:
-        if size > MAX_SIZE:
-            fail(op, name, f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(t.shape)}")
-
-
 def check_epilogue(
     op: str, out_dtype: torch.dtype | None, activation: str | None, floats: tuple[torch.dtype, ...] = FLOATS
 ) -> None:
@@ -194,64 +164,3 @@ def check_epilogue(
         expect_dtype(op, "out_dtype", out_dtype, floats)
     if activation is not None and activation not in ACTIVATIONS:
         fail(op, "activation", f"be one of {ACTIVATIONS}", repr(activation))
-
-
-def check_log_prob(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float, fp64: bool = False
-) -> None:
-    """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: as in ``check_mm``."""
-    op, inputs = "linear_log_prob", FP64 if fp64 else INPUTS
-    for name, t in (("x", x), ("weight", weight), ("target", target)):
-        expect_tensor(op, name, t)
-        expect_dtype(op, name, t.dtype, (torch.int64, torch.int32) if name == "target" else inputs)
-        fits = all(size <= MAX_SIZE for size in t.shape)
-        expect(fits, op, name, f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(t.shape)}")
-    expect(x.dim() >= 1, op, "x", "have at least one dimension", f"shape {tuple(x.shape)}")
-    rows = math.prod(x.shape[:-1])
-    if rows > MAX_SIZE:  # as in check_mm
-        expect(False, op, "x", f"have at most {MAX_SIZE} rows", f"{rows} in shape {tuple(x.shape)}")
-    expect(weight.dim() == 2, op, "weight", "be a matrix (V, K)", f"shape {tuple(weight.shape)}")
-    expect(weight.dtype == x.dtype, op, "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
-    if weight.shape[1] != x.shape[-1]:
-        expect(False, op, "weight", f"have {x.shape[-1]} columns, as x has", f"shape {tuple(weight.shape)}")
-    expect(weight.shape[0] > 0, op, "weight", "have at least one row", f"shape {tuple(weight.shape)}")
-    expect(weight.device == x.device, op, "weight", f"be on {x.device}", weight.device)
-    expect_like(op, "target", target, tuple(x.shape[:-1]), x.device)
-    expect_int(op, "ignore_index", ignore_index)
-    expect(-(2**63) <= ignore_index < 2**63, op, "ignore_index", "be an int of 64 bits", ignore_index)
-    expect_float(op, "temperature", temperature)
-    low, high = TEMPERATURES
-    expect(low <= temperature <= high, op, "temperature", f"be between {low} and {high}", temperature)
-
-
-def operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, str]:
-    """x and weight with rows for TMA, and the dimension that the weight's neighbours lie along, "k" or "n".
-
-    A single row has no stride to speak of, and gets one. A product over no k is one over zeros.
-
-    Raises:
-        ValueError: they have rows that TMA cannot read.
-    """
-    k = x.shape[1]
-    if not k:
-        return x.new_zeros(x.shape[0], 8), weight.new_zeros(weight.shape[0], 8), "k"
-    x, weight = (
-        t.as_strided(t.shape, (k + -k % 8, 1)) if t.shape[0] <= 1 and t.stride(1) == 1 else t for t in (x, weight)
-    )
-    for name, t, dims in (("x", x, (-1,)), ("weight", weight, (-1, -2))):
-        got = f"shape {tuple(t.shape)}, strides {t.stride()}, address {t.data_ptr():#x}"
-        expect(contiguous_dim(t, t.shape) in dims, "linear_log_prob", name, "have rows that start on 16 bytes", got)
-    return x, weight, "k" if contiguous_dim(weight, weight.shape) == -1 else "n"
-
-
-def contiguous_dim(t: Tensor, shape: tuple[int, ...]) -> int:
-    """-1 or -2, the dimension of a matrix of halves, or of a batch, that TMA reads along; 0 if it reads none."""
-    strides = t.stride()
-    of_rows, of_columns = strides[-2], strides[-1]
-    if t.data_ptr() & 15 or (len(strides) == 3 and strides[0] & 7):
-        return 0
-    if of_columns == 1 and not of_rows & 7 and of_rows >= shape[-1]:
-        return -1
-    if of_rows == 1 and not of_columns & 7 and of_columns >= shape[-2]:
-        return -2
-    return 0

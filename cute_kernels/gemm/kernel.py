@@ -2,15 +2,14 @@
 
 from typing import Optional
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.common.dtypes import cutlass_dtype
-from cute_kernels.gemm.config import BLOCK, GemmConfig, GemmSpec
+from cute_kernels.common.gemm_config import BLOCK, GemmConfig
+from cute_kernels.common.symbolic import symbolic_matrix
+from cute_kernels.gemm.config import GemmSpec
 from jit_cache import Program, compiled
-
-Dtype = type[cutlass.Numeric]
 
 
 @compiled
@@ -36,11 +35,11 @@ def gemm(arch: str, spec: GemmSpec, config: Optional[GemmConfig], transposed: bo
 
         kernel = GemmAny(spec.activation, spec.accumulate)
     elif arch.startswith("sm_9"):
-        from cute_kernels.gemm.kernel_sm90 import GemmSm90
+        from cute_kernels.common.gemm_sm90 import GemmSm90
 
         kernel = GemmSm90(spec.activation, *majors, transposed, spec.accumulate, tma_store, config, multi_block_tma)
     else:
-        from cute_kernels.gemm.kernel_sm100 import GemmSm100
+        from cute_kernels.common.gemm_sm100 import GemmSm100
 
         kernel = GemmSm100(spec.activation, *majors, transposed, spec.accumulate, tma_store, config)
     dtype, out, bias = (cutlass_dtype(d) for d in (spec.dtype, spec.out, spec.bias))
@@ -61,16 +60,3 @@ def gemm(arch: str, spec: GemmSpec, config: Optional[GemmConfig], transposed: bo
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-
-
-def symbolic_matrix(dtype: Dtype, shape, aligned: bool, any_stride: bool = False):
-    """A matrix, or a batch of some, as the compiler sees it, row-major.
-
-    ``aligned``: its base and its rows start on 16 bytes.
-    """
-    itemsize = dtype.width // 8
-    divisor = 16 // itemsize if aligned else 1
-    strides = [cute.sym_int64(divisibility=1 if any_stride else divisor) for _ in shape]
-    if not any_stride:
-        strides[-1] = 1
-    return cute.runtime.make_fake_tensor(dtype, shape, tuple(strides), assumed_align=16 if aligned else itemsize)

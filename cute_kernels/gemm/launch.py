@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.checks import check_separate, contiguous_dim
+from cute_kernels.gemm.checks import check_separate
 from cute_kernels.gemm.config import GemmConfig, GemmSpec, choose, gemm_arguments
 from cute_kernels.gemm.reference import activate
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, bounded
 from cute_kernels.runtime.operators import alias, operator
+from cute_kernels.runtime.rows import contiguous_dim
 from cute_kernels.runtime.targets import Target
 
 Shape = tuple[int, int, int, int]  # M, N, K, entries of the batch

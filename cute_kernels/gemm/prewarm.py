@@ -15,7 +15,6 @@ from cute_kernels.gemm.config import (
     few_tokens_along_n,
     gemm_arguments,
     in_whole_blocks,
-    log_prob_candidates,
     many_tokens,
     more_tokens,
 )
@@ -31,11 +30,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     64 x 1024 x 1024 x 128.
     """
     expect_arch(arch)
-    from cutlass import BFloat16 as bf16
-    from cutlass import Int64
-
     from cute_kernels.gemm.kernel import gemm
-    from cute_kernels.gemm.kernel_log_prob import log_prob, log_prob_gradient, log_prob_statistics
 
     forward, dx = GemmSpec(BF16, BF16), GemmSpec(BF16, BF16, b_major="n")
     dweight = GemmSpec(BF16, BF16, a_major="m", b_major="n")
@@ -55,8 +50,3 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for spec in (forward, dx, dweight):
         yield gemm, gemm_arguments(arch, spec._replace(batched=True), BLOCK, config, False)
-    yield log_prob, (arch, Int64)
-    for config in dict.fromkeys(log_prob_candidates(arch)):
-        yield log_prob_statistics, (arch, bf16, Int64, "k", config)
-        for has_dentropy in (False, True):
-            yield log_prob_gradient, (arch, bf16, Int64, "k", has_dentropy, config)

@@ -124,7 +124,7 @@ def test_activations_without_a_bias(activation, save_preact):
 
 @pytest.mark.parametrize("tile", [(192, 128, 64), (128, 72, 64)], ids=str)
 def test_tiles_that_cannot_be(tile):
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     with pytest.raises(ValueError, match=r"^config\.tile must have "):
         GemmSm90(None, "k", "k", False, False, True, GemmConfig(tile, (1, 1), 4, 8))
@@ -132,7 +132,7 @@ def test_tiles_that_cannot_be(tile):
 
 def test_a_ring_of_one_slot():
     """One warpgroup frees a slot when the next tile's products have begun: it would wait for itself."""
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     with pytest.raises(ValueError, match=r"^config\.stages must be more than 1, got 1"):
         GemmSm90(None, "k", "k", False, False, False, GemmConfig((64, 64, 64), (1, 1), 1, 1))
@@ -189,8 +189,7 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
                     gemm.function(x.detach(), weight, torch.zeros(256, 256), accumulate=needs_gradient, trans_b=True)
     assert len(set(of_models)) == 5 * len(more_tokens(arch))
     jobs += of_models
-    table = [job for job in prewarm.specializations(arch) if "log_prob" not in job[0].__name__]
-    table = [job for job in table if not job[1][1].batched]  # batches: test_bmm.py
+    table = [job for job in prewarm.specializations(arch) if not job[1][1].batched]  # batches: test_bmm.py
     assert len(set(table)) == len(table) and set(of_models) <= set(table) <= set(jobs)
     assert {arguments[2] for _, arguments in table} == set(candidates(arch)) - {None}
     of_table = {arguments[2:4] for _, arguments in table}
@@ -252,7 +251,7 @@ def test_who_is_loaded_by_copies_of_many_blocks():
 
 def test_a_slot_is_free_when_its_products_are_done():
     """After a tile's first part one warpgroup frees the tile before; two free the tile itself, so its part is all."""
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     for tile, chunks in (((16, 8, 512), 4), ((64, 16, 256), 2), ((64, 16, 64), 1), ((128, 16, 256), 1)):
         kernel = GemmSm90(None, "k", "k", True, False, False, GemmConfig(tile, (1, 1), 5, 1))
@@ -260,7 +259,7 @@ def test_a_slot_is_free_when_its_products_are_done():
 
 
 def test_what_no_copy_of_many_blocks_loads_is_an_error():
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     few = FEW_WEIGHTS[8]
     for majors, config in ((("m", "n"), few), (("k", "k"), dataclasses.replace(few, tile=(16, 8, 96)))):
@@ -306,7 +305,7 @@ def test_the_walk_over_tiles(group):
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
 
-    from cute_kernels.gemm.kernel_epilogue import tile_divisors, tile_of
+    from cute_kernels.common.gemm_epilogue import tile_divisors, tile_of
 
     @cute.jit
     def walk(places: cute.Tensor, tiles_m: cutlass.Int32, tiles_n: cutlass.Int32):

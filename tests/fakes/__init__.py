@@ -17,9 +17,9 @@ import torch
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
 from tests.entry import check_entry
-from tests.fakes import gemm, reduction
+from tests.fakes import gemm, log_prob, reduction
 
-FAMILIES = (gemm, reduction)
+FAMILIES = (gemm, log_prob, reduction)
 NUM_SMS = 132
 
 

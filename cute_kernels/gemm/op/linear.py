@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.checks import Activation, check_linear, contiguous_dim
+from cute_kernels.gemm.checks import Activation, check_linear
 from cute_kernels.gemm.launch import activation_backward, gemm
 from cute_kernels.runtime.autograd import (
     apply,
@@ -18,6 +18,7 @@ from cute_kernels.runtime.autograd import (
 )
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.rows import contiguous_dim
 
 SAVE_PREACT = ("silu", "gelu")
 

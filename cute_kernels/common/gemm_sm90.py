@@ -34,8 +34,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
-from cute_kernels.gemm.config import BLOCK, SHARED_MEMORY, STORE_STAGES, GemmConfig
-from cute_kernels.gemm.kernel_epilogue import (
+from cute_kernels.common.gemm_config import BLOCK, SHARED_MEMORY, STORE_STAGES, GemmConfig
+from cute_kernels.common.gemm_epilogue import (
     activate,
     add_bias,
     batch_last,
