@@ -11,7 +11,7 @@ import jit_cache.source  # noqa: F401  first: what is read after it is known not
 
 # isort: split
 from cute_kernels import mhc, reduction
-from cute_kernels.gemm import bmm, linear, linear_log_prob, mm
+from cute_kernels.gemm import bmm, linear, mm
 from cute_kernels.invariance import (
     Provenance,
     UncoveredOperatorError,
@@ -19,6 +19,7 @@ from cute_kernels.invariance import (
     check_invariance,
     provenance,
 )
+from cute_kernels.log_prob import linear_log_prob
 from cute_kernels.mxfp8 import (
     dequantize,
     from_blocked,

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm import launch_log_prob
-from cute_kernels.gemm.config import EPILOGUE_K, choose, choose_log_prob
-from cute_kernels.gemm.launch import run_gemm
+from cute_kernels.gemm.config import EPILOGUE_K, choose
+from cute_kernels.gemm.launch import gemm
+from cute_kernels.log_prob import launch as log_prob
+from cute_kernels.log_prob.config import config_for
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
@@ -217,18 +218,18 @@ def _linear(
     for m in _rows(choices, (n, k), num_sms):
         x, y, dx = _empty(m, k, dtype=dtype), _empty(m, n, dtype=out), _empty(m, k, dtype=dtype)
         dy = _empty(m, n, dtype=dtype)
-        run_gemm(x, weight, y, None, bias, None, activation)
+        gemm.function(x, weight, y, None, bias, None, activation)
         if activation in ("silu", "gelu"):
-            run_gemm(x, weight, y, torch.empty_like(y), bias, None, activation)
-        run_gemm(dy, weight, dx, trans_b=True)
+            gemm.function(x, weight, y, torch.empty_like(y), bias, None, activation)
+        gemm.function(dy, weight, dx, trans_b=True)
         operands = (x, dy) if by_columns else (dy, x)
         ones = _empty(1, m + -m % 8, dtype=dtype)[:, :m]
         for accumulate in (False, True):
             dweight = torch.empty_like(weight.t() if by_columns else weight, dtype=FP32 if accumulate else dtype)
-            run_gemm(*operands, dweight, None, None, None, None, accumulate, True, True)
+            gemm.function(*operands, dweight, None, None, None, None, accumulate, True, True)
             if bias is not None:
                 dbias = torch.empty_like(bias, dtype=FP32 if accumulate else bias.dtype)
-                run_gemm(dy, ones, dbias.unsqueeze(1), None, None, None, None, accumulate, True)
+                gemm.function(dy, ones, dbias.unsqueeze(1), None, None, None, None, accumulate, True)
     if bias is not None:
         _column_sums(n, dtype)
 
@@ -281,25 +282,25 @@ def _log_prob(model: Model, arch: str, num_sms: int) -> None:
     k, v, dtype = model.hidden_size, model.vocab_size, model.dtype
     if k % 8:
         return  # refused
-    parts = launch_log_prob.GRADIENT_ELEMENTS // launch_log_prob.GRADIENT_COLUMNS
+    parts = log_prob.GRADIENT_ELEMENTS // log_prob.GRADIENT_COLUMNS
 
     def choices(m: int) -> Hashable:
-        columns = launch_log_prob.gradient_columns(m)
+        columns = log_prob.gradient_columns(m)
         widths = {min(columns, v), v % columns or min(columns, v)}
         sizes = [mnk for width in widths for mnk in ((m, k, width), (width, k, m))]
         products = frozenset(choose(arch, *mnk, num_sms, e, 1, False) for mnk in sizes for e in EPILOGUE_K)
-        return choose_log_prob(arch, m), columns >= v, products
+        return config_for(arch, m), columns >= v, products
 
     # The last and the first number of tokens of each width
-    ends = {m for n in range(1, v // launch_log_prob.GRADIENT_COLUMNS + 2) for m in (parts // n, parts // n + 1)}
+    ends = {m for n in range(1, v // log_prob.GRADIENT_COLUMNS + 2) for m in (parts // n, parts // n + 1)}
     weight = _empty(v, k, dtype=dtype)
     for m in _rows(choices, (k,), num_sms, ends - {0}):
         x, target, row_statistics = _empty(m, k, dtype=dtype), _empty(m, dtype=torch.int64), _empty(m, 3, dtype=FP32)
         g = _empty(m, dtype=FP32)
-        launch_log_prob.run_forward(x, weight, target, g, g, row_statistics, -100, 1.0)
+        log_prob.log_prob_forward.function(x, weight, target, g, g, row_statistics, -100, 1.0)
         for dentropy, accumulate in itertools.product((None, g), (False, True)):
             gradients = torch.empty_like(x), torch.empty_like(weight, dtype=FP32 if accumulate else dtype)
-            launch_log_prob.run_backward(
+            log_prob.log_prob_backward.function(
                 g, dentropy, x, weight, target, row_statistics, *gradients, -100, 1.0, accumulate
             )
 
@@ -341,7 +342,7 @@ def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:
                 (p, k, q),  # dq
                 (q.mT, p, _empty(entries, d, keys, dtype=dtype)),  # dk, transposed
             )[: 2 if queries < keys else None]:
-                run_gemm(a, b, result, trans_b=True)
+                gemm.function(a, b, result, trans_b=True)
 
 
 def _rows(

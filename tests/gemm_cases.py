@@ -1,10 +1,9 @@
-"""What the tests of mm and linear share: inputs, raw-bit comparison, fp64 oracle, bounds, a stand-in for the GPU."""
+"""What the tests of mm and linear share: inputs, raw-bit comparison, fp64 oracle, bounds, a choice of the kernel."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import linear
 from cute_kernels.gemm import launch
-from cute_kernels.gemm.config import choose
-from tests.entry import check_entry
+from cute_kernels.gemm.config import GemmConfig, choose
+from cute_kernels.runtime import launches
+from tests.fakes import fake_kernels
 from tests.norm_cases import BF16, FP16, FP32, name_of, seeded_generator, strided
 
 __all__ = ["BF16", "FP16", "FP32", "name_of", "seeded_generator", "strided"]
@@ -328,7 +328,7 @@ def check_gates(name: str, result: Tensor, exact: Exact) -> None:
     )
 
 
-# What is called, and plain torch in place of the GPU
+# What is called, and by which kernel
 
 
 class Recorder(TorchDispatchMode):
@@ -345,86 +345,30 @@ class Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
-    """Within it CPU tensors go where CUDA tensors would; what runs instead of a kernel is ``serial_k16`` in torch.
+def only_kernel(config: GemmConfig | None, transposed: bool, num_sms: int | None = None) -> Iterator[None]:
+    """Within it every product runs on this kernel; what that cannot read on the one for any stride, (None, False).
 
-    Yields the list of builder calls, (builder, arguments): the kernels that a GPU would have needed. Without
-    ``computes`` the results are left as they were allocated.
+    ``num_sms``: as if the GPU had so many.
     """
-    from cute_kernels.gemm import kernel
+    launch_of = launch.launch_of
 
-    jobs: list[tuple] = []
-    real = kernel.gemm
+    def launch_of_this(target, spec, shape):
+        target = target if num_sms is None else target._replace(num_sms=num_sms)
+        return launch_of(target, spec, shape, (config, transposed))
 
-    def build(*arguments):
-        jobs.append((real, arguments))
-        static, program = inspect.signature(real.build).bind(*arguments).arguments, real.build(*arguments)
-
-        def function(*values):
-            check_entry(program, values)
-            if computes:
-                _serial_k16(static, *values)
-
-        return function
-
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (torch.Tensor, "is_cuda", property(lambda self: True)),
-            (launch, "arch_of", lambda index: arch),
-            (launch, "sm_count", lambda index: 132),
-            (kernel, "gemm", build),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(launch._plans, clear=True))
-        stack.enter_context(mock.patch.dict(launch.calls, clear=True))
-        library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
-        library.impl("gemm", launch.run_traced, "CPU")
-        library.impl("activation_backward", launch.run_activation_backward, "CPU")
-        yield jobs
+    launches.forget()
+    try:
+        with mock.patch.object(launch, "launch_of", launch_of_this):
+            yield
+    finally:
+        launches.forget()
 
 
 def kernels_of(cases: list[Case], arch: str) -> list[tuple]:
     """(builder, arguments) of all kernels that the cases' forward and backward need; nothing is computed."""
 
-    with stand_in(arch, computes=False) as jobs:
+    with fake_kernels(arch, computes=False) as jobs:
         for case in cases:
             with mock.patch(f"{__name__}.randn", lambda *shape, generator, dtype=FP32: torch.zeros(shape, dtype=dtype)):
                 run(linear, case, make_inputs(case, torch.Generator()))
     return jobs
-
-
-def _serial_k16(static: dict, a, b, d, z, bias, valid_k, num_ctas) -> None:
-    """d = act(a b^T + bias): one fp32 accumulator an element, 16 products a step, ascending."""
-    from cute_kernels.runtime.targets import cutlass_dtype
-
-    assert num_ctas >= 1 and a.dim() == b.dim() == d.dim() == (3 if static["batched"] else 2)
-    a = a if static["a_major"] == "k" else a.mT
-    b = b if static["b_major"] == "k" else b.mT
-    if static["transposed"]:
-        a, b = b, a  # d lies as the call gave it
-    assert a.shape[-1] == b.shape[-1] and d.shape[-2:] == (a.shape[-2], b.shape[-2])
-    if static["batched"]:  # TMA is given one entry where there is but one
-        assert all(len(t) == len(d) or (len(t) == 1 and static["config"] is not None) for t in (a, b))
-    for name, tensor in (("dtype", a), ("dtype", b), ("out", d), ("bias", bias)):
-        assert static[name] is (None if tensor is None else cutlass_dtype(tensor.dtype)), name
-    assert static["keeps_z"] == (z is not None) and static["counts_k"] == (valid_k is not None)
-    majors = static["a_major"], static["b_major"]
-    if static["config"] is not None:
-        for operand, major in zip((a, b), majors[::-1] if static["transposed"] else majors, strict=True):
-            assert operand.stride(-1 if major == "k" else -2) == 1 and operand.data_ptr() % 16 == 0
-            assert all(stride % 8 == 0 for stride in operand.stride()[:-2])
-            assert operand.dim() == 2 or len(d) == 1 or operand.stride(0) > 0
-    if static["in_blocks"]:
-        assert a.shape[-1] % 64 == 0 and "k" in majors
-    assert d.stride(-1) == 1 or d.shape[-1] == 1
-    assert d.dtype is FP32 or not static["accumulate"]
-    k = a.shape[-1] if valid_k is None else max(0, min(a.shape[-1], valid_k.item()))
-    total = d.clone() if static["accumulate"] else torch.zeros(d.shape)
-    for first in range(0, k, 16):
-        last = min(k, first + 16)
-        total = (total.double() + a[..., first:last].double() @ b[..., first:last].double().mT).float()
-    if bias is not None:
-        total = total + bias.float()
-    if z is not None:
-        z.copy_(total)
-    d.copy_(exact_activation(total, static["activation"]))

@@ -1,9 +1,8 @@
-"""What the tests of linear_log_prob share: inputs, an fp64 oracle with bounds, a stand-in for the GPU."""
+"""What the tests of linear_log_prob share: inputs, an fp64 oracle with bounds, a choice of the kernel."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm import launch_log_prob as launch
-from cute_kernels.gemm.config import vocabulary_tile
-from tests.entry import check_entry
-from tests.gemm_cases import BF16, FP32_EPS, Exact, check, randn, stand_in, steps_of
+from cute_kernels.common.gemm_config import GemmConfig
+from cute_kernels.log_prob import launch
+from cute_kernels.runtime import launches
+from tests.gemm_cases import BF16, FP32_EPS, Exact, check, randn, steps_of
 from tests.norm_cases import name_of, strided
 
 IGNORED = -100
@@ -178,82 +177,16 @@ def oracle(case: Case, inputs: Inputs) -> Truth:
 
 
 @contextlib.contextmanager
-def log_prob_stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
-    """``gemm_cases.stand_in`` with these kernels, too, in plain torch; yields all builder calls."""
-    from cute_kernels.gemm import kernel_log_prob as kernels
+def only_kernel(config: GemmConfig, num_sms: int) -> Iterator[None]:
+    """Within it every product with the vocabulary runs on this kernel, as if the GPU had so many SMs."""
+    launch_of = launch.launch_of
 
-    def replaced(name: str, compute: Callable, jobs: list) -> Callable:
-        builder = getattr(kernels, name)
+    def launch_of_this(target, *arguments):
+        return launch_of(target._replace(num_sms=num_sms), *arguments, config)
 
-        def build(*arguments):
-            jobs.append((builder, arguments))
-            static, program = inspect.signature(builder.build).bind(*arguments).arguments, builder.build(*arguments)
-
-            def function(*values):
-                check_entry(program, values)
-                if computes:
-                    compute(static, *values)
-
-            return function
-
-        return build
-
-    functions = {"log_prob_statistics": _statistics, "log_prob": _log_prob, "log_prob_gradient": _gradient}
-    with stand_in(arch, computes) as jobs, contextlib.ExitStack() as stack:
-        for name, compute in functions.items():
-            stack.enter_context(mock.patch.object(kernels, name, replaced(name, compute, jobs)))
-        stack.enter_context(mock.patch.object(launch, "arch_of", lambda index: arch))
-        stack.enter_context(mock.patch.object(launch, "sm_count", lambda index: 132))
-        library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
-        library.impl("log_prob_forward", launch.run_forward, "CPU")
-        library.impl("log_prob_backward", launch.run_backward, "CPU")
-        yield jobs
-
-
-def _logits(static: dict, x: Tensor, weight: Tensor) -> Tensor:
-    """In fp32, of fp64 sums: what those owe to the number of rows is gone with the rounding. As fp64."""
-    weight = weight if static["weight_major"] == "k" else weight.t()
-    return (x.double() @ weight.double().t()).float().double()
-
-
-def _statistics(static, x, weight, target, statistics, target_logit, scale, num_ctas) -> None:
-    logits, width = _logits(static, x, weight)[: len(target)], vocabulary_tile(static["arch"])
-    assert statistics.shape == (3, -(-logits.shape[1] // width), len(target)) and num_ctas >= 1
-    for tile, part in enumerate(logits.split(width, 1)):
-        largest = part.amax(1)
-        u = scale * (part - largest[:, None])
-        statistics[:, tile] = torch.stack((largest, u.exp2().sum(1), (u * u.exp2()).sum(1)))
-    good = (target >= 0) & (target < logits.shape[1])
-    target_logit[good] = logits[good].gather(1, target[good].long()[:, None]).squeeze(1).float()
-
-
-def _log_prob(
-    static, statistics, target, target_logit, log_prob, entropy, row_statistics, vocabulary, ignore_index, scale
-) -> None:
-    target = target.long()  # torch would compare int32 with an ignore_index modulo 2^32
-    of_tiles, total, moment = statistics.double()
-    largest = of_tiles.amax(0)
-    shift = scale * (of_tiles - largest)
-    moment = (shift.exp2() * (shift * total + moment)).sum(0)
-    total = (shift.exp2() * total).sum(0)
-    log_prob.copy_(math.log(2) * (scale * (target_logit - largest) - total.log2()))
-    entropy.copy_(math.log(2) * (total.log2() - moment / total))
-    for result in (log_prob, entropy):
-        result[(target < 0) | (target >= vocabulary)] = math.nan
-        result[target == ignore_index] = 0.0
-    row_statistics.copy_(torch.stack((largest, total.log2(), entropy.double()), 1))
-
-
-def _gradient(
-    static, x, weight, target, row_statistics, g, h, dlogits, ignore_index, vocabulary, first, scale, inverse, num_ctas
-) -> None:
-    target = target.long()  # as in _log_prob
-    largest, log2_total, entropy = row_statistics.double().t().unsqueeze(-1)
-    u = scale * (_logits(static, x, weight) - largest) - log2_total
-    p, column = u.exp2(), torch.arange(first, first + dlogits.shape[1])
-    factor = g.double()[:, None]
-    if static["has_dentropy"]:
-        factor = factor + h[:, None] * (math.log(2) * u + entropy)
-    gradient = inverse * ((column == target[:, None]) * g[:, None] - p * factor)
-    counts = (target >= 0) & (target < vocabulary) & (target != ignore_index)
-    dlogits.copy_(torch.where(counts[:, None], gradient, 0.0))
+    launches.forget()
+    try:
+        with mock.patch.object(launch, "launch_of", launch_of_this):
+            yield
+    finally:
+        launches.forget()

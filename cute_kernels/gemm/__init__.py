@@ -1,7 +1,5 @@
-"""Deterministic, batch-invariant products: mm, bmm, linear, linear_log_prob."""
+"""Deterministic, batch-invariant products: mm, bmm, linear."""
 
-from cute_kernels.gemm.op import linear, mm
-from cute_kernels.gemm.op_bmm import bmm
-from cute_kernels.gemm.op_log_prob import linear_log_prob
+from cute_kernels.gemm.op import bmm, linear, mm
 
-__all__ = ["bmm", "linear", "linear_log_prob", "mm"]
+__all__ = ["bmm", "linear", "mm"]

@@ -7,60 +7,71 @@ choice may depend on M. tests/gpu/gemm/test_invariance.py holds every pair of ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from cute_kernels.common.gemm_config import BLOCK, GemmConfig
+
+if TYPE_CHECKING:
+    import torch
 
 CONTRACT = "serial_k16"
-SHARED_MEMORY = 226 * 1024  # of a CTA, less what the barriers take
-BLOCK = 64  # of K: as much of a row as lies together in swizzled shared memory, and as a copy takes of it
-STORE_STAGES = 2  # parts of a tile that are on their way out by TMA
 # What is done with a tile's sums, in the time of so many k of the products of a tile of 128 x 256
 EPILOGUE_K = {"store": 130, "activate": 350, "accumulate": 700}
 
 
-@dataclass(frozen=True)
-class GemmConfig:
-    """Geometry of a kernel.
+class GemmSpec(NamedTuple):
+    """A product d = act(a b^T + bias), of a (M, K) and b (N, K), or batches of them.
 
     Attributes:
-        tile: (M, N, K) of a CTA. On SM90 each consumer warpgroup multiplies 64 rows of it, or with ping_pong all. Fewer
-            rows than 64 give more SMs a tile; an instruction's others are whatever lies behind them.
-        cluster: CTAs along M and N that share tiles of B and A by multicast.
-        stages: tiles of A and B in flight.
-        group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
-        ping_pong: SM90: two consumer warpgroups take whole tiles in turn, so that one multiplies while the other
-            stores its sums, or loads what the next ones start from.
+        dtype, out, bias: of a and b; of d and z; of the bias, None: there is none.
+        activation: "relu", "silu", "gelu" or None.
+        save_preact: also store z, what the activation is applied to.
+        accumulate: the accumulators start from d (fp32), which over no k stays as it is, the sign of zeros, too.
+        has_valid_k: only as many k as a device int32 says are summed.
+        batched: of batches (L, ...), entry by entry, a plain product alone; an operand of one entry is multiplied with
+            every entry of the other.
+        a_major, b_major: the dimension whose elements are neighbours, "m" or "k", "n" or "k"; None: the operands are
+            such that TMA does not read both.
+        out_aligned: rows of d and z start on 16 bytes.
     """
 
-    tile: tuple[int, int, int]
-    cluster: tuple[int, int]
-    stages: int
-    group: int
-    ping_pong: bool = False
+    dtype: torch.dtype
+    out: torch.dtype
+    bias: torch.dtype | None = None
+    activation: str | None = None
+    save_preact: bool = False
+    accumulate: bool = False
+    has_valid_k: bool = False
+    batched: bool = False
+    a_major: str | None = "k"
+    b_major: str | None = "k"
+    out_aligned: bool = True
 
     @property
-    def turns(self) -> int:
-        """Tiles of a CTA that are at work at once: consumer warpgroups take them in turn."""
-        return 2 if self.ping_pong else 1
+    def majors(self) -> tuple[str | None, str | None]:
+        return self.a_major, self.b_major
 
     @property
-    def ring_bytes(self) -> int:
-        """Shared memory of the tiles in flight."""
-        return self.stages * (self.tile[0] + self.tile[1]) * self.tile[2] * 2
+    def epilogue(self) -> str:
+        """What is done with a tile's sums, one of EPILOGUE_K."""
+        return "accumulate" if self.accumulate else "store" if self.activation is None else "activate"
 
-    def loads_blocks(self, arch: str, majors: tuple[str, str], k: int) -> bool:
-        """Whether one copy loads several blocks of a tile of an operand along k: a row must not end within one."""
-        return arch == "sm_90a" and "k" in majors and self.tile[2] > BLOCK and k % BLOCK == 0
+    def of_kernel(self, arch: str, config: GemmConfig | None, transposed: bool) -> GemmSpec:
+        """The same for calls that this kernel does not tell apart, so that it is compiled once."""
+        if config is None:
+            a_major = b_major = None
+            by_tma = False
+        else:
+            a_major, b_major = self.majors
+            by_tma = self.out_aligned and config.stores_by_tma(arch, transposed)
+        activation = None if self.activation is None else str.__str__(self.activation)  # not an enum's member
+        return self._replace(activation=activation, a_major=a_major, b_major=b_major, out_aligned=by_tma)
 
-    def stores_by_tma(self, arch: str, transposed: bool) -> bool:
-        """Whether aligned results leave by TMA: where they lie as the tile does, and there is room for them.
 
-        Of tiles of 64 rows on SM90 alone. H200, us, straight from registers: 256x1024x4096 12.9, by TMA 12.5;
-        64x4096x4096 18.1, 17.5; 128x1024x4096 11.7, 11.4.
-        """
-        if transposed or self.tile[0] < 64 or self.tile[1] % 16:
-            return False
-        parts = STORE_STAGES * self.tile[0] * 64
-        return self.tile[0] == 128 or arch.startswith("sm_9") and self.ring_bytes + parts <= SHARED_MEMORY
+def gemm_arguments(arch: str, spec: GemmSpec, k: int, config: GemmConfig | None, transposed: bool) -> tuple:
+    """What the builder ``gemm`` takes for products of ``k``."""
+    multi_block_tma = config is not None and config.multi_block_tma(arch, spec.majors, k)
+    return arch, spec.of_kernel(arch, config, transposed), config, transposed, multi_block_tma
 
 
 # Tokens along M, for many of them; the first of equal cost is taken
@@ -253,24 +264,6 @@ def choose(
     return min(
         PREFILL + PING_PONG, key=lambda config: _cost_of_many(config, m, n, k, num_sms, epilogue, entries)
     ), False
-
-
-def vocabulary_tile(arch: str) -> int:
-    """Columns of logits that ``linear_log_prob`` adds up at once, of any kernel: a row's order of summation."""
-    return 128 if arch.startswith("sm_9") else 64
-
-
-def log_prob_candidates(arch: str) -> tuple[GemmConfig, ...]:
-    """Kernels of linear_log_prob, all of tiles of 128 columns: for up to 64 tokens, up to 128, and more."""
-    if arch == "sm_90a":
-        return DECODE_64_TOKENS[-1], DECODE_WIDE[2], PING_PONG[2]
-    return PREFILL[3], PREFILL[3], PREFILL[2]
-
-
-def choose_log_prob(arch: str, m: int) -> GemmConfig:
-    """The kernel of linear_log_prob for m tokens."""
-    few, some, many = log_prob_candidates(arch)
-    return few if m <= 64 else some if m <= 128 else many
 
 
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int, entries: int) -> int:

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.gemm.kernel_epilogue import (
+from cute_kernels.common.gemm_epilogue import (
     add_bias,
     batch_last,
     entry_and_tile,

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from cute_kernels.gemm.config import (
     BLOCK,
+    GemmSpec,
     choose,
     few_tokens_along_m,
     few_tokens_along_n,
+    gemm_arguments,
     in_whole_blocks,
-    log_prob_candidates,
     many_tokens,
     more_tokens,
 )
 from cute_kernels.runtime.targets import expect_arch
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -25,37 +30,23 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     64 x 1024 x 1024 x 128.
     """
     expect_arch(arch)
-    from cutlass import BFloat16 as bf16
-    from cutlass import Float32, Int64
-
     from cute_kernels.gemm.kernel import gemm
-    from cute_kernels.gemm.kernel_log_prob import log_prob, log_prob_gradient, log_prob_statistics
 
-    # Majors of a and b, output, accumulated, activation, whether z is kept
-    plain = None, False
-    forward, dx = ("k", "k", bf16, False, *plain), ("k", "n", bf16, False, *plain)
-    dweight, dweight_main = ("m", "n", bf16, False, *plain), ("m", "n", Float32, True, *plain)
-    of_models = [("k", "k", bf16, False, "silu", keeps_z) for keeps_z in (True, False)]
-    of_models += [("k", "k", Float32, False, *plain)]
-    of_models += [("k", "n", Float32, accumulate, *plain) for accumulate in (False, True)]
+    forward, dx = GemmSpec(BF16, BF16), GemmSpec(BF16, BF16, b_major="n")
+    dweight = GemmSpec(BF16, BF16, a_major="m", b_major="n")
+    dweight_main = GemmSpec(BF16, FP32, accumulate=True, a_major="m", b_major="n")
+    of_models = [GemmSpec(BF16, BF16, activation="silu", save_preact=saved) for saved in (True, False)]
+    of_models += [GemmSpec(BF16, FP32)]
+    of_models += [GemmSpec(BF16, FP32, accumulate=accumulate, b_major="n") for accumulate in (False, True)]
     configs = [(config, (forward, dx, dweight, dweight_main)) for config in many_tokens(arch)]
     configs += [(config, (forward, dx)) for config in few_tokens_along_m(arch)]
     configs += [(config, of_models) for config in more_tokens(arch)]
-    for config, products in configs:
-        for a_major, b_major, out, accumulate, activation, keeps_z in products:
-            static = (arch, bf16, out, None, activation, keeps_z, a_major, b_major, False, accumulate, False, False)
-            in_blocks = config.loads_blocks(arch, (a_major, b_major), BLOCK)
-            yield gemm, (*static, config.stores_by_tma(arch, False), in_blocks, config)
+    for config, specs in configs:
+        for spec in specs:
+            yield gemm, gemm_arguments(arch, spec, BLOCK, config, False)
     for config in few_tokens_along_n(arch):
-        for a_major in ("k",) if config in in_whole_blocks(arch) else ("k", "m"):  # of the weight
-            static = (arch, bf16, bf16, None, None, False, a_major, "k", True, False, False, False, False)
-            yield gemm, (*static, config.loads_blocks(arch, (a_major, "k"), BLOCK), config)
+        for spec in (forward,) if config in in_whole_blocks(arch) else (forward, dx):
+            yield gemm, gemm_arguments(arch, spec, BLOCK, config, True)
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
-    for a_major, b_major in (("k", "k"), ("k", "n"), ("m", "n")):
-        static = (arch, bf16, bf16, None, None, False, a_major, b_major, False, False, False, True)
-        yield gemm, (*static, config.stores_by_tma(arch, False), False, config)
-    yield log_prob, (arch, Int64)
-    for config in dict.fromkeys(log_prob_candidates(arch)):
-        yield log_prob_statistics, (arch, bf16, Int64, "k", config)
-        for has_dentropy in (False, True):
-            yield log_prob_gradient, (arch, bf16, Int64, "k", has_dentropy, config)
+    for spec in (forward, dx, dweight):
+        yield gemm, gemm_arguments(arch, spec._replace(batched=True), BLOCK, config, False)

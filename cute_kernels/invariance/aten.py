@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
-from cute_kernels.gemm.launch import gemm_op
+from cute_kernels.gemm.launch import gemm
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
@@ -122,7 +122,7 @@ def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, dims: int
         # One product an element is the same in every batch, in any dtype
         return a * b if a.shape[-1] == 1 and out_dtype in (None, a.dtype) else NotImplemented
     d = a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype or a.dtype)
-    gemm_op(a, b, d, trans_b=True)
+    gemm(a, b, d, None, None, None, None, False, False, True)
     return d
 
 
@@ -141,7 +141,7 @@ def _addmm(
     fits = dims == 2 and c.shape == b.shape[1:] and c.is_contiguous() and a.shape[1:] == b.shape[:1]
     if fits and alpha == beta == 1 and _takes(a, b, c if c.dtype == a.dtype else None):
         d = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
-        gemm_op(a, b, d, None, c, trans_b=True)
+        gemm(a, b, d, None, c, None, None, False, False, True)
         return d
     product = _mm(a, b, torch.float32, dims=dims)
     return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm import launch
 from cute_kernels.gemm.config import CONTRACT
+from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import expect
 from cute_kernels.version import __version__
 
@@ -65,17 +66,18 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
         ()
     """
     expect(callable(function), "provenance", "function", "be callable", type(function).__name__, TypeError)
-    with launch.observed() as launches:
+    with observed() as products:
         function(*args, **kwargs)
     versions = {"cute-kernels": __version__, "torch": torch.__version__}
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         versions[package] = version(package)
     entries = []
-    for plan, shape, device in launches:
-        name = "any stride" if plan.config is None else f"tile {plan.config.tile}, cluster {plan.config.cluster}"
-        turns = ", ping-pong" if plan.config is not None and plan.config.ping_pong else ""
-        kernel = f"{plan.kernel} ({name}{turns}{', transposed' if plan.transposed else ''})"
-        arch = launch.arch_of(device)
+    for launch, shape, device in products:
+        config = launch.config
+        name = "any stride" if config is None else f"tile {config.tile}, cluster {config.cluster}"
+        turns = ", ping-pong" if config is not None and config.ping_pong else ""
+        kernel = f"{launch.kernel} ({name}{turns}{', transposed' if launch.transposed else ''})"
+        arch = launches.target_of(device).arch
         contract = CONTRACT if arch == "sm_90a" else f"{CONTRACT}, unproven"
         entries.append(Provenance(contract, kernel, shape, arch, versions))
     return tuple(entries)

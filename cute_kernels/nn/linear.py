@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.gemm import linear
-from cute_kernels.gemm.checks import FP64, Activation, check_epilogue
+from cute_kernels.gemm.checks import Activation, check_epilogue
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.runtime.checks import FLOATS, Backend, expect, expect_backend, expect_int
+from cute_kernels.runtime.checks import FLOATS, FP64, Backend, expect, expect_backend, expect_int
 
 
 class Linear(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels import mhc
-from cute_kernels.gemm import linear_log_prob
+from cute_kernels.log_prob import linear_log_prob
 from cute_kernels.nn.attention import Attention, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
 from cute_kernels.nn.linear import Linear

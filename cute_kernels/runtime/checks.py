@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NoReturn
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 Backend = Literal["reference"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+HALVES = (torch.bfloat16, torch.float16)  # what tensor cores multiply
+FP64 = (torch.float64,)
+MAX_SIZE = 2**31 - 2**9  # of products: coordinates are 32-bit and run ahead of the last element by a tile
 
 
 def fail(op: str, argument: str, expected: str, got: object, error: type = ValueError) -> NoReturn:
@@ -76,3 +80,28 @@ def expect_like(op: str, argument: str, tensor: Tensor, shape: tuple[int, ...], 
         fail(op, argument, f"have shape {tuple(shape)}", tuple(tensor.shape))
     if tensor.device != device:
         fail(op, argument, f"be on {device}", tensor.device)
+
+
+def expect_layer(op: str, features: str, x: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError or ValueError unless x is (..., K) and weight (N, K), where N is called ``features``."""
+    expect_floats(op, "x", x, dtypes)
+    expect_floats(op, "weight", weight, dtypes)
+    shape, weight_shape = x.shape, weight.shape
+    for size in shape:
+        if size > MAX_SIZE:
+            fail(op, "x", f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(shape)}")
+    for size in weight_shape:
+        if size > MAX_SIZE:
+            fail(op, "weight", f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(weight_shape)}")
+    if not shape:
+        fail(op, "x", "have at least one dimension", f"shape {tuple(shape)}")
+    if len(shape) > 2 and (rows := math.prod(shape[:-1])) > MAX_SIZE:  # numel() takes no symbolic sizes
+        fail(op, "x", f"have at most {MAX_SIZE} rows", f"{rows} in shape {tuple(shape)}")
+    if len(weight_shape) != 2:
+        fail(op, "weight", f"be a matrix ({features}, K)", f"shape {tuple(weight_shape)}")
+    if weight.dtype is not x.dtype:
+        fail(op, "weight", f"have dtype {x.dtype}", weight.dtype, TypeError)
+    if weight_shape[1] != shape[-1]:  # a message with a symbolic size in it makes that a constant of the graph
+        fail(op, "weight", f"have {shape[-1]} columns, as x has", f"shape {tuple(weight_shape)}")
+    if weight.device != x.device:
+        fail(op, "weight", f"be on {x.device}", weight.device)

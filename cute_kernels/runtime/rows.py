@@ -76,6 +76,19 @@ def access_of(n: int, widest: int, a: Tensor, b: Tensor | None = None, c: Tensor
     return Access(vec, False, False)
 
 
+def contiguous_dim(t: Tensor, shape: tuple[int, ...]) -> int:
+    """-1 or -2, the dimension of a matrix of halves, or of a batch, that TMA reads along; 0 if it reads none."""
+    strides = t.stride()
+    of_rows, of_columns = strides[-2], strides[-1]
+    if t.data_ptr() & 15 or (len(strides) == 3 and strides[0] & 7):
+        return 0
+    if of_columns == 1 and not of_rows & 7 and of_rows >= shape[-1]:
+        return -1
+    if of_rows == 1 and not of_columns & 7 and of_columns >= shape[-2]:
+        return -2
+    return 0
+
+
 class RowLaunch(NamedTuple):
     """A kernel that streams rows, and how many clusters of it to launch (RowConfig says what the numbers mean)."""
 

@@ -9,8 +9,8 @@ import torch
 import cute_kernels
 from cute_kernels import bmm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.launch import forced
 from tests.cpu.test_gemm_compile import INSTRUCTIONS, SM100, arguments, compile_and_check, early_reads
+from tests.fakes import fake_kernels
 from tests.gemm_cases import (
     BF16,
     FP16,
@@ -22,10 +22,10 @@ from tests.gemm_cases import (
     kernel_name,
     kernels,
     make_batch,
+    only_kernel,
     oracle_mm,
     randn,
     run_batch,
-    stand_in,
 )
 from tests.marks import first_of
 from tests.ptx import compile_in, kernels_in
@@ -82,14 +82,12 @@ def test_every_kernel_compiles(arch, kernel):
 @pytest.mark.parametrize("option", first_of(["rows off 16 bytes", "b along n", "a along m", "fp32", "fp16"]))
 def test_options_compile(option, arch):
     """With the widest tile, the widest of a warpgroup's own, the narrowest, and the kernel for any stride."""
-    import cutlass
-
     changes = {
         "b along n": {"b_major": "n"},
         "a along m": {"a_major": "m"},
-        "fp32": {"out": cutlass.Float32},
-        "fp16": {"dtype": cutlass.Float16, "out": cutlass.Float16},
-        "rows off 16 bytes": {"tma_store": False},
+        "fp32": {"out": FP32},
+        "fp16": {"dtype": FP16, "out": FP16},
+        "rows off 16 bytes": {"out_aligned": False},
     }[option]
     aligned = sorted(kernels(arch)[1:], key=lambda kernel: (kernel[0].tile[0] * kernel[0].tile[1], kernel[1]))
     turns = [kernel for kernel in aligned if kernel[0].ping_pong][-1:]
@@ -100,7 +98,8 @@ def test_options_compile(option, arch):
 
 
 @pytest.mark.parametrize(
-    "change", [{"bias": FP32}, {"activation": "relu"}, {"keeps_z": True}, {"accumulate": True}, {"counts_k": True}]
+    "change",
+    [{"bias": FP32}, {"activation": "relu"}, {"save_preact": True}, {"accumulate": True}, {"has_valid_k": True}],
 )
 def test_what_no_batch_has(change):
     from cute_kernels.gemm.kernel import gemm
@@ -114,13 +113,13 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
     """Forward and backward of attention's scores."""
     a, b = (torch.zeros(64, *shape, dtype=BF16) for shape in ((1024, 128), (128, 1024)))
     dout = torch.zeros(64, 1024, 1024, dtype=BF16)
-    with stand_in(arch, computes=False) as jobs:
+    with fake_kernels(arch, computes=False) as jobs:
         run_batch(bmm, a, b, dout)
         run_batch(bmm, a, b.mT.contiguous().mT, dout)
-        with forced(jobs[0][1][-1], False):
+        with only_kernel(jobs[0][1][2], False):
             run_batch(bmm, a, b, dout)
             run_batch(bmm, a, b.mT.contiguous().mT, dout)
-    table = [job for job in prewarm.specializations(arch) if "log_prob" not in job[0].__name__ and job[1][11]]
+    table = [job for job in prewarm.specializations(arch) if job[1][1].batched]
     assert len(set(table)) == len(table) == 3 and set(table) == set(jobs[6:]) and table[0] in jobs[:6]
 
 
@@ -131,7 +130,7 @@ def test_the_walk_over_a_batch(group):
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
 
-    from cute_kernels.gemm.kernel_epilogue import entry_and_tile, tile_divisors, tile_of
+    from cute_kernels.common.gemm_epilogue import entry_and_tile, tile_divisors, tile_of
 
     @cute.jit
     def walk(places: cute.Tensor, entries: cutlass.Int32, tiles_m: cutlass.Int32, tiles_n: cutlass.Int32):

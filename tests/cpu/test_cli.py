@@ -18,8 +18,8 @@ from bench import bench_norm, bench_reduction, harness
 from cute_kernels.cli import bench, demo, env
 from cute_kernels.cli import main as cli
 from cute_kernels.gemm import reference as gemm_reference
-from cute_kernels.gemm import reference_log_prob as log_prob_reference
 from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.log_prob import reference as log_prob_reference
 from cute_kernels.mhc import reference as mhc_reference
 from cute_kernels.mxfp8 import reference as mxfp8_reference
 from jit_cache.command import EXIT_STATUS

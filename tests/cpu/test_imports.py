@@ -106,6 +106,32 @@ def test_references_are_plain_torch(path):
     assert all(name.startswith(allowed) for name in ours), ours
 
 
+FAMILIES = sorted(path.parent.name for path in (ROOT / "cute_kernels").glob("*/prewarm.py"))
+OF_FAMILIES = [path for path in LIBRARY if path.relative_to(ROOT).parts[1] in FAMILIES]
+# linear_log_prob's backward is three products, which write to what it gives them
+LAUNCHES_OF_PRODUCTS = "cute_kernels.gemm.launch"
+
+
+@pytest.mark.parametrize("path", OF_FAMILIES, ids=names(OF_FAMILIES))
+def test_families_use_the_public_ops_of_others(path):
+    """What they share is in common and runtime."""
+    own = path.relative_to(ROOT).parts[1]
+    for name in imported(path, top_level_only=False):
+        _, family, *rest = (*name.split("."), "", "")
+        if name.startswith("cute_kernels.") and family in FAMILIES and family != own:
+            is_public = not rest[0] or not (ROOT / "cute_kernels" / family / f"{rest[0]}.py").exists()
+            assert is_public or name.startswith(LAUNCHES_OF_PRODUCTS), name
+
+
+COMMON = sorted((ROOT / "cute_kernels" / "common").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", COMMON, ids=names(COMMON))
+def test_common_knows_no_family(path):
+    ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
+    assert all(name.startswith("cute_kernels.common") for name in ours), ours
+
+
 LIGHT = [path for path in LIBRARY if path not in KERNELS and path.parent.name != "common"]
 
 

@@ -1,5 +1,6 @@
 """linear_log_prob without a GPU: the reference, bad arguments, and its kernels compiled for both architectures."""
 
+import contextlib
 import math
 import re
 import weakref
@@ -9,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels import linear_log_prob
-from cute_kernels.gemm import launch_log_prob as launch
-from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config import log_prob_candidates, vocabulary_tile
+from cute_kernels.log_prob import launch, prewarm
+from cute_kernels.log_prob.config import candidates, vocabulary_tile
 from tests.cpu.test_compile import check_record
+from tests.fakes import fake_kernels
 from tests.gemm_cases import BF16, FP16, check
-from tests.log_prob_cases import IGNORED, Case, check_masked, log_prob_stand_in, make_inputs, oracle, run
+from tests.log_prob_cases import IGNORED, Case, check_masked, make_inputs, oracle, run
 from tests.norm_cases import name_of
 from tests.ptx import compile_in, kernels_in
 
@@ -165,15 +166,16 @@ BAD = {
 @pytest.mark.parametrize("path", ["reference", "kernels"])
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name, path):
+    """Cold, and after a good call."""
     changes, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        if path == "reference":
-            linear_log_prob(**(good() | changes))
-        else:
-            with log_prob_stand_in() as jobs:
+    with contextlib.nullcontext([]) if path == "reference" else fake_kernels() as jobs:
+        for _ in range(2):
+            with pytest.raises(error) as caught:
                 linear_log_prob(**(good() | changes))
-            assert not jobs
-    assert str(caught.value).startswith(f"linear_log_prob: {message}")
+            assert str(caught.value).startswith(f"linear_log_prob: {message}")
+            count = len(jobs)
+            linear_log_prob(**good())
+            assert len(jobs) == (2 if path == "kernels" else 0) and count in (0, len(jobs))
 
 
 def test_rows_off_16_bytes():
@@ -189,7 +191,7 @@ def test_rows_off_16_bytes():
         arguments = good() | {name: t}
         if t.shape[1] == 60:
             arguments["weight"] = torch.zeros(32, 64, dtype=BF16)[:, :60]
-        with log_prob_stand_in(), pytest.raises(ValueError) as caught:
+        with fake_kernels(), pytest.raises(ValueError) as caught:
             linear_log_prob(**arguments)
         message = f"linear_log_prob: {name} must have rows that start on 16 bytes, got shape {tuple(t.shape)}, strides"
         assert str(caught.value).startswith(message)
@@ -197,21 +199,21 @@ def test_rows_off_16_bytes():
 
 def test_the_statistics_of_some_tokens_at_a_time(monkeypatch, generator):
     """Those of the ones before are gone when the next ones are allocated."""
-    seen, real = [], launch.launch
+    seen, multiply, of = [], launch._multiply, launch.LogitsLaunches.of
 
-    def spied(function, config, x, weight, major, target, statistics, *rest):
+    def spied(chosen, x, weight, major, target, statistics, *rest):
         seen.append(weakref.ref(statistics))
-        real(function, config, x, weight, major, target, statistics, *rest)
+        multiply(chosen, x, weight, major, target, statistics, *rest)
 
-    def allocated_for(arch):
+    def before_they_are_allocated(*arguments):
         assert all(reference() is None for reference in seen)
-        return vocabulary_tile(arch)
+        return of(*arguments)
 
-    monkeypatch.setattr(launch, "vocabulary_tile", allocated_for)
-    monkeypatch.setattr(launch, "launch", spied)
+    monkeypatch.setattr(launch.LogitsLaunches, "of", before_they_are_allocated)
+    monkeypatch.setattr(launch, "_multiply", spied)
     monkeypatch.setattr(launch, "STATISTICS_TOKENS", 100)
     inputs = make_inputs(Case(300, 264, 64), generator)
-    with log_prob_stand_in(), torch.no_grad():
+    with fake_kernels(), torch.no_grad():
         linear_log_prob(inputs.x, inputs.weight, inputs.target)
     assert len(seen) == 3
 
@@ -221,7 +223,7 @@ def test_the_statistics_of_some_tokens_at_a_time(monkeypatch, generator):
 
 def builders(arch: str) -> list[tuple]:
     """All that calls of bf16 with a row-major weight ask for."""
-    with log_prob_stand_in(arch) as jobs:
+    with fake_kernels(arch) as jobs:
         for m in (40, 100, 300):
             for entropy in (True, False):
                 case = Case(m, 264, 64, entropy=entropy)
@@ -233,44 +235,48 @@ def builders(arch: str) -> list[tuple]:
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_kernels_compile(arch):
     """No spills, no local memory; with the weight's columns and int32 targets, too."""
-    from cutlass import Int32, Int64
-
     found = builders(arch)
-    assert len(found) == 1 + 3 * len(set(log_prob_candidates(arch)))
-    for builder, arguments in found:
-        check_record(builder.obtain(*arguments).record)
-        other = [Int32 if a is Int64 else "n" if a == "k" else a for a in arguments]
-        assert Int32 in other
-        check_record(builder.obtain(*other).record)
+    assert len(found) == 1 + 3 * len(set(candidates(arch)))
+    for builder, (_, spec, *config) in found:
+        check_record(builder.obtain(arch, spec, *config).record)
+        other = spec._replace(target=torch.int32)
+        if builder.__name__ != "log_prob":
+            other = other._replace(weight_major="n")
+        check_record(builder.obtain(arch, other, *config).record)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
-    table = [job for job in prewarm.specializations(arch) if "log_prob" in job[0].__name__]
+    table = list(prewarm.specializations(arch))
     assert len(set(table)) == len(table) and set(table) == set(builders(arch))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_tile_of_the_vocabulary_divides_the_tiles_of_kernels(arch):
     """All add up the same columns first."""
-    assert all(config.tile[1] % vocabulary_tile(arch) == 0 for config in log_prob_candidates(arch))
+    assert all(config.tile[1] % vocabulary_tile(arch) == 0 for config in candidates(arch))
+
+
+SPECS = {
+    "statistics": 'StatisticsSpec(torch.bfloat16, torch.int64, "k")',
+    "gradient": 'GradientSpec(torch.bfloat16, torch.int64, "k", True)',
+}
 
 
 def test_the_instructions_that_are_meant(tmp_path):
     """Tensor cores fed by TMA; of the statistics no exponential but to the base of 2, and nothing stored by TMA."""
     program = """
-from cutlass import BFloat16, Int64
-from cute_kernels.gemm.config import log_prob_candidates
-from cute_kernels.gemm.kernel_log_prob import log_prob_gradient, log_prob_statistics
+import torch
+from cute_kernels.log_prob.config import GradientSpec, StatisticsSpec, candidates
+from cute_kernels.log_prob.kernel import log_prob_gradient, log_prob_statistics
 
-config = log_prob_candidates("{arch}")[-1]
-log_prob_{kernel}("{arch}", BFloat16, Int64, "k", {has_dentropy} config)
+log_prob_{kernel}("{arch}", {spec}, candidates("{arch}")[-1])
 """
     for arch, product in (("sm_90a", "wgmma.mma_async"), ("sm_100a", "tcgen05.mma")):
-        for kernel, has_dentropy in (("statistics", ""), ("gradient", "True,")):
+        for kernel, spec in SPECS.items():
             folder = tmp_path / arch / kernel
             folder.mkdir(parents=True)
-            compile_in(folder, program.format(arch=arch, kernel=kernel, has_dentropy=has_dentropy))
+            compile_in(folder, program.format(arch=arch, kernel=kernel, spec=spec))
             (text,) = kernels_in(folder)
             assert product in text and "cp.async.bulk.tensor" in text and "ex2.approx" in text
             stores = "cp.async.bulk.tensor.2d.global.shared" in text
@@ -279,8 +285,8 @@ log_prob_{kernel}("{arch}", BFloat16, Int64, "k", {has_dentropy} config)
 
 def test_the_schemas_name_what_is_written():
     for operator, outputs in (
-        (launch.forward_op, {"log_prob", "entropy", "row_statistics"}),
-        (launch.backward_op, {"dx", "dweight"}),
+        (launch.log_prob_forward.registered, {"log_prob", "entropy", "row_statistics"}),
+        (launch.log_prob_backward.registered, {"dx", "dweight"}),
     ):
         arguments = operator._schema.arguments
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}

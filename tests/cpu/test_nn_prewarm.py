@@ -2,8 +2,9 @@
 
 import pytest
 
-from cute_kernels.gemm import launch_log_prob
 from cute_kernels.gemm import prewarm as gemm
+from cute_kernels.log_prob import launch
+from cute_kernels.log_prob import prewarm as log_prob
 from cute_kernels.mhc import prewarm as mhc
 from cute_kernels.norm import prewarm as norm
 from tests.nn_cases import kernels_of, make_config, with_connections
@@ -21,8 +22,8 @@ def test_the_tables_have_a_whole_model(arch, monkeypatch):
         (mhc, "MODEL_CHANNELS"),
     ):
         monkeypatch.setattr(module, name, (CHANNELS,))
-    monkeypatch.setattr(launch_log_prob, "GRADIENT_ELEMENTS", 2**20)
-    table = {job for family in (gemm, mhc, norm) for job in family.specializations(arch)}
+    monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", 2**20)
+    table = {job for family in (gemm, log_prob, mhc, norm) for job in family.specializations(arch)}
     four = make_config(CHANNELS, layers=2, length=300, heads=6, vocab=4096)
     one = make_config(CHANNELS, layers=2, length=300, heads=6, vocab=4096, streams=None)
     configs = [one, four, *(with_connections(four, recompute=True, recompute_layers=layers) for layers in (1, 2))]

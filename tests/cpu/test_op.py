@@ -10,13 +10,12 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.gemm import launch as gemm
 from cute_kernels.mhc import launch as mhc
 from cute_kernels.runtime import operators
 from cute_kernels.runtime.operators import Calls, Plans, allocator
 
 
-@pytest.mark.parametrize("family", [gemm, mhc], ids=lambda family: family.__name__.split(".")[1])
+@pytest.mark.parametrize("family", [mhc], ids=lambda family: family.__name__.split(".")[1])
 def test_plans_are_forgotten_in_time(family, monkeypatch):
     monkeypatch.setattr(operators, "MAX_PLANS", 4)
     plans = type(family._plans)()

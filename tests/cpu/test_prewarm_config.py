@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cute_kernels.nn as cnn
 from cute_kernels import batch_invariant, layer_norm, linear_log_prob, rms_norm
 from cute_kernels.gemm import launch as gemm
-from cute_kernels.gemm import launch_log_prob as log_prob
 from cute_kernels.gemm.config import EPILOGUE_K, choose
+from cute_kernels.log_prob import launch as log_prob
 from cute_kernels.norm import launch as norm
 from cute_kernels.prewarm import Model, _rows, for_config
 from cute_kernels.reduction import launch as reduction
@@ -29,10 +29,10 @@ from tests.marks import first_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OPERATORS = {
-    "gemm": gemm.run_gemm,  # memory that meta tensors share is none
-    "activation_backward": gemm.run_activation_backward,
-    "log_prob_forward": log_prob.run_forward,
-    "log_prob_backward": log_prob.run_backward,
+    "gemm": gemm.gemm.function,  # memory that meta tensors share is none
+    "activation_backward": gemm.activation_backward.function,
+    "log_prob_forward": log_prob.log_prob_forward.function,
+    "log_prob_backward": log_prob.log_prob_backward.function,
     "norm_forward": norm.norm_forward.function,
     "norm_backward": norm.norm_backward.function,
     "softmax_forward": reduction.softmax_forward.function,
@@ -397,4 +397,3 @@ def test_other_targets_and_real_devices_are_left_alone():
     one = set(for_config(SIZES, "sm_90a"))
     assert {arguments[0] for _, arguments in for_config(SIZES, "sm_100a")} == {"sm_100a"}
     assert set(for_config(SIZES, "sm_90a")) == one
-    assert not gemm._plans

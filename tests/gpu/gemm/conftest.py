@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cute_kernels import bmm, linear, mm
-from cute_kernels.gemm.launch import forced
 from tests.beforehand import compile_beforehand
+from tests.fakes import fake_kernels
 from tests.gemm_cases import (
     BF16,
     FP32,
@@ -16,9 +16,9 @@ from tests.gemm_cases import (
     kernels_of,
     laid_out,
     make_batch,
+    only_kernel,
     operands,
     run_batch,
-    stand_in,
 )
 
 
@@ -28,13 +28,13 @@ def gemm_compiled_beforehand(request):
         return
     values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
     jobs = kernels_of([value for value in dict.fromkeys(v for v in values if isinstance(v, Case))], here())
-    with stand_in(here(), computes=False) as more:
+    with fake_kernels(here(), computes=False) as more:
         for config, transposed in of_every_kernel(request.session.items, "kernel"):
-            with forced(config, transposed):
+            with only_kernel(config, transposed):
                 each_layout(16)
                 each_layout(64)
         for config, transposed in of_every_kernel(request.session.items, "batch_kernel"):
-            with forced(config, transposed):
+            with only_kernel(config, transposed):
                 each_batch(16)
                 each_batch(64)
         for case in dict.fromkeys(value for value in values if isinstance(value, Batch)):
@@ -58,8 +58,8 @@ def each_layout(size):
         linear(a, weight, num_valid_tokens=valid).backward(a)
     bias = torch.zeros(size, requires_grad=True)
     bias.main_grad = torch.zeros(size)
-    turned = laid_out(a, False)
-    linear(turned, weight, bias, num_valid_tokens=torch.ones(1, dtype=torch.int32)).backward(turned)
+    by_columns = laid_out(a, False)
+    linear(by_columns, weight, bias, num_valid_tokens=torch.ones(1, dtype=torch.int32)).backward(by_columns)
     linear(a.detach().requires_grad_(), b.detach(), torch.zeros(size), activation="gelu").backward(a)
 
 
@@ -78,18 +78,3 @@ def both_products(case):
     dout = torch.zeros(case.entries, case.m, case.n, dtype=case.out or case.dtype)
     run_batch(bmm, a, b, dout, out_dtype=case.out)
     run_batch(mm, a[0], b[0], dout[0], out_dtype=case.out)
-
-
-@pytest.fixture
-def traced_linear():
-    return linear
-
-
-@pytest.fixture
-def traced_mm():
-    return mm
-
-
-@pytest.fixture
-def traced_bmm():
-    return bmm

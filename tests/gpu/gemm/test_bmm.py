@@ -7,9 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels import bmm, mm, provenance
-from cute_kernels.gemm import launch
 from cute_kernels.gemm.config import DECODE_16, DECODE_32, PING_PONG, PREFILL
-from cute_kernels.gemm.launch import forced, gemm_op, observed
+from cute_kernels.gemm.launch import gemm, observed
 from jit_cache import stats
 from tests.gemm_cases import (
     BF16,
@@ -24,6 +23,7 @@ from tests.gemm_cases import (
     kernel_name,
     kernels,
     make_batch,
+    only_kernel,
     oracle_mm,
     randn,
     run_batch,
@@ -87,7 +87,7 @@ def test_each_entry_has_the_bits_of_mm(case, generator):
 
 
 @pytest.mark.parametrize("batch_kernel", kernels()[1:], ids=kernel_name)
-def test_every_kernel_has_the_same_bits(batch_kernel, generator, monkeypatch):
+def test_every_kernel_has_the_same_bits(batch_kernel, generator):
     """Each kernel that a call can get against the one for any stride; every layout; with many SMs, and with four."""
 
     def results():
@@ -108,14 +108,13 @@ def test_every_kernel_has_the_same_bits(batch_kernel, generator, monkeypatch):
         odd, _ = make_batch(Batch(entries, n + 1, 8, k), generator)
         odd = odd.mT
         one, other = a[:1].expand_as(a), b[:1].expand_as(b)
-        with forced(None, False):
+        with only_kernel(None, False):
             wanted = results()
         for num_sms in (132, 4):
-            monkeypatch.setattr(launch, "sm_count", lambda index, num_sms=num_sms: num_sms)
-            with forced(*batch_kernel), observed() as used:
+            with only_kernel(*batch_kernel, num_sms), observed() as used:
                 found = results()
-            assert {(plan.config, plan.transposed) for plan, _, _ in used} == {batch_kernel}
-            assert all(plan.num_ctas <= num_sms for plan, _, _ in used)
+            assert {(launch.config, launch.transposed) for launch, _, _ in used} == {batch_kernel}
+            assert all(launch.num_ctas <= num_sms for launch, _, _ in used)
             for i, (one_result, other_result) in enumerate(zip(found, wanted, strict=True)):
                 assert_same_bits(one_result, other_result, f"result {i}, {entries}x{m}x{n}x{k}, {num_sms} SMs")
 
@@ -235,10 +234,10 @@ def test_provenance(generator):
 
 
 @pytest.mark.parametrize("case", [Batch(3, 65, 96, 64), Batch(5, 9, 33, 17, FP16, FP32)], ids=str)
-def test_compile(case, traced_bmm, generator, compile_backend):
+def test_compile(case, generator, compile_backend):
     """One graph, forward and backward; eager mode's bits, also for other numbers of entries and rows."""
     torch._dynamo.reset()
-    compiled = torch.compile(traced_bmm, fullgraph=True, backend=compile_backend)
+    compiled = torch.compile(bmm, fullgraph=True, backend=compile_backend)
     for entries, m in ((case.entries, case.m), (2, 3), (7, 130)):
         a, b = make_batch(Batch(entries, m, case.n, case.k, case.dtype), generator)
         dout = randn(entries, m, case.n, generator=generator).to(case.out or case.dtype)
@@ -258,7 +257,7 @@ def test_opcheck(generator):
         found = run_batch(bmm, a, b, dout)
     for name, result in wanted.items():
         assert_same_bits(found[name], result, name)
-    assert [function for function, _ in recorder.calls] == [gemm_op] * 3
+    assert [function for function, _ in recorder.calls] == [gemm.registered] * 3
     for function, arguments in recorder.calls:
         torch.library.opcheck(function, arguments)
 
@@ -344,16 +343,14 @@ def test_more_than_2_31_elements(m, n, generator):
 PROGRAM = """
 import torch
 from cute_kernels import bmm
-from cute_kernels.gemm import launch
 from cute_kernels.gemm.launch import forced
 from tests.gpu.gemm.test_bmm import OF_THE_SANITIZER
 
-launch.sm_count = lambda index: 2  # one cluster computes all tiles
 for kernel in OF_THE_SANITIZER:
     for k in (72, 17):  # the latter by the kernel for any stride
         a = torch.randn(3, 136, k, device="cuda").bfloat16().requires_grad_()
         b = torch.randn(3, k, 264, device="cuda").bfloat16().requires_grad_()
-        with forced(*kernel):
+        with only_kernel(*kernel, num_sms=2):  # one cluster computes all tiles
             found = [bmm(a, b), bmm(a[:1].expand(3, -1, -1), b, out_dtype=torch.float32)]
             found += torch.autograd.grad(found[0], (a, b), found[0].detach())
         torch.cuda.synchronize()
@@ -374,7 +371,7 @@ OF_THE_SANITIZER = [
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):
     for kernel in OF_THE_SANITIZER:  # compiled before
-        with forced(*kernel):
+        with only_kernel(*kernel):
             for k in (72, 17):
                 a, b = (torch.randn(3, *shape, device="cuda").bfloat16() for shape in ((136, k), (k, 264)))
                 run_batch(bmm, a, b, bmm(a, b))

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import linear, mm
-from cute_kernels.gemm import launch
-from cute_kernels.gemm.launch import forced, observed
+from cute_kernels.gemm.launch import observed
 from tests.gemm_cases import (
     BF16,
     FP16,
@@ -22,6 +21,7 @@ from tests.gemm_cases import (
     kernel_name,
     kernels,
     laid_out,
+    only_kernel,
     operands,
     randn,
     same_bits,
@@ -108,14 +108,14 @@ def test_padding_and_chunks(n, k, activation, generator):
 
 
 @pytest.mark.parametrize("kernel", kernels()[1:], ids=kernel_name)
-def test_every_kernel_has_the_same_bits(kernel, generator, device, monkeypatch):
+def test_every_kernel_has_the_same_bits(kernel, generator, device):
     """Each kernel that a call can get against the one for any stride, hence each pair; every layout, and main_grad.
 
     With an SM for each tile, and with four, so that a CTA has several.
     """
 
-    def results(config, transposed):
-        with forced(config, transposed):
+    def results(config, transposed, num_sms=None):
+        with only_kernel(config, transposed, num_sms):
             found = [mm(*operands(a, b, layout), out_dtype=FP32) for layout in LAYOUTS]
             off_16_bytes = torch.empty(m, n + 3, device=a.device)[:, :n]
             found.append(mm(a, b, out=off_16_bytes))
@@ -147,11 +147,10 @@ def test_every_kernel_has_the_same_bits(kernel, generator, device, monkeypatch):
         names = [*map("".join, LAYOUTS), "rows off 16 bytes", "from main_grad", "valid tokens"]
         names += ["tokens next to each other", "dbias", "gelu", "its dx"]
         for num_sms in (132, 4):
-            monkeypatch.setattr(launch, "sm_count", lambda index, num_sms=num_sms: num_sms)
             with observed() as used:
-                found = results(*kernel)
-            assert {(plan.config, plan.transposed) for plan, _, _ in used} == {kernel}
-            assert all(plan.num_ctas <= num_sms for plan, _, _ in used)
+                found = results(*kernel, num_sms)
+            assert {(launch.config, launch.transposed) for launch, _, _ in used} == {kernel}
+            assert all(launch.num_ctas <= num_sms for launch, _, _ in used)
             for name, one, two in zip(names, found, wanted, strict=True):
                 assert_same_bits(one, two, f"{name}, {m}x{n}x{k}, {num_sms} SMs")
 
@@ -165,7 +164,7 @@ def test_main_grad_to_which_nothing_is_added(kernel, generator, device):
     for tokens, valid in ((200, none), (0, None)):
         weight = torch.ones(72, 136, dtype=BF16, device=device, requires_grad=True)
         weight.main_grad = start.clone()
-        with forced(*kernel):
+        with only_kernel(*kernel):
             linear(x[:tokens], weight, num_valid_tokens=valid).backward(dy[:tokens])
         assert_same_bits(weight.main_grad, start, f"{tokens} tokens")
 

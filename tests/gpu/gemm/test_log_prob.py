@@ -2,20 +2,19 @@
 
 import math
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import linear_log_prob, provenance
-from cute_kernels.gemm import launch_log_prob as launch
-from cute_kernels.gemm.config import log_prob_candidates
-from cute_kernels.gemm.launch_log_prob import backward_op, forward_op
+from cute_kernels.log_prob import launch
+from cute_kernels.log_prob.config import candidates
+from cute_kernels.log_prob.launch import log_prob_backward, log_prob_forward
 from jit_cache import stats
 from tests.gemm_cases import BF16, FP16, FP32, Recorder, assert_same_bits, check, here, kernel_name
 from tests.gpu.sanitizer import assert_clean, needs_sanitizer
-from tests.log_prob_cases import IGNORED, Case, check_masked, make_inputs, mask_columns, oracle, run
+from tests.log_prob_cases import IGNORED, Case, check_masked, make_inputs, mask_columns, only_kernel, oracle, run
 from tests.norm_cases import name_of
 
 CASES = [
@@ -227,14 +226,13 @@ def test_a_token_does_not_know_its_batch(generator):
 
 
 @pytest.mark.parametrize("num_sms", [132, 4])
-@pytest.mark.parametrize("config", dict.fromkeys(log_prob_candidates(here())), ids=lambda c: kernel_name((c, False)))
-def test_every_kernel_has_the_same_bits(config, num_sms, generator, monkeypatch):
+@pytest.mark.parametrize("config", dict.fromkeys(candidates(here())), ids=lambda c: kernel_name((c, False)))
+def test_every_kernel_has_the_same_bits(config, num_sms, generator):
     """With an SM for each tile, and with few, so that a CTA has many; few tokens and many."""
     for case in (Case(40, 1000, 136), Case(300, 1033, 200)):
         inputs = make_inputs(case, generator)
         wanted = run(linear_log_prob, case, inputs)
-        monkeypatch.setattr(launch, "sm_count", lambda index: num_sms)
-        with mock.patch.object(launch, "choose_log_prob", lambda arch, m: config):
+        with only_kernel(config, num_sms):
             found = run(linear_log_prob, case, inputs)
         for name, result in wanted.items():
             assert_same_bits(found[name], result, name)
@@ -334,10 +332,10 @@ def test_second_derivatives_are_refused(generator):
         )
 
 
-def test_compile(traced_log_prob, generator, compile_backend):
+def test_compile(generator, compile_backend):
     """One graph, forward and backward; eager mode's bits, also for numbers of tokens that take other kernels."""
     torch._dynamo.reset()
-    compiled = torch.compile(traced_log_prob, fullgraph=True, backend=compile_backend)
+    compiled = torch.compile(linear_log_prob, fullgraph=True, backend=compile_backend)
     for m in (65, 3, 300):
         case = Case(m, 264, 64, temperature=0.7)
         inputs = make_inputs(case, generator)
@@ -372,7 +370,7 @@ def test_opcheck(generator):
         found = run(linear_log_prob, case, inputs)
     for name, result in wanted.items():
         assert_same_bits(found[name], result, name)
-    assert [function for function, _ in recorder.calls] == [forward_op, backward_op]
+    assert [function for function, _ in recorder.calls] == [log_prob_forward.registered, log_prob_backward.registered]
     for function, arguments in recorder.calls:
         torch.library.opcheck(function, arguments)
 
@@ -393,11 +391,6 @@ def test_another_number_of_tokens_compiles_nothing(generator):
 
 
 # What the CPU does not show
-
-
-@pytest.fixture
-def traced_log_prob():
-    return linear_log_prob
 
 
 def test_graph(generator):
@@ -452,9 +445,11 @@ def test_what_no_target_of_32_bits_is(generator):
 PROGRAM = """
 import torch
 from cute_kernels import linear_log_prob, provenance
-from cute_kernels.gemm import launch_log_prob
-launch_log_prob.sm_count = lambda index: 2
-launch_log_prob.GRADIENT_COLUMNS, launch_log_prob.GRADIENT_ELEMENTS = 256, 1
+from cute_kernels.log_prob import launch
+from cute_kernels.runtime import launches
+target_of = launches.target_of
+launches.target_of = lambda index: target_of(index)._replace(num_sms=2)
+launch.GRADIENT_COLUMNS, launch.GRADIENT_ELEMENTS = 256, 1
 for m in (13, 70, 264):
     x = torch.randn(m, 72, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(393, 72, device="cuda").bfloat16().requires_grad_()

@@ -1,13 +1,11 @@
 """compute-sanitizer finds no bad access and no race in small products of each kernel, forward and backward."""
 
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 
 from cute_kernels import linear
-from cute_kernels.gemm import launch
 from cute_kernels.gemm.config import (
     DECODE_16,
     DECODE_32,
@@ -19,9 +17,9 @@ from cute_kernels.gemm.config import (
     PING_PONG,
     PREFILL,
 )
-from cute_kernels.gemm.launch import forced
 from tests.beforehand import compile_beforehand
-from tests.gemm_cases import FP32, Case, here, make_inputs, seeded_generator, stand_in
+from tests.fakes import fake_kernels
+from tests.gemm_cases import FP32, Case, here, make_inputs, only_kernel, seeded_generator
 from tests.gpu.sanitizer import assert_clean, needs_sanitizer
 
 
@@ -103,7 +101,7 @@ def results(run: Run, device: str) -> list[torch.Tensor]:
     for parameter in parameters if run.main_grad else ():
         parameter.main_grad = torch.zeros_like(parameter, dtype=FP32)
     count = None if run.valid is None else torch.tensor([run.valid], dtype=torch.int32).to(device)
-    with forced(*run.kernel), mock.patch.object(launch, "sm_count", lambda index: run.num_sms):
+    with only_kernel(*run.kernel, run.num_sms):
         y = linear(*leaves, num_valid_tokens=count, **run.case.options)
         y.backward(inputs.dy.to(device))
     return [y.detach(), x.grad, *(p.main_grad if run.main_grad else p.grad for p in parameters)]
@@ -111,7 +109,7 @@ def results(run: Run, device: str) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def compiled_for_the_sanitizer():
-    with stand_in(here(), computes=False) as jobs:
+    with fake_kernels(here(), computes=False) as jobs:
         for runs in RUNS.values():
             for run in runs:
                 results(run, "cpu")

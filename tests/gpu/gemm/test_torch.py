@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels import linear, mm
-from cute_kernels.gemm.launch import activation_backward_op, gemm_op
+from cute_kernels.gemm.launch import activation_backward, gemm
 from jit_cache import stats
 from tests.gemm_cases import BF16, FP16, FP32, Case, Recorder, assert_same_bits, make_inputs, randn, run
 
@@ -27,10 +27,10 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("case", TRACED, ids=str)
-def test_compile(case, traced_linear, generator, compile_backend):
+def test_compile(case, generator, compile_backend):
     """One graph, forward and backward; eager mode's bits, also for numbers of tokens that take other kernels."""
     torch._dynamo.reset()
-    compiled = torch.compile(traced_linear, fullgraph=True, backend=compile_backend)
+    compiled = torch.compile(linear, fullgraph=True, backend=compile_backend)
     for m in (case.m, 3, 130):
         inputs = make_inputs(replace(case, m=m), generator)
         wanted = run(linear, case, inputs)
@@ -56,27 +56,27 @@ def test_compile_in_a_model(generator, compile_backend):
         assert torch.allclose(one, two, rtol=2e-2, atol=2e-2 * two.abs().max().item())
 
 
-def test_compile_without_gradients(traced_linear, generator, compile_backend):
+def test_compile_without_gradients(generator, compile_backend):
     torch._dynamo.reset()
     inputs = make_inputs(TRACED[1], generator)
     with torch.no_grad():
         wanted = linear(inputs.x, inputs.weight, inputs.bias)
-        compiled = torch.compile(traced_linear, fullgraph=True, backend=compile_backend)
+        compiled = torch.compile(linear, fullgraph=True, backend=compile_backend)
         assert_same_bits(compiled(inputs.x, inputs.weight, inputs.bias), wanted)
 
 
-def test_compile_into_out(traced_mm, generator, compile_backend):
+def test_compile_into_out(generator, compile_backend):
     torch._dynamo.reset()
     a, b = randn(65, 64, generator=generator).to(BF16), randn(64, 96, generator=generator).to(BF16)
     memory = torch.full((65, 104), -7.0, device=a.device)
-    compiled = torch.compile(traced_mm, fullgraph=True, backend=compile_backend)
+    compiled = torch.compile(mm, fullgraph=True, backend=compile_backend)
     with torch.no_grad():
         compiled(a, b, out=memory[:, :96])
     assert_same_bits(memory[:, :96], mm(a, b, out_dtype=FP32))
     assert (memory[:, 96:] == -7.0).all()
 
 
-def test_compile_into_an_operand(traced_mm, generator, device, compile_backend):
+def test_compile_into_an_operand(generator, device, compile_backend):
     """A compiler may give out the memory of an operand that has no other use: an error, not a wrong product."""
     torch._dynamo.reset()
     size = 4096 if device == "cuda" else 64  # tiles are written while others still read
@@ -84,7 +84,7 @@ def test_compile_into_an_operand(traced_mm, generator, device, compile_backend):
 
     def function(a, b):
         a = a * 2
-        return traced_mm(a, b, out=a)
+        return mm(a, b, out=a)
 
     with torch.no_grad():
         try:
@@ -105,17 +105,19 @@ def test_opcheck(generator, device):
     with Recorder() as recorder:
         found = run(linear, case, inputs, num_valid_tokens=torch.tensor([40], dtype=torch.int32, device=device))
     assert_same(found, wanted)
-    assert [function for function, _ in recorder.calls] == [gemm_op, activation_backward_op, gemm_op, gemm_op, gemm_op]
+    assert [function for function, _ in recorder.calls] == [
+        launch.registered for launch in (gemm, activation_backward, gemm, gemm, gemm)
+    ]
     for function, arguments in recorder.calls:
         torch.library.opcheck(function, arguments)
 
 
 def test_the_schemas_name_what_is_written():
-    for operator, outputs in ((gemm_op, {"d", "z"}), (activation_backward_op, {"dz"})):
+    for operator, outputs in ((gemm.registered, {"d", "z"}), (activation_backward.registered, {"dz"})):
         arguments = operator._schema.arguments
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         assert written == outputs and not operator._schema.returns
-    assert gemm_op.name() == "cute_kernels::gemm"
+    assert gemm.registered.name() == "cute_kernels::gemm"
 
 
 def test_fake_tensors(device):

@@ -1,4 +1,4 @@
-"""linear_log_prob on SM90: the product of kernel_sm90.py, whose sums are logits and do not leave the SM as such.
+"""linear_log_prob on SM90: the product of common/gemm_sm90.py, whose sums are logits and do not leave the SM as such.
 
 A row of a tile lies in the four lanes of a quad, in all of the instruction's 64 rows alike: whichever kernel
 multiplies, the sums of a row over a tile's columns are added in the same order.
@@ -10,8 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.kernel_log_prob_epilogue import (
+from cute_kernels.common.gemm_config import GemmConfig
+from cute_kernels.common.gemm_sm90 import GemmSm90
+from cute_kernels.log_prob.kernel_epilogue import (
     GradientEntry,
     StatisticsEntry,
     differentiate,
@@ -21,13 +22,12 @@ from cute_kernels.gemm.kernel_log_prob_epilogue import (
     sums_of,
     target_column,
 )
-from cute_kernels.gemm.kernel_sm90 import GemmSm90
 
 QUAD = 4  # lanes that share a row
 
 
 class StatisticsSm90(StatisticsEntry, GemmSm90):
-    """See ``log_prob_statistics`` in kernel_log_prob.py."""
+    """See ``log_prob_statistics`` in kernel.py."""
 
     def __init__(self, weight_major: str, config: GemmConfig):
         GemmSm90.__init__(self, None, "k", weight_major, False, False, False, config)
@@ -68,7 +68,7 @@ class StatisticsSm90(StatisticsEntry, GemmSm90):
 
 
 class GradientSm90(GradientEntry, GemmSm90):
-    """See ``log_prob_gradient`` in kernel_log_prob.py."""
+    """See ``log_prob_gradient`` in kernel.py."""
 
     def __init__(self, weight_major: str, has_dentropy: bool, config: GemmConfig):
         GemmSm90.__init__(self, None, "k", weight_major, False, False, True, config)

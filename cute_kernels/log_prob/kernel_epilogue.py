@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.gemm.kernel_epilogue import transpose
+from cute_kernels.common.gemm_epilogue import transpose
 
 LN_2 = 0.6931471805599453
 LOWEST = -3.4028234663852886e38  # of fp32: a largest logit of -inf could be subtracted from none

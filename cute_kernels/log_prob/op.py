@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch import Tensor
 
-from cute_kernels.gemm import reference_log_prob
-from cute_kernels.gemm.checks import check_log_prob
-from cute_kernels.gemm.launch_log_prob import backward_op, forward_op, run_backward, run_forward
-from cute_kernels.runtime.autograd import as_rows, first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels.runtime.checks import Backend, expect
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.log_prob import reference
+from cute_kernels.log_prob.checks import check_log_prob
+from cute_kernels.log_prob.launch import log_prob_backward, log_prob_forward
+from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -78,32 +77,33 @@ def linear_log_prob(
         >>> log_prob.exp(), entropy.shape
         (tensor([0.2500, 1.0000]), torch.Size([2]))
     """
-    if not isinstance(x, Tensor) or backend is not None or not x.is_cuda:
-        expect(backend in (None, "reference"), "linear_log_prob", "backend", "be None or 'reference'", repr(backend))
-        return reference_log_prob.linear_log_prob(x, weight, target, ignore_index=ignore_index, temperature=temperature)
+    if uses_reference("linear_log_prob", x, backend):
+        return reference.linear_log_prob(x, weight, target, ignore_index=ignore_index, temperature=temperature)
     temperature = as_float(temperature)
     check_log_prob(x, weight, target, ignore_index, temperature)
-    options = (is_plain(x, weight, target), ignore_index, temperature)
-    if forward_ad._current_level >= 0 or (is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return _LinearLogProb.apply(x, weight, target, options)
-    return _forward(x, weight, target, *options)[:2]
+    if differentiates(x, weight):
+        return apply(_LinearLogProb, x, weight, target, ignore_index, temperature)
+    return _forward(x, weight, target, ignore_index, temperature)[:2]
 
 
-def _forward(x, weight, target, eager, ignore_index, temperature) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and what the backward needs of each row."""
     rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1).contiguous()
-    log_prob, entropy = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
-    row_statistics = x.new_empty(rows.shape[0], 3, dtype=torch.float32)
-    run = run_forward if eager else forward_op
-    run(rows, weight, targets, log_prob.view(-1), entropy.view(-1), row_statistics, ignore_index, temperature)
+    log_prob, entropy = (empty(x, target.shape, torch.float32) for _ in range(2))
+    row_statistics = empty(x, (rows.shape[0], 3), torch.float32)
+    results = log_prob.view(-1), entropy.view(-1), row_statistics
+    log_prob_forward(rows, weight, targets, *results, ignore_index, temperature)
     return log_prob, entropy, row_statistics
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, target, options):
-        log_prob, entropy, row_statistics = _forward(x, weight, target, *options)
+    def forward(ctx, x, weight, target, ignore_index, temperature):
+        log_prob, entropy, row_statistics = _forward(x, weight, target, ignore_index, temperature)
         ctx.save_for_backward(x, weight, target, row_statistics)
-        ctx.options = options[1:]
+        ctx.options = ignore_index, temperature
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
         return log_prob, entropy
@@ -115,15 +115,14 @@ class _LinearLogProb(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         needs_weight = needs_gradient(needs_weight, weight, ctx.main_grad)
         if (dlog_prob is None and dentropy is None) or not (needs_x or needs_weight):
-            return None, None, None, None
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+            return None, None, None, None, None
+        dx = empty(x, x.shape, x.dtype) if needs_x else None
         dweight = result = None
         if needs_weight:
             dweight, result = gradient_buffer("linear_log_prob", "weight", weight, ctx.main_grad)
         if dlog_prob is None:
             dlog_prob = torch.zeros_like(dentropy)
-        run = run_backward if is_plain(x, weight, dlog_prob, dentropy) else backward_op
-        run(
+        log_prob_backward(
             dlog_prob.reshape(-1).contiguous().resolve_neg(),  # of one token a sign may be left to the reader
             None if dentropy is None else dentropy.reshape(-1).contiguous().resolve_neg(),
             as_rows("linear_log_prob", "x", x),
@@ -135,4 +134,4 @@ class _LinearLogProb(torch.autograd.Function):
             *ctx.options,
             needs_weight and result is None,
         )
-        return dx, result, None, None
+        return dx, result, None, None, None

@@ -33,22 +33,19 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
-from cute_kernels.gemm.config import BLOCK, SHARED_MEMORY, STORE_STAGES, GemmConfig
-from cute_kernels.gemm.kernel_epilogue import (
+from cute_kernels.common.gemm_base import GemmBase
+from cute_kernels.common.gemm_config import BLOCK, SHARED_MEMORY, STORE_STAGES, GemmConfig
+from cute_kernels.common.gemm_epilogue import (
     activate,
     add_bias,
-    batch_last,
     by_blocks,
     entry_and_tile,
     entry_of,
-    is_read_once,
     load_sums,
     num_tiles,
     store_sums,
     tile_divisors,
     tile_of,
-    transpose,
 )
 
 WARPGROUP = 128
@@ -60,7 +57,7 @@ REGISTERS = {False: (40, 232), True: (24, 240)}
 CHUNK = 128
 
 
-class GemmSm90:
+class GemmSm90(GemmBase):
     """See the module; arguments as in the builder ``gemm``."""
 
     def __init__(
@@ -72,32 +69,24 @@ class GemmSm90:
         accumulate: bool,
         tma_store: bool,
         config: GemmConfig,
-        in_blocks: bool = False,
+        multi_block_tma: bool = False,
     ):
         if config.tile[0] not in (16, 32, 64, 128):
             raise ValueError(f"config.tile must have 16, 32, 64 or 128 rows, got {config.tile}")
-        if in_blocks and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
-            raise ValueError(f"in_blocks takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
-        self.activation = activation
-        self.majors = a_major, b_major
-        self.transposed = transposed
-        self.accumulate = accumulate
-        self.tma_store = tma_store
+        if multi_block_tma and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
+            raise ValueError(f"multi_block_tma takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
+        super().__init__(activation, a_major, b_major, transposed, accumulate, tma_store, config)
         self.staged = config.stores_by_tma("sm_90a", transposed)  # d leaves by way of shared memory
         if tma_store and not self.staged:
             raise ValueError(
                 f"config.tile must have 64 rows and 16 columns, or multiples, and room for tma_store, got {config}"
             )
         self.ring_bytes = config.ring_bytes
-        self.tile = config.tile
-        self.in_blocks = in_blocks
+        self.multi_block_tma = multi_block_tma
         # Of an instruction: those beyond the tile's are whatever lies behind them, at the ring's end B's tiles
         self.mma_rows = max(config.tile[0], 64)
         if (self.mma_rows - config.tile[0]) * BLOCK > config.stages * config.tile[1] * config.tile[2]:
             raise ValueError(f"config's tiles of B must hold what an instruction reads behind A's, got {config}")
-        self.cluster = config.cluster
-        self.stages = config.stages
-        self.group = config.group
         self.turns = config.turns
         # Consumer warpgroups of a tile, and of the CTA
         self.partners = 1 if config.ping_pong else self.mma_rows // 64
@@ -110,29 +99,6 @@ class GemmSm90:
         self.chunks = max(config.tile[2] // CHUNK, 1) if self.in_flight else 1
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        z: Optional[cute.Tensor],
-        bias: Optional[cute.Tensor],
-        valid_k: Optional[cute.Tensor],
-        num_ctas: Int32,
-        stream,
-    ):
-        self.dtype, self.out = a.element_type, d.element_type
-        a, b, d = batch_last(a), batch_last(b), batch_last(d)
-        if const_expr(self.majors[0] == "m"):
-            a = transpose(a)
-        if const_expr(self.majors[1] == "n"):
-            b = transpose(b)
-        if const_expr(self.transposed):
-            d = transpose(d)
-            z = None if const_expr(z is None) else transpose(z)
-        self.multiply(a, b, d, z, bias, valid_k, (), num_ctas, stream)
 
     @cute.jit
     def multiply(
@@ -171,7 +137,7 @@ class GemmSm90:
             tma_d, mD = cpasync.make_tiled_tma_atom(store, d, one, self.store_tile())
             if const_expr(z is not None):
                 tma_z, mZ = cpasync.make_tiled_tma_atom(store, z, one, self.store_tile())
-        tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
+        tiles_m, tiles_n = self.tiles_of(d)
         self.kernel(
             tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
             tile_divisors(tiles_m, tiles_n, self.group, cute.rank(d) == 3), rows,
@@ -210,11 +176,10 @@ class GemmSm90:
         return cute.tile_to_shape(atom, (*shape, self.turns * STORE_STAGES), order=(0, 1, 2))
 
     def load_atom(self, operand: cute.Tensor, layout, shape: tuple[int, int], multicast: int):
-        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         one = cute.slice_(layout, (None, None, 0))
-        if const_expr(self.in_blocks and LayoutEnum.from_tensor(operand) == LayoutEnum.ROW_MAJOR):
+        if const_expr(self.multi_block_tma and LayoutEnum.from_tensor(operand) == LayoutEnum.ROW_MAJOR):
             operand = by_blocks(operand)
-        return cpasync.make_tiled_tma_atom(op, operand, one, shape, num_multicast=multicast)
+        return cpasync.make_tiled_tma_atom(self.load_op(multicast), operand, one, shape, num_multicast=multicast)
 
     @cute.jit
     def instruction_rows(self, sA: cute.Tensor) -> cute.Tensor:
@@ -297,8 +262,7 @@ class GemmSm90:
         # At least one, of zeros where there is nothing to sum: where the loop might not run, the compiler moves what is
         # done to the sums ahead of the wait for them, and ptxas then has every product waited for
         k_tiles = cutlass.max(cute.ceil_div(num_k, tile_k), 1)
-        tiles_m = cute.ceil_div(d.shape[0], tile_m * cluster_m)
-        tiles_n = cute.ceil_div(d.shape[1], tile_n * cluster_n)
+        tiles_m, tiles_n = self.tiles_of(d)
         first_tile = bidx // (cluster_m * cluster_n)
         step = grid // (cluster_m * cluster_n)
 
@@ -321,35 +285,9 @@ class GemmSm90:
                     a_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=1)
                 if const_expr(cluster_m > 1):
                     b_mask = cute.make_layout_image_mask(cluster_layout, (rank_m, rank_n, 0), mode=0)
-                # Weights that are read once make room first; the tokens may be wanted again
-                a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
-                if const_expr(self.transposed):
-                    a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-                for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
-                    entry, tile = entry_and_tile(index, divisors)
-                    m, n = tile_of(tile, tiles_m, divisors, self.group)
-                    tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
-                    for k in cutlass.range(k_tiles, unroll=1):  # less code to fetch before the first loads
-                        ring.producer_acquire(state)
-                        full = ring.producer_get_barrier(state)
-                        cute.copy(
-                            tma_a,
-                            tAgA_entry[None, m * cluster_m + rank_m, k],
-                            tAsA[None, state.index],
-                            tma_bar_ptr=full,
-                            mcast_mask=a_mask,
-                            cache_policy=a_policy,
-                        )
-                        cute.copy(
-                            tma_b,
-                            tBgB_entry[None, n * cluster_n + rank_n, k],
-                            tBsB[None, state.index],
-                            tma_bar_ptr=full,
-                            mcast_mask=b_mask,
-                            cache_policy=b_policy,
-                        )
-                        state.advance()
+                a, b = (tma_a, mA, tAgA, tAsA, a_mask), (tma_b, mB, tBgB, tBsB, b_mask)
+                place, walk = (rank_m, rank_n), (first_tile, step)
+                state = self.load_tiles(ring, a, b, d, divisors, place, walk, k_tiles)
                 ring.producer_tail(state)
         else:
             if const_expr(self.consumers > 1):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor
 
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import check_bmm
-from cute_kernels.gemm.launch import _forced, calls, gemm_op, plan_product
-from cute_kernels.gemm.op import _run
-from cute_kernels.runtime.autograd import eager_apply, first_derivative_only
-from cute_kernels.runtime.checks import Backend, expect
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.gemm.launch import gemm
+from cute_kernels.runtime.autograd import apply, first_derivative_only
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 
 def bmm(
@@ -56,69 +51,47 @@ def bmm(
         >>> bmm(a, b).shape
         torch.Size([5, 3, 2])
     """
-    if not isinstance(a, Tensor) or backend is not None or not a.is_cuda:
-        expect(backend in (None, "reference"), "bmm", "backend", "be None or 'reference'", repr(backend))
+    if uses_reference("bmm", a, backend):
         return reference.bmm(a, b, out_dtype=out_dtype)
-    try:
-        call = key = None
-        if not is_dynamo_compiling() and not _forced:
-            key = ("bmm", a.shape, b.shape, out_dtype, is_grad_enabled())
-            call = calls.find(key, a, b)
-        if call is not None:
-            product, differentiates = call
-            return _apply_bmm(a, b, (product, out_dtype)) if differentiates else product(a, b, None)[0]
-        eager = is_plain(a, b)
-        differentiates = is_grad_enabled() and (a.requires_grad or b.requires_grad)
-        differentiates = differentiates or forward_ad._current_level >= 0  # autograd refuses tangents
-        product = plan_product("bmm", a, b, None, None, out_dtype, False) if eager else None
-        if differentiates:
-            result = (_apply_bmm if eager else _BmmFunction.apply)(a, b, (product, out_dtype))
-        else:
-            result = _bmm_forward(a, b, product, out_dtype)
-        if eager and key is not None:
-            calls.remember(key, (product, differentiates), a, b)
-        return result
-    except Exception:  # an argument that is no batch, or no dtype, or what the kernel's entry refuses
-        check_bmm(a, b, out_dtype)
-        raise
-
-
-def _bmm_forward(a: Tensor, b: Tensor, product: Callable | None, out_dtype: torch.dtype | None) -> Tensor:
-    if product is not None:
-        return product(a, b, None)[0]
     check_bmm(a, b, out_dtype)
-    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2], dtype=out_dtype or a.dtype)
-    gemm_op(a, b, out, trans_b=True)
+    if differentiates(a, b):
+        return apply(_BmmFunction, a, b, out_dtype)
+    return _bmm_forward(a, b, out_dtype)
+
+
+def _bmm_forward(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    entries, m, _ = a.shape
+    out = empty(a, (entries, m, b.shape[2]), out_dtype or a.dtype)
+    gemm(a, b, out, None, None, None, None, False, False, True)
     return out
 
 
 class _BmmFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, options):
+    def forward(ctx, a, b, out_dtype):
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         _, along_rows, along_columns = b.stride()
         ctx.by_columns = along_rows == 1 and along_columns != 1
-        return _bmm_forward(a, b, *options)
+        return _bmm_forward(a, b, out_dtype)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
         a, b = ctx.saved_tensors
         (entries, m, n), da, db = dout.shape, None, None
-        dout = dout.to((a if b is None else b).dtype)
+        dtype = (a if b is None else b).dtype
+        dout = dout.to(dtype)
         if ctx.needs_input_grad[0]:
-            da = dout.new_empty(entries, m, b.shape[1])
-            _run(dout, b, da)
+            da = empty(dout, (entries, m, b.shape[1]), dtype)
+            gemm(dout, b, da)
         if ctx.needs_input_grad[1]:
+            k = a.shape[2]
             if ctx.by_columns:  # as in mm
-                db = dout.new_empty(entries, n, a.shape[2])
-                _run(dout, a, db, trans_a=True, trans_b=True)
+                db = empty(dout, (entries, n, k), dtype)
+                gemm(dout, a, db, None, None, None, None, False, True, True)
                 db = db.mT
             else:
-                db = dout.new_empty(entries, a.shape[2], n)
-                _run(a, dout, db, trans_a=True, trans_b=True)
+                db = empty(dout, (entries, k, n), dtype)
+                gemm(a, dout, db, None, None, None, None, False, True, True)
         return da, db, None
-
-
-_apply_bmm = eager_apply(_BmmFunction)

@@ -1,10 +1,8 @@
-"""The kernels' path of mm and linear on the CPU: plans, layouts, allocation, autograd and the torch bridge.
+"""The kernels' path of mm and linear on the CPU: launches, layouts, allocation, autograd and the torch bridge.
 
 ``serial_k16`` in plain torch takes the place of the compiled kernels; all above them is what runs on a GPU. The tests
 are the GPU's own, where their sizes allow it.
 """
-
-import inspect
 
 import pytest
 import torch
@@ -12,9 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from cute_kernels import linear, mm
-from cute_kernels.gemm import launch, op
 from cute_kernels.gemm.config import candidates
-from cute_kernels.gemm.launch import forced, gemm_op
+from cute_kernels.gemm.launch import gemm, observed
+from tests.fakes import fake_kernels
 from tests.gemm_cases import (
     FP16,
     FP32,
@@ -22,9 +20,9 @@ from tests.gemm_cases import (
     assert_same_bits,
     kernels,
     make_inputs,
+    only_kernel,
     randn,
     run,
-    stand_in,
 )
 from tests.gpu.gemm.test_autograd import *  # noqa: F403
 from tests.gpu.gemm.test_invariance import (  # noqa: F401
@@ -57,28 +55,9 @@ from tests.gpu.gemm.test_torch import (  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
-def path_of_the_kernels():
-    with stand_in() as jobs:
+def jobs():
+    with fake_kernels() as jobs:
         yield jobs
-
-
-def traced(name, condition):
-    """A function as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
-    source = inspect.getsource(getattr(op, name))
-    assert source.count(condition) == 1
-    namespace = dict(vars(op))
-    exec(source.replace(condition, "False"), namespace)
-    return namespace[name]
-
-
-@pytest.fixture
-def traced_linear():
-    return traced("linear", "not x.is_cuda")
-
-
-@pytest.fixture
-def traced_mm():
-    return traced("mm", "not a.is_cuda")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -87,11 +66,11 @@ def test_every_candidate_is_chosen(arch):
     assert {config for config, _ in kernels(arch)} == set(candidates(arch))
 
 
-def test_one_graph_for_every_number_of_tokens(traced_linear, generator):
+def test_one_graph_for_every_number_of_tokens(generator):
     """After the first, which torch traces with its own sizes."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(traced_linear, fullgraph=True, backend=counter)
+    compiled = torch.compile(linear, fullgraph=True, backend=counter)
     for m in (3, 5, 9, 17):
         case = Case(m, 96, 64, bias=FP32, activation="gelu")
         inputs = make_inputs(case, generator)
@@ -101,14 +80,14 @@ def test_one_graph_for_every_number_of_tokens(traced_linear, generator):
     assert counter.frame_count <= 2
 
 
-def test_a_compiled_backward_adds_to_every_main_grad(traced_linear, generator):
+def test_a_compiled_backward_adds_to_every_main_grad(generator):
     """Which gradients it is asked for is not known in a graph: eager mode leaves those of others alone."""
     torch._dynamo.reset()
     inputs = make_inputs(Case(65, 96, 64), generator)
     inputs.weight.main_grad = torch.zeros(96, 64)
     for function, is_added_to in (
         (linear, False),
-        (torch.compile(traced_linear, fullgraph=True, backend="aot_eager"), True),
+        (torch.compile(linear, fullgraph=True, backend="aot_eager"), True),
     ):
         torch.autograd.grad(function(inputs.x, inputs.weight), inputs.x, inputs.dy)
         assert inputs.weight.main_grad.any() == is_added_to and inputs.weight.grad is None
@@ -119,7 +98,7 @@ def test_the_operator_refuses_memory_of_an_operand():
     square, other = torch.zeros(2, 64, 64, dtype=torch.bfloat16).unbind()
     for a, b, name in ((square, other, "a"), (other, square, "b")):
         with pytest.raises(ValueError, match=rf"^mm: out must not share memory with {name}, got address 0x"):
-            gemm_op(a, b.t(), square)
+            gemm.registered(a, b.t(), square)
 
 
 def test_a_tangent_is_refused_and_not_lost():
@@ -167,53 +146,38 @@ def test_a_sign_that_is_not_in_memory_of_one_column_or_element(generator):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_known_call_looks_no_plan_up(grad, generator, monkeypatch):
-    """It has the bits of the first; where anything differs, and inside ``forced``, the plan is looked up."""
-    lookups = []
-    plan_product = op.plan_product
-    monkeypatch.setattr(op, "plan_product", lambda *arguments: (lookups.append(1), plan_product(*arguments))[1])
+def test_what_a_call_has_in_common_with_none_before(grad, generator, jobs):
+    """The same call compiles nothing, and has the same bits; one that differs has its own kernel."""
     x, weight = (randn(*shape, generator=generator).to(FP16).requires_grad_(grad) for shape in ((6, 64), (48, 64)))
     bias = randn(48, generator=generator)
-
-    def is_known(function, *arguments, **options):
-        before = len(lookups)
-        function(*arguments, **options)
-        return len(lookups) == before
-
-    for function, arguments, options in (
-        (mm, (x, weight.t()), {}),
-        (mm, (x, weight.t()), {"out_dtype": FP32}),
-        (mm, (x, weight.t().contiguous()), {}),
-        (linear, (x, weight), {}),
-        (linear, (x, weight, bias), {}),
-        (linear, (x, weight, bias), {"activation": "gelu"}),
-        (linear, (x, weight, bias), {"activation": "relu"}),
-        (linear, (x, weight, bias.to(FP16)), {}),
-        (linear, (x.view(2, 3, 64), weight), {}),
-        (linear, (x[0], weight), {}),
+    for function, arguments, options, is_another in (
+        (mm, (x, weight.t()), {}, True),
+        (mm, (x, weight.t()), {"out_dtype": FP32}, True),
+        (mm, (x, weight.t().contiguous()), {}, True),
+        (linear, (x, weight), {}, False),
+        (linear, (x, weight, bias), {}, True),
+        (linear, (x, weight, bias), {"activation": "gelu"}, True),
+        (linear, (x, weight, bias), {"activation": "relu"}, True),
+        (linear, (x, weight, bias.to(FP16)), {}, True),
+        (linear, (x.view(2, 3, 64), weight), {}, False),
+        (linear, (x[0], weight), {}, False),
     ):
-        lookups.clear()
+        before = set(jobs)
         wanted = function(*arguments, **options)
-        assert lookups.pop() and not lookups
-        function(*arguments, **options)  # of a new key nothing else was kept
-        lookups.clear()
+        assert (set(jobs) > before) == is_another
+        count = len(jobs)
         found = function(*arguments, **options)
-        assert not lookups and found.requires_grad == wanted.requires_grad == grad
+        assert len(jobs) == count and found.requires_grad == wanted.requires_grad == grad
         assert found.data_ptr() != wanted.data_ptr() and found.stride() == wanted.stride()
-        assert_same_bits(found, wanted)
-        with torch.no_grad():
-            assert not is_known(function, *arguments, **options)
-            function(*arguments, **options)
-            assert is_known(function, *arguments, **options)
-    assert is_known(linear, x.detach(), weight) != grad
-    with forced(None, False):
-        assert not is_known(linear, x, weight) and not is_known(mm, x, weight.t())
+        assert_same_bits(found.detach(), wanted.detach())
 
 
-def test_a_call_in_a_dual_level_is_not_known():
-    """There all calls go through autograd."""
-    x = torch.zeros(8, 16, dtype=torch.bfloat16)
-    with forward_ad.dual_level():
-        for _ in range(2):
-            mm(x, x.t()), linear(x, x.clone())
-    assert not any(launch.calls.values())
+def test_any_candidate_computes(generator):
+    """Of aligned operands and of others, which go to the kernel for any stride."""
+    a, b = randn(24, 64, generator=generator).to(FP16), randn(40, 64, generator=generator).to(FP16).t()
+    wanted = mm(a, b)
+    for config, transposed in kernels():
+        with only_kernel(config, transposed), observed() as products:
+            assert_same_bits(mm(a, b), wanted)
+            mm(a[:, 1:], b[1:])
+        assert [launch[2:4] for launch, _, _ in products] == [(transposed, config), (False, None)]

@@ -10,36 +10,38 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.kernel import symbolic_matrix
-from cute_kernels.gemm.kernel_log_prob_epilogue import LN_2, bounded, target_column
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.common.gemm_config import GemmConfig
+from cute_kernels.common.symbolic import Dtype, symbolic_matrix
+from cute_kernels.log_prob.config import GradientSpec, LogProbSpec, StatisticsSpec
+from cute_kernels.log_prob.kernel_epilogue import LN_2, bounded, target_column
 from jit_cache import Program, compiled
 
-Dtype = type[cutlass.Numeric]
 ROWS = 8  # of a CTA: neighbours in memory, a sector of each tile's numbers
 GROUPS = 64  # of tiles, whose numbers are added apart: tile t belongs to group t modulo this
 
 
 @compiled
-def log_prob_statistics(arch: str, dtype: Dtype, target: Dtype, weight_major: str, config: GemmConfig) -> Program:
+def log_prob_statistics(arch: str, spec: StatisticsSpec, config: GemmConfig) -> Program:
     """Of logits x weight^T, x (M, K), weight (V, K), for each row and tile t of ``vocabulary_tile`` columns:
 
     statistics[:, t, row] = (largest logit, sum of 2^u, sum of u 2^u), u = scale (logit - largest); and
     target_logit[row], that of its target, where that is a column. x may have more rows than the others.
     """
     rows, m, v, k, tiles = (cute.sym_int() for _ in range(5))
+    dtype, target = cutlass_dtype(spec.dtype), cutlass_dtype(spec.target)
     if arch.startswith("sm_9"):
-        from cute_kernels.gemm.kernel_log_prob_sm90 import StatisticsSm90
+        from cute_kernels.log_prob.kernel_sm90 import StatisticsSm90
 
-        kernel = StatisticsSm90(weight_major, config)
+        kernel = StatisticsSm90(spec.weight_major, config)
     else:
-        from cute_kernels.gemm.kernel_log_prob_sm100 import StatisticsSm100
+        from cute_kernels.log_prob.kernel_sm100 import StatisticsSm100
 
-        kernel = StatisticsSm100(weight_major, config)
+        kernel = StatisticsSm100(spec.weight_major, config)
     return Program(
         kernel,
         symbolic_matrix(dtype, (rows, k), True),
-        symbolic_matrix(dtype, (v, k) if weight_major == "k" else (k, v), True),
+        symbolic_matrix(dtype, (v, k) if spec.weight_major == "k" else (k, v), True),
         vector(target, m),
         cube(tiles, m),
         vector(Float32, m),
@@ -50,7 +52,7 @@ def log_prob_statistics(arch: str, dtype: Dtype, target: Dtype, weight_major: st
 
 
 @compiled
-def log_prob(arch: str, target: Dtype) -> Program:
+def log_prob(arch: str, spec: LogProbSpec) -> Program:
     """Log-probability of the target and entropy of each row, from its tiles' statistics.
 
     Where the target is ``ignore_index`` both are 0; where it is no column, NaN. row_statistics[row] = (largest logit,
@@ -60,7 +62,7 @@ def log_prob(arch: str, target: Dtype) -> Program:
     return Program(
         LogProb(),
         cube(tiles, m),
-        vector(target, m),
+        vector(cutlass_dtype(spec.target), m),
         vector(Float32, m),
         vector(Float32, m),
         vector(Float32, m),
@@ -73,27 +75,26 @@ def log_prob(arch: str, target: Dtype) -> Program:
 
 
 @compiled
-def log_prob_gradient(
-    arch: str, dtype: Dtype, target: Dtype, weight_major: str, has_dentropy: bool, config: GemmConfig
-) -> Program:
+def log_prob_gradient(arch: str, spec: GradientSpec, config: GemmConfig) -> Program:
     """dlogits (M, columns) of the columns of logits that a part of the weight (columns, K) makes.
 
     ``first_column``: where the part begins among the ``vocabulary`` rows of the whole weight. Without ``has_dentropy``
     the entropy has no gradient, and that argument is not read.
     """
     m, v, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    dtype, target = cutlass_dtype(spec.dtype), cutlass_dtype(spec.target)
     if arch.startswith("sm_9"):
-        from cute_kernels.gemm.kernel_log_prob_sm90 import GradientSm90
+        from cute_kernels.log_prob.kernel_sm90 import GradientSm90
 
-        kernel = GradientSm90(weight_major, has_dentropy, config)
+        kernel = GradientSm90(spec.weight_major, spec.has_dentropy, config)
     else:
-        from cute_kernels.gemm.kernel_log_prob_sm100 import GradientSm100
+        from cute_kernels.log_prob.kernel_sm100 import GradientSm100
 
-        kernel = GradientSm100(weight_major, has_dentropy, config)
+        kernel = GradientSm100(spec.weight_major, spec.has_dentropy, config)
     return Program(
         kernel,
         symbolic_matrix(dtype, (m, k), True),
-        symbolic_matrix(dtype, (v, k) if weight_major == "k" else (k, v), True),
+        symbolic_matrix(dtype, (v, k) if spec.weight_major == "k" else (k, v), True),
         vector(target, m),
         symbolic_matrix(Float32, (m, 3), False),
         vector(Float32, m),

@@ -1,10 +1,10 @@
 """The kernels' path of linear_log_prob on the CPU, plain torch in place of the kernels; the tests are the GPU's own."""
 
-import inspect
-
 import pytest
+import torch
 
-from cute_kernels.gemm import op_log_prob
+from cute_kernels import linear_log_prob
+from tests.fakes import fake_kernels
 from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_a_gradient_that_is_negated_lazily,
     test_a_row_has_no_stride,
@@ -27,20 +27,26 @@ from tests.gpu.gemm.test_log_prob import (  # noqa: F401
     test_targets_that_are_no_column,
     test_what_no_target_of_32_bits_is,
 )
-from tests.log_prob_cases import log_prob_stand_in
+from tests.log_prob_cases import Case, make_inputs, run
 
 
 @pytest.fixture(autouse=True)
-def path_of_the_kernels():
-    with log_prob_stand_in() as jobs:
+def jobs():
+    with fake_kernels() as jobs:
         yield jobs
 
 
-@pytest.fixture
-def traced_log_prob():
-    """The function as it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
-    source, condition = inspect.getsource(op_log_prob.linear_log_prob), "not x.is_cuda"
-    assert source.count(condition) == 1
-    namespace = dict(vars(op_log_prob))
-    exec(source.replace(condition, "False"), namespace)
-    return namespace["linear_log_prob"]
+def kernels_of(jobs, tokens):
+    """Those of the family that so many tokens ask for, each number of them in turn."""
+    jobs.clear()
+    for m in tokens:
+        case = Case(m, 264, 64)
+        run(linear_log_prob, case, make_inputs(case, torch.Generator()))
+    return {job for job in jobs if "log_prob" in job[0].__name__}
+
+
+def test_another_number_of_tokens_compiles_nothing(jobs):
+    """Once each kernel has been chosen."""
+    first = kernels_of(jobs, (3, 70, 300))
+    assert len(first) == 1 + 3 + 3
+    assert kernels_of(jobs, (1, 20, 64, 65, 128, 129, 257, 500)) <= first

@@ -1,7 +1,5 @@
 """The kernels' path of bmm on the CPU, ``serial_k16`` in plain torch in place of them; the tests are the GPU's."""
 
-import contextlib
-import inspect
 import itertools
 import math
 
@@ -10,10 +8,10 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_kernels import bmm
-from cute_kernels.gemm import launch, op_bmm
 from cute_kernels.gemm.config import candidates, choose
-from cute_kernels.gemm.launch import forced, observed
-from tests.gemm_cases import BF16, FP32, Batch, assert_same_bits, make_batch, stand_in
+from cute_kernels.gemm.launch import observed
+from tests.fakes import fake_kernels
+from tests.gemm_cases import BF16, FP32, Batch, assert_same_bits, make_batch, only_kernel
 from tests.gpu.gemm.test_bmm import (  # noqa: F401
     test_a_row_does_not_know_its_batch,
     test_against_fp64,
@@ -32,30 +30,20 @@ from tests.gpu.gemm.test_bmm import (  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
-def path_of_the_kernels():
-    with stand_in() as jobs:
+def jobs():
+    with fake_kernels() as jobs:
         yield jobs
 
 
-@pytest.fixture
-def traced_bmm():
-    """As it goes on for CUDA tensors: the compiler does not see that ``is_cuda`` was replaced."""
-    source = inspect.getsource(bmm)
-    assert source.count("not a.is_cuda") == 1
-    namespace = dict(vars(op_bmm))
-    exec(source.replace("not a.is_cuda", "False"), namespace)
-    return namespace["bmm"]
-
-
 @pytest.mark.parametrize("case", [Batch(3, 24, 40, 16), Batch(3, 24, 40, 16, expanded="a", layout=("m", "k"))], ids=str)
-def test_every_kernel_may_be_forced(case, generator):
+def test_every_kernel_computes(case, generator):
     """Transposed ones, too; an expanded operand is given as one entry to those that use TMA."""
     a, b = make_batch(case, generator)
     wanted = bmm(a, b)
     for kernel in itertools.product(candidates("sm_90a"), (False, True)):
         config, transposed = kernel
         if config is not None or not transposed:
-            with forced(*kernel), observed() as launches:
+            with only_kernel(*kernel), observed() as launches:
                 assert_same_bits(bmm(a, b), wanted)
             ((plan, _, _),) = launches
             assert (plan.config, plan.transposed) == kernel
@@ -89,32 +77,17 @@ def test_entries_count_as_work(arch):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_known_call_looks_no_plan_up(grad, generator, monkeypatch):
-    lookups = []
-    plan_product = op_bmm.plan_product
-    monkeypatch.setattr(op_bmm, "plan_product", lambda *arguments: (lookups.append(1), plan_product(*arguments))[1])
+def test_the_same_call_compiles_nothing(grad, generator, jobs):
     a, b = (t.requires_grad_(grad) for t in make_batch(Batch(3, 6, 48, 64), generator))
     wanted = bmm(a, b)
-    bmm(a, b)
-    assert len(lookups) == 2
+    assert len(jobs) == 1
     found = bmm(a, b)
-    assert len(lookups) == 2 and found.requires_grad == grad
+    assert len(jobs) == 1 and found.requires_grad == grad
     assert_same_bits(found.detach(), wanted.detach())
+    bmm(*make_batch(Batch(4, 5, 48, 64), generator))  # other numbers of entries and rows
+    assert len(set(jobs)) == 1
     assert_same_bits(bmm(a, b, out_dtype=FP32).detach().to(BF16), wanted.detach())
-    with forced(None, False):
-        bmm(a, b)
-    assert len(lookups) == 4
-
-
-def test_forced_kernels_end_in_any_order():
-    first, second = (None, False), (None, True)
-    with contextlib.ExitStack() as stack:
-        one = forced(*first)
-        one.__enter__()
-        stack.enter_context(forced(*second))
-        one.__exit__(None, None, None)
-        assert launch._forced == [second]
-    assert not launch._forced
+    assert len(set(jobs)) == 2
 
 
 def test_a_tangent_is_refused_and_not_lost():
@@ -123,7 +96,6 @@ def test_a_tangent_is_refused_and_not_lost():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="jvp"):
             bmm(dual, x)
-    assert not any(launch.calls.values())
 
 
 def test_a_sign_that_is_not_in_memory(generator):

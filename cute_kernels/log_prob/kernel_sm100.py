@@ -1,4 +1,4 @@
-"""linear_log_prob on SM100: the product of kernel_sm100.py, whose sums are logits and do not leave the SM as such.
+"""linear_log_prob on SM100: the product of common/gemm_sm100.py, whose sums are logits and do not leave the SM as such.
 
 A thread has a row of a tile, and adds its columns one after the other. Compiled and inspected only: no SM100 has run it
 yet.
@@ -8,8 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.gemm.config import GemmConfig, vocabulary_tile
-from cute_kernels.gemm.kernel_log_prob_epilogue import (
+from cute_kernels.common.gemm_config import GemmConfig
+from cute_kernels.common.gemm_sm100 import GemmSm100
+from cute_kernels.log_prob.config import vocabulary_tile
+from cute_kernels.log_prob.kernel_epilogue import (
     GradientEntry,
     StatisticsEntry,
     differentiate,
@@ -19,11 +21,10 @@ from cute_kernels.gemm.kernel_log_prob_epilogue import (
     sums_of,
     target_column,
 )
-from cute_kernels.gemm.kernel_sm100 import GemmSm100
 
 
 class StatisticsSm100(StatisticsEntry, GemmSm100):
-    """See ``log_prob_statistics`` in kernel_log_prob.py."""
+    """See ``log_prob_statistics`` in kernel.py."""
 
     def __init__(self, weight_major: str, config: GemmConfig):
         GemmSm100.__init__(self, None, "k", weight_major, False, False, False, config)
@@ -64,7 +65,7 @@ class StatisticsSm100(StatisticsEntry, GemmSm100):
 
 
 class GradientSm100(GradientEntry, GemmSm100):
-    """See ``log_prob_gradient`` in kernel_log_prob.py."""
+    """See ``log_prob_gradient`` in kernel.py."""
 
     def __init__(self, weight_major: str, has_dentropy: bool, config: GemmConfig):
         GemmSm100.__init__(self, None, "k", weight_major, False, False, True, config)

@@ -21,21 +21,18 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
-from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.kernel_epilogue import (
+from cute_kernels.common.gemm_base import GemmBase
+from cute_kernels.common.gemm_config import GemmConfig
+from cute_kernels.common.gemm_epilogue import (
     activate,
     add_bias,
-    batch_last,
     entry_and_tile,
     entry_of,
-    is_read_once,
     load_sums,
     num_tiles,
     store_sums,
     tile_divisors,
     tile_of,
-    transpose,
 )
 
 WARP_SIZE = 32
@@ -48,7 +45,7 @@ STORE_STAGES = 2
 CHUNK = 8  # elements of 16 bytes: what no swizzle takes apart
 
 
-class GemmSm100:
+class GemmSm100(GemmBase):
     """See the module; ``activation``, ``accumulate`` and ``tma_store`` as in the builder ``gemm``.
 
     An element's sum runs over the whole K, ascending, in one fp32 accumulator that starts from zero (or d). In which
@@ -72,39 +69,8 @@ class GemmSm100:
             raise ValueError(f"expected a tile (64 or 128, one of {TILES_N}, 64, 128 or 256), got {config.tile}")
         if tma_store and tile_m != 128:
             raise ValueError("d is stored by TMA from tiles of 128 rows only, where a thread holds a row")
-        self.activation = activation
-        self.majors = a_major, b_major
-        self.transposed = transposed
-        self.accumulate = accumulate
-        self.tma_store = tma_store
-        self.tile = config.tile
-        self.cluster = config.cluster
-        self.stages = config.stages
-        self.group = config.group
+        super().__init__(activation, a_major, b_major, transposed, accumulate, tma_store, config)
         self.columns = max(32, 1 << (ACCUMULATORS * tile_n - 1).bit_length())  # tensor memory comes in powers of two
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        z: Optional[cute.Tensor],
-        bias: Optional[cute.Tensor],
-        valid_k: Optional[cute.Tensor],
-        num_ctas: Int32,
-        stream,
-    ):
-        self.dtype, self.out = a.element_type, d.element_type
-        a, b, d = batch_last(a), batch_last(b), batch_last(d)
-        if const_expr(self.majors[0] == "m"):
-            a = transpose(a)
-        if const_expr(self.majors[1] == "n"):
-            b = transpose(b)
-        if const_expr(self.transposed):
-            d = transpose(d)
-            z = None if const_expr(z is None) else transpose(z)
-        self.multiply(a, b, d, z, bias, valid_k, (), num_ctas, stream)
 
     @cute.jit
     def multiply(
@@ -143,7 +109,7 @@ class GemmSm100:
             tma_d, mD = cpasync.make_tiled_tma_atom(store, d, one, self.part())
             if const_expr(z is not None):
                 tma_z, mZ = cpasync.make_tiled_tma_atom(store, z, one, self.part())
-        tiles_m, tiles_n = (cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
+        tiles_m, tiles_n = self.tiles_of(d)
         self.kernel(
             tiled_mma, sA_layout, sB_layout, sD_layout, tma_a, mA, tma_b, mB, tma_d, mD, tma_z, mZ, d, z, bias, valid_k,
             tile_divisors(tiles_m, tiles_n, self.group, cute.rank(d) == 3), rows,
@@ -155,10 +121,6 @@ class GemmSm100:
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
-
-    def load_op(self, multicast: int):
-        """Instruction that loads an operand's tile, or this CTA's share of one that ``multicast`` CTAs need."""
-        return cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
 
     def part(self) -> tuple[int, int]:
         """Part of an accumulator that is in registers at a time: 128 bytes of each row of d if TMA stores them."""
@@ -248,8 +210,7 @@ class GemmSm100:
         if const_expr(valid_k is not None):
             num_k = cutlass.max(cutlass.min(num_k, valid_k[0]), 0)
         k_tiles = cute.ceil_div(num_k, tile_k)
-        tiles_m = cute.ceil_div(d.shape[0], tile_m * cluster_m)
-        tiles_n = cute.ceil_div(d.shape[1], tile_n * cluster_n)
+        tiles_m, tiles_n = self.tiles_of(d)
         first_tile = bidx // (cluster_m * cluster_n)
         step = grid // (cluster_m * cluster_n)
 
@@ -268,35 +229,9 @@ class GemmSm100:
                 a_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=2)
             if const_expr(cluster_m > 1):
                 b_mask = cute.make_layout_image_mask(cluster_layout, (0, rank_m, rank_n, 0), mode=1)
-            # Weights that are read once make room first; the tokens may be wanted again
-            a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
-            if const_expr(self.transposed):
-                a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-            for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
-                entry, tile = entry_and_tile(index, divisors)
-                m, n = tile_of(tile, tiles_m, divisors, self.group)
-                tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
-                for k in cutlass.range(k_tiles, unroll=1):
-                    ring.producer_acquire(state)
-                    full = ring.producer_get_barrier(state)
-                    cute.copy(
-                        tma_a,
-                        tAgA_entry[None, m * cluster_m + rank_m, k],
-                        tAsA[None, state.index],
-                        tma_bar_ptr=full,
-                        mcast_mask=a_mask,
-                        cache_policy=a_policy,
-                    )
-                    cute.copy(
-                        tma_b,
-                        tBgB_entry[None, n * cluster_n + rank_n, k],
-                        tBsB[None, state.index],
-                        tma_bar_ptr=full,
-                        mcast_mask=b_mask,
-                        cache_policy=b_policy,
-                    )
-                    state.advance()
+            a, b = (tma_a, mA, tAgA, tAsA, a_mask), (tma_b, mB, tBgB, tBsB, b_mask)
+            place, walk = (rank_m, rank_n), (first_tile, step)
+            state = self.load_tiles(ring, a, b, d, divisors, place, walk, k_tiles)
             # Neighbours still signal this CTA's barriers: it stays until every slot has been given back
             for _ in cutlass.range_constexpr(self.stages):
                 ring.sync_object_empty.wait(state.index, state.phase)

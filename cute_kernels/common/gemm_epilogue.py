@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.gemm.config import BLOCK
+from cute_kernels.common.gemm_config import BLOCK
 
 # log2 of the normal distribution's Phi(-a) as a polynomial of a, by least squares weighted until the error was even:
 # Phi to 2.2e-7 for a up to 5.4, in fp32 to 2.5e-6; from there on it falls to 2^-50 at 8, and to nothing at GELU_END

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.checks import check_log_prob, operands
+from cute_kernels.log_prob.checks import check_log_prob, operands
 from cute_kernels.runtime.autograd import as_rows, widened, without_autocast
 from cute_kernels.runtime.real import as_float
 from cute_kernels.runtime.strict import has_address, is_strict, strict_rows

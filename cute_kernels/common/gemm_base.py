@@ -1,0 +1,128 @@
+"""What the matrix products of SM90 and SM100 have in common: static attributes, the entry, and the warp that loads."""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
+from cute_kernels.common.gemm_config import GemmConfig
+from cute_kernels.common.gemm_epilogue import (
+    batch_last,
+    entry_and_tile,
+    entry_of,
+    is_read_once,
+    num_tiles,
+    tile_of,
+    transpose,
+)
+
+
+class GemmBase:
+    """d (M, N) = act(a b^T + bias); the class of an architecture has ``multiply``, which launches its kernel.
+
+    Args:
+        activation: "relu", "silu", "gelu" or None.
+        a_major, b_major: the dimension whose elements are neighbours, "m" or "k", "n" or "k": the last one of what is
+            given.
+        transposed: d and z are given as (N, M), and the bias lies along M.
+        accumulate: the accumulators start from d.
+        tma_store: d and z leave by TMA.
+    """
+
+    def __init__(
+        self,
+        activation: Optional[str],
+        a_major: str,
+        b_major: str,
+        transposed: bool,
+        accumulate: bool,
+        tma_store: bool,
+        config: GemmConfig,
+    ):
+        self.activation = activation
+        self.majors = a_major, b_major
+        self.transposed = transposed
+        self.accumulate = accumulate
+        self.tma_store = tma_store
+        self.tile = config.tile
+        self.cluster = config.cluster
+        self.stages = config.stages
+        self.group = config.group
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: cute.Tensor,
+        z: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        valid_k: Optional[cute.Tensor],
+        num_ctas: Int32,
+        stream,
+    ):
+        self.dtype, self.out = a.element_type, d.element_type
+        a, b, d = batch_last(a), batch_last(b), batch_last(d)
+        if const_expr(self.majors[0] == "m"):
+            a = transpose(a)
+        if const_expr(self.majors[1] == "n"):
+            b = transpose(b)
+        if const_expr(self.transposed):
+            d = transpose(d)
+            z = None if const_expr(z is None) else transpose(z)
+        self.multiply(a, b, d, z, bias, valid_k, (), num_ctas, stream)
+
+    def load_op(self, multicast: int):
+        """Instruction that loads an operand's tile, or this CTA's share of one that ``multicast`` CTAs need."""
+        return cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+
+    def tiles_of(self, d: cute.Tensor):
+        """How many tiles d has along M and N, each a cluster's."""
+        return tuple(cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
+
+    @cute.jit
+    def load_tiles(
+        self, ring, a: tuple, b: tuple, d: cute.Tensor, divisors: tuple, place: tuple, walk: tuple, k_tiles: Int32
+    ):
+        """Feed the ring; returns its state behind the last tile.
+
+        ``a``, ``b``: an operand's copy, the operand, its tiles in gmem and in smem, the CTAs that get it. ``place``:
+        rank along M and along N in the cluster. ``walk``: first tile and step.
+        """
+        (tma_a, mA, tAgA, tAsA, a_mask), (tma_b, mB, tBgB, tBsB, b_mask) = a, b
+        (cluster_m, cluster_n), (rank_m, rank_n), (first_tile, step) = self.cluster, place, walk
+        tiles_m, tiles_n = self.tiles_of(d)
+        # Weights that are read once make room first; the tokens may be wanted again
+        a_policy, b_policy = Int64(EVICT_NORMAL), evict_first_if(is_read_once(mB, tiles_m, d))
+        if const_expr(self.transposed):
+            a_policy, b_policy = evict_first_if(is_read_once(mA, tiles_n, d)), Int64(EVICT_NORMAL)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for index in cutlass.range(first_tile, num_tiles(tiles_m, tiles_n, d), step):
+            entry, tile = entry_and_tile(index, divisors)
+            m, n = tile_of(tile, tiles_m, divisors, self.group)
+            tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
+            for k in cutlass.range(k_tiles, unroll=1):  # less code to fetch before the first loads
+                ring.producer_acquire(state)
+                full = ring.producer_get_barrier(state)
+                cute.copy(
+                    tma_a,
+                    tAgA_entry[None, m * cluster_m + rank_m, k],
+                    tAsA[None, state.index],
+                    tma_bar_ptr=full,
+                    mcast_mask=a_mask,
+                    cache_policy=a_policy,
+                )
+                cute.copy(
+                    tma_b,
+                    tBgB_entry[None, n * cluster_n + rank_n, k],
+                    tBsB[None, state.index],
+                    tma_bar_ptr=full,
+                    mcast_mask=b_mask,
+                    cache_policy=b_policy,
+                )
+                state.advance()
+        return state

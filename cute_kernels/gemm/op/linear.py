@@ -1,0 +1,149 @@
+"""linear on torch tensors: the public function, allocation, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.gemm import reference
+from cute_kernels.gemm.checks import Activation, check_linear
+from cute_kernels.gemm.launch import activation_backward, gemm
+from cute_kernels.runtime.autograd import (
+    apply,
+    as_rows,
+    first_derivative_only,
+    gradient_buffer,
+    gradient_rows,
+    needs_gradient,
+)
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.rows import contiguous_dim
+
+SAVE_PREACT = ("silu", "gelu")
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    num_valid_tokens: Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``act(x weight^T + bias)``, the bits of a token independent of the other tokens.
+
+    Args:
+        x: (..., K) bf16 or fp16; the leading dimensions must collapse to rows of one stride.
+        weight: (N, K) of x's dtype, of any strides.
+        bias: (N,) bf16, fp16 or fp32; added in fp32. None: no bias.
+        out_dtype: bf16, fp16 or fp32; x's if None.
+        activation: None, "relu", "silu" or "gelu" (exact), in fp32 on the unrounded sum.
+        num_valid_tokens: int32 tensor of one element on x's device: in the gradients of weight and bias, tokens from
+            this one on count as exact zeros, whatever x and the incoming gradient hold there, NaN included.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        (..., N) in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics:
+        The contract ``serial_k16``: exact products, one fp32 accumulator over the whole K, ascending, in the tensor
+        core's steps of 16, from zero; one rounding to the output's dtype. A token of the result, and of the gradient of
+        x, has the same bits whatever the number of tokens, its place, and the other tokens. Kernels differ by shape,
+        bits do not (on SM100 compiled, not shown). The backward differentiates the activation at the sum rounded to the
+        output's dtype, which is saved; the incoming gradient is rounded to x's dtype.
+
+        dweight and dbias sum over the tokens in their order, 16 at a time. Where ``weight.main_grad`` (or
+        ``bias.main_grad``, fp32) exists, the accumulator starts from it and ``.grad`` stays None: micro-batches split
+        at multiples of 16 tokens then give the bits of one batch. In eager mode ``torch.autograd.grad`` of other
+        tensors alone leaves it as it is; a compiled backward adds to it nonetheless. A hook of
+        ``weight.register_hook``, which would get None, is an error in the backward; a compiled backward does not see
+        it. Zero tokens behind, and multiples of 16 of them before the others, change nothing. An incoming gradient is
+        copied unless its rows are contiguous and of one stride, or its columns, on 16 bytes.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import linear
+        >>> x, weight = torch.ones(2, 16, dtype=torch.bfloat16), torch.ones(4, 16, dtype=torch.bfloat16)
+        >>> linear(x, -weight, activation="relu").sum().item()
+        0.0
+        >>> linear(x, weight, torch.ones(4)).shape
+        torch.Size([2, 4])
+    """
+    if uses_reference("linear", x, backend):
+        return reference.linear(
+            x, weight, bias, out_dtype=out_dtype, activation=activation, num_valid_tokens=num_valid_tokens
+        )
+    check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
+    if differentiates(x, weight, bias):
+        return apply(_LinearFunction, x, weight, bias, out_dtype, activation, num_valid_tokens)
+    return _linear_forward(x, weight, bias, out_dtype, activation, False)[0]
+
+
+def _linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    activation: Activation | None,
+    save_preact: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """y and, if it is saved, what the activation is applied to."""
+    rows = as_rows("linear", "x", x)
+    shape, dtype = (*x.shape[:-1], weight.shape[0]), out_dtype or x.dtype
+    y = empty(x, shape, dtype)
+    z = z_rows = None
+    if save_preact:
+        z = empty(x, shape, dtype)
+        z_rows = as_rows("linear", "z", z)
+    gemm(rows, weight, as_rows("linear", "y", y), z_rows, bias, None, activation, False, False, False)
+    return y, z
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, out_dtype, activation, num_valid_tokens):
+        y, z = _linear_forward(x, weight, bias, out_dtype, activation, activation in SAVE_PREACT)
+        kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, weight, bias, y if activation == "relu" else z, num_valid_tokens)
+        ctx.activation = activation
+        ctx.main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dy):
+        x, weight, bias, saved, num_valid_tokens = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_weight = needs_gradient(needs_weight, weight, ctx.main_grads[0])
+        needs_bias = needs_gradient(needs_bias, bias, ctx.main_grads[1])
+        if num_valid_tokens is not None:
+            num_valid_tokens = num_valid_tokens.view(1)
+        if ctx.activation is not None:
+            dz = torch.empty_like(saved)
+            activation_backward(dy, saved, dz, ctx.activation)
+            dy = dz
+        shape, dz = (*dy.shape[:-1], weight.shape[1]), dy.to(weight.dtype)
+        if not (dz.dim() == 2 and is_eager(dz) and contiguous_dim(dz, dz.shape)):
+            dz = gradient_rows(dz)
+        dx = dweight = dbias = None
+        if needs_x:
+            dx = empty(dz, shape, dz.dtype)
+            gemm(dz, weight, as_rows("linear", "dx", dx), None, None, None, None, False, False, True)
+        if needs_weight:
+            target, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
+            rows = as_rows("linear", "x", x)
+            gemm(dz, rows, target, None, None, num_valid_tokens, None, dweight is None, True, True)
+        if needs_bias:
+            # The sum over tokens is a product with a column of ones: in the same order, under the same contract
+            target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
+            tokens = dz.shape[0]
+            ones = dz.new_ones((1, tokens + -tokens % 8))[:, :tokens]  # a row that TMA can read, whatever its length
+            gemm(dz, ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None, True, False)
+        return dx, dweight, dbias, None, None, None

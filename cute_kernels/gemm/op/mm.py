@@ -1,0 +1,110 @@
+"""mm on torch tensors: the public function, allocation, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from cute_kernels.gemm import reference
+from cute_kernels.gemm.checks import check_mm, check_separate
+from cute_kernels.gemm.launch import gemm
+from cute_kernels.runtime.autograd import apply, first_derivative_only
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Matrix product ``a b``, the bits of a row independent of the other rows.
+
+    Args:
+        a: (M, K) bf16 or fp16, of any strides; rows or columns that start on 16 bytes take the fast kernels.
+        b: (K, N) of a's dtype, of any strides.
+        out_dtype: bf16, fp16 or fp32; a's (or out's) if None.
+        out: (M, N) to write to, last dimension contiguous, in memory of its own; only where neither a gradient nor a
+            tangent is wanted. torch.compile may drop a copy that was made for it, which is then an error.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        (M, N) in ``out_dtype``, row-major; ``out`` if given.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+        UnsupportedDeviceError: a GPU without kernels.
+
+    Numerics:
+        The contract ``serial_k16``: exact products, one fp32 accumulator over the whole K, ascending, in the tensor
+        core's steps of 16, from zero; one rounding to the output's dtype. A row of the product, and of the gradient of
+        a, has the same bits whatever M, the row's place, and the other rows. Kernels differ by shape, bits do not (on
+        SM100 compiled, not shown). The incoming gradient is rounded to a's dtype. The gradient of b sums over the rows
+        of a in their order: it is reproducible, and unchanged by rows of zeros at the end.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import mm
+        >>> a, b = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(16, 2, dtype=torch.bfloat16)
+        >>> mm(a, b, out_dtype=torch.float32)[0]
+        tensor([16., 16.])
+    """
+    if uses_reference("mm", a, backend):
+        return reference.mm(a, b, out_dtype=out_dtype, out=out)
+    check_mm(a, b, out_dtype, out)
+    if out is not None:
+        return _mm_into(out, a, b)
+    if differentiates(a, b):
+        return apply(_MmFunction, a, b, out_dtype)
+    return _mm_forward(a, b, out_dtype)
+
+
+def _mm_forward(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    out = empty(a, (a.shape[0], b.shape[1]), out_dtype or a.dtype)
+    gemm(a, b, out, None, None, None, None, False, False, True)
+    return out
+
+
+def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    eager = is_eager(a, b, out)  # a registered operator looks at the memory, and tells autograd, by itself
+    if eager:
+        check_separate(out, a, b)
+    gemm(a, b, out, None, None, None, None, False, False, True)
+    if eager:
+        increment_version(out)
+    return out
+
+
+class _MmFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, out_dtype):
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+        along_rows, along_columns = b.stride()
+        ctx.by_columns = along_rows == 1 and along_columns != 1
+        return _mm_forward(a, b, out_dtype)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dout):
+        a, b = ctx.saved_tensors
+        (m, n), da, db = dout.shape, None, None
+        dtype = (a if b is None else b).dtype
+        dout = dout.to(dtype)
+        if ctx.needs_input_grad[0]:
+            da = empty(dout, (m, b.shape[0]), dtype)
+            gemm(dout, b, da)
+        if ctx.needs_input_grad[1]:
+            k = a.shape[1]
+            if ctx.by_columns:  # the transpose of a row-major matrix: its gradient is one, too
+                db = empty(dout, (n, k), dtype)
+                gemm(dout, a, db, None, None, None, None, False, True, True)
+                db = db.t()
+            else:
+                db = empty(dout, (k, n), dtype)
+                gemm(a, dout, db, None, None, None, None, False, True, True)
+        return da, db, None

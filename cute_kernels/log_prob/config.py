@@ -1,0 +1,56 @@
+"""Static choices of linear_log_prob, by architecture and number of tokens: the latter changes no bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from cute_kernels.common.gemm_config import GemmConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StatisticsSpec(NamedTuple):
+    """Statistics of tiles of logits; ``weight_major``: "k", or "n" of a weight whose columns are contiguous."""
+
+    dtype: torch.dtype
+    target: torch.dtype
+    weight_major: str
+
+
+class LogProbSpec(NamedTuple):
+    """What the statistics come to."""
+
+    target: torch.dtype
+
+
+class GradientSpec(NamedTuple):
+    """Gradients of logits; ``has_dentropy``: the entropy has a gradient."""
+
+    dtype: torch.dtype
+    target: torch.dtype
+    weight_major: str
+    has_dentropy: bool
+
+
+def vocabulary_tile(arch: str) -> int:
+    """Columns of logits that are added up at once, of any kernel: a row's order of summation."""
+    return 128 if arch.startswith("sm_9") else 64
+
+
+def candidates(arch: str) -> tuple[GemmConfig, ...]:
+    """Kernels of tiles of 128 columns: for up to 64 tokens, up to 128, and more."""
+    if arch == "sm_90a":
+        return (
+            GemmConfig((64, 128, 128), (1, 1), 4, 1),
+            GemmConfig((128, 128, 128), (1, 2), 3, 8),
+            GemmConfig((128, 128, 64), (2, 1), 6, 8, ping_pong=True),
+        )
+    some = GemmConfig((128, 128, 64), (1, 2), 6, 8)
+    return some, some, GemmConfig((128, 128, 64), (2, 1), 6, 8)
+
+
+def config_for(arch: str, m: int) -> GemmConfig:
+    """The kernel for m tokens."""
+    few, some, many = candidates(arch)
+    return few if m <= 64 else some if m <= 128 else many

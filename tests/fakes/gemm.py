@@ -1,0 +1,40 @@
+"""Fakes of the matrix products: ``serial_k16`` in plain torch."""
+
+import torch
+
+from cute_kernels.gemm.reference import activate
+
+
+def gemm(static, a, b, d, z, bias, valid_k, num_ctas) -> None:
+    """d = act(a b^T + bias): one fp32 accumulator an element, 16 products a step, ascending."""
+    spec, config, transposed = static["spec"], static["config"], static["transposed"]
+    assert num_ctas >= 1 and a.dim() == b.dim() == d.dim() == (3 if spec.batched else 2)
+    if transposed:
+        a, b = b, a  # d lies as the call gave it
+    a, b = a if spec.a_major in ("k", None) else a.mT, b if spec.b_major in ("k", None) else b.mT
+    assert a.shape[-1] == b.shape[-1] and d.shape[-2:] == (a.shape[-2], b.shape[-2])
+    if spec.batched:  # TMA is given one entry where there is but one
+        assert all(len(t) == len(d) or (len(t) == 1 and config is not None) for t in (a, b))
+    for dtype, tensor in ((spec.dtype, a), (spec.dtype, b), (spec.out, d), (spec.bias, bias)):
+        assert dtype is (None if tensor is None else tensor.dtype)
+    assert spec.save_preact == (z is not None) and spec.has_valid_k == (valid_k is not None)
+    assert (config is None) == (None in spec.majors) and (config is not None or not spec.out_aligned)
+    if config is not None:
+        for operand, major in zip((a, b), spec.majors, strict=True):
+            assert operand.stride(-1 if major == "k" else -2) == 1 and operand.data_ptr() % 16 == 0
+            assert all(stride % 8 == 0 for stride in operand.stride()[:-2])
+            assert operand.dim() == 2 or len(d) == 1 or operand.stride(0) > 0
+    if static["multi_block_tma"]:
+        assert a.shape[-1] % 64 == 0 and "k" in spec.majors
+    assert d.stride(-1) == 1 or d.shape[-1] == 1
+    assert d.dtype is torch.float32 or not spec.accumulate
+    k = a.shape[-1] if valid_k is None else max(0, min(a.shape[-1], valid_k.item()))
+    total = d.clone() if spec.accumulate else torch.zeros(d.shape)
+    for first in range(0, k, 16):
+        last = min(k, first + 16)
+        total = (total.double() + a[..., first:last].double() @ b[..., first:last].double().mT).float()
+    if bias is not None:
+        total = total + bias.float()
+    if z is not None:
+        z.copy_(total)
+    d.copy_(activate(total, spec.activation))
