@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.nn import HyperConnectionConfig, MHCTransformer, TransformerConfig
-from tests import log_prob_cases, mhc_cases, norm_cases
+from tests import log_prob_cases, norm_cases
+from tests.fakes import fake_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -105,12 +106,12 @@ def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple
     """
     jobs: list[tuple] = []
     with (
-        mhc_cases.stand_in(arch, computes) as of_mhc,
+        fake_kernels(arch, computes) as fakes,
         norm_cases.stand_in(arch) as of_norm,
         log_prob_cases.log_prob_stand_in(arch, computes) as of_gemm,
     ):
         yield jobs
-    jobs += [*of_mhc, *of_norm, *of_gemm]
+    jobs += [*fakes, *of_norm, *of_gemm]
 
 
 def kernels_of(

@@ -115,6 +115,13 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
+def empties(like: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """``empty`` of each shape and dtype: what ``like`` is, is asked once."""
+    if is_eager(like) and like.is_cuda and like.get_device() == _current_device():
+        return [_empty_strided_cuda(tuple(shape), contiguous_strides(shape), dtype) for shape, dtype in wanted]
+    return [like.new_empty(shape, dtype=dtype) for shape, dtype in wanted]
+
+
 @functools.lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """As torch allocates a tensor of this shape."""

@@ -15,7 +15,8 @@ from cute_kernels.mhc.checks import check_contract, check_expand
 from cute_kernels.mhc.variants import VARIANTS
 from cute_kernels.runtime.operators import is_plain
 from tests.entry import Wrapped
-from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS, stand_in
+from tests.fakes import fake_kernels
+from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS
 
 TOKENS, N, C = 3, 4, 16
 K, COLUMNS = N * C, 24
@@ -26,7 +27,7 @@ def library(request):
     if request.param == "reference":
         yield reference
     else:
-        with stand_in():
+        with fake_kernels():
             yield mhc
 
 

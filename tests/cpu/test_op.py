@@ -11,14 +11,13 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.gemm import launch as gemm
-from cute_kernels.mhc import launch as mhc
 from cute_kernels.mxfp8 import launch as mxfp8
 from cute_kernels.norm import launch as norm
 from cute_kernels.runtime import operators
 from cute_kernels.runtime.operators import Calls, Plans, allocator
 
 
-@pytest.mark.parametrize("family", [gemm, mhc, mxfp8, norm], ids=lambda family: family.__name__.split(".")[1])
+@pytest.mark.parametrize("family", [gemm, mxfp8, norm], ids=lambda family: family.__name__.split(".")[1])
 def test_plans_are_forgotten_in_time(family, monkeypatch):
     monkeypatch.setattr(operators, "MAX_PLANS", 4)
     plans = type(family._plans)()
