@@ -29,7 +29,7 @@ from torch import Tensor
 import cute_kernels
 from bench import harness
 from cute_kernels.runtime.autograd import eager_apply
-from cute_kernels.runtime.operators import allocator
+from cute_kernels.runtime.operators import empty_strided
 from cute_kernels.runtime.targets import arch_of
 from jit_cache import command
 
@@ -90,11 +90,11 @@ def floor(host: HostCase, like: Tensor) -> Callable[..., Tensor]:
     from bench.empty_kernel import empty
 
     statistics = {"rms_norm": 1, "layer_norm": 2}.get(host.op, 0) if host.variant == "training" else 0
-    function, allocate = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0), allocator(like)
+    function = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0)
 
     def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y = allocate((ROWS, COLUMNS), (COLUMNS, 1), x.dtype)
-        saved = allocate((statistics, ROWS), (ROWS, 1), torch.float32) if statistics else None
+        y = empty_strided(like, (ROWS, COLUMNS), (COLUMNS, 1), x.dtype)
+        saved = empty_strided(like, (statistics, ROWS), (ROWS, 1), torch.float32) if statistics else None
         function(x, weight, bias, y, saved, 1e-6, 1)
         return y, saved
 

@@ -21,7 +21,7 @@ from cute_kernels.log_prob.config import config_for
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
-from cute_kernels.runtime import launches, operators
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.targets import expect_arch, meta_target, sm_counts
 from jit_cache import recording
@@ -160,13 +160,11 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     model = Model.of(config)
     found: dict[tuple[Any, tuple], None] = {}
     for num_sms in sm_counts(arch):
-        operators.forget_plans()
         launches.forget()
         try:
             with meta_target(arch, num_sms), recording() as jobs:
                 _run(model, arch, num_sms)
         finally:
-            operators.forget_plans()
             launches.forget()
         found |= dict.fromkeys(jobs)
     return list(found)

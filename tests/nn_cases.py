@@ -1,7 +1,5 @@
 """Small models for the tests of nn, and the kernels that a model needs."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -9,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.nn import HyperConnectionConfig, MHCTransformer, TransformerConfig
-from tests import mhc_cases
 from tests.fakes import fake_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -98,21 +95,6 @@ def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
     return dict(sorted(errors.items(), key=lambda pair: -pair[1]))
 
 
-@contextlib.contextmanager
-def stand_in(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
-    """Within it CPU tensors go where CUDA tensors would, in all families; plain torch runs instead of the kernels.
-
-    Yields the list of builder calls, (builder, arguments): the kernels that a GPU would have needed.
-    """
-    jobs: list[tuple] = []
-    with (
-        mhc_cases.stand_in(arch, computes) as of_mhc,
-        fake_kernels(arch, computes) as of_others,
-    ):
-        yield jobs
-    jobs += [*of_mhc, *of_others]
-
-
 def kernels_of(
     configs: list[TransformerConfig], arch: str, batch: int = 2, dtypes=(BF16,), main_grad: bool = False
 ) -> list[tuple]:
@@ -121,7 +103,7 @@ def kernels_of(
     ``main_grad``: all parameters have one, but for the embedding's, which torch differentiates.
     """
     attention = mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, k, v, **options: q * 1)
-    with stand_in(arch, computes=False) as jobs, attention:
+    with fake_kernels(arch, computes=False) as jobs, attention:
         for config in configs:
             for dtype in dtypes:
                 model, (tokens, targets) = MHCTransformer(config, dtype=dtype), make_tokens(config, batch)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from cute_kernels.runtime.real import as_float
 
@@ -19,6 +19,18 @@ LAYOUTS = get_args(Layout)
 MAX_ITERATIONS = 100
 UNDERFLOW = 2.0**-150  # this, and what is less, is 0 in fp32
 LEAST_NORMAL = 2.0**-126  # of fp32: what is less is 0 to the fast reciprocal of Sinkhorn's sums
+
+
+class Constants(NamedTuple):
+    """What the kernels of the coefficients know of a ``Variant``: neither orientation nor layout."""
+
+    rms_eps: float
+    rms_eps_placement: RmsEpsPlacement
+    pre_eps: float
+    post_mult: float
+    sinkhorn: SinkhornVariant
+    sinkhorn_eps: float
+    iterations: int
 
 
 @dataclass(frozen=True)
@@ -86,11 +98,10 @@ class Variant:
         _expect(good, "Variant", "sinkhorn_eps", "be a normal number in fp32", eps)
         good = type(self.iterations) is int and 1 <= self.iterations <= MAX_ITERATIONS
         _expect(good, "Variant", "iterations", f"be an int from 1 to {MAX_ITERATIONS}", self.iterations)
-
-
-def head_of(variant: Variant) -> Variant:
-    """Of a learned head: every system that has one puts eps into the root, wherever it is elsewhere."""
-    return replace(variant, rms_eps_placement="inside")
+        # No fields. Of a learned head: every system that has one puts eps into the root
+        constants = Constants(*[getattr(self, name) for name in Constants._fields])
+        object.__setattr__(self, "constants", constants)
+        object.__setattr__(self, "head_constants", constants._replace(rms_eps_placement="inside"))
 
 
 def _expect(condition: bool, op: str, argument: str, expected: str, got: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 from cute_kernels.mxfp8.config import BLOCK
+from cute_kernels.runtime.operators import FUNCTIONAL_OPERATORS
 
 
 @functools.cache
@@ -17,8 +18,6 @@ def register() -> None:
     """Register the rules; done by the first eager call with a DTensor, since torch.distributed.tensor loads slowly."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
-
-    from cute_kernels.mxfp8 import launch
 
     def rules(tensors: tuple[int, int], values: int, shards: list):
         """(placements of the outputs, of the arguments): everything replicated, or one of ``shards``."""
@@ -55,6 +54,7 @@ def register() -> None:
             shards += [([Shard(dim)], of_matrix(dim, transposed)) for dim in whole_blocks(q)]
         return rules((1, 2), 2, shards)
 
-    for outputs, quantize in ((2, launch.quantize), (3, launch.quantize_squares), (4, launch.quantize_dual)):
-        register_sharding(quantize.registered)(quantize_rule(outputs))
-    register_sharding(launch.dequantize.registered)(dequantize_rule)
+    names = {2: "mxfp8_quantize", 3: "mxfp8_quantize_squares", 4: "mxfp8_quantize_dual"}
+    for outputs, name in names.items():
+        register_sharding(FUNCTIONAL_OPERATORS[name].registered)(quantize_rule(outputs))
+    register_sharding(FUNCTIONAL_OPERATORS["mxfp8_dequantize"].registered)(dequantize_rule)

@@ -14,15 +14,15 @@ from torch.compiler import is_compiling
 from cute_kernels import mhc
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import MIN_CHANNELS, STREAMS, Precision, check_dropout, check_pre, num_coefficients, sizes
-from cute_kernels.mhc.op.common import checked, rows, takes_reference
-from cute_kernels.mhc.op.composite import compute
+from cute_kernels.mhc.op.common import rows
+from cute_kernels.mhc.op.composite import Options, connect
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import MAX_ITERATIONS, UNDERFLOW, Variant, variant_of
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.operators import is_eager, uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "HyperConnection"
@@ -263,21 +263,17 @@ class HyperConnection(FloatModule):
         expect_whole(OP, self.phi, self.alpha, self.beta)
         expect_manager(OP, recompute)
         expect_residual(OP, x, self.config, self.variant)
-        v, parameters = self.variant, (self.phi, self.alpha, self.beta, None)
-        if takes_reference(OP, x, self.backend):
-            function, arguments = functools.partial(_reference_pre, v), (x, *parameters[:3])
+        v, parameters = self.variant, (self.phi, self.alpha, self.beta)
+        if uses_reference(OP, x, self.backend):
+            function, arguments = functools.partial(_reference_pre, v), (x, *parameters)
             results = function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)
             layer_input, post, res = results
             return layer_input, Mix(post, res, x, None, v.res_orientation)
-
-        def check() -> None:
-            checked(check_pre, x, *parameters, v.layout, PRECISION, op=OP)
-
-        results, owns = compute(OP, check, x, *parameters, v, v.layout, PRECISION, v.res_orientation)
-        if not owns:
-            layer_input, post, res = results
+        check_pre(x, *parameters, None, v.layout, PRECISION, op=OP)
+        options = Options(OP, v.constants, v.layout, PRECISION, v.res_orientation)
+        layer_input, post, res, residual, is_alias = connect(x, *parameters, None, options)
+        if not is_alias:
             return layer_input, Mix(post, res, x, None, v.res_orientation)
-        layer_input, post, res, residual = results
         if recompute is not None:
             n, channels = sizes(x, v.layout)
             pre, entry = layer_input.grad_fn.saved_tensors[-2], recompute.entry_of(x)
@@ -322,7 +318,7 @@ class HyperConnection(FloatModule):
         v = self.variant
         post, res, residual, own_res, orientation = mix
         expect(orientation == v.res_orientation, OP, "mix", f"have res_orientation {v.res_orientation!r}", orientation)
-        if is_plain(x, residual):
+        if is_eager(x, residual):
             good = x.data_ptr() == residual.data_ptr() and x.shape == residual.shape and x.stride() == residual.stride()
             expect(good, OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
             if own_res is not None and torch.is_grad_enabled():
@@ -331,7 +327,7 @@ class HyperConnection(FloatModule):
         dropout_p = as_float(dropout_p)
         check_dropout(OP, dropout_p, None, x.device)
         expect_manager(OP, recompute)
-        if takes_reference(OP, x, self.backend):
+        if uses_reference(OP, x, self.backend):
             function = functools.partial(_reference_combine, v, dropout_p)
             arguments = f, post, residual, res, bias
             return function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from cute_kernels.common.row_layout import MANY_CTAS, Access, RowConfig
@@ -14,35 +13,6 @@ from cute_kernels.common.row_layout import MANY_CTAS, Access, RowConfig
 # From here on resident clusters walk over the rows: tiles' indices are 32-bit, and run ahead by two or three grids
 RESIDENT_ROWS = 2**29
 PACKED = {size: Access(16 // size, True, True) for size in (2, 4)}  # rows on 16 bytes, back to back
-
-
-def rows_key(t: Tensor) -> tuple:
-    """All that a kernel is specialised on and all that is checked of a matrix, but for its number of rows."""
-    if t.is_contiguous():
-        return t.dtype, t.shape[-1], t.get_device(), t.data_ptr() & 15
-    return t.dtype, strides_key(t), t.get_device(), t.data_ptr() & 15
-
-
-def strides_key(t: Tensor) -> tuple:
-    """Of a matrix that is not contiguous: its columns, strides and whether it is more than a row."""
-    return t.shape[-1], t.stride(), t.shape[0] > 1
-
-
-def geometry(n: int, streams: list[Tensor], outputs: list[torch.dtype]) -> tuple[int, bool, bool]:
-    """(elements that move together, rows start and end on 16 bytes, rows of all matrices are back to back).
-
-    16 bytes of the widest dtype move together: a wider access would leave half of each 32-byte sector to the next
-    instruction (H200, 8192x4096 fp32 forward: 89 us with 32 bytes a thread).
-    """
-    vec = 16 // max(dtype.itemsize for dtype in (*outputs, *(t.dtype for t in streams)))
-    aligned = True
-    for t in streams:
-        itemsize = t.element_size()
-        stride = t.stride(0) if t.shape[0] > 1 else n
-        vec = math.gcd(vec, n, stride, t.data_ptr() // itemsize)
-        aligned = aligned and all(size % 16 == 0 for size in (n * itemsize, stride * itemsize, t.data_ptr()))
-    packed = aligned and all(t.stride(0) == n or t.shape[0] <= 1 for t in streams)
-    return vec, aligned, packed
 
 
 def access_of(n: int, widest: int, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Access:

@@ -1,7 +1,6 @@
 """What may import what: architecture rules that keep `import cute_kernels` light and kernels free of torch."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -104,83 +103,3 @@ def test_references_are_plain_torch(path):
     shared = tuple(f"cute_kernels.runtime.{name}" for name in ("checks", "real", "autograd", "strict"))
     allowed = (*shared, *(f"{family}.{n}" for n in REFERENCE_MODULES))
     assert all(name.startswith(allowed) for name in ours), ours
-
-
-FAMILIES = sorted(path.parent.name for path in (ROOT / "cute_kernels").glob("*/prewarm.py"))
-OF_FAMILIES = [path for path in LIBRARY if path.relative_to(ROOT).parts[1] in FAMILIES]
-# linear_log_prob's backward is three products, which write to what it gives them
-LAUNCHES_OF_PRODUCTS = "cute_kernels.gemm.launch"
-
-
-@pytest.mark.parametrize("path", OF_FAMILIES, ids=names(OF_FAMILIES))
-def test_families_use_the_public_ops_of_others(path):
-    """What they share is in common and runtime."""
-    own = path.relative_to(ROOT).parts[1]
-    for name in imported(path, top_level_only=False):
-        _, family, *rest = (*name.split("."), "", "")
-        if name.startswith("cute_kernels.") and family in FAMILIES and family != own:
-            is_public = not rest[0] or not (ROOT / "cute_kernels" / family / f"{rest[0]}.py").exists()
-            assert is_public or name.startswith(LAUNCHES_OF_PRODUCTS), name
-
-
-COMMON = sorted((ROOT / "cute_kernels" / "common").glob("*.py"))
-
-
-@pytest.mark.parametrize("path", COMMON, ids=names(COMMON))
-def test_common_knows_no_family(path):
-    ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels")}
-    assert all(name.startswith("cute_kernels.common") for name in ours), ours
-
-
-LIGHT = [path for path in LIBRARY if path not in KERNELS and path.parent.name != "common"]
-
-
-@pytest.mark.parametrize("path", LIGHT, ids=names(LIGHT))
-def test_the_compiler_is_imported_where_it_is_used(path):
-    """op.py and all else that `import cute_kernels` may load imports neither it nor kernels at top level."""
-    assert not packages(path, top_level_only=True) & COMPILER
-    assert not any(".kernel" in name for name in imported(path, top_level_only=True))
-
-
-JIT_CACHE = sorted((ROOT / "jit_cache").glob("*.py"))
-
-
-@pytest.mark.parametrize("path", JIT_CACHE, ids=names(JIT_CACHE))
-def test_jit_cache_stands_alone(path):
-    assert not packages(path, top_level_only=True) & {"torch", "cute_kernels", *COMPILER}
-    assert not packages(path, top_level_only=False) & {"torch", "cute_kernels"}
-
-
-def modules_after(program: str) -> set[str]:
-    program += "\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {name.split(".")[0] for name in done.stdout.split("\n")[-2].split()}
-
-
-def test_importing_cute_kernels_is_light():
-    """In a fresh interpreter, and with what a module and a reference need: no compiler, no CUDA context."""
-    program = """
-import cute_kernels, cute_kernels.nn, cute_kernels.norm.op, cute_kernels.norm.prewarm, cute_kernels.__main__
-import torch
-cute_kernels.nn.RMSNorm(8)(torch.ones(2, 8)).sum().backward()
-assert not torch.cuda.is_initialized()
-"""
-    assert not modules_after(program) & COMPILER
-
-
-def test_importing_jit_cache_is_light():
-    program = "import jit_cache, jit_cache.prewarm, jit_cache.bundle, jit_cache.__main__"
-    assert not modules_after(program) & {"torch", "numpy", "cute_kernels", *COMPILER}
-
-
-def test_importing_a_config_is_light():
-    """Loaded by path, without the package: only what it names itself."""
-    program = """
-import sys, types, pathlib
-for name in ("cute_kernels", "cute_kernels.common", "cute_kernels.norm"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [str(pathlib.Path(*name.split(".")))]
-import cute_kernels.norm.config
-"""
-    assert not modules_after(program) & {"torch", "numpy", *COMPILER}

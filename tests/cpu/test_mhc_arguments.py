@@ -13,9 +13,10 @@ from cute_kernels import mhc
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import check_contract, check_expand
 from cute_kernels.mhc.variants import VARIANTS
-from cute_kernels.runtime.operators import is_plain
+from cute_kernels.runtime.operators import is_eager
 from tests.entry import Wrapped
-from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS, stand_in
+from tests.fakes import fake_kernels
+from tests.mhc_cases import BF16, FP16, FP32, FP64, PRESETS
 
 TOKENS, N, C = 3, 4, 16
 K, COLUMNS = N * C, 24
@@ -26,7 +27,7 @@ def library(request):
     if request.param == "reference":
         yield reference
     else:
-        with stand_in():
+        with fake_kernels():
             yield mhc
 
 
@@ -454,6 +455,6 @@ def test_an_eps_that_is_0_in_fp32(field, least, expected):
 def test_every_tensor_must_be_plain(count):
     """One of a subclass, wherever it stands among what an operator takes, and none may be given to a kernel."""
     tensors = [zeros(2), None, torch.nn.Parameter(zeros(2)), *[zeros(2)] * 7][:count]
-    assert is_plain(*tensors)
+    assert is_eager(*tensors)
     for position in range(count):
-        assert not is_plain(*tensors[:position], Wrapped(zeros(2)), *tensors[position + 1 :])
+        assert not is_eager(*tensors[:position], Wrapped(zeros(2)), *tensors[position + 1 :])

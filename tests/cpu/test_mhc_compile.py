@@ -10,8 +10,12 @@ import re
 import pytest
 import torch
 
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.mhc import prewarm
 from cute_kernels.mhc.config import (
+    PreSpec,
+    ProjectionBackwardSpec,
+    ProjectionSpec,
     pre_config,
     product_layout,
     projection_backward_config,
@@ -53,13 +57,21 @@ SPILLED = 1024  # bytes a thread, at most, of the backwards of eight streams
 
 def streams_of(builder, arguments) -> int:
     """n of a kernel's arguments; 0 where they do not tell."""
-    name = builder.__name__
-    if name in ("sinkhorn_forward", "sinkhorn_backward", "coefficients_forward", "coefficients_backward"):
-        return arguments[1]
-    last = arguments[-1]
-    if name == "projection_forward" or name in BY_WARPGROUPS:
-        return {3: 1, 8: 2, 24: 4, 80: 8}.get(last.columns, 0)
-    return getattr(last, "n", 0)
+    spec = arguments[1]
+    return spec.n if hasattr(spec, "n") else {3: 1, 8: 2, 24: 4, 80: 8}.get(spec.columns, 0)
+
+
+def pre_spec(n: int, channels: int, columns: int, layout="streams", phi=FP32, precision="tf32") -> PreSpec:
+    """H and mean square alone."""
+    return PreSpec(n, channels, layout, columns, precision, phi, None, None, None, None, True, False)
+
+
+def backward_spec(
+    n: int, channels: int, columns: int, layout="streams", x=BF16, phi=FP32, precision="tf32", residual=True, layer=True
+) -> ProjectionBackwardSpec:
+    """Of all gradients."""
+    options = "io" if residual else None, layer, True, False
+    return ProjectionBackwardSpec(n, channels, layout, columns, precision, x, phi, None, True, True, *options)
 
 
 def compile_and_check(jobs, arch: str) -> None:
@@ -130,16 +142,18 @@ def test_every_builder_is_among_them():
 
 def test_every_ring_has_two_slots():
     """Of the projection's backward: with one it would wait for itself."""
-    names = ("bfloat16", "float16", "float32")
+    dtypes = BF16, FP16, FP32
     rings = {
-        projection_backward_config(n, channels, layout, columns, x, phi, precision, True, combines, gathers).stages
+        projection_backward_config(
+            backward_spec(n, channels, columns, layout, x, phi, precision, residual, layer)
+        ).stages
         for n in STREAMS
         for channels in (8, 4096)
         for layout in LAYOUTS
         for columns in (n, n * n + 2 * n)
-        for x, phi in itertools.product(names, names)
+        for x, phi in itertools.product(dtypes, dtypes)
         for precision in ("tf32", "fp32")
-        for combines, gathers in itertools.product((False, True), repeat=2)
+        for residual, layer in itertools.product((False, True), repeat=2)
     }
     assert min(rings) == 2
 
@@ -150,7 +164,7 @@ def test_items_and_ctas_of_a_backward():
     """
     found = {}
     for tokens, channels in itertools.product((1, 512, 513, 2048, 4096, 8192, 65536), (8, 768, 4096, 5120, 7168)):
-        config = projection_backward_config(4, channels, "streams", 24, "bfloat16", "float32", "tf32", True, True, True)
+        config = projection_backward_config(backward_spec(4, channels, 24))
         for sms in (1, 78, 132, 148):
             chunks, ctas = config.schedule(tokens, sms)
             items = -(-tokens // (chunks * config.chunk)) * config.slices
@@ -182,18 +196,18 @@ def test_warps_of_a_token():
 
 def test_clusters_hold_phi():
     """Within a CTA's registers and shared memory, three blocks in flight at least; all of K."""
-    names = ("bfloat16", "float32")
-    cases = itertools.product(STREAMS, (8, 64, 136, 768, 1280, 2560, 4096, 5120, 7168, 16384), LAYOUTS, names)
+    dtypes = BF16, FP32
+    cases = itertools.product(STREAMS, (8, 64, 136, 768, 1280, 2560, 4096, 5120, 7168, 16384), LAYOUTS, dtypes)
     for n, channels, layout, phi in cases:
         for columns, precision in itertools.product((n, n * n + 2 * n), ("tf32", "fp32")):
-            config = pre_config(n, channels, layout, columns, phi, precision)
+            config = pre_config(pre_spec(n, channels, columns, layout, phi, precision))
             if config is None:
                 continue
             for mixes, threads in ((False, 384), (True, 512)):
                 products, mixing, helps = config.registers(mixes)
                 assert 256 * products + 128 * (mixing + helps) <= 65536 // threads // 8 * 8 * threads
                 assert config.product_registers < products <= 224 and helps >= 24 and (mixing >= 40) == mixes
-            assert config.stages >= 3 and config.stages * 16 * 2 >= 8 * config.octets * (4 if phi == "float32" else 2)
+            assert config.stages >= 3 and config.stages * 16 * 2 >= 8 * config.octets * (4 if phi is FP32 else 2)
             assert config.cluster * config.slice_c - channels >= 0 and config.boxes % 2 == 0
             # A slot is awaited before it is asked for again; a cluster with a block more has a piece more on its way
             assert 1 <= config.lead <= config.stages
@@ -204,7 +218,7 @@ def test_clusters_hold_phi():
             steps, boxes = forward.steps_by_piece(), config.boxes // forward.pieces
             assert list(itertools.chain(*steps)) == list(range(config.steps))
             assert all((2 * s + 1) // boxes <= piece for piece, some in enumerate(steps) for s in some)
-    configs = [pre_config(4, c, "streams", 24, "float32", "tf32") for c in (768, 1280, 2560, 4096, 7168)]
+    configs = [pre_config(pre_spec(4, c, 24)) for c in (768, 1280, 2560, 4096, 7168)]
     assert [config.cluster for config in configs] == [2, 4, 8, 16, 16]
     assert [(config.stages, config.lead, config.flight) for config in configs] == [
         (3, 3, 0),
@@ -215,7 +229,7 @@ def test_clusters_hold_phi():
     ]
     assert [config.num_clusters(10**6, 132) for config in configs] == [66, 30, 14, 7, 7]
     assert [config.num_clusters(33, 132) for config in configs] == [3] * 5
-    assert pre_config(8, 4096, "streams", 80, "float32", "tf32") is None
+    assert pre_config(pre_spec(8, 4096, 80)) is None
 
 
 def banks(bytes_of_lanes, width: int) -> set[int]:
@@ -226,7 +240,7 @@ def test_all_banks_serve_sums_and_phi():
     """A warp's stores of a column's sums, eight lanes that read a quad each, half a warp that reads pairs of phi."""
     assert sorted(row_of(lane) for lane in range(0, 32, 4)) == list(range(8))
     for n, columns in ((1, 3), (2, 8), (4, 24), (4, 4), (2, 2)):
-        config = pre_config(n, 5120, "streams", columns, "float32", "tf32")
+        config = pre_config(pre_spec(n, 5120, columns))
         assert config.width % 4 == 0 and columns < config.width <= columns + 8
         stores = [4 * (config.width * (lane % 4 * 2) + row_of(lane)) for lane in range(32)]
         assert len(banks(stores, 4)) == 32
@@ -236,13 +250,13 @@ def test_all_banks_serve_sums_and_phi():
         assert len(banks([128 * row_of(lane) + ((lane % 4 * 8) ^ row_of(lane) * 16) for lane in lanes], 8)) == 32
 
 
-@pytest.mark.parametrize("phi", ["bfloat16", "float32"])
+@pytest.mark.parametrize("phi", [BF16, FP32])
 def test_no_block_of_x_comes_where_phi_is_not_yet_taken(phi):
     """Slot after slot by what lies where: a box of phi is 128 bytes of each of its rows, a step two boxes of x wide."""
     covered = set()
     for n, channels, columns in itertools.product((1, 2, 4), (8, 768, 2560, 4096, 5120, 7168), (4, 24)):
-        config = pre_config(n, channels, "streams", columns, phi, "tf32")
-        slot_bytes, step_bytes = 16 * 128 * config.boxes, 8 * config.octets * 128 * (4 if phi == "float32" else 2)
+        config = pre_config(pre_spec(n, channels, columns, phi=phi))
+        slot_bytes, step_bytes = 16 * 128 * config.boxes, 8 * config.octets * 128 * (4 if phi is FP32 else 2)
         start = config.stages * slot_bytes - config.steps * step_bytes
         held = {}
         for step, byte in itertools.product(range(config.steps), range(0, step_bytes, 128)):
@@ -257,14 +271,13 @@ def test_no_block_of_x_comes_where_phi_is_not_yet_taken(phi):
 def test_places_in_the_ring(n, layout):
     """A lane's elements are where the swizzle has them, in every slot, found from one place for all of their rows."""
     from cute_kernels.mhc.kernel.tile_ring import TileRing, swizzle_bits
-    from cute_kernels.runtime.targets import cutlass_dtype
 
-    dtypes, precisions = ("bfloat16", "float16", "float32"), ("tf32", "fp32")
-    for name, precision, combines in itertools.product(dtypes, precisions, (False, True)):
+    dtypes, precisions = (BF16, FP16, FP32), ("tf32", "fp32")
+    for x, precision, more in itertools.product(dtypes, precisions, (False, True)):
         config = projection_backward_config(
-            n, 256, layout, n * n + 2 * n, name, "float32", precision, True, combines, combines
+            backward_spec(n, 256, n * n + 2 * n, layout, x, FP32, precision, more, more)
         )
-        dtype = cutlass_dtype(getattr(torch, name))
+        dtype = cutlass_dtype(x)
         ring, width, size = TileRing.__new__(TileRing), config.slice_c, dtype.width // 8
         ring.config, ring.dtype = config, dtype
         slots, groups, lanes = range(config.stages), range(config.groups), range(0, 32, 4)
@@ -296,14 +309,15 @@ def test_the_shipped_table_is_what_a_model_asks_for(arch):
     for channels in prewarm.CHANNELS:
         wanted = jobs_of(arch, ("hyper_connection", Case(4, channels)), ("pre", Case(4, channels)))
         assert set(wanted) <= table
-    assert {job[1][4] for job in table if job[0].__name__ == "expand_combine_forward"} == {False, True}  # of recompute
+    found = {job[1][1].has_pre for job in table if job[0].__name__ == "expand_combine_forward"}
+    assert found == {False, True}  # of recompute
 
 
 @pytest.mark.parametrize("align", [1, 8, 40, 128, 1280])
 def test_parts_of_k(align):
     """All of K in a power of two of parts: none empty, none of more than 4096 columns, as few as that."""
     for k in range(align, 70000, 37 * align):
-        config = projection_config(24, k, "bfloat16", "float32", "tf32", align % 8 == 0)
+        config = projection_config(ProjectionSpec(24, k, BF16, FP32, None, "tf32", align % 8 == 0))
         parts = [len(range(s, config.tiles, config.splits)) for s in range(config.splits)]
         assert config.splits & (config.splits - 1) == 0 and config.splits < 2 * -(-k // 4096)
         assert 0 <= config.tiles * config.tile_k - k < config.tile_k
@@ -344,21 +358,22 @@ for builder, arguments in {{job[0].__name__: job for job in jobs_of({arch!r}, *c
 
 
 BOUNDS = """
-from cutlass import BFloat16
-from cute_kernels.mhc.config import product_layout, stream_layout
+import torch
+from cute_kernels.mhc.config import AggregateBackwardSpec, ExpandCombineBackwardSpec, ExpandCombineSpec, layout_of
 from cute_kernels.mhc.kernel.aggregate import aggregate_backward
 from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward, expand_combine_forward
 
-def layout(n, channels):  # of each kernel other channels: files are named by the first matrices alone
-    return stream_layout(n, channels, "channels", 2, 8)
+def obtain(builder, spec):  # of each kernel other channels: files are named by the first matrices alone
+    builder.obtain("sm_90a", spec, layout_of(spec))
 
-for n, channels, dropout, aggregates in (4, 256, 0, 0), (4, 320, 0, 1), (4, 384, 1, 0), (8, 448, 0, 0):
-    arguments = BFloat16, None, bool(dropout), bool(aggregates), "io", (4, 4, 4), layout(n, channels)
-    expand_combine_forward.obtain("sm_90a", *arguments)
+for n, channels, dropout, has_pre in (4, 256, 0, 0), (4, 320, 0, 1), (4, 384, 1, 0), (8, 448, 0, 0):
+    streams = n, channels, "channels", torch.bfloat16, 8, None
+    obtain(expand_combine_forward, ExpandCombineSpec(*streams, bool(dropout), bool(has_pre), "io", 4, 4, 4))
 for n, channels, dropout, needs_dx in (4, 256, 0, 0), (4, 320, 0, 1), (4, 384, 1, 0), (2, 448, 0, 1):
-    arguments = bool(dropout), bool(needs_dx), True, True, "io", (2, 2), product_layout(layout(n, channels))
-    expand_combine_backward.obtain("sm_90a", BFloat16, None, *arguments)
-aggregate_backward.obtain("sm_90a", BFloat16, True, True, 4, layout(4, 512))
+    needs = bool(needs_dx), True, True
+    streams = n, channels, "channels", torch.bfloat16, 8, None
+    obtain(expand_combine_backward, ExpandCombineBackwardSpec(*streams, bool(dropout), *needs, "io", 2, 2))
+obtain(aggregate_backward, AggregateBackwardSpec(4, 512, "channels", torch.bfloat16, 8, True, True, 4))
 """
 
 
@@ -388,11 +403,11 @@ def test_bounds_of_launches(tmp_path):
 
 
 HEAD = """
-import cutlass
 from cute_kernels.mhc.config import pre_config
 from cute_kernels.mhc.kernel.pre import pre_forward
-config = pre_config(4, 256, "streams", 4, "float32", "tf32")
-pre_forward.obtain("sm_90a", cutlass.Float32, None, None, None, True, False, config)
+from tests.cpu.test_mhc_compile import pre_spec
+spec = pre_spec(4, 256, 4)
+pre_forward.obtain("sm_90a", spec, pre_config(spec))
 """
 
 
@@ -402,7 +417,7 @@ def test_both_adding_warps_end_a_turn(tmp_path):
     (kernel,) = kernels_in(tmp_path)
     constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", kernel))
     counts = [constants.get(name) for name in re.findall(r"mbarrier\.init\S*\s+\[\S+\], (\S+);", kernel)]
-    stages = pre_config(4, 256, "streams", 4, "float32", "tf32").stages
+    stages = pre_config(pre_spec(4, 256, 4)).stages
     assert counts.count("2") == stages
     messages = set(re.findall(r"mbarrier\.arrive\.expect_tx\S* \S+, \[(\S+)\]", kernel))
     assert len(messages & set(re.findall(r"mbarrier\.arrive\.shared\S* \S+, \[(\S+)\]", kernel))) == 1
@@ -419,9 +434,9 @@ WITH_THE_REST += [("hyper_connection", layout, order) for layout in LAYOUTS for 
 def test_backward_by_warpgroups_compiles(op, layout, order, parameters, norm_weight, needs_dphi):
     case = Case(8, 512, parameters=parameters, layout=layout, res_orientation=order, norm_weight=norm_weight)
     (job,) = [job for job in jobs_of("sm_90a", (op, case)) if job[0].__name__ == "projection_backward_sm90"]
-    builder, (*facts, sums, n, orientation, gathers, config) = job
-    assert sums
-    compile_and_check([(builder, (*facts, needs_dphi, n, orientation, gathers, config))], "sm_90a")
+    builder, (arch, spec, config) = job
+    assert spec.needs_dphi
+    compile_and_check([(builder, (arch, spec._replace(needs_dphi=needs_dphi), config))], arch)
 
 
 @pytest.mark.parametrize("op, boxes", [("projection", 10), ("hyper_connection", 12)])  # dH's; and R's

@@ -6,8 +6,9 @@ import torch
 from cute_kernels import mhc
 from cute_kernels.mhc import prewarm
 from tests import nn_cases
+from tests.fakes import fake_kernels
 from tests.gpu.mhc.conftest import kernels_of
-from tests.mhc_cases import SIZES, Case, differentiate, make_inputs, make_upstream, seeded_generator, stand_in
+from tests.mhc_cases import SIZES, Case, differentiate, make_inputs, make_upstream, seeded_generator
 
 ARCHS = ["sm_90a", "sm_100a"]
 
@@ -22,7 +23,7 @@ def into_main_grads(case: Case, arch: str) -> set:
     tensors = make_inputs(case, generator)
     for name in ("phi", "alpha", "beta", "fn", "base", "scale"):
         tensors[name].main_grad = torch.zeros_like(tensors[name])
-    with stand_in(arch, computes=False) as jobs:
+    with fake_kernels(arch, computes=False) as jobs:
         for op in ("pre", "hyper_connection", "head"):
             differentiate(mhc, op, case, tensors, make_upstream(op, case, generator))
     return set(jobs)

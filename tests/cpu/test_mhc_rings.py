@@ -11,11 +11,12 @@ from collections import Counter
 
 import pytest
 
-from cute_kernels.mhc.config import warpgroup_backward_config
+from cute_kernels.mhc.config import ProjectionBackwardSpec, warpgroup_backward_config
 from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, loaders
+from tests.mhc_cases import BF16, FP32
 
 FLAGS = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or flags[1]]  # where they take turns
-CASES = [(columns, phi, *flags) for columns in (8, 80) for phi in ("bfloat16", "float32") for flags in FLAGS]
+CASES = [(columns, phi, *flags) for columns in (8, 80) for phi in (BF16, FP32) for flags in FLAGS]
 ITEMS = [3, 3, 3], [3, 5, 4, 1], [1, 1, 1, 1, 1, 1, 1], [16, 5, 16, 3], [5, 3, 5, 3]  # tiles of each
 
 
@@ -121,7 +122,9 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
 
 @pytest.mark.parametrize("columns, phi, combines, gathers, adds_up", CASES)
 def test_no_wait_is_early(columns, phi, combines, gathers, adds_up):
-    config = warpgroup_backward_config(8, 4096, "streams", columns, phi, combines, gathers)
+    options = "io" if combines else None, gathers, True, True
+    spec = ProjectionBackwardSpec(8, 4096, "streams", columns, "tf32", BF16, phi, None, True, True, *options)
+    config = warpgroup_backward_config(spec)
     assert config.x_stages >= 3 and config.stages == 2 and config.sharers == 1
     if not adds_up and not combines:
         assert config.x_stages % 2 == 0

@@ -18,7 +18,8 @@ from cute_kernels.nn import (
     RecomputeManager,
     RMSNorm,
 )
-from tests.nn_cases import BF16, FP32, make_config, make_model, make_tokens, stand_in
+from tests.fakes import fake_kernels
+from tests.nn_cases import BF16, FP32, make_config, make_model, make_tokens
 
 FP16 = torch.float16
 
@@ -27,7 +28,7 @@ FP16 = torch.float16
 def path(request):
     """The references, or all above the kernels with plain torch in their place."""
     if request.param:
-        with stand_in():
+        with fake_kernels():
             yield
     else:
         yield
@@ -162,7 +163,7 @@ def test_a_mix_is_combined_as_it_came():
     """In the kernels' path forward multiplies by its own res: another would give x a wrong gradient."""
     module = connection(HyperConnectionConfig(32))
     x = torch.randn(3, 4, 32, requires_grad=True)
-    with stand_in():
+    with fake_kernels():
         layer_input, mix = module(x)
         for changes in ({"res": 0.5 * mix.res}, {"residual": mix.residual.detach()}):
             with pytest.raises(ValueError, match="mix must have the res and residual that forward returned"):
@@ -189,7 +190,7 @@ def test_a_mix_of_the_other_orientation_is_refused():
 
 def test_a_tangent_is_refused_and_not_lost():
     x = torch.randn(3, 4, 32)
-    with stand_in(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+    with fake_kernels(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
         mhc.expand(forward_ad.make_dual(x[:, 0].contiguous(), torch.ones(3, 32)), 4)
 
 
@@ -236,7 +237,7 @@ def test_fp16_does_not_overflow(path):
 
 
 def test_a_recomputed_norm_on_the_kernels_wants_its_weight():
-    with stand_in():
+    with fake_kernels():
         norm, manager = RMSNorm(32), RecomputeManager()
         x = torch.randn(4, 32).to(BF16).requires_grad_()
         end = norm.recomputed(x, manager).sin()
@@ -266,7 +267,7 @@ def test_a_recomputed_norm_wants_its_x_as_it_was(save, path):
 
 def test_a_recombination_wants_its_bias():
     """Not so of a fully_shard whose parameters are gone by then."""
-    with stand_in():
+    with fake_kernels():
         module, manager = connection(HyperConnectionConfig(32), 0), RecomputeManager()
         x, bias = torch.randn(3, 4, 32).to(BF16).requires_grad_(), torch.ones(32, requires_grad=True)
         layer_input, mix = module(x)

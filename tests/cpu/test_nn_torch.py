@@ -22,6 +22,7 @@ from cute_kernels.nn import (
     graph,
     transformer,
 )
+from tests.fakes import fake_kernels
 from tests.nn_cases import (
     BF16,
     FP32,
@@ -30,7 +31,6 @@ from tests.nn_cases import (
     make_config,
     make_model,
     make_tokens,
-    stand_in,
     with_connections,
 )
 
@@ -88,7 +88,7 @@ def test_compile_around_recompute(kernels, part):
             traced.append(torch.compiler.is_compiling())
             super().end_block(hook_tensor)
 
-    with stand_in() if kernels else contextlib.nullcontext():
+    with fake_kernels() if kernels else contextlib.nullcontext():
         wanted = run(config)
         model = make_model(config)
         torch._dynamo.reset()
@@ -116,12 +116,15 @@ def test_a_captured_step_is_of_gpus():
         CapturedStep(model, (tokens,), model, optimizer)
     with pytest.raises(TypeError, match="CapturedStep: inputs must be a tuple of tensors, got Tensor"):
         CapturedStep(model, tokens, model, optimizer)
-    with stand_in(), pytest.raises(ValueError, match="optimizer must be made with capturable=True, got AdamW without"):
+    with (
+        fake_kernels(),
+        pytest.raises(ValueError, match="be made with capturable=True, got AdamW without"),
+    ):
         CapturedStep(model, (tokens,), model, torch.optim.AdamW(model.parameters()))
     decaying = torch.optim.Adagrad(model.parameters(), lr_decay=0.1)
-    with stand_in(), pytest.raises(ValueError, match="optimizer must have no lr_decay, got lr_decay of 0.1"):
+    with fake_kernels(), pytest.raises(ValueError, match="optimizer must have no lr_decay, got lr_decay of 0.1"):
         CapturedStep(model, (tokens,), model, decaying)
-    with stand_in(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
+    with fake_kernels(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
         CapturedStep(model, (tokens,), model, None)
     with pytest.raises(TypeError, match="CapturedStep: step must be callable, got NoneType"):
         CapturedStep(None, (tokens,), model, optimizer)
@@ -144,7 +147,7 @@ def test_a_captured_step_of_a_state_that_is_not_zeros(kind, options):
     model = torch.nn.Linear(4, 4)
     optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
     expected = f"optimizer must have a state that begins as zeros, and no dampening, got {kind}"
-    with stand_in(), pytest.raises(ValueError, match=f"CapturedStep: {expected}"):
+    with fake_kernels(), pytest.raises(ValueError, match=f"CapturedStep: {expected}"):
         CapturedStep(model, (torch.ones(4),), model, optimizer)
 
 

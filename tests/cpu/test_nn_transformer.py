@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from cute_kernels import mhc
 from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, transformer
 from tests import gemm_cases, log_prob_cases
+from tests.fakes import fake_kernels
 from tests.nn_cases import (
     BF16,
     FP32,
@@ -22,7 +23,6 @@ from tests.nn_cases import (
     make_model,
     make_tokens,
     relative_errors,
-    stand_in,
     with_connections,
 )
 
@@ -35,7 +35,7 @@ def run(config, dtype=BF16):
 def path(request):
     """The references, or all above the kernels with plain torch in their place."""
     if request.param:
-        with stand_in():
+        with fake_kernels():
             yield
     else:
         yield
@@ -206,7 +206,7 @@ def test_the_loss_adds_to_main_grad(dtype, path):
 def test_training_makes_no_logits():
     """Neither a product in fp32 nor torch's cross-entropy."""
     config = make_config()
-    with stand_in() as jobs, mock.patch.object(F, "cross_entropy", side_effect=AssertionError):
+    with fake_kernels() as jobs, mock.patch.object(F, "cross_entropy", side_effect=AssertionError):
         run(config)
     products = [inspect.signature(job.build).bind(*args).arguments for job, args in jobs if job.__name__ == "gemm"]
     assert products and {str(static["out"]) for static in products} == {"BFloat16"}
@@ -244,7 +244,7 @@ def test_kernels_path_is_the_references(streams):
     """Apart by the rounding of bf16 activations alone."""
     config = make_config(streams=streams)
     wanted = run(config, FP32)
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         ours = run(config, FP32)
     assert jobs
     errors = relative_errors(ours, wanted)
@@ -254,7 +254,7 @@ def test_kernels_path_is_the_references(streams):
 def test_the_backend_is_passed_on():
     """With backend="reference" no part of the model takes a kernel."""
     config = make_config(backend="reference", dropout_p=0.1)
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         found = run(config)
     assert not jobs
     assert_same_bits(found, run(replace(config, backend=None)))
@@ -406,7 +406,7 @@ def test_what_a_block_discards(layers, expected, path):
 def test_kernels_keep_the_coefficients():
     """No projection and no Sinkhorn are replayed; an aggregation goes with the residual, but for a block's first."""
     config = with_connections(make_config(layers=2), recompute=True, recompute_layers=2)
-    with stand_in():
+    with fake_kernels():
         from cute_kernels.mhc import launch
 
         model, batch = make_model(config), make_tokens(config)

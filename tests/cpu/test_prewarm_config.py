@@ -20,7 +20,7 @@ from cute_kernels.norm import launch as norm
 from cute_kernels.prewarm import Model, _rows, for_config
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction import log_softmax, softmax
-from cute_kernels.runtime import launches, operators
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import meta_target
 from jit_cache import recording
 from tests.gpu.test_prewarm_config import CONFIG, train_and_decode
@@ -55,9 +55,8 @@ def gpu(arch: str, num_sms: int) -> Iterator[list[tuple]]:
         for name, function in OPERATORS.items():
             library.impl(name, function, "Meta", allow_override=True)
         stack.enter_context(meta_target(arch, num_sms))
-        for forget in (operators.forget_plans, launches.forget):
-            forget()
-            stack.callback(forget)
+        launches.forget()
+        stack.callback(launches.forget)
         yield stack.enter_context(recording())
 
 

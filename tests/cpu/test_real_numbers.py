@@ -14,7 +14,7 @@ from cute_kernels.nn import HyperConnection, HyperConnectionConfig, LayerNorm, R
 from cute_kernels.nn.recompute import RecomputeManager
 from cute_kernels.norm import reference as norm_reference
 from cute_kernels.runtime.real import as_float
-from tests.nn_cases import stand_in
+from tests.fakes import fake_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HALF = [np.float16(0.5), np.float32(0.5), np.float64(0.5), Fraction(1, 2)]
@@ -93,7 +93,7 @@ def test_every_real_number_is_taken(name, path):
         torch.manual_seed(0)
         if path == "reference":
             return function(number, number)
-        with stand_in() as found:
+        with fake_kernels() as found:
             results = function(number, number)
         jobs.append(found)
         return results
@@ -139,7 +139,7 @@ def test_a_traced_module_has_them_as_constants(kind, number):
     """Dynamo makes a tensor of a numpy scalar that it meets in a trace; a module has none."""
     torch._dynamo.reset()
     x = randn(6, 64)
-    with stand_in():
+    with fake_kernels():
         found = torch.compile(kind(64, number), fullgraph=True, backend="aot_eager")(x)
         assert torch.equal(found, kind(64, 1.0)(x))
 
@@ -148,7 +148,7 @@ def test_a_traced_module_has_them_as_constants(kind, number):
 def test_a_traced_call_takes_an_int(function):
     torch._dynamo.reset()
     x, weight = randn(6, 64), randn(64)
-    with stand_in():
+    with fake_kernels():
         compiled = torch.compile(lambda x, weight, eps: function(x, weight, eps=eps), fullgraph=True, backend="eager")
         for eps in (1, 2, 3.0):
             assert torch.equal(compiled(x, weight, eps), function(x, weight, eps=float(eps)))

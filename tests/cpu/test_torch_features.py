@@ -21,15 +21,15 @@ from cute_kernels import (
 )
 from cute_kernels.nn import Linear
 from cute_kernels.norm import op as norm_op
-from cute_kernels.runtime.operators import is_plain
-from tests.nn_cases import stand_in
+from cute_kernels.runtime.operators import is_eager
+from tests.fakes import fake_kernels
 
 BF16 = torch.bfloat16
 
 
 @pytest.fixture
 def kernels():
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         yield jobs
 
 
@@ -83,7 +83,7 @@ def test_selective_checkpointing(function, inputs, kernels):
 def test_functorch_has_no_memory(kernels):
     """Its wrappers are of type Tensor and lie at address 0."""
     seen = []
-    torch.func.functionalize(lambda x: (seen.append((is_plain(x), x.data_ptr())), x * 2)[1])(torch.ones(3))
+    torch.func.functionalize(lambda x: (seen.append((is_eager(x), x.data_ptr())), x * 2)[1])(torch.ones(3))
     assert seen == [(False, 0)]
 
 
@@ -250,7 +250,7 @@ def test_options_that_are_members_of_an_enum():
         SILU = "silu"
         OUTPUT = "output"
 
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         linear(randn(6, 64), randn(48, 64), activation=Option.SILU)
         rms_norm(randn(6, 64), randn(64), save=Option.OUTPUT).float().sum().backward()
     arguments = [argument for _, found in jobs for argument in found]

@@ -18,14 +18,14 @@ import torch
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
 from tests.entry import check_entry
-from tests.fakes import gemm, log_prob, mxfp8, norm, reduction
+from tests.fakes import gemm, log_prob, mhc, mxfp8, norm, reduction
 
-FAMILIES = (gemm, log_prob, mxfp8, norm, reduction)
+FAMILIES = (gemm, log_prob, mhc, mxfp8, norm, reduction)
 NUM_SMS = 132
 
 
 @contextlib.contextmanager
-def fake_kernels(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[tuple]]:
+def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM_SMS) -> Iterator[list[tuple]]:
     """Within it CPU tensors go where CUDA tensors would, and each launch runs a fake, which checks what it gets.
 
     Yields the list of builder calls, (builder, arguments): the kernels that a GPU would have needed. Without
@@ -47,8 +47,9 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True) -> Iterator[list[t
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(launches, "load", load))
-        stack.enter_context(mock.patch.object(launches, "target_of", lambda index: Target(arch, NUM_SMS)))
+        stack.enter_context(mock.patch.object(launches, "target_of", lambda index: Target(arch, num_sms)))
         stack.enter_context(mock.patch.object(operators, "on_gpu", lambda x: True))
+        stack.enter_context(mock.patch.object(operators, "_current_device", lambda: None))  # memory is the CPU's
         library = stack.enter_context(torch.library._scoped_library("cute_kernels", "IMPL"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # some have one for the CPU

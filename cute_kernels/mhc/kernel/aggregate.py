@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.mhc.config import StreamLayout
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.mhc.config import AggregateBackwardSpec, AggregateSpec, ExpandSpec, StreamLayout
 from cute_kernels.mhc.kernel.streams import (
     LOADS_FIRST,
     TokenSums,
@@ -167,14 +168,13 @@ class Expand:
 
 
 @compiled
-def aggregate_forward(arch: str, dtype: Dtype, has_pre: bool, align: int, layout: StreamLayout) -> Program:
-    """out (M, C) from x (M, n C) and pre (M, n) or a constant; rows of pre start on ``align`` elements."""
-    rows = cute.sym_int()
-    s = layout
+def aggregate_forward(arch: str, spec: AggregateSpec, layout: StreamLayout) -> Program:
+    """out (M, C) from x (M, n C) and pre (M, n) or a constant."""
+    rows, dtype, s = cute.sym_int(), cutlass_dtype(spec.dtype), layout
     return Program(
-        AggregateForward(s, align),
+        AggregateForward(s, spec.pre_align),
         symbolic_streams(dtype, rows, s.n * s.channels, s.access),
-        symbolic_streams(Float32, rows, s.n, align) if has_pre else None,
+        symbolic_streams(Float32, rows, s.n, spec.pre_align) if spec.has_pre else None,
         symbolic_streams(dtype, rows, s.channels, s.vec),
         Float32(1.0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -182,28 +182,24 @@ def aggregate_forward(arch: str, dtype: Dtype, has_pre: bool, align: int, layout
 
 
 @compiled
-def aggregate_backward(
-    arch: str, dtype: Dtype, needs_dx: bool, needs_dpre: bool, align: int, layout: StreamLayout
-) -> Program:
+def aggregate_backward(arch: str, spec: AggregateBackwardSpec, layout: StreamLayout) -> Program:
     """dx (M, n C) and dpre (M, n) from dout (M, C), x and pre."""
-    rows = cute.sym_int()
-    s = layout
+    rows, dtype, s = cute.sym_int(), cutlass_dtype(spec.dtype), layout
     return Program(
-        AggregateBackward(s, align),
+        AggregateBackward(s, spec.pre_align),
         symbolic_streams(dtype, rows, s.channels, s.vec),
         symbolic_streams(dtype, rows, s.n * s.channels, s.access),
-        symbolic_streams(Float32, rows, s.n, align) if needs_dx else None,
-        symbolic_streams(dtype, rows, s.n * s.channels, s.access) if needs_dx else None,
-        symbolic_streams(Float32, rows, s.n, 1) if needs_dpre else None,
+        symbolic_streams(Float32, rows, s.n, spec.pre_align) if spec.needs_dx else None,
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access) if spec.needs_dx else None,
+        symbolic_streams(Float32, rows, s.n, 1) if spec.needs_dpre else None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
 @compiled
-def expand_streams(arch: str, dtype: Dtype, layout: StreamLayout) -> Program:
+def expand_streams(arch: str, spec: ExpandSpec, layout: StreamLayout) -> Program:
     """x (M, n C) from h (M, C)."""
-    rows = cute.sym_int()
-    s = layout
+    rows, dtype, s = cute.sym_int(), cutlass_dtype(spec.dtype), layout
     return Program(
         Expand(s),
         symbolic_streams(dtype, rows, s.channels, s.vec),

@@ -15,12 +15,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import coefficient_threads
+from cute_kernels.mhc.config import CoefficientsBackwardSpec, CoefficientsSpec, coefficient_threads
 from cute_kernels.mhc.kernel.sinkhorn import LOG2_E, Sinkhorn, exp2
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, load_coefficients, symbolic_streams, warp_sums
-from cute_kernels.mhc.variants import Variant
+from cute_kernels.mhc.variants import Constants
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -30,21 +31,21 @@ TOKENS = WARP_SIZE  # of a CTA
 class Coefficients:
     """The arithmetic of one token. ``head``: there is only pre."""
 
-    def __init__(self, n: int, variant: Variant, head: bool):
+    def __init__(self, n: int, constants: Constants, head: bool):
         self.n = n
-        self.variant = variant
+        self.constants = constants
         self.head = head
         self.columns = n if head else n * n + 2 * n
         self.groups = [0] * n if head else [0] * n + [1] * n + [2] * n * n  # which alpha a column has
-        self.sinkhorn = Sinkhorn(n, variant.sinkhorn, variant.iterations, variant.sinkhorn_eps)
+        self.sinkhorn = Sinkhorn(n, constants.sinkhorn, constants.iterations, constants.sinkhorn_eps)
 
     @cute.jit
     def inverse_rms(self, mean_square: Float32):
         """1 / rms, with eps as the variant has it."""
-        if const_expr(self.variant.rms_eps_placement == "inside"):
-            inverse = 1.0 / cute.math.sqrt(mean_square + self.variant.rms_eps)
+        if const_expr(self.constants.rms_eps_placement == "inside"):
+            inverse = 1.0 / cute.math.sqrt(mean_square + self.constants.rms_eps)
         else:
-            inverse = 1.0 / (cute.math.sqrt(mean_square) + self.variant.rms_eps)
+            inverse = 1.0 / (cute.math.sqrt(mean_square) + self.constants.rms_eps)
         return inverse
 
     @cute.jit
@@ -64,14 +65,14 @@ def sigmoid(x):
 class CoefficientsForward:
     """See the module. With ``partials`` H and mean_square are results (or None), without they are what is given.
 
-    ``variant`` None: H and mean_square are all that is wanted. ``normalises``: res is what Sinkhorn makes of h.
+    ``constants`` None: H and mean_square are all that is wanted. ``normalises``: res is what Sinkhorn makes of h.
     """
 
-    def __init__(self, n: int, k: int, splits: int, variant: Optional[Variant], head: bool, normalises: bool):
+    def __init__(self, n: int, k: int, splits: int, constants: Optional[Constants], head: bool, normalises: bool):
         self.threads = coefficient_threads(splits)
         self.columns = n if head else n * n + 2 * n
         self.k = k
-        self.math = None if variant is None else Coefficients(n, variant, head)
+        self.math = None if constants is None else Coefficients(n, constants, head)
         self.normalises = normalises
 
     @cute.jit
@@ -169,11 +170,11 @@ class CoefficientsForward:
         values = math.linear(h, math.inverse_rms(h[self.columns]), alpha, beta)
         gates = cute.make_rmem_tensor((n,), Float32)
         for i in cutlass.range_constexpr(n):
-            gates[i] = sigmoid(values[i]) + math.variant.pre_eps
+            gates[i] = sigmoid(values[i]) + math.constants.pre_eps
         cute.autovec_copy(gates, pre[row, None])
         if const_expr(not math.head):
             for i in cutlass.range_constexpr(n):
-                gates[i] = math.variant.post_mult * sigmoid(values[n + i])
+                gates[i] = math.constants.post_mult * sigmoid(values[n + i])
             cute.autovec_copy(gates, post[row, None])
             logits = cute.make_rmem_tensor((n * n,), Float32)
             for j in cutlass.range_constexpr(n * n):
@@ -194,13 +195,13 @@ class CoefficientsBackward:
     def __init__(
         self,
         n: int,
-        variant: Variant,
+        constants: Constants,
         head: bool,
         normalises: bool,
         accumulate: tuple[bool, bool],
         aligns: tuple[int, int, int, int],
     ):
-        self.math = Coefficients(n, variant, head)
+        self.math = Coefficients(n, constants, head)
         self.normalises = normalises
         self.aligns = aligns
         self.sum_rows = SumRows(accumulate)
@@ -270,7 +271,7 @@ class CoefficientsBackward:
                 gradient = load_coefficients(dpost, row, n, self.aligns[2])
                 for i in cutlass.range_constexpr(n):
                     gate = sigmoid(values[n + i])
-                    delta[n + i] = gradient[i] * (self.math.variant.post_mult * (gate * (1.0 - gate)))
+                    delta[n + i] = gradient[i] * (self.math.constants.post_mult * (gate * (1.0 - gate)))
             if const_expr(dres is not None):
                 gradient = load_coefficients(dres, row, n * n, self.aligns[3])
                 if const_expr(self.normalises):
@@ -291,7 +292,7 @@ class CoefficientsBackward:
             cute.autovec_copy(rH, dh[row, None])
             # Factor by factor: with a tiny eps powers of 1 / rms overflow where the product does not
             slope = -0.5 * inverse * (inverse * dinverse)
-            if const_expr(self.math.variant.rms_eps_placement == "inside"):
+            if const_expr(self.math.constants.rms_eps_placement == "inside"):
                 dmean_square[row] = slope * inverse
             else:
                 # A token of zeros has no gradient, as of a norm at 0
@@ -311,83 +312,56 @@ class CoefficientsBackward:
 
 
 @compiled
-def coefficients_forward(
-    arch: str,
-    n: int,
-    k: int,
-    splits: int,
-    keeps: bool,
-    parameters: Optional[tuple[Dtype, Dtype]],
-    variant: Optional[Variant],
-    head: bool,
-    normalises: bool,
-) -> Program:
-    """pre, post and res, and H and mean_square if it ``keeps`` them, from ``splits`` partial sums, or from those two.
-
-    ``parameters``: dtypes of alpha and beta; with ``variant`` None H and mean_square are all that is wanted.
-    """
-    rows = cute.sym_int()
-    columns = n if head else n * n + 2 * n
-    given = splits == 0
-    computes = variant is not None
-    alpha, beta = parameters or (None, None)
+def coefficients_forward(arch: str, spec: CoefficientsSpec) -> Program:
+    """pre, post and res, and H and mean_square where it keeps them, from partial sums, or from those two."""
+    rows, n, columns = cute.sym_int(), spec.n, spec.columns
+    given, computes = spec.splits == 0, spec.constants is not None
+    has_h, has_res = given or spec.keeps_h, computes and not spec.is_head
     return Program(
-        CoefficientsForward(n, k, splits, variant, head, normalises),
+        CoefficientsForward(n, spec.k, spec.splits, spec.constants, spec.is_head, spec.has_sinkhorn),
         None
         if given
         else cute.runtime.make_fake_compact_tensor(
-            Float32, (splits, columns + 1, rows), stride_order=(2, 1, 0), assumed_align=4
+            Float32, (spec.splits, columns + 1, rows), stride_order=(2, 1, 0), assumed_align=4
         ),
-        symbolic_streams(Float32, rows, columns, 1) if given or keeps else None,
-        symbolic_vector(Float32, rows) if given or keeps else None,
-        symbolic_vector(alpha, 1 if head else 3),
-        symbolic_vector(beta, columns),
+        symbolic_streams(Float32, rows, columns, 1) if has_h else None,
+        symbolic_vector(Float32, rows) if has_h else None,
+        symbolic_vector(cutlass_dtype(spec.alpha), 1 if spec.is_head else 3),
+        symbolic_vector(cutlass_dtype(spec.beta), columns),
         symbolic_streams(Float32, rows, n, min(4, n)) if computes else None,
-        symbolic_streams(Float32, rows, n, min(4, n)) if computes and not head else None,
-        symbolic_streams(Float32, rows, n * n, min(4, n * n)) if computes and not head else None,
+        symbolic_streams(Float32, rows, n, min(4, n)) if has_res else None,
+        symbolic_streams(Float32, rows, n * n, min(4, n * n)) if has_res else None,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
 @compiled
-def coefficients_backward(
-    arch: str,
-    n: int,
-    parameters: tuple[Dtype, Dtype],
-    gradients: tuple[Optional[Dtype], Optional[Dtype]],
-    accumulate: tuple[bool, bool],
-    has: tuple[bool, bool, bool],
-    aligns: tuple[int, int, int, int],
-    variant: Variant,
-    head: bool,
-    normalises: bool,
-    leaves_sums: bool,
-) -> Program:
-    """dH, dmean_square, dbeta, dalpha (``gradients``: dtypes of these) from what it ``has`` of dpre, dpost, dres.
-
-    ``leaves_sums``: the partial sums of dbeta and dalpha are an output, for ``phi_gradient`` to add up.
-    """
-    rows, chunks = cute.sym_int(), cute.sym_int()
-    columns = n if head else n * n + 2 * n
+def coefficients_backward(arch: str, spec: CoefficientsBackwardSpec) -> Program:
+    """dH, dmean_square, dbeta, dalpha from what there is of dpre, dpost, dres."""
+    rows, chunks, n, columns = cute.sym_int(), cute.sym_int(), spec.n, spec.columns
     padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
-    dbeta, dalpha = gradients
-    sums = leaves_sums or dbeta is not None or dalpha is not None
+    dbeta, dalpha = cutlass_dtype(spec.dbeta), cutlass_dtype(spec.dalpha)
+    sums = spec.leaves_sums or dbeta is not None or dalpha is not None
+    given = spec.dpre_align, spec.dpost_align, spec.dres_align
+    aligns = (spec.h_align, *(max(1, align) for align in given))
+    accumulate = spec.accumulate_beta, spec.accumulate_alpha
     return Program(
-        CoefficientsBackward(n, variant, head, normalises, accumulate, aligns),
-        symbolic_streams(Float32, rows, columns, aligns[0]),
+        CoefficientsBackward(n, spec.constants, spec.is_head, spec.has_sinkhorn, accumulate, aligns),
+        symbolic_streams(Float32, rows, columns, spec.h_align),
         symbolic_vector(Float32, rows),
-        symbolic_vector(parameters[0], 1 if head else 3),
-        symbolic_vector(parameters[1], columns),
-        symbolic_streams(Float32, rows, n, aligns[1]) if has[0] else None,
-        symbolic_streams(Float32, rows, n, aligns[2]) if has[1] else None,
-        symbolic_streams(Float32, rows, n * n, aligns[3]) if has[2] else None,
+        symbolic_vector(cutlass_dtype(spec.alpha), 1 if spec.is_head else 3),
+        symbolic_vector(cutlass_dtype(spec.beta), columns),
+        *(
+            symbolic_streams(Float32, rows, width, align) if align else None
+            for width, align in zip((n, n, n * n), given, strict=True)
+        ),
         symbolic_streams(Float32, rows, columns, 4 if columns % 4 == 0 else 1),
         symbolic_vector(Float32, rows),
         cute.runtime.make_fake_compact_tensor(Float32, (2, chunks, padded), stride_order=(2, 1, 0), assumed_align=16)
         if sums
         else None,
         symbolic_vector(dbeta, columns),
-        symbolic_vector(dalpha, 1 if head else 3),
+        symbolic_vector(dalpha, 1 if spec.is_head else 3),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -19,10 +19,17 @@ from cutlass import Float32, Int64, Uint32, Uint64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import sum_of_products
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import StreamLayout
+from cute_kernels.mhc.config import (
+    BIAS_CHUNK,
+    BiasGradientSpec,
+    ExpandCombineBackwardSpec,
+    ExpandCombineSpec,
+    StreamLayout,
+)
 from cute_kernels.mhc.kernel.philox import philox
 from cute_kernels.mhc.kernel.streams import (
     LOADS_FIRST,
@@ -434,34 +441,21 @@ class BiasGradient:
 
 
 @compiled
-def expand_combine_forward(
-    arch: str,
-    dtype: Dtype,
-    bias: Optional[Dtype],
-    dropout: bool,
-    aggregates: bool,
-    orientation: str,
-    aligns: tuple[int, int, int],
-    layout: StreamLayout,
-) -> Program:
-    """out (M, n C) from f (M, C), post (M, n), x (M, n C) and res (M, n n); layer_input (M, C) by way of pre (M, n).
-
-    Rows of post, res and pre start on ``aligns``.
-    """
-    rows = cute.sym_int()
-    s = layout
-    streams = symbolic_streams(dtype, rows, s.n * s.channels, s.access)
+def expand_combine_forward(arch: str, spec: ExpandCombineSpec, layout: StreamLayout) -> Program:
+    """out (M, n C) from f (M, C), post (M, n), x (M, n C) and res (M, n n); layer_input (M, C) by way of pre (M, n)."""
+    rows, dtype, s = cute.sym_int(), cutlass_dtype(spec.dtype), layout
+    aligns = spec.post_align, spec.res_align, spec.pre_align
     return Program(
-        ExpandCombineForward(s, orientation, aligns, aggregates),
+        ExpandCombineForward(s, spec.orientation, aligns, spec.has_pre),
         symbolic_streams(dtype, rows, s.channels, s.vec),
-        symbolic_vector(bias, s.channels),
-        symbolic_streams(Float32, rows, s.n, aligns[0]),
-        streams,
-        symbolic_streams(Float32, rows, s.n * s.n, aligns[1]),
-        symbolic_vector(Int64, 1) if dropout else None,
+        symbolic_vector(cutlass_dtype(spec.bias), s.channels),
+        symbolic_streams(Float32, rows, s.n, spec.post_align),
         symbolic_streams(dtype, rows, s.n * s.channels, s.access),
-        symbolic_streams(Float32, rows, s.n, aligns[2]) if aggregates else None,
-        symbolic_streams(dtype, rows, s.channels, s.vec) if aggregates else None,
+        symbolic_streams(Float32, rows, s.n * s.n, spec.res_align),
+        symbolic_vector(Int64, 1) if spec.has_dropout else None,
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n, spec.pre_align) if spec.has_pre else None,
+        symbolic_streams(dtype, rows, s.channels, s.vec) if spec.has_pre else None,
         Uint32(0),
         Float32(1.0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -469,34 +463,22 @@ def expand_combine_forward(
 
 
 @compiled
-def expand_combine_backward(
-    arch: str,
-    dtype: Dtype,
-    bias: Optional[Dtype],
-    dropout: bool,
-    needs_dx: bool,
-    needs_df: bool,
-    needs_sums: bool,
-    orientation: str,
-    aligns: tuple[int, int],
-    layout: StreamLayout,
-) -> Program:
+def expand_combine_backward(arch: str, spec: ExpandCombineBackwardSpec, layout: StreamLayout) -> Program:
     """dx (M, n C), df (M, C), dpost (M, n) and dres (M, n n) from dout (M, n C) and what the forward had."""
-    rows = cute.sym_int()
-    s = layout
+    rows, dtype, s = cute.sym_int(), cutlass_dtype(spec.dtype), layout
     return Program(
-        ExpandCombineBackward(s, orientation, aligns),
+        ExpandCombineBackward(s, spec.orientation, (spec.post_align, spec.res_align)),
         symbolic_streams(dtype, rows, s.n * s.channels, s.access),
         symbolic_streams(dtype, rows, s.channels, s.vec),
-        symbolic_vector(bias, s.channels),
-        symbolic_streams(Float32, rows, s.n, aligns[0]),
+        symbolic_vector(cutlass_dtype(spec.bias), s.channels),
+        symbolic_streams(Float32, rows, s.n, spec.post_align),
         symbolic_streams(dtype, rows, s.n * s.channels, s.access),
-        symbolic_streams(Float32, rows, s.n * s.n, aligns[1]),
-        symbolic_vector(Int64, 1) if dropout else None,
-        symbolic_streams(dtype, rows, s.n * s.channels, s.access) if needs_dx else None,
-        symbolic_streams(dtype, rows, s.channels, s.vec) if needs_df else None,
-        symbolic_streams(Float32, rows, s.n, 1) if needs_sums else None,
-        symbolic_streams(Float32, rows, s.n * s.n, 1) if needs_sums else None,
+        symbolic_streams(Float32, rows, s.n * s.n, spec.res_align),
+        symbolic_vector(Int64, 1) if spec.has_dropout else None,
+        symbolic_streams(dtype, rows, s.n * s.channels, s.access) if spec.needs_dx else None,
+        symbolic_streams(dtype, rows, s.channels, s.vec) if spec.needs_df else None,
+        symbolic_streams(Float32, rows, s.n, 1) if spec.needs_coefficients else None,
+        symbolic_streams(Float32, rows, s.n * s.n, 1) if spec.needs_coefficients else None,
         Uint32(0),
         Float32(1.0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -504,27 +486,17 @@ def expand_combine_backward(
 
 
 @compiled
-def bias_gradient(
-    arch: str,
-    dtype: Dtype,
-    dbias: Dtype,
-    accumulate: bool,
-    dropout: bool,
-    align: int,
-    tokens: int,
-    layout: StreamLayout,
-) -> Program:
-    """dbias (C,) from dout (M, n C) and post (M, n), through a partial row for every ``tokens`` tokens."""
-    rows, chunks = cute.sym_int(), cute.sym_int()
-    s = layout
+def bias_gradient(arch: str, spec: BiasGradientSpec, layout: StreamLayout) -> Program:
+    """dbias (C,) from dout (M, n C) and post (M, n), through a partial row for every BIAS_CHUNK tokens."""
+    rows, chunks, s = cute.sym_int(), cute.sym_int(), layout
     columns = -(-s.channels // SUM_COLUMNS) * SUM_COLUMNS
     return Program(
-        BiasGradient(s, align, tokens, accumulate),
-        symbolic_streams(dtype, rows, s.n * s.channels, s.access),
-        symbolic_streams(Float32, rows, s.n, align),
-        symbolic_vector(Int64, 1) if dropout else None,
+        BiasGradient(s, spec.post_align, BIAS_CHUNK, spec.accumulate),
+        symbolic_streams(cutlass_dtype(spec.dtype), rows, s.n * s.channels, s.access),
+        symbolic_streams(Float32, rows, s.n, spec.post_align),
+        symbolic_vector(Int64, 1) if spec.has_dropout else None,
         cute.runtime.make_fake_compact_tensor(Float32, (1, chunks, columns), stride_order=(2, 1, 0), assumed_align=16),
-        symbolic_vector(dbias, s.channels),
+        symbolic_vector(cutlass_dtype(spec.dbias), s.channels),
         Uint32(0),
         Float32(1.0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

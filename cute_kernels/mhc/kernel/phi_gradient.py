@@ -20,8 +20,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import SumRows
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
+from cute_kernels.mhc.config import PhiGradientSpec
 from cute_kernels.mhc.kernel.streams import WARP_SIZE
 from jit_cache import Program, compiled
 
@@ -147,26 +149,16 @@ class PhiGradient:
 
 
 @compiled
-def phi_gradient(
-    arch: str,
-    phi: Dtype,
-    norm_weight: Optional[Dtype],
-    dphi: Optional[Dtype],
-    dweight: Optional[Dtype],
-    dbeta: Optional[Dtype],
-    dalpha: Optional[Dtype],
-    accumulate: tuple[bool, bool, bool, bool],
-    columns: int,
-    k: int,
-    alphas: int,
-) -> Program:
+def phi_gradient(arch: str, spec: PhiGradientSpec) -> Program:
     """dphi (N, K) and dnorm_weight (K,) from partials (items, N, K), phi (N, K) and norm_weight (K,).
 
-    dbeta (N,) and dalpha (``alphas``,) from the sums that ``coefficients_backward`` leaves.
+    dbeta (N,) and dalpha from the sums that ``coefficients_backward`` leaves.
     """
-    items, token_chunks = cute.sym_int(), cute.sym_int()
+    items, token_chunks, columns, k = cute.sym_int(), cute.sym_int(), spec.columns, spec.k
     padded = -(-columns // SUM_COLUMNS) * SUM_COLUMNS
-    leaves_sums = dbeta is not None or dalpha is not None
+    dbeta, dalpha = cutlass_dtype(spec.dbeta), cutlass_dtype(spec.dalpha)
+    has_sums = dbeta is not None or dalpha is not None
+    accumulate = spec.accumulate_phi, spec.accumulate_norm_weight, spec.accumulate_beta, spec.accumulate_alpha
 
     def matrix(dtype: Optional[Dtype], *shape, align: int = 0):
         if dtype is None:
@@ -177,13 +169,13 @@ def phi_gradient(
     return Program(
         PhiGradient(columns, k, accumulate),
         matrix(Float32, items, columns, k, align=16),
-        matrix(phi, columns, k),
-        symbolic_vector(norm_weight, k),
-        matrix(dphi, columns, k),
-        symbolic_vector(dweight, k),
-        matrix(Float32 if leaves_sums else None, 2, token_chunks, padded, align=16),
+        matrix(cutlass_dtype(spec.phi), columns, k),
+        symbolic_vector(cutlass_dtype(spec.norm_weight), k),
+        matrix(cutlass_dtype(spec.dphi), columns, k),
+        symbolic_vector(cutlass_dtype(spec.dnorm_weight), k),
+        matrix(Float32 if has_sums else None, 2, token_chunks, padded, align=16),
         symbolic_vector(dbeta, columns),
-        symbolic_vector(dalpha, alphas),
+        symbolic_vector(dalpha, spec.alphas),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -33,9 +33,10 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, LAST_BYTES, evict_first_if
 from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import float_bits
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import BLOCK_TOKENS, PreConfig, StreamLayout
+from cute_kernels.mhc.config import BLOCK_TOKENS, PreConfig, PreSpec, StreamLayout
 from cute_kernels.mhc.kernel.coefficients import Coefficients, sigmoid
 from cute_kernels.mhc.kernel.streams import (
     WARP_SIZE,
@@ -45,7 +46,7 @@ from cute_kernels.mhc.kernel.streams import (
     weighted_sum,
 )
 from cute_kernels.mhc.kernel.tile_ring import advance, by_stream, load_box
-from cute_kernels.mhc.variants import Variant
+from cute_kernels.mhc.variants import Constants
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -75,13 +76,13 @@ def row_of(lane):
 class PreForward:
     """See the module; arguments as in the builder ``pre_forward``."""
 
-    def __init__(self, config: PreConfig, variant: Optional[Variant]):
+    def __init__(self, config: PreConfig, constants: Optional[Constants]):
         self.config = config
-        self.mixes = variant is not None
-        self.math = Coefficients(config.n, variant, True) if variant is not None else None
+        self.mixes = constants is not None
+        self.math = Coefficients(config.n, constants, True) if constants is not None else None
         self.paced = config.flight > 0 and not self.mixes
         self.pieces = config.boxes // config.piece if self.paced else 1  # of a block
-        self.gates = config.n if variant is not None else 1  # messages to every CTA for a token
+        self.gates = config.n if constants is not None else 1  # messages to every CTA for a token
         self.threads = (PRODUCT_WARPS + MIX_WARPS * self.mixes + 4) * WARP_SIZE
         vec = 8 if config.layout == "streams" else 8 // config.n
         self.streams = StreamLayout(config.n, config.channels, config.layout, vec, vec, 1)
@@ -553,7 +554,7 @@ class PreForward:
             if const_expr(self.mixes):
                 own_h = self.from_lane(totals, token * (columns + 1) + gate)
                 own_square = self.from_lane(totals, token * (columns + 1) + columns)
-                value = sigmoid(a * (own_h * self.math.inverse_rms(own_square)) + b) + self.math.variant.pre_eps
+                value = sigmoid(a * (own_h * self.math.inverse_rms(own_square)) + b) + self.math.constants.pre_eps
                 if const_expr(pre is not None):
                     if first_row + token < self.num_tokens and lane < gates * owned:
                         pre[first_row + token, gate] = value
@@ -641,34 +642,23 @@ class PreForward:
 
 
 @compiled
-def pre_forward(
-    arch: str,
-    phi: Dtype,
-    norm_weight: Optional[Dtype],
-    parameters: Optional[tuple[Dtype, Dtype]],
-    variant: Optional[Variant],
-    keeps: bool,
-    writes_pre: bool,
-    config: PreConfig,
-) -> Program:
-    """H (M, N) and mean_square (M,) if it ``keeps`` them, from bf16 x (M, K), phi (N, K) and norm_weight (K,).
+def pre_forward(arch: str, spec: PreSpec, config: PreConfig) -> Program:
+    """H (M, N) and mean_square (M,) where it keeps them, from bf16 x (M, K), phi (N, K) and norm_weight (K,).
 
-    ``parameters``: dtypes of alpha and beta; with ``variant`` None H and mean_square are all that is wanted, else there
-    are layer_input (M, C) and, if it ``writes_pre``, pre (M, n), too.
+    With constants there are layer_input (M, C) and, where it writes it, pre (M, n), too.
     """
-    rows, n = cute.sym_int(), config.n
-    alpha, beta = parameters or (None, None)
+    rows, n, phi = cute.sym_int(), config.n, cutlass_dtype(spec.phi)
     return Program(
-        PreForward(config, variant),
+        PreForward(config, spec.constants),
         symbolic_streams(BFloat16, rows, config.k, 8),
         symbolic_streams(phi, config.columns, config.k, 16 * 8 // phi.width),
-        symbolic_vector(norm_weight, config.k),
-        symbolic_vector(alpha, 3 if config.columns > n else 1),
-        symbolic_vector(beta, config.columns),
-        symbolic_streams(Float32, rows, config.columns, 1) if keeps else None,
-        symbolic_vector(Float32, rows) if keeps else None,
-        symbolic_streams(Float32, rows, n, 1) if writes_pre else None,
-        None if variant is None else symbolic_streams(BFloat16, rows, config.channels, 8),
+        symbolic_vector(cutlass_dtype(spec.norm_weight), config.k),
+        symbolic_vector(cutlass_dtype(spec.alpha), 3 if config.columns > n else 1),
+        symbolic_vector(cutlass_dtype(spec.beta), config.columns),
+        symbolic_streams(Float32, rows, config.columns, 1) if spec.keeps_h else None,
+        symbolic_vector(Float32, rows) if spec.keeps_h else None,
+        symbolic_streams(Float32, rows, n, 1) if spec.writes_pre else None,
+        None if spec.constants is None else symbolic_streams(BFloat16, rows, config.channels, 8),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

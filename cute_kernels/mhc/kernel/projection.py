@@ -30,9 +30,10 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import PROJECTION_TOKENS as TOKENS
-from cute_kernels.mhc.config import ProjectionConfig
+from cute_kernels.mhc.config import ProjectionConfig, ProjectionSpec
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams
 from jit_cache import Program, compiled
 
@@ -326,18 +327,16 @@ def terms_of(values, shape, count: int) -> list:
 
 
 @compiled
-def projection_forward(
-    arch: str, dtype: Dtype, phi: Dtype, norm_weight: Optional[Dtype], config: ProjectionConfig
-) -> Program:
+def projection_forward(arch: str, spec: ProjectionSpec, config: ProjectionConfig) -> Program:
     """partials (splits, N + 1, M) from x (M, K), phi (N, K) and norm_weight (K,)."""
-    rows = cute.sym_int()
+    rows, dtype, phi = cute.sym_int(), cutlass_dtype(spec.x), cutlass_dtype(spec.phi)
     align = 16 * 8 if config.tma else 0
     shape = config.splits, config.columns + 1, rows
     return Program(
         ProjectionForward(config),
         symbolic_streams(dtype, rows, config.k, max(1, align // dtype.width)),
         symbolic_streams(phi, config.columns, config.k, max(1, align // phi.width)),
-        symbolic_vector(norm_weight, config.k),
+        symbolic_vector(cutlass_dtype(spec.norm_weight), config.k),
         cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -30,8 +30,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import ProjectionBackwardConfig
+from cute_kernels.mhc.config import ProjectionBackwardConfig, ProjectionBackwardSpec
 from cute_kernels.mhc.kernel.projection_products import PhiSums, StreamGradient
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import TileRing, tma_atom
@@ -315,44 +316,34 @@ class ProjectionBackward:
 
 
 @compiled
-def projection_backward(
-    arch: str,
-    dtype: Dtype,
-    phi: Dtype,
-    norm_weight: Optional[Dtype],
-    needs_dx: bool,
-    needs_dphi: bool,
-    orientation: Optional[str],
-    gathers: bool,
-    config: ProjectionBackwardConfig,
-) -> Program:
+def projection_backward(arch: str, spec: ProjectionBackwardSpec, config: ProjectionBackwardConfig) -> Program:
     """dx (M, K) and partials (items, N, K) from x (M, K), phi (N, K), dH (M, N) and dmean_square (M,).
 
-    ``orientation``: dout (M, K) and res (M, n n) are there, too; ``gathers``: dlayer (M, C) and pre (M, n) are. Items:
-    as ``config.schedule`` says.
+    Of the residual's gradient there are dout (M, K) and res (M, n n), of the layer input's dlayer (M, C) and pre
+    (M, n). Items: as ``config.schedule`` says.
     """
     rows, items = cute.sym_int(), cute.sym_int()
     n, channels, columns, k = config.n, config.channels, config.columns, config.k
+    dtype, phi = cutlass_dtype(spec.x), cutlass_dtype(spec.phi)
     align = 16 * 8 // dtype.width if config.tma else 1
-    combines = orientation is not None
 
     def compact(*shape, align=4):
         order = tuple(reversed(range(len(shape))))
         return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=align)
 
     return Program(
-        ProjectionBackward(config, orientation, gathers),
+        ProjectionBackward(config, spec.orientation, spec.has_layer_grad),
         symbolic_streams(dtype, rows, k, align),
         cute.runtime.make_fake_compact_tensor(phi, (columns, k), stride_order=(1, 0), assumed_align=phi.width // 8),
-        symbolic_vector(norm_weight, k),
+        symbolic_vector(cutlass_dtype(spec.norm_weight), k),
         compact(rows, columns),
         symbolic_vector(Float32, rows),
-        symbolic_streams(dtype, rows, k, align) if combines else None,
-        compact(rows, n * n) if combines else None,
-        symbolic_streams(dtype, rows, channels, align) if gathers else None,
-        compact(rows, n) if gathers else None,
-        symbolic_streams(dtype, rows, k, align) if needs_dx else None,
-        compact(items, columns, k, align=16) if needs_dphi else None,
+        symbolic_streams(dtype, rows, k, align) if spec.has_residual_grad else None,
+        compact(rows, n * n) if spec.has_residual_grad else None,
+        symbolic_streams(dtype, rows, channels, align) if spec.has_layer_grad else None,
+        compact(rows, n) if spec.has_layer_grad else None,
+        symbolic_streams(dtype, rows, k, align) if spec.needs_dx else None,
+        compact(items, columns, k, align=16) if spec.needs_dphi else None,
         Int32(1),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

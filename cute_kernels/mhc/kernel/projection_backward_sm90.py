@@ -31,8 +31,15 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.common.cluster_barriers import wait_in_cluster
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import MAX_BOX, SLICE_CHANNELS, TILE_TOKENS, WarpgroupBackwardConfig
+from cute_kernels.mhc.config import (
+    MAX_BOX,
+    SLICE_CHANNELS,
+    TILE_TOKENS,
+    ProjectionBackwardSpec,
+    WarpgroupBackwardConfig,
+)
 from cute_kernels.mhc.kernel.dx_tile import OCTET, RES_BOX, DxTile
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
@@ -536,42 +543,32 @@ def dx_barrier():
 
 
 @compiled
-def projection_backward_sm90(
-    arch: str,
-    phi: Dtype,
-    norm_weight: Optional[Dtype],
-    needs_dx: bool,
-    needs_dphi: bool,
-    n: int,
-    orientation: Optional[str],
-    gathers: bool,
-    config: WarpgroupBackwardConfig,
-) -> Program:
+def projection_backward_sm90(arch: str, spec: ProjectionBackwardSpec, config: WarpgroupBackwardConfig) -> Program:
     """dx (M, K) and partials (chunks, N, K) from bf16 x (M, K), phi (N, K), dH (M, N) and dmean_square (M,).
 
-    With ``orientation`` what comes by way of dout (M, K) and res (M, n n) is in dx, too; if it ``gathers`` what comes
-    by way of dlayer (M, C) and pre (M, n).
+    Of the residual's gradient there are dout (M, K) and res (M, n n), of the layer input's dlayer (M, C) and pre
+    (M, n).
     """
     rows, chunks = cute.sym_int(), cute.sym_int()
-    columns, k, combines = config.columns, config.k, orientation is not None
+    n, columns, k = spec.n, config.columns, config.k
 
     def compact(dtype, *shape):
         order = tuple(reversed(range(len(shape))))
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
     return Program(
-        ProjectionBackwardSm90(config, n, orientation, gathers),
+        ProjectionBackwardSm90(config, n, spec.orientation, spec.has_layer_grad),
         symbolic_streams(BFloat16, rows, k, 8),
-        compact(phi, columns, k),
-        symbolic_vector(norm_weight, k),
+        compact(cutlass_dtype(spec.phi), columns, k),
+        symbolic_vector(cutlass_dtype(spec.norm_weight), k),
         compact(Float32, rows, columns),
         symbolic_vector(Float32, rows),
-        symbolic_streams(BFloat16, rows, k, 8) if combines else None,
-        compact(Float32, rows, n * n) if combines else None,
-        symbolic_streams(BFloat16, rows, k // n, 8) if gathers else None,
-        compact(Float32, rows, n) if gathers else None,
-        symbolic_streams(BFloat16, rows, k, 8) if needs_dx else None,
-        compact(Float32, chunks, columns, k) if needs_dphi else None,
+        symbolic_streams(BFloat16, rows, k, 8) if spec.has_residual_grad else None,
+        compact(Float32, rows, n * n) if spec.has_residual_grad else None,
+        symbolic_streams(BFloat16, rows, k // n, 8) if spec.has_layer_grad else None,
+        compact(Float32, rows, n) if spec.has_layer_grad else None,
+        symbolic_streams(BFloat16, rows, k, 8) if spec.needs_dx else None,
+        compact(Float32, chunks, columns, k) if spec.needs_dphi else None,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

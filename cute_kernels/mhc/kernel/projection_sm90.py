@@ -22,8 +22,9 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.cache_hints import LAST_BYTES, evict_first_if
 from cute_kernels.common.cluster_barriers import wait_in_cluster
 from cute_kernels.common.convert import to_fp32
+from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.rows import symbolic_vector
-from cute_kernels.mhc.config import TILE_K, WarpgroupProjectionConfig
+from cute_kernels.mhc.config import TILE_K, ProjectionSpec, WarpgroupProjectionConfig
 from cute_kernels.mhc.kernel.projection import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import advance, load_box
@@ -285,17 +286,15 @@ class ProjectionForwardSm90(WarpgroupProducts):
 
 
 @compiled
-def projection_forward_sm90(
-    arch: str, phi: Dtype, norm_weight: Optional[Dtype], config: WarpgroupProjectionConfig
-) -> Program:
+def projection_forward_sm90(arch: str, spec: ProjectionSpec, config: WarpgroupProjectionConfig) -> Program:
     """partials (splits, N + 1, M) from bf16 x (M, K), phi (N, K) and norm_weight (K,)."""
-    rows = cute.sym_int()
+    rows, phi = cute.sym_int(), cutlass_dtype(spec.phi)
     shape = config.splits, config.columns + 1, rows
     return Program(
         ProjectionForwardSm90(config),
         symbolic_streams(BFloat16, rows, config.k, 8),
         symbolic_streams(phi, config.columns, config.k, 16 * 8 // phi.width),
-        symbolic_vector(norm_weight, config.k),
+        symbolic_vector(cutlass_dtype(spec.norm_weight), config.k),
         cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

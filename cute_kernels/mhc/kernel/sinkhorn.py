@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.mhc.config import SinkhornBackwardSpec, SinkhornSpec
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, load_coefficients, symbolic_streams
 from jit_cache import Program, compiled
 
@@ -264,25 +265,25 @@ class SinkhornBackward:
 
 
 @compiled
-def sinkhorn_forward(arch: str, n: int, variant: str, iterations: int, eps: float, align: int) -> Program:
-    """res (M, n n) from logits (M, n n), whose rows start on ``align`` elements."""
-    rows = cute.sym_int()
+def sinkhorn_forward(arch: str, spec: SinkhornSpec) -> Program:
+    """res (M, n n) from logits (M, n n)."""
+    rows, n = cute.sym_int(), spec.n
     return Program(
-        SinkhornForward(n, variant, iterations, eps, align),
-        symbolic_streams(Float32, rows, n * n, align),
+        SinkhornForward(n, spec.variant, spec.iterations, spec.eps, spec.align),
+        symbolic_streams(Float32, rows, n * n, spec.align),
         symbolic_streams(Float32, rows, n * n, min(4, n * n)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
 @compiled
-def sinkhorn_backward(arch: str, n: int, variant: str, iterations: int, eps: float, aligns: tuple[int, int]) -> Program:
+def sinkhorn_backward(arch: str, spec: SinkhornBackwardSpec) -> Program:
     """dlogits (M, n n) from logits and dres."""
-    rows = cute.sym_int()
+    rows, n = cute.sym_int(), spec.n
     return Program(
-        SinkhornBackward(n, variant, iterations, eps, aligns),
-        symbolic_streams(Float32, rows, n * n, aligns[0]),
-        symbolic_streams(Float32, rows, n * n, aligns[1]),
+        SinkhornBackward(n, spec.variant, spec.iterations, spec.eps, (spec.align, spec.dres_align)),
+        symbolic_streams(Float32, rows, n * n, spec.align),
+        symbolic_streams(Float32, rows, n * n, spec.dres_align),
         symbolic_streams(Float32, rows, n * n, min(4, n * n)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -1,9 +1,8 @@
-"""Plans and launches of the hyper-connections: from a call's signature to a compiled kernel, then one dict lookup.
+"""Launches of the hyper-connections: a Spec of the call's tensors, what launches it, the launch.
 
-All take matrices, a row a token, and write to those that they are given; a kernel is found by what it is specialised
-on, so another number of tokens finds the same. Each launch is also registered as the operator
-``cute_kernels::mhc_<name>``, which runs in its place where graphs are traced. No tokens: nothing is launched, and sums
-over the tokens are zeros.
+All take matrices, a row a token, and write to those that they are given; another number of tokens finds the same
+kernel. Each launch is also registered as the operator ``cute_kernels::mhc_<name>``, which runs in its place where
+graphs are traced. No tokens: nothing is launched, and sums over the tokens are zeros.
 
 Every kernel is a programmatic dependent launch: it starts while the one before it ends, and waits for its results
 before it touches memory (the sum of coefficients beside phi_gradient, which waits for nothing that this one writes,
@@ -12,48 +11,48 @@ coefficients (a few warps), projection (each CTA with its last tile), phi_gradie
 stood in the way (bench/experiments/mhc.md).
 """
 
-from cute_kernels.mhc.launch import plans
 from cute_kernels.mhc.launch.coefficients import (
+    CoefficientGradients,
     coefficient_sums,
     coefficients_backward,
     coefficients_forward,
     sinkhorn_backward,
     sinkhorn_forward,
 )
-from cute_kernels.mhc.launch.plans import OPERATORS, calls, dropout_arguments, variant_fields
-from cute_kernels.mhc.launch.plans import known as _plans
-from cute_kernels.mhc.launch.projection import pre_forward, pre_kernels, projection_backward, projection_forward
+from cute_kernels.mhc.launch.projection import (
+    LayerGradient,
+    PhiGradients,
+    ResidualGradient,
+    pre_forward,
+    projection_backward,
+    projection_forward,
+)
 from cute_kernels.mhc.launch.streams import (
     aggregate_backward,
     aggregate_forward,
     bias_gradient,
     expand_combine_backward,
     expand_combine_forward,
-    expand_combine_kernel,
     expand_streams,
 )
 
 __all__ = [
-    "OPERATORS",
-    "_plans",
+    "CoefficientGradients",
+    "LayerGradient",
+    "PhiGradients",
+    "ResidualGradient",
     "aggregate_backward",
     "aggregate_forward",
     "bias_gradient",
-    "calls",
     "coefficient_sums",
     "coefficients_backward",
     "coefficients_forward",
-    "dropout_arguments",
     "expand_combine_backward",
     "expand_combine_forward",
-    "expand_combine_kernel",
     "expand_streams",
-    "plans",
     "pre_forward",
-    "pre_kernels",
     "projection_backward",
     "projection_forward",
     "sinkhorn_backward",
     "sinkhorn_forward",
-    "variant_fields",
 ]

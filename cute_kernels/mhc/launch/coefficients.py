@@ -3,46 +3,96 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 
-from cute_kernels.mhc.launch import plans
-from cute_kernels.mhc.launch.plans import (
-    VARIANT,
-    Launch,
-    cutlass_dtypes,
-    dtypes_of,
-    registered,
-    row_alignment,
-    rows_key,
-    rows_of_sums,
-    shared_variant,
-    zero,
+from cute_kernels.mhc.config import (
+    COEFFICIENT_TOKENS,
+    CoefficientsBackwardSpec,
+    CoefficientsSpec,
+    SinkhornBackwardSpec,
+    SinkhornSpec,
 )
+from cute_kernels.mhc.launch.common import CONSTANTS, Launch, dtype_of, partial_rows, row_alignment, zero
+from cute_kernels.mhc.variants import Constants
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.launches import LaunchCache
+from cute_kernels.runtime.operators import operator
+from cute_kernels.runtime.targets import Target
 
-COEFFICIENT_TOKENS = 32  # whose gradients of alpha and beta are added first
+
+class CoefficientGradients(NamedTuple):
+    """Where the gradients of beta and alpha go (None: not wanted), and whether they are added to what is there.
+
+    ``sums`` (``coefficient_sums``): their partial sums, which ``coefficients_backward`` leaves for
+    ``projection_backward`` to add up.
+    """
+
+    dbeta: Tensor | None = None
+    dalpha: Tensor | None = None
+    accumulate_beta: bool = False
+    accumulate_alpha: bool = False
+    sums: Tensor | None = None
 
 
-@registered(
+@operator(
+    "mhc_coefficients_forward",
     "Tensor H, Tensor mean_square, Tensor alpha, Tensor beta, Tensor(a!) pre, Tensor(b!) post, Tensor(c!) logits, "
-    + VARIANT
+    + CONSTANTS,
 )
 def coefficients_forward(
-    H: Tensor, mean_square: Tensor, alpha: Tensor, beta: Tensor, pre: Tensor, post: Tensor, logits: Tensor, *variant
+    H: Tensor,
+    mean_square: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    pre: Tensor,
+    post: Tensor,
+    logits: Tensor,
+    *constants,
 ) -> None:
     """pre (M, n), post (M, n) and the logits of res (M, n n) from H (M, N) and mean_square (M,)."""
-    if not H.shape[0]:
-        return
-    function = coefficients_kernel(H.get_device(), pre.shape[1], 0, 0, False, alpha, beta, variant, False, False)
-    function(None, H, mean_square, alpha, beta, pre, post, logits, H.shape[0])
+    tokens, n = pre.shape
+    if tokens:
+        spec = CoefficientsSpec(n, 0, 0, False, alpha.dtype, beta.dtype, Constants(*constants), False, False)
+        _coefficients.get(H.get_device(), spec)(None, H, mean_square, alpha, beta, pre, post, logits, tokens)
 
 
-@registered(
+def coefficients_backward(
+    H: Tensor,
+    mean_square: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    dH: Tensor,
+    dmean_square: Tensor,
+    *,
+    n: int,
+    parameters: CoefficientGradients,
+    constants: Constants,
+    has_sinkhorn: bool,
+) -> None:
+    """dH, dmean_square and the parameters' gradients, or their sums, from those of pre, post and res (None: zeros).
+
+    ``has_sinkhorn``: res is what Sinkhorn makes of its logits.
+    """
+    dbeta, dalpha, accumulate_beta, accumulate_alpha, sums = parameters
+    if sums is not None:
+        dbeta = dalpha = None
+    targets = dH, dmean_square, dbeta, dalpha, sums
+    options = n, has_sinkhorn, accumulate_beta, accumulate_alpha
+    _coefficients_gradients(H, mean_square, alpha, beta, dpre, dpost, dres, *targets, *options, *constants)
+
+
+@operator(
+    "mhc_coefficients_backward",
     "Tensor H, Tensor mean_square, Tensor alpha, Tensor beta, Tensor? dpre, Tensor? dpost, Tensor? dres, "
     "Tensor(a!) dH, Tensor(b!) dmean_square, Tensor(c!)? dbeta, Tensor(d!)? dalpha, Tensor(e!)? sums, int n, "
-    f"bool normalises, bool accumulate_beta, bool accumulate_alpha, {VARIANT}"
+    f"bool has_sinkhorn, bool accumulate_beta, bool accumulate_alpha, {CONSTANTS}",
 )
-def coefficients_backward(
+def _coefficients_gradients(
     H: Tensor,
     mean_square: Tensor,
     alpha: Tensor,
@@ -56,129 +106,115 @@ def coefficients_backward(
     dalpha: Tensor | None,
     sums: Tensor | None,
     n: int,
-    normalises: bool,
+    has_sinkhorn: bool,
     accumulate_beta: bool,
     accumulate_alpha: bool,
-    *variant,
+    *constants,
 ) -> None:
-    """Gradients from those of pre, post and res (None: zeros); ``normalises``: res is what Sinkhorn makes of h.
-
-    ``sums`` (``coefficient_sums``): in place of dbeta and dalpha, for ``projection_backward`` to add up.
-    """
     tokens, columns = H.shape
     if not tokens:
         zero((dbeta, accumulate_beta), (dalpha, accumulate_alpha))
         return
-    accumulate = (accumulate_beta and sums is None, accumulate_alpha and sums is None)
-    key = (
-        "coefficients_backward",
-        n,
-        columns,
-        normalises,
-        accumulate,
-        variant,
-        H.get_device(),
-        rows_key(H, dpre, dpost, dres),
-        dtypes_of(alpha, beta, dbeta, dalpha),
-        sums is None,
+    leaves_sums = sums is not None
+    spec = CoefficientsBackwardSpec(
+        n=n,
+        h_align=row_alignment(H, columns),
+        dpre_align=0 if dpre is None else row_alignment(dpre, n),
+        dpost_align=0 if dpost is None else row_alignment(dpost, n),
+        dres_align=0 if dres is None else row_alignment(dres, n * n),
+        alpha=alpha.dtype,
+        beta=beta.dtype,
+        dbeta=dtype_of(dbeta),
+        dalpha=dtype_of(dalpha),
+        accumulate_beta=accumulate_beta and not leaves_sums,
+        accumulate_alpha=accumulate_alpha and not leaves_sums,
+        constants=Constants(*constants),
+        is_head=columns == n,
+        has_sinkhorn=has_sinkhorn,
+        leaves_sums=leaves_sums,
     )
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.coefficients import coefficients_backward
-
-        given = (dpre, dpost, dres)
-        function = plans.known[key] = coefficients_backward(
-            plans.arch_of(H.get_device()),
-            n,
-            cutlass_dtypes(alpha, beta),
-            cutlass_dtypes(dbeta, dalpha),
-            accumulate,
-            tuple(t is not None for t in given),
-            tuple(row_alignment(t) for t in (H, *given)),
-            shared_variant(variant),
-            columns == n,
-            normalises,
-            sums is not None,
-        )
     if dbeta is not None or dalpha is not None:
         sums = coefficient_sums(H)
-    function(H, mean_square, alpha, beta, dpre, dpost, dres, dH, dmean_square, sums, dbeta, dalpha)
+    launch = _coefficients_backward.get(H.get_device(), spec)
+    launch(H, mean_square, alpha, beta, dpre, dpost, dres, dH, dmean_square, sums, dbeta, dalpha)
 
 
 def coefficient_sums(H: Tensor) -> Tensor:
     """Room for the partial sums of dbeta and dalpha."""
-    return rows_of_sums(H, 2, COEFFICIENT_TOKENS, H.shape[1])
+    return partial_rows(H, 2, COEFFICIENT_TOKENS, H.shape[1])
 
 
-@registered("Tensor logits, Tensor(a!) res, int iterations, str variant, float eps")
+@operator("mhc_sinkhorn_forward", "Tensor logits, Tensor(a!) res, int iterations, str variant, float eps")
 def sinkhorn_forward(logits: Tensor, res: Tensor, iterations: int, variant: str, eps: float) -> None:
     """res (M, n n) from logits (M, n n)."""
-    if not logits.shape[0]:
-        return
-    key = ("sinkhorn_forward", iterations, variant, eps, logits.get_device(), rows_key(logits))
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.sinkhorn import sinkhorn_forward
-
-        arch, n = plans.arch_of(logits.get_device()), math.isqrt(logits.shape[1])
-        function = plans.known[key] = sinkhorn_forward(arch, n, variant, iterations, eps, row_alignment(logits))
-    function(logits, res)
+    tokens, width = logits.shape
+    if tokens:
+        spec = SinkhornSpec(math.isqrt(width), variant, iterations, eps, row_alignment(logits, width))
+        _sinkhorn.get(logits.get_device(), spec)(logits, res)
 
 
-@registered("Tensor logits, Tensor dres, Tensor(a!) dlogits, int iterations, str variant, float eps")
+@operator(
+    "mhc_sinkhorn_backward", "Tensor logits, Tensor dres, Tensor(a!) dlogits, int iterations, str variant, float eps"
+)
 def sinkhorn_backward(logits: Tensor, dres: Tensor, dlogits: Tensor, iterations: int, variant: str, eps: float) -> None:
     """dlogits (M, n n) from logits and dres."""
-    if not logits.shape[0]:
-        return
-    key = ("sinkhorn_backward", iterations, variant, eps, logits.get_device(), rows_key(logits, dres))
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.sinkhorn import sinkhorn_backward
-
-        arch, n = plans.arch_of(logits.get_device()), math.isqrt(logits.shape[1])
-        aligns = (row_alignment(logits), row_alignment(dres))
-        function = plans.known[key] = sinkhorn_backward(arch, n, variant, iterations, eps, aligns)
-    function(logits, dres, dlogits)
+    tokens, width = logits.shape
+    if tokens:
+        aligns = row_alignment(logits, width), row_alignment(dres, width)
+        spec = SinkhornBackwardSpec(math.isqrt(width), variant, iterations, eps, *aligns)
+        _sinkhorn_backward.get(logits.get_device(), spec)(logits, dres, dlogits)
 
 
-def add_parts(
-    partials: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
+def reduce_parts(
+    partials: Tensor,
     H: Tensor | None,
     mean_square: Tensor | None,
-    pre: Tensor,
-    post: Tensor | None,
-    res: Tensor | None,
     k: int,
-    variant: tuple,
-) -> None:
-    """pre, post and res from the parts of K, H and mean_square being kept if given; without parts from these two."""
-    n, head = pre.shape[1], res is None
-    splits, keeps = (0, False) if partials is None else (partials.shape[0], H is not None)
-    function = coefficients_kernel(pre.get_device(), n, k, splits, keeps, alpha, beta, variant, head, not head)
-    function(partials, H, mean_square, alpha, beta, pre, post, res, pre.shape[0])
-
-
-def coefficients_kernel(
-    index: int,
+    *,
     n: int,
-    k: int,
-    splits: int,
-    keeps: bool,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    variant: tuple | None,
-    head: bool,
-    normalises: bool,
-) -> Launch:
-    """What adds the parts of K, or computes coefficients (with a ``variant``), or both."""
-    key = ("coefficients", index, n, k, splits, keeps, dtypes_of(alpha, beta), variant, head, normalises)
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.coefficients import coefficients_forward
+    is_head: bool,
+    parameters: tuple[Tensor | None, Tensor | None] = (None, None),
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    constants: Constants | None = None,
+) -> None:
+    """H and mean_square, where given, from the parts of K; with constants ``outputs`` pre, post and res, too.
 
-        arch = plans.arch_of(index)
-        dtypes, fields = (None, None) if variant is None else (cutlass_dtypes(alpha, beta), shared_variant(variant))
-        function = plans.known[key] = coefficients_forward(arch, n, k, splits, keeps, dtypes, fields, head, normalises)
-    return function
+    ``parameters``: alpha and beta.
+    """
+    (splits, _, tokens), (alpha, beta) = partials.shape, parameters
+    has_sinkhorn = constants is not None and not is_head
+    dtypes = dtype_of(alpha), dtype_of(beta)
+    spec = CoefficientsSpec(n, k, splits, H is not None, *dtypes, constants, is_head, has_sinkhorn)
+    launch = _coefficients.get(partials.get_device(), spec)
+    launch(partials, H, mean_square, alpha, beta, *outputs, tokens)
+
+
+def load_coefficients(target: Target, spec: CoefficientsSpec) -> Launch:
+    """The kernel of a Spec."""
+    from cute_kernels.mhc.kernel import coefficients
+
+    return launches.load(coefficients.coefficients_forward, target.arch, spec)
+
+
+def _make_coefficients_backward(target: Target, spec: CoefficientsBackwardSpec) -> Launch:
+    from cute_kernels.mhc.kernel import coefficients
+
+    return launches.load(coefficients.coefficients_backward, target.arch, spec)
+
+
+def _make_sinkhorn(target: Target, spec: SinkhornSpec) -> Launch:
+    from cute_kernels.mhc.kernel import sinkhorn
+
+    return launches.load(sinkhorn.sinkhorn_forward, target.arch, spec)
+
+
+def _make_sinkhorn_backward(target: Target, spec: SinkhornBackwardSpec) -> Launch:
+    from cute_kernels.mhc.kernel import sinkhorn
+
+    return launches.load(sinkhorn.sinkhorn_backward, target.arch, spec)
+
+
+_coefficients = LaunchCache(load_coefficients)
+_coefficients_backward = LaunchCache(_make_coefficients_backward)
+_sinkhorn = LaunchCache(_make_sinkhorn)
+_sinkhorn_backward = LaunchCache(_make_sinkhorn_backward)

@@ -2,43 +2,97 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from cute_kernels.mhc.config import (
-    MAX_BOX,
+    BLOCK_TOKENS,
     MAX_WARP_COLUMNS,
-    SLICE_CHANNELS,
-    PreConfig,
+    CoefficientsSpec,
+    PhiGradientSpec,
+    PreSpec,
     ProjectionBackwardConfig,
+    ProjectionBackwardSpec,
     ProjectionConfig,
+    ProjectionSpec,
     WarpgroupBackwardConfig,
     WarpgroupProjectionConfig,
+    backward_by_warpgroups,
+    by_warpgroups,
     pre_config,
     projection_backward_config,
     projection_config,
     warpgroup_backward_config,
     warpgroup_projection_config,
 )
-from cute_kernels.mhc.launch import plans
-from cute_kernels.mhc.launch.coefficients import add_parts, coefficients_kernel
-from cute_kernels.mhc.launch.plans import (
-    VARIANT,
-    Launch,
-    all_aligned,
-    cutlass_dtypes,
-    dtypes_of,
-    name_of,
-    registered,
-    rows_key,
-    shared_variant,
-    zero,
-)
+from cute_kernels.mhc.launch.coefficients import CoefficientGradients, load_coefficients, reduce_parts
+from cute_kernels.mhc.launch.common import CONSTANTS, Launch, all_on_16, dtype_of, zero
 from cute_kernels.mhc.launch.streams import aggregate_forward
+from cute_kernels.mhc.variants import Constants
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.launches import LaunchCache
+from cute_kernels.runtime.operators import empties, empty, operator
+from cute_kernels.runtime.targets import Target
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@registered(
-    "Tensor x, Tensor phi, Tensor? norm_weight, Tensor(a!) H, Tensor(b!) mean_square, int n, str layout, str precision"
+class ClusterLaunch(NamedTuple):
+    """A kernel in which clusters hold phi, how many are resident, and the coefficients' kernel after it, if any.
+
+    ``function`` None: 16 CTAs cannot hold phi.
+    """
+
+    function: Launch | None
+    resident: int = 0
+    coefficients: Launch | None = None
+
+
+class SplitLaunch(NamedTuple):
+    """A kernel that projects by parts of K."""
+
+    function: Launch
+    config: ProjectionConfig | WarpgroupProjectionConfig
+    num_sms: int
+
+
+class BackwardLaunch(NamedTuple):
+    """A kernel of dx and the partial sums of dphi."""
+
+    function: Launch
+    config: ProjectionBackwardConfig | WarpgroupBackwardConfig
+    num_sms: int
+
+
+class ResidualGradient(NamedTuple):
+    """The gradient of the new residual, dout (M, K), which res (M, n n) leads to x."""
+
+    dout: Tensor
+    res: Tensor
+    orientation: str
+
+
+class LayerGradient(NamedTuple):
+    """The gradient of the layer input, dlayer (M, C), which pre (M, n) leads to x."""
+
+    dlayer: Tensor
+    pre: Tensor
+
+
+class PhiGradients(NamedTuple):
+    """Where the gradients of phi and of the norm's weight go (None: not wanted), and whether they are added to that."""
+
+    dphi: Tensor | None = None
+    dnorm_weight: Tensor | None = None
+    accumulate_phi: bool = False
+    accumulate_norm_weight: bool = False
+
+
+@operator(
+    "mhc_projection_forward",
+    "Tensor x, Tensor phi, Tensor? norm_weight, Tensor(a!) H, Tensor(b!) mean_square, int n, str layout, str precision",
 )
 def projection_forward(
     x: Tensor,
@@ -51,23 +105,28 @@ def projection_forward(
     precision: str,
 ) -> None:
     """H (M, N) and mean_square (M,) from x (M, K), phi (N, K) and norm_weight (K,)."""
-    if not x.shape[0]:
+    tokens, k = x.shape
+    if not tokens:
         return
-    plan = _cluster_plan(x, phi, norm_weight, None, None, None, n, layout, precision, False, None)
-    if plan is not None:
-        function, config, num_sms = plan
-        clusters = config.num_clusters(x.shape[0], num_sms)
-        function(x, phi, norm_weight, None, None, H, mean_square, None, None, clusters)
-        return
+    columns = H.shape[1]
+    if _fits_clusters(x, phi, None, n):
+        weight = None if norm_weight is None else norm_weight.dtype
+        order = layout if n > 1 else "streams"
+        spec = PreSpec(n, k // n, order, columns, precision, phi.dtype, weight, None, None, None, True, False)
+        launch = _clusters.get(x.get_device(), spec)
+        if launch.function is not None:
+            clusters = min(-(-tokens // BLOCK_TOKENS), launch.resident)
+            launch.function(x, phi, norm_weight, None, None, H, mean_square, None, None, clusters)
+            return
     partials = _project_parts(x, phi, norm_weight, precision)
-    splits, k, head = partials.shape[0], x.shape[1], H.shape[1] == n
-    function = coefficients_kernel(x.get_device(), n, k, splits, True, None, None, None, head, False)
-    function(partials, H, mean_square, None, None, None, None, None, H.shape[0])
+    reduce_parts(partials, H, mean_square, k, n=n, is_head=columns == n)
 
 
-@registered(
+@operator(
+    "mhc_pre_forward",
     "Tensor x, Tensor phi, Tensor? norm_weight, Tensor alpha, Tensor beta, Tensor(a!)? H, Tensor(b!)? mean_square, "
-    "Tensor(c!) pre, Tensor(d!)? post, Tensor(e!)? res, Tensor(f!) layer_input, str layout, str precision, " + VARIANT
+    "Tensor(c!) pre, Tensor(d!)? post, Tensor(e!)? res, Tensor(f!) layer_input, str layout, str precision, "
+    + CONSTANTS,
 )
 def pre_forward(
     x: Tensor,
@@ -83,125 +142,111 @@ def pre_forward(
     layer_input: Tensor,
     layout: str,
     precision: str,
-    *variant,
+    *constants,
 ) -> None:
     """pre (M, n), post (M, n), doubly stochastic res (M, n n) and layer_input (M, C), of a head without post and res.
 
     ``H`` (M, N), ``mean_square`` (M,): kept for the backward if given. Two launches where clusters hold phi, of a head
     one; else three.
     """
-    if not x.shape[0]:
+    tokens, n = pre.shape
+    if not tokens:
         return
-    head = res is None
-    keeps = H is not None or not head
-    kernels = pre_kernels(x, phi, norm_weight, alpha, beta, layer_input, layout, precision, keeps, variant)
-    if kernels is None:
-        partials = _project_parts(x, phi, norm_weight, precision)
-        add_parts(partials, alpha, beta, H, mean_square, pre, post, res, x.shape[1], variant)
-        aggregate_forward(x, pre, layer_input, layout, 1.0)
-        return
-    if keeps and H is None:
-        H = x.new_empty((x.shape[0], phi.shape[0]), dtype=torch.float32)
-        mean_square = x.new_empty(x.shape[0], dtype=torch.float32)
-    function, clusters, coefficients = kernels
-    function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if head else None, layer_input, clusters)
-    if coefficients is not None:
-        coefficients(None, H, mean_square, alpha, beta, pre, post, res, x.shape[0])
+    is_head, constants = res is None, Constants(*constants)
+    columns, k = phi.shape
+    if _fits_clusters(x, phi, layer_input, n):
+        keeps_h = H is not None or not is_head
+        weight = None if norm_weight is None else norm_weight.dtype
+        spec = PreSpec(
+            n,
+            k // n,
+            layout if n > 1 else "streams",
+            columns,
+            precision,
+            phi.dtype,
+            weight,
+            alpha.dtype,
+            beta.dtype,
+            constants,
+            keeps_h,
+            is_head,
+        )
+        function, resident, coefficients = _clusters.get(x.get_device(), spec)
+        if function is not None:
+            if keeps_h and H is None:
+                H, mean_square = empties(x, ((tokens, columns), FP32), ((tokens,), FP32))
+            clusters = min(-(-tokens // BLOCK_TOKENS), resident)
+            function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if is_head else None, layer_input, clusters)
+            if coefficients is not None:
+                coefficients(None, H, mean_square, alpha, beta, pre, post, res, tokens)
+            return
+    partials, options = _project_parts(x, phi, norm_weight, precision), {"n": n, "is_head": is_head}
+    outputs = pre, post, res
+    reduce_parts(partials, H, mean_square, k, parameters=(alpha, beta), outputs=outputs, constants=constants, **options)
+    aggregate_forward(x, pre, layer_input, layout, 1.0)
 
 
-def pre_kernels(
-    x: Tensor,
-    phi: Tensor,
-    norm_weight: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    layer_input: Tensor,
-    layout: str,
-    precision: str,
-    keeps: bool,
-    variant: tuple,
-) -> tuple[Launch, int, Launch | None] | None:
-    """Kernel in which clusters hold phi, their number, the coefficients' kernel (a head: None); None: no clusters."""
-    n = x.shape[1] // layer_input.shape[1]
-    plan = _cluster_plan(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant)
-    if plan is None:
-        return None
-    function, config, num_sms = plan
-    coefficients = None
-    if phi.shape[0] != n:
-        coefficients = coefficients_kernel(x.get_device(), n, 0, 0, False, alpha, beta, variant, False, True)
-    return function, config.num_clusters(x.shape[0], num_sms), coefficients
-
-
-def _cluster_plan(
-    x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant
-) -> tuple[Launch, PreConfig, int] | None:
-    """Kernel in which clusters hold phi, its configuration, number of SMs; None where these are not for it.
-
-    They are for bf16 streams that TMA can address, and phi that 16 CTAs can hold.
-    """
-    key = (
-        "clusters",
-        n,
-        layout,
-        precision,
-        keeps,
-        variant,
-        x.get_device(),
-        rows_key(x, phi, layer_input),
-        phi.shape[0],
-        dtypes_of(norm_weight, alpha, beta),
-    )
-    try:
-        return plans.known[key]
-    except KeyError:
-        tensors = (x, phi, norm_weight, alpha, beta, layer_input)
-        plan = plans.known[key] = _plan_clusters(*tensors, n, layout, precision, keeps, variant)
-        return plan
-
-
-def _plan_clusters(x, phi, norm_weight, alpha, beta, layer_input, n, layout, precision, keeps, variant):
-    index, (columns, k) = x.get_device(), phi.shape
-    matrices = [t for t in (x, phi, layer_input) if t is not None]
-    config = None
-    if x.dtype is torch.bfloat16 and columns > 1 and x.stride(0) >= k and all_aligned(k // n, *matrices):
-        config = pre_config(n, k // n, layout, columns, _product_name(phi, norm_weight), precision)
-    if config is None:
-        return None
-    from cute_kernels.mhc.kernel.pre import pre_forward
-
-    mixes = layer_input is not None
-    function = pre_forward(
-        plans.arch_of(index),
-        *cutlass_dtypes(phi, norm_weight),
-        cutlass_dtypes(alpha, beta) if mixes else None,
-        shared_variant(variant) if mixes else None,
-        keeps or not mixes,
-        mixes and columns == n,
-        config,
-    )
-    return function, config, plans.sm_count(index)
+def _fits_clusters(x: Tensor, phi: Tensor, layer_input: Tensor | None, n: int) -> bool:
+    """Whether clusters may hold phi, as far as the tensors tell: bf16 streams that TMA can address."""
+    columns, k = phi.shape
+    stride = x.stride()[0]
+    bits = x.data_ptr() | phi.data_ptr() | (stride | k // n) << 1
+    if layer_input is not None:
+        bits |= layer_input.data_ptr() | layer_input.stride()[0] << 1
+    return x.dtype is BF16 and columns > 1 and stride >= k and not bits & 15
 
 
 def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:
     """What the parts of K add up to, (parts, N + 1, M): N products and the sum of squares for each token."""
-    key = ("project_parts", precision, x.get_device(), rows_key(x, phi), phi.shape[0], dtypes_of(norm_weight))
-    plan = plans.known.get(key)
-    if plan is None:
-        plan = plans.known[key] = _plan_projection(x, phi, norm_weight, precision)
-    function, config, num_sms = plan
-    partials = x.new_empty((config.splits, phi.shape[0] + 1, x.shape[0]), dtype=torch.float32)
-    function(x, phi, norm_weight, partials, config.grid(x.shape[0], num_sms))
+    columns, k = phi.shape
+    tma = columns > 1 and x.stride()[0] >= k and all_on_16(k, x, phi)  # no boxes of a matrix of one row
+    spec = ProjectionSpec(columns, k, x.dtype, phi.dtype, dtype_of(norm_weight), precision, tma)
+    function, config, num_sms = _projection.get(x.get_device(), spec)
+    tokens = x.shape[0]
+    partials = empty(x, (config.splits, columns + 1, tokens), FP32)
+    function(x, phi, norm_weight, partials, config.grid(tokens, num_sms))
     return partials
 
 
-@registered(
+def projection_backward(
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    dH: Tensor,
+    dmean_square: Tensor,
+    dx: Tensor | None,
+    *,
+    n: int,
+    layout: str,
+    precision: str,
+    residual: ResidualGradient | None = None,
+    layer: LayerGradient | None = None,
+    parameters: PhiGradients,
+    coefficients: CoefficientGradients | None = None,
+) -> None:
+    """dx, dphi and dnorm_weight from dH (M, N) and dmean_square (M,), both contiguous.
+
+    What reaches x past the projection, of the ``residual`` and of the ``layer``, is added to dx before it is rounded.
+    With a gradient of phi or of the norm's weight also dbeta and dalpha, of ``coefficients``, from their sums.
+    """
+    dout, res, orientation = residual or (None, None, None)
+    dlayer, pre = layer or (None, None)
+    dphi, dnorm_weight, accumulate_phi, accumulate_norm_weight = parameters
+    dbeta, dalpha, accumulate_beta, accumulate_alpha, sums = coefficients or CoefficientGradients()
+    incoming = dH, dmean_square, dout, res, dlayer, pre
+    options = n, layout, orientation, precision, accumulate_phi, accumulate_norm_weight
+    sums_of = sums, dbeta, dalpha, accumulate_beta, accumulate_alpha
+    _projection_gradients(x, phi, norm_weight, *incoming, dx, dphi, dnorm_weight, *options, *sums_of)
+
+
+@operator(
+    "mhc_projection_backward",
     "Tensor x, Tensor phi, Tensor? norm_weight, Tensor dH, Tensor dmean_square, Tensor? dout, Tensor? res, "
     "Tensor? dlayer, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dphi, Tensor(c!)? dnorm_weight, int n, str layout, "
     "str? orientation, str precision, bool accumulate_phi, bool accumulate_norm_weight, Tensor? sums, "
-    "Tensor(d!)? dbeta, Tensor(e!)? dalpha, bool accumulate_beta, bool accumulate_alpha"
+    "Tensor(d!)? dbeta, Tensor(e!)? dalpha, bool accumulate_beta, bool accumulate_alpha",
 )
-def projection_backward(
+def _projection_gradients(
     x: Tensor,
     phi: Tensor,
     norm_weight: Tensor | None,
@@ -226,117 +271,110 @@ def projection_backward(
     accumulate_beta: bool,
     accumulate_alpha: bool,
 ) -> None:
-    """dx, dphi and dnorm_weight from dH (M, N) and dmean_square (M,), both contiguous.
-
-    With ``orientation`` what reaches x past the projection is added to dx before it is rounded: dout (M, K) by way of
-    res (M, n n); with ``dlayer`` (M, C) that by way of pre (M, n), too. res and pre are contiguous. With a gradient of
-    phi or of the norm's weight also dbeta and dalpha, from the ``sums`` of ``coefficients_backward``.
-    """
-    if not x.shape[0]:
+    tokens, (columns, k) = x.shape[0], phi.shape
+    if not tokens:
         zero((dphi, accumulate_phi), (dnorm_weight, accumulate_norm_weight))
         zero((dbeta, accumulate_beta), (dalpha, accumulate_alpha))
         return
-    accumulate = (accumulate_phi, accumulate_norm_weight, accumulate_beta, accumulate_alpha)
-    key = (
-        "projection_backward",
-        n,
-        layout,
-        orientation,
-        precision,
-        accumulate,
-        x.get_device(),
-        rows_key(x, phi, dH, dout, res, dlayer, pre, dx),
-        dtypes_of(norm_weight, dphi, dnorm_weight, dbeta, dalpha),
-        phi.shape[0],
+    needs_dphi, channels = dphi is not None or dnorm_weight is not None, k // n
+    streams_width = k if dout is None and dlayer is None else channels
+    tma = x.stride()[0] >= k
+    spec = ProjectionBackwardSpec(
+        n=n,
+        channels=channels,
+        layout=layout if n > 1 else "streams",
+        columns=columns,
+        precision=precision,
+        x=x.dtype,
+        phi=phi.dtype,
+        norm_weight=dtype_of(norm_weight),
+        needs_dx=dx is not None,
+        needs_dphi=needs_dphi,
+        orientation=orientation,
+        has_layer_grad=dlayer is not None,
+        rows_on_16=tma and all_on_16(channels, x, dout, dlayer, dx),
+        all_on_16=columns > MAX_WARP_COLUMNS
+        and tma
+        and all_on_16(columns, dH)
+        and all_on_16(streams_width, phi, x, dout, dlayer, dx)
+        and all_on_16(n, res, pre),
     )
-    plan = plans.known.get(key)
-    if plan is None:
-        gradients = dphi, dnorm_weight, dbeta, dalpha
-        arguments = (x, phi, norm_weight, dH, dout, res, dlayer, pre, dx, gradients, accumulate)
-        plan = plans.known[key] = _plan_projection_backward(*arguments, n, layout, orientation, precision)
-    function, config, sum_items, num_sms = plan
-    tokens, partials, per_group = x.shape[0], None, 1
+    function, config, num_sms = _projection_backward.get(x.get_device(), spec)
+    partials, per_group = None, 1
     if isinstance(config, WarpgroupBackwardConfig):
-        if sum_items is not None:
-            partials = x.new_empty((config.chunks(tokens), *phi.shape), dtype=torch.float32)
-        num_clusters = config.grid(tokens, num_sms)
-        function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, num_clusters)
+        if needs_dphi:
+            partials = empty(x, (config.chunks(tokens), columns, k), FP32)
+        grid = (config.grid(tokens, num_sms),)
     else:
-        chunks, num_ctas = config.schedule(tokens, num_sms)
-        if sum_items is not None:
-            partials = x.new_empty((config.partials(tokens, chunks), *phi.shape), dtype=torch.float32)
+        chunks, num_ctas = grid = config.schedule(tokens, num_sms)
+        if needs_dphi:
+            partials = empty(x, (config.partials(tokens, chunks), columns, k), FP32)
             per_group = config.group // chunks
-        function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, chunks, num_ctas)
-    if sum_items is not None:
-        sum_items(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha, per_group)
+    function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, *grid)
+    if needs_dphi:
+        spec = PhiGradientSpec(
+            columns=columns,
+            k=k,
+            alphas=0 if dalpha is None else dalpha.shape[0],
+            phi=phi.dtype,
+            norm_weight=dtype_of(norm_weight),
+            dphi=dtype_of(dphi),
+            dnorm_weight=dtype_of(dnorm_weight),
+            dbeta=dtype_of(dbeta),
+            dalpha=dtype_of(dalpha),
+            accumulate_phi=accumulate_phi,
+            accumulate_norm_weight=accumulate_norm_weight,
+            accumulate_beta=accumulate_beta,
+            accumulate_alpha=accumulate_alpha,
+        )
+        launch = _phi_gradient.get(x.get_device(), spec)
+        launch(partials, phi, norm_weight, dphi, dnorm_weight, sums, dbeta, dalpha, per_group)
 
 
-def _product_name(phi: Tensor, norm_weight: Tensor | None) -> str:
-    """The dtype that holds phi times norm_weight."""
-    return name_of(phi) if norm_weight is None else "float32"
+def _make_clusters(target: Target, spec: PreSpec) -> ClusterLaunch:
+    config = pre_config(spec)
+    if config is None:
+        return ClusterLaunch(None)
+    from cute_kernels.mhc.kernel import pre
+
+    function, coefficients = launches.load(pre.pre_forward, target.arch, spec, config), None
+    if spec.constants is not None and spec.columns > spec.n:
+        after = CoefficientsSpec(spec.n, 0, 0, False, spec.alpha, spec.beta, spec.constants, False, True)
+        coefficients = load_coefficients(target, after)
+    return ClusterLaunch(function, config.resident(target.num_sms), coefficients)
 
 
-def _plan_projection(
-    x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str
-) -> tuple[Launch, ProjectionConfig | WarpgroupProjectionConfig, int]:
-    index, (columns, k) = x.get_device(), phi.shape
-    tma = columns > 1 and x.stride(0) >= k and all_aligned(k, x, phi)  # no boxes of a matrix of one row
-    product, num_sms = _product_name(phi, norm_weight), plans.sm_count(index)
-    if tma and _by_warpgroups(x, columns, plans.arch_of(index)):
-        from cute_kernels.mhc.kernel.projection_sm90 import projection_forward_sm90
+def _make_projection(target: Target, spec: ProjectionSpec) -> SplitLaunch:
+    if spec.tma and by_warpgroups(target.arch, spec.x, spec.columns):
+        from cute_kernels.mhc.kernel.projection_sm90 import projection_forward_sm90 as builder
 
-        config = warpgroup_projection_config(columns, k, product, precision)
-        return projection_forward_sm90(plans.arch_of(index), *cutlass_dtypes(phi, norm_weight), config), config, num_sms
-    from cute_kernels.mhc.kernel.projection import projection_forward
+        config = warpgroup_projection_config(spec)
+    else:
+        from cute_kernels.mhc.kernel.projection import projection_forward as builder
 
-    config = projection_config(columns, k, name_of(x), product, precision, tma)
-    return projection_forward(plans.arch_of(index), *cutlass_dtypes(x, phi, norm_weight), config), config, num_sms
+        config = projection_config(spec)
+    return SplitLaunch(launches.load(builder, target.arch, spec, config), config, target.num_sms)
 
 
-def _plan_projection_backward(
-    x, phi, norm_weight, dH, dout, res, dlayer, pre, dx, gradients, accumulate, n, layout, orientation, precision
-) -> tuple[Launch, ProjectionBackwardConfig | WarpgroupBackwardConfig, Launch | None, int]:
-    """(kernel of dx and partial sums, its configuration, kernel that adds these, number of SMs)."""
-    from cute_kernels.mhc.kernel.phi_gradient import phi_gradient
+def _make_projection_backward(target: Target, spec: ProjectionBackwardSpec) -> BackwardLaunch:
+    if backward_by_warpgroups(target.arch, spec):
+        from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90 as builder
 
-    index, (columns, k), (dphi, dnorm_weight, _, dalpha) = x.get_device(), phi.shape, gradients
-    arch, channels, sums = plans.arch_of(index), k // n, dphi is not None or dnorm_weight is not None
-    rows = [t for t in (x, dout, dlayer, dx) if t is not None]
-    coefficients = [t for t in (res, pre) if t is not None]
-    mixes = dout is not None or dlayer is not None
-    product, dtypes = _product_name(phi, norm_weight), cutlass_dtypes(phi, norm_weight)
-    sum_items = None
-    if sums:
-        alphas = 0 if dalpha is None else dalpha.shape[0]
-        sum_items = phi_gradient(arch, *dtypes, *cutlass_dtypes(*gradients), accumulate, columns, k, alphas)
-    # Of a matrix that is one box wide, boxes beyond its end would have the coordinate of the first
-    many_boxes = k > MAX_BOX
-    if (
-        _by_warpgroups(x, columns, arch)
-        and (channels > SLICE_CHANNELS if mixes and layout == "streams" else many_boxes)
-        and precision == "tf32"
-        and columns % 16 == 0
-        and all_aligned(columns, dH)
-        and x.stride(0) >= k
-        and all_aligned(channels if mixes else k, phi, *rows)
-        and all_aligned(n, *coefficients)
-    ):
-        from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90
+        config = warpgroup_backward_config(spec)
+    else:
+        from cute_kernels.mhc.kernel.projection_backward import projection_backward as builder
 
-        config = warpgroup_backward_config(n, k, layout, columns, product, dout is not None, dlayer is not None)
-        facts = dx is not None, sums, n, orientation, dlayer is not None
-        function = projection_backward_sm90(arch, *dtypes, *facts, config)
-        return function, config, sum_items, plans.sm_count(index)
-    from cute_kernels.mhc.kernel.projection_backward import projection_backward
-
-    tma = x.stride(0) >= k and all_aligned(channels, *rows) and (many_boxes or n == 1 or layout == "streams")
-    described = columns, name_of(x), product, precision, tma, dout is not None, dlayer is not None
-    config = projection_backward_config(n, channels, layout, *described)
-    facts = dx is not None, sums, orientation, dlayer is not None
-    function = projection_backward(arch, *cutlass_dtypes(x), *dtypes, *facts, config)
-    return function, config, sum_items, plans.sm_count(index)
+        config = projection_backward_config(spec)
+    return BackwardLaunch(launches.load(builder, target.arch, spec, config), config, target.num_sms)
 
 
-def _by_warpgroups(x: Tensor, columns: int, arch: str) -> bool:
-    """Whether there are kernels with warpgroup MMA for phi of so many rows."""
-    return x.dtype is torch.bfloat16 and columns > MAX_WARP_COLUMNS and arch == "sm_90a"
+def _make_phi_gradient(target: Target, spec: PhiGradientSpec) -> Launch:
+    from cute_kernels.mhc.kernel import phi_gradient
+
+    return launches.load(phi_gradient.phi_gradient, target.arch, spec)
+
+
+_clusters = LaunchCache(_make_clusters)
+_projection = LaunchCache(_make_projection)
+_projection_backward = LaunchCache(_make_projection_backward)
+_phi_gradient = LaunchCache(_make_phi_gradient)

@@ -4,77 +4,85 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cute_kernels.mhc.config import BIAS_CHUNK, product_layout
-from cute_kernels.mhc.launch import plans
-from cute_kernels.mhc.launch.plans import (
+from cute_kernels.mhc.config import (
+    BIAS_CHUNK,
+    AggregateBackwardSpec,
+    AggregateSpec,
+    BiasGradientSpec,
+    ExpandCombineBackwardSpec,
+    ExpandCombineSpec,
+    ExpandSpec,
+    layout_of,
+)
+from cute_kernels.mhc.launch.common import (
     Launch,
-    cutlass_dtypes,
     dropout_arguments,
-    dtypes_of,
-    registered,
+    dtype_of,
+    partial_rows,
     row_alignment,
-    rows_key,
-    rows_of_sums,
-    streams_of,
+    stream_alignment,
     zero,
 )
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.launches import LaunchCache
+from cute_kernels.runtime.operators import operator
+from cute_kernels.runtime.targets import Target
 
 
-@registered("Tensor x, Tensor? pre, Tensor(a!) out, str layout, float scale")
+@operator("mhc_aggregate_forward", "Tensor x, Tensor? pre, Tensor(a!) out, str layout, float scale")
 def aggregate_forward(x: Tensor, pre: Tensor | None, out: Tensor, layout: str, scale: float) -> None:
     """out (M, C): the sum of x's streams, each times its weight of pre (M, n), or all times ``scale``."""
-    if not x.shape[0]:
-        return
-    key = ("aggregate_forward", layout, x.get_device(), rows_key(x, pre, out))
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.aggregate import aggregate_forward
-
-        arch, (dtype,) = plans.arch_of(x.get_device()), cutlass_dtypes(x)
-        streams = streams_of(layout, out.shape[1], x, out)
-        function = plans.known[key] = aggregate_forward(arch, dtype, pre is not None, row_alignment(pre), streams)
-    function(x, pre, out, scale)
+    tokens, k = x.shape
+    if tokens:
+        channels, dtype = out.shape[1], x.dtype
+        n = k // channels
+        alignment = stream_alignment(dtype.itemsize, x, out)
+        pre_align = 1 if pre is None else row_alignment(pre, n)
+        spec = AggregateSpec(n, channels, _order(layout, n), dtype, alignment, pre is not None, pre_align)
+        _aggregate.get(x.get_device(), spec)(x, pre, out, scale)
 
 
-@registered("Tensor dout, Tensor x, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dpre, str layout")
+@operator(
+    "mhc_aggregate_backward",
+    "Tensor dout, Tensor x, Tensor? pre, Tensor(a!)? dx, Tensor(b!)? dpre, str layout",
+)
 def aggregate_backward(
     dout: Tensor, x: Tensor, pre: Tensor | None, dx: Tensor | None, dpre: Tensor | None, layout: str
 ) -> None:
     """dx (M, K) by way of pre (M, n), and dpre (M, n), from dout (M, C)."""
-    if not x.shape[0]:
-        return
-    if dx is None:
-        pre = None
-    key = ("aggregate_backward", layout, dpre is None, x.get_device(), rows_key(dout, x, pre, dx))
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.aggregate import aggregate_backward
+    tokens, k = x.shape
+    if tokens:
+        channels, dtype = dout.shape[1], x.dtype
+        n = k // channels
+        if dx is None:
+            pre = None
+        spec = AggregateBackwardSpec(
+            n=n,
+            channels=channels,
+            layout=_order(layout, n),
+            dtype=dtype,
+            alignment=stream_alignment(dtype.itemsize, x, dout, dx),
+            needs_dx=dx is not None,
+            needs_dpre=dpre is not None,
+            pre_align=1 if pre is None else row_alignment(pre, n),
+        )
+        _aggregate_backward.get(x.get_device(), spec)(dout, x, pre, dx, dpre)
 
-        arch, (dtype,) = plans.arch_of(x.get_device()), cutlass_dtypes(x)
-        streams = streams_of(layout, dout.shape[1], x, dout, dx)
-        needs = (dx is not None, dpre is not None)
-        function = plans.known[key] = aggregate_backward(arch, dtype, *needs, row_alignment(pre), streams)
-    function(dout, x, pre, dx, dpre)
 
-
-@registered("Tensor h, Tensor(a!) x, str layout, float scale")
+@operator("mhc_expand_streams", "Tensor h, Tensor(a!) x, str layout, float scale")
 def expand_streams(h: Tensor, x: Tensor, layout: str, scale: float) -> None:
     """Every stream of x (M, K) is ``scale`` times h (M, C)."""
-    if not h.shape[0]:
-        return
-    key = ("expand_streams", layout, h.get_device(), rows_key(h, x))
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.aggregate import expand_streams
-
-        arch, (dtype,), streams = plans.arch_of(h.get_device()), cutlass_dtypes(h), streams_of(layout, h.shape[1], x, h)
-        function = plans.known[key] = expand_streams(arch, dtype, streams)
-    function(h, x, scale)
+    tokens, channels = h.shape
+    if tokens:
+        n, dtype = x.shape[1] // channels, h.dtype
+        spec = ExpandSpec(n, channels, _order(layout, n), dtype, stream_alignment(dtype.itemsize, x, h))
+        _expand.get(h.get_device(), spec)(h, x, scale)
 
 
-@registered(
+@operator(
+    "mhc_expand_combine_forward",
     "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? seed, Tensor(a!) out, Tensor? pre, "
-    "Tensor(b!)? layer_input, float dropout_p, str layout, str orientation"
+    "Tensor(b!)? layer_input, float dropout_p, str layout, str orientation",
 )
 def expand_combine_forward(
     f: Tensor,
@@ -94,52 +102,31 @@ def expand_combine_forward(
 
     With ``pre`` (M, n) also what ``aggregate_forward`` makes of out: ``layer_input`` (M, C).
     """
-    if not x.shape[0]:
-        return
-    function = expand_combine_kernel(
-        f, bias, post, x, res, seed is not None, out, pre, layer_input, layout, orientation
-    )
-    function(f, bias, post, x, res, seed, out, pre, layer_input, *dropout_arguments(dropout_p))
+    tokens, channels = f.shape
+    if tokens:
+        n, dtype = post.shape[1], x.dtype
+        spec = ExpandCombineSpec(
+            n,
+            channels,
+            _order(layout, n),
+            dtype,
+            stream_alignment(dtype.itemsize, x, f, out, layer_input),
+            None if bias is None else bias.dtype,
+            seed is not None,
+            pre is not None,
+            orientation,
+            row_alignment(post, n),
+            row_alignment(res, n * n),
+            1 if pre is None else row_alignment(pre, n),
+        )
+        launch = _expand_combine.get(x.get_device(), spec)
+        launch(f, bias, post, x, res, seed, out, pre, layer_input, *dropout_arguments(dropout_p))
 
 
-def expand_combine_kernel(
-    f: Tensor,
-    bias: Tensor | None,
-    post: Tensor,
-    x: Tensor,
-    res: Tensor,
-    dropout: bool,
-    out: Tensor,
-    pre: Tensor | None,
-    layer_input: Tensor | None,
-    layout: str,
-    orientation: str,
-) -> Launch:
-    """What ``expand_combine_forward`` launches."""
-    key = (
-        "expand_combine_forward",
-        layout,
-        orientation,
-        dropout,
-        x.get_device(),
-        rows_key(f, post, x, res, out, pre, layer_input),
-        dtypes_of(bias),
-    )
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.expand_combine import expand_combine_forward
-
-        arch, dtypes = plans.arch_of(x.get_device()), cutlass_dtypes(x, bias)
-        streams = streams_of(layout, f.shape[1], x, f, out, layer_input)
-        aligns = (row_alignment(post), row_alignment(res), row_alignment(pre))
-        kernel = expand_combine_forward(arch, *dtypes, dropout, pre is not None, orientation, aligns, streams)
-        function = plans.known[key] = kernel
-    return function
-
-
-@registered(
+@operator(
+    "mhc_expand_combine_backward",
     "Tensor dout, Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? seed, Tensor(a!)? dx, "
-    "Tensor(b!)? df, Tensor(c!)? dpost, Tensor(d!)? dres, float dropout_p, str layout, str orientation"
+    "Tensor(b!)? df, Tensor(c!)? dpost, Tensor(d!)? dres, float dropout_p, str layout, str orientation",
 )
 def expand_combine_backward(
     dout: Tensor,
@@ -158,39 +145,32 @@ def expand_combine_backward(
     orientation: str,
 ) -> None:
     """dx, df, and the pair of dpost and dres, from dout (M, K) and what the forward had."""
-    if not x.shape[0]:
-        return
-    dropout = seed is not None
-    key = (
-        "expand_combine_backward",
-        layout,
-        orientation,
-        dropout,
-        dpost is None,
-        x.get_device(),
-        rows_key(dout, f, post, x, res, dx, df),
-        dtypes_of(bias),
-    )
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward
-
-        streams = product_layout(streams_of(layout, f.shape[1], x, f, dout, dx, df))
-        function = plans.known[key] = expand_combine_backward(
-            plans.arch_of(x.get_device()),
-            *cutlass_dtypes(x, bias),
-            dropout,
-            dx is not None,
-            df is not None,
-            dpost is not None,
-            orientation,
-            (row_alignment(post), row_alignment(res)),
-            streams,
+    tokens, channels = f.shape
+    if tokens:
+        n, dtype = post.shape[1], x.dtype
+        spec = ExpandCombineBackwardSpec(
+            n=n,
+            channels=channels,
+            layout=_order(layout, n),
+            dtype=dtype,
+            alignment=stream_alignment(dtype.itemsize, x, f, dout, dx, df),
+            bias=dtype_of(bias),
+            has_dropout=seed is not None,
+            needs_dx=dx is not None,
+            needs_df=df is not None,
+            needs_coefficients=dpost is not None,
+            orientation=orientation,
+            post_align=row_alignment(post, n),
+            res_align=row_alignment(res, n * n),
         )
-    function(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, *dropout_arguments(dropout_p))
+        launch = _expand_combine_backward.get(x.get_device(), spec)
+        launch(dout, f, bias, post, x, res, seed, dx, df, dpost, dres, *dropout_arguments(dropout_p))
 
 
-@registered("Tensor dout, Tensor post, Tensor? seed, Tensor(a!) dbias, float dropout_p, str layout, bool accumulate")
+@operator(
+    "mhc_bias_gradient",
+    "Tensor dout, Tensor post, Tensor? seed, Tensor(a!) dbias, float dropout_p, str layout, bool accumulate",
+)
 def bias_gradient(
     dout: Tensor,
     post: Tensor,
@@ -201,25 +181,70 @@ def bias_gradient(
     accumulate: bool,
 ) -> None:
     """dbias (C,) from dout (M, K) and post (M, n)."""
-    if not dout.shape[0]:
+    tokens, n = post.shape
+    if not tokens:
         zero((dbias, accumulate))
         return
-    dropout, channels = seed is not None, dbias.shape[0]
-    key = (
-        "bias_gradient",
-        layout,
-        dropout,
-        accumulate,
-        dout.get_device(),
-        rows_key(dout, post),
-        dtypes_of(dbias),
+    channels, dtype = dbias.shape[0], dout.dtype
+    spec = BiasGradientSpec(
+        n=n,
+        channels=channels,
+        layout=_order(layout, n),
+        dtype=dtype,
+        alignment=stream_alignment(dtype.itemsize, dout),
+        dbias=dbias.dtype,
+        accumulate=accumulate,
+        has_dropout=seed is not None,
+        post_align=row_alignment(post, n),
     )
-    function = plans.known.get(key)
-    if function is None:
-        from cute_kernels.mhc.kernel.expand_combine import bias_gradient
+    launch = _bias_gradient.get(dout.get_device(), spec)
+    launch(dout, post, seed, partial_rows(dout, 1, BIAS_CHUNK, channels), dbias, *dropout_arguments(dropout_p))
 
-        arch, dtypes = plans.arch_of(dout.get_device()), cutlass_dtypes(dout, dbias)
-        streams = streams_of(layout, channels, dout)
-        align = row_alignment(post)
-        function = plans.known[key] = bias_gradient(arch, *dtypes, accumulate, dropout, align, BIAS_CHUNK, streams)
-    function(dout, post, seed, rows_of_sums(dout, 1, BIAS_CHUNK, channels), dbias, *dropout_arguments(dropout_p))
+
+def _order(layout: str, n: int) -> str:
+    """One stream is the same in both layouts."""
+    return layout if n > 1 else "streams"
+
+
+def _make_aggregate(target: Target, spec: AggregateSpec) -> Launch:
+    from cute_kernels.mhc.kernel import aggregate
+
+    return launches.load(aggregate.aggregate_forward, target.arch, spec, layout_of(spec))
+
+
+def _make_aggregate_backward(target: Target, spec: AggregateBackwardSpec) -> Launch:
+    from cute_kernels.mhc.kernel import aggregate
+
+    return launches.load(aggregate.aggregate_backward, target.arch, spec, layout_of(spec))
+
+
+def _make_expand(target: Target, spec: ExpandSpec) -> Launch:
+    from cute_kernels.mhc.kernel import aggregate
+
+    return launches.load(aggregate.expand_streams, target.arch, spec, layout_of(spec))
+
+
+def _make_expand_combine(target: Target, spec: ExpandCombineSpec) -> Launch:
+    from cute_kernels.mhc.kernel import expand_combine
+
+    return launches.load(expand_combine.expand_combine_forward, target.arch, spec, layout_of(spec))
+
+
+def _make_expand_combine_backward(target: Target, spec: ExpandCombineBackwardSpec) -> Launch:
+    from cute_kernels.mhc.kernel import expand_combine
+
+    return launches.load(expand_combine.expand_combine_backward, target.arch, spec, layout_of(spec))
+
+
+def _make_bias_gradient(target: Target, spec: BiasGradientSpec) -> Launch:
+    from cute_kernels.mhc.kernel import expand_combine
+
+    return launches.load(expand_combine.bias_gradient, target.arch, spec, layout_of(spec))
+
+
+_aggregate = LaunchCache(_make_aggregate)
+_aggregate_backward = LaunchCache(_make_aggregate_backward)
+_expand = LaunchCache(_make_expand)
+_expand_combine = LaunchCache(_make_expand_combine)
+_expand_combine_backward = LaunchCache(_make_expand_combine_backward)
+_bias_gradient = LaunchCache(_make_bias_gradient)

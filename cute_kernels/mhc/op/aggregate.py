@@ -7,19 +7,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_aggregate, sizes
-from cute_kernels.mhc.op.common import (
-    apply,
-    checked,
-    differentiates,
-    empty_like,
-    gradient_rows,
-    matrix_of,
-    rows,
-    takes_reference,
-)
+from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
-from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 OP = "aggregate"
 
@@ -56,9 +48,9 @@ def aggregate(x: Tensor, pre: Tensor, *, layout: Layout = "streams", backend: Ba
         >>> mhc.aggregate(x, torch.full((3, 2), 0.25))[0, 0].item()
         0.5
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.aggregate(x, pre, layout=layout)
-    checked(check_aggregate, x, pre, layout)
+    check_aggregate(x, pre, layout)
     if differentiates(x, pre):
         return apply(_Aggregate, x, pre, layout)
     return _forward(x, pre, layout)
@@ -66,9 +58,9 @@ def aggregate(x: Tensor, pre: Tensor, *, layout: Layout = "streams", backend: Ba
 
 def _forward(x: Tensor, pre: Tensor, layout: str) -> Tensor:
     n, channels = sizes(x, layout)
-    out = x.new_empty((*x.shape[:-2], channels))
+    out = empty(x, (*x.shape[:-2], channels), x.dtype)
     x, pre = rows(OP, "x", x, n * channels), rows(OP, "pre", pre, n)
-    launch.aggregate_forward(x, pre, out.view(-1, channels), layout, 1.0)
+    launch.aggregate_forward(x, pre, matrix_of(out, channels), layout, 1.0)
     return out
 
 

@@ -7,19 +7,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_coefficients
-from cute_kernels.mhc.launch import variant_fields
-from cute_kernels.mhc.op.common import (
-    apply,
-    checked,
-    differentiates,
-    empty_like,
-    gradient_rows,
-    rows,
-    takes_reference,
-)
-from cute_kernels.mhc.variants import Variant, variant_of
-from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
+from cute_kernels.mhc.variants import Constants, Variant, variant_of
+from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 OP = "coefficients"
 
@@ -73,46 +65,47 @@ def coefficients(
         >>> pre[0], post[0], logits.shape
         (tensor([0.5000, 0.5000]), tensor([1., 1.]), torch.Size([3, 2, 2]))
     """
-    if takes_reference(OP, H, backend):
+    if uses_reference(OP, H, backend):
         return reference.coefficients(H, mean_square, alpha, beta, n, variant=variant)
     variant = variant_of(OP, variant)
-    checked(check_coefficients, H, mean_square, alpha, beta, n)
-    fields = variant_fields(variant)
+    check_coefficients(H, mean_square, alpha, beta, n)
     if differentiates(H, mean_square, alpha, beta):
-        return apply(_Coefficients, H, mean_square, alpha, beta, n, fields)
-    return _forward(H, mean_square, alpha, beta, n, fields)
+        return apply(_Coefficients, H, mean_square, alpha, beta, n, variant.constants)
+    return _forward(H, mean_square, alpha, beta, n, variant.constants)
 
 
-def _forward(H, mean_square, alpha, beta, n, variant) -> tuple[Tensor, Tensor, Tensor]:
-    shape = H.shape[:-1]
-    pre, post, logits = H.new_empty((*shape, n)), H.new_empty((*shape, n)), H.new_empty((*shape, n, n))
+def _forward(
+    H: Tensor, mean_square: Tensor, alpha: Tensor, beta: Tensor, n: int, constants: Constants
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape, dtype = H.shape[:-1], H.dtype
+    pre, post, logits = empty(H, (*shape, n), dtype), empty(H, (*shape, n), dtype), empty(H, (*shape, n, n), dtype)
     launch.coefficients_forward(
         rows(OP, "H", H, H.shape[-1]),
         mean_square.resolve_neg().view(-1),  # of one token it counts as contiguous, negated or not
         alpha,
         beta,
-        pre.view(-1, n),
-        post.view(-1, n),
-        logits.view(-1, n * n),
-        *variant,
+        matrix_of(pre, n),
+        matrix_of(post, n),
+        matrix_of(logits, n * n),
+        *constants,
     )
     return pre, post, logits
 
 
 class _Coefficients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, H, mean_square, alpha, beta, n, variant):
+    def forward(ctx, H, mean_square, alpha, beta, n, constants):
         ctx.save_for_backward(H, mean_square, alpha, beta)
-        ctx.call = n, variant
+        ctx.call = n, constants
         ctx.main_grads = getattr(alpha, "main_grad", None), getattr(beta, "main_grad", None)
         ctx.set_materialize_grads(False)
-        return _forward(H, mean_square, alpha, beta, n, variant)
+        return _forward(H, mean_square, alpha, beta, n, constants)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dpre, dpost, dlogits):
         H, mean_square, alpha, beta = ctx.saved_tensors
-        n, variant = ctx.call
+        n, constants = ctx.call
         needs_H, needs_mean_square, needs_alpha, needs_beta, *_ = ctx.needs_input_grad
         needs_alpha = needs_gradient(needs_alpha, alpha, ctx.main_grads[0])
         needs_beta = needs_gradient(needs_beta, beta, ctx.main_grads[1])
@@ -131,16 +124,17 @@ class _Coefficients(torch.autograd.Function):
             gradient_rows(dpre, n),
             gradient_rows(dpost, n),
             gradient_rows(dlogits, n * n),
-            dH.view(-1, columns),
+            matrix_of(dH, columns),
             dmean_square.view(-1),
-            dbeta,
-            dalpha,
-            None,
-            n,
-            False,
-            needs_beta and dbeta_result is None,
-            needs_alpha and dalpha_result is None,
-            *variant,
+            n=n,
+            parameters=launch.CoefficientGradients(
+                dbeta=dbeta,
+                dalpha=dalpha,
+                accumulate_beta=needs_beta and dbeta_result is None,
+                accumulate_alpha=needs_alpha and dalpha_result is None,
+            ),
+            constants=constants,
+            has_sinkhorn=False,
         )
         return (
             dH if needs_H else None,

@@ -2,130 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.checks import sizes
-from cute_kernels.mhc.op.common import (
-    apply,
-    differentiates,
-    empty_like,
-    gradient_rows,
-    is_known,
-    matrix_of,
-    recall,
-    remember,
-    rows,
-)
-from cute_kernels.mhc.variants import Variant, head_of
-from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels.runtime.operators import alias, allocator, contiguous_strides
+from cute_kernels.mhc.launch import CoefficientGradients, LayerGradient, PhiGradients, ResidualGradient
+from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
+from cute_kernels.mhc.variants import Constants
+from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.operators import differentiates, empties
 
-# Of a call: op, variant (launch.variant_fields), layout, precision, orientation ("io" or "oi": of hyper_connection)
-Options = tuple[str, tuple, str, str, str | None]
 PARAMETERS = ("phi", "alpha", "beta", "norm_weight")
 HEAD_PARAMETERS = ("fn", "scale", "base", "norm_weight")
+FP32 = torch.float32
 
 
-def compute(
-    op: str,
-    check: Callable[[], None] | None,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    norm_weight: Tensor | None,
-    variant: Variant,
-    layout: str,
-    precision: str,
-    orientation: str | None = None,
-) -> tuple[tuple[Tensor | None, ...], bool]:
-    """(layer_input, post, res), and whether autograd goes on; if so, with an ``orientation``, all of ``Composite``'s.
+class Options(NamedTuple):
+    """Of a call. ``orientation``, "io" or "oi": of ``hyper_connection``, whose residual's gradient comes back here."""
 
-    ``check``: the arguments, of a call unlike those before; None: they have been checked. Of a head fn, scale and base
-    stand for phi, alpha and beta.
+    op: str
+    constants: Constants
+    layout: str
+    precision: str
+    orientation: str | None = None
+
+
+def connect(
+    x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, bool]:
+    """(layer_input, post, res, residual, whether that is an alias by which a gradient comes back to ``Composite``).
+
+    All has been checked. Of a head fn, scale and base stand for phi, alpha and beta, and post and res are None.
     """
-    tensors = x, phi, alpha, beta, norm_weight
-    key, known = recall((op, variant, layout, precision, orientation), *tensors)
-    if known is not None:
-        owns, options, forward = known
+    if not differentiates(x, phi, alpha, beta, norm_weight):
+        return *_forward(x, phi, alpha, beta, norm_weight, options, False)[0], x, False
+    results = apply(Composite, x, phi, alpha, beta, norm_weight, options)
+    if options.orientation is not None:
+        return *results, True
+    return *(results if isinstance(results, tuple) else (results, None, None)), x, False
+
+
+def _forward(
+    x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None, options: Options, keeps_h: bool
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None, Tensor]]:
+    """((layer_input, post, res), (H, mean_square, pre)); H and mean_square are None unless it keeps them."""
+    op, constants, layout, precision, _ = options
+    *leading, n, channels = x.shape
+    if layout == "channels":
+        n, channels = channels, n
+    x = rows(op, "x", x, n * channels)
+    tokens, columns = x.shape[0], phi.shape[0]
+    is_head = columns == n
+    wanted = [((*leading, channels), x.dtype), ((tokens, n), FP32)]
+    if keeps_h:
+        wanted += ((tokens, columns), FP32), ((tokens,), FP32)
+    if is_head:
+        alpha, beta = alpha.resolve_neg(), beta.resolve_neg()  # of one element they are contiguous, negated or not
     else:
-        if check is not None:
-            check()
-        fields = launch.variant_fields(head_of(variant) if op == "head" else variant)
-        options = op, fields, layout, precision, orientation
-        owns = differentiates(*tensors)
-        planned = is_known(key, *tensors)
-        forward = plan(*tensors, options, owns) if planned else None
-    if owns:
-        results = apply(Composite, *tensors, options, forward)
-        results = results if isinstance(results, tuple) else (results, None, None)
-    else:
-        results = (run(*tensors, options, False) if forward is None else forward(*tensors))[0]
-    if known is None:
-        remember(key, (owns, options, forward) if planned else None, *tensors)
-    return results, owns
-
-
-def plan(x, phi, alpha, beta, norm_weight, options: Options, keeps: bool) -> Callable | None:
-    """What ``run`` does for plain tensors like these, all that it asks found; None without clusters that hold phi."""
-    op, variant, layout, precision, _ = options
-    (n, channels), columns, leading = sizes(x, layout), phi.shape[0], x.shape[:-2]
-    matrix, is_head, dtype = rows(op, "x", x, n * channels), columns == n, x.dtype
-    tokens, as_matrix, allocate = matrix.shape[0], (tuple(matrix.shape), matrix.stride()), allocator(x)
-    if not tokens:
-        return None
-    example = x.new_empty((tokens, channels))
-    keeps_h = keeps or not is_head
-    kernels = launch.pre_kernels(matrix, phi, norm_weight, alpha, beta, example, layout, precision, keeps_h, variant)
-    if kernels is None:
-        return None
-    project, clusters, coefficients = kernels
-    shapes = [(*leading, *sizes_) for sizes_ in ((channels,), (n,), (n, n))]
-    inputs, posts, mixes = [(shape, contiguous_strides(shape)) for shape in shapes]
-
-    def forward(x, phi, alpha, beta, norm_weight):
-        layer_input = allocate((tokens, channels), (channels, 1), dtype)
-        pre = allocate((tokens, n), (n, 1), torch.float32)
-        H = mean_square = post = res = None
-        if keeps_h:
-            H = allocate((tokens, columns), (columns, 1), torch.float32)
-            mean_square = allocate((tokens,), (1,), torch.float32)
-        x = alias(x, *as_matrix)
-        project(x, phi, norm_weight, alpha, beta, H, mean_square, pre if is_head else None, layer_input, clusters)
-        if coefficients is not None:
-            post = allocate((tokens, n), (n, 1), torch.float32)
-            res = allocate((tokens, n * n), (n * n, 1), torch.float32)
-            coefficients(None, H, mean_square, alpha, beta, pre, post, res, tokens)
-            post, res = alias(post, *posts), alias(res, *mixes)
-        return (alias(layer_input, *inputs), post, res), (H, mean_square, pre)
-
-    return forward
-
-
-def run(x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, norm_weight: Tensor | None, options: Options, keeps: bool):
-    """((layer_input, post, res), (H, mean_square, pre)); of a head, whose phi has n rows, post and res are None.
-
-    H and mean_square are None unless it ``keeps`` them.
-    """
-    op, variant, layout, precision, _ = options
-    (n, channels), shape, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
-    k, is_head = n * channels, columns == n
-
-    def fp32(*shape: int, wanted: bool = True) -> Tensor | None:
-        return x.new_empty(shape, dtype=torch.float32) if wanted else None
-
-    layer_input = x.new_empty((*shape, channels))
-    x_rows = rows(op, "x", x, k)
-    tokens = x_rows.shape[0]
-    H, mean_square, pre = fp32(tokens, columns, wanted=keeps), fp32(tokens, wanted=keeps), fp32(tokens, n)
-    post, res = fp32(*shape, n, wanted=not is_head), fp32(*shape, n, n, wanted=not is_head)
-    results = H, mean_square, pre, matrix_of(post, n), matrix_of(res, n * n), layer_input.view(-1, channels)
-    alpha, beta = alpha.resolve_neg(), beta.resolve_neg()  # of one element they count as contiguous, negated or not
-    launch.pre_forward(x_rows, phi, norm_weight, alpha, beta, *results, layout, precision, *variant)
+        wanted += ((*leading, n), FP32), ((*leading, n, n), FP32)
+    layer_input, pre, *more = empties(x, *wanted)
+    H, mean_square = more[:2] if keeps_h else (None, None)
+    post, res = (None, None) if is_head else more[-2:]
+    launch.pre_forward(
+        x,
+        phi,
+        norm_weight,
+        alpha,
+        beta,
+        H,
+        mean_square,
+        pre,
+        matrix_of(post, n),
+        matrix_of(res, n * n),
+        matrix_of(layer_input, channels),
+        layout,
+        precision,
+        *constants,
+    )
     return (layer_input, post, res), (H, mean_square, pre)
 
 
@@ -138,47 +94,47 @@ class Composite(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, phi, alpha, beta, norm_weight, options, planned):
-        arguments = x, phi, alpha, beta, norm_weight
-        found = run(*arguments, options, True) if planned is None else planned(*arguments)
-        (layer_input, post, res), (H, mean_square, pre) = found
-        mixes = options[-1] is not None
-        ctx.save_for_backward(x, phi, alpha, beta, norm_weight, H, mean_square, pre, res if mixes else None)
+    def forward(ctx, x, phi, alpha, beta, norm_weight, options):
+        (layer_input, post, res), kept = _forward(x, phi, alpha, beta, norm_weight, options, True)
+        has_alias = options.orientation is not None
+        ctx.save_for_backward(x, phi, alpha, beta, norm_weight, *kept, res if has_alias else None)
         ctx.options = options
         ctx.main_grads = [getattr(t, "main_grad", None) for t in (phi, alpha, beta, norm_weight)]
         ctx.set_materialize_grads(False)
         if res is None:
             return layer_input
-        return (layer_input, post, res, x.view_as(x)) if mixes else (layer_input, post, res)
+        return (layer_input, post, res, x.view_as(x)) if has_alias else (layer_input, post, res)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dlayer, dpost=None, dres=None, dout=None):
         x, phi, alpha, beta, norm_weight, H, mean_square, pre, res = ctx.saved_tensors
-        op, variant, layout, precision, orientation = ctx.options
+        op, constants, layout, precision, orientation = ctx.options
         needs_x, *needs = ctx.needs_input_grad[:5]
-        (n, channels), columns = sizes(x, layout), phi.shape[0]
-        k, is_head = n * channels, columns == n
+        n, channels = sizes(x, layout)
+        k, is_head = n * channels, phi.shape[0] == n
         x_rows = rows(op, "x", x, k)
         targets, results = [], []
         names = HEAD_PARAMETERS if is_head else PARAMETERS
-        for name, t, main_grad, needed in zip(
-            names, (phi, alpha, beta, norm_weight), ctx.main_grads, needs, strict=True
-        ):
+        parameters = phi, alpha, beta, norm_weight
+        for name, t, main_grad, needed in zip(names, parameters, ctx.main_grads, needs, strict=True):
             wanted = needs_gradient(needed, t, main_grad)
             target, result = gradient_buffer(op, name, t, main_grad) if wanted else (None, None)
             targets.append(target)
             results.append(result)
-        accumulates = [target is not None and result is None for target, result in zip(targets, results, strict=True)]
         dphi, dalpha, dbeta, dweight = targets
+        into_phi, into_alpha, into_beta, into_weight = (
+            target is not None and result is None for target, result in zip(targets, results, strict=True)
+        )
         dlayer, dpre = gradient_rows(dlayer, channels), None
         if dlayer is not None:
             dpre = empty_like(pre)
             launch.aggregate_backward(dlayer, x_rows, None, None, dpre, layout)
         dH, dmean_square, sums = empty_like(H), empty_like(mean_square), None
-        adds_up = dphi is not None or dweight is not None  # in projection_backward: dbeta and dalpha beside dphi
-        if adds_up and (dbeta is not None or dalpha is not None):
-            sums = launch.coefficient_sums(H)
+        has_dphi = dphi is not None or dweight is not None
+        if has_dphi and (dbeta is not None or dalpha is not None):
+            sums = launch.coefficient_sums(H)  # which projection_backward reduces beside those of dphi
+        coefficients = CoefficientGradients(dbeta, dalpha, into_beta, into_alpha, sums)
         launch.coefficients_backward(
             H,
             mean_square,
@@ -189,41 +145,30 @@ class Composite(torch.autograd.Function):
             gradient_rows(dres, n * n),
             dH,
             dmean_square,
-            dbeta if sums is None else None,
-            dalpha if sums is None else None,
-            sums,
-            n,
-            not is_head,
-            accumulates[2],
-            accumulates[1],
-            *variant,
+            n=n,
+            parameters=coefficients,
+            constants=constants,
+            has_sinkhorn=not is_head,
         )
         dx = empty_like(x, needs_x)
-        if needs_x or adds_up:
-            mixes, gathers = needs_x and dout is not None, needs_x and dlayer is not None
+        if needs_x or has_dphi:
+            has_residual_grad, has_layer_grad = needs_x and dout is not None, needs_x and dlayer is not None
+            residual = None
+            if has_residual_grad:
+                residual = ResidualGradient(gradient_rows(dout, k), matrix_of(res, n * n), orientation)
             launch.projection_backward(
                 x_rows,
                 phi,
                 norm_weight,
                 dH,
                 dmean_square,
-                gradient_rows(dout, k) if mixes else None,
-                res.view(-1, n * n) if mixes else None,
-                dlayer if gathers else None,
-                pre if gathers else None,
                 matrix_of(dx, k),
-                dphi,
-                dweight,
-                n,
-                layout,
-                orientation if mixes else None,
-                precision,
-                accumulates[0],
-                accumulates[3],
-                sums,
-                None if sums is None else dbeta,
-                None if sums is None else dalpha,
-                accumulates[2],
-                accumulates[1],
+                n=n,
+                layout=layout,
+                precision=precision,
+                residual=residual,
+                layer=LayerGradient(dlayer, pre) if has_layer_grad else None,
+                parameters=PhiGradients(dphi, dweight, into_phi, into_weight),
+                coefficients=None if sums is None else coefficients,
             )
-        return dx, *results, None, None
+        return dx, *results, None

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_contract, sizes
-from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
+from cute_kernels.mhc.op.common import gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
-from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 OP = "contract"
 
@@ -45,9 +46,9 @@ def contract(x: Tensor, *, layout: Layout = "streams", backend: Backend | None =
         >>> mhc.contract(x[None])[0, 0].item()
         0.5
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.contract(x, layout=layout)
-    checked(check_contract, x, layout)
+    check_contract(x, layout)
     if differentiates(x):
         return apply(_Contract, x, layout)
     return _forward(x, layout)
@@ -55,8 +56,8 @@ def contract(x: Tensor, *, layout: Layout = "streams", backend: Backend | None =
 
 def _forward(x: Tensor, layout: str) -> Tensor:
     n, channels = sizes(x, layout)
-    out = x.new_empty((*x.shape[:-2], channels))
-    launch.aggregate_forward(rows(OP, "x", x, n * channels), None, out.view(-1, channels), layout, 1.0 / n)
+    out = empty(x, (*x.shape[:-2], channels), x.dtype)
+    launch.aggregate_forward(rows(OP, "x", x, n * channels), None, matrix_of(out, channels), layout, 1.0 / n)
     return out
 
 
@@ -70,6 +71,7 @@ class _Contract(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dout):
         (n, channels), layout = ctx.call
-        dx = dout.new_empty((*dout.shape[:-1], *((n, channels) if layout == "streams" else (channels, n))))
-        launch.expand_streams(gradient_rows(dout, channels), dx.view(-1, n * channels), layout, 1.0 / n)
+        token = (n, channels) if layout == "streams" else (channels, n)
+        dx = empty(dout, (*dout.shape[:-1], *token), dout.dtype)
+        launch.expand_streams(gradient_rows(dout, channels), matrix_of(dx, n * channels), layout, 1.0 / n)
         return dx, None

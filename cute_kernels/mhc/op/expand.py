@@ -7,10 +7,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand
-from cute_kernels.mhc.op.common import apply, checked, differentiates, gradient_rows, rows, takes_reference
+from cute_kernels.mhc.op.common import gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
-from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 OP = "expand"
 
@@ -45,9 +46,9 @@ def expand(h: Tensor, n: int, *, layout: Layout = "streams", backend: Backend | 
         >>> mhc.expand(h, 4).shape, mhc.expand(h, 4, layout="channels").shape
         (torch.Size([3, 4, 8]), torch.Size([3, 8, 4]))
     """
-    if takes_reference(OP, h, backend):
+    if uses_reference(OP, h, backend):
         return reference.expand(h, n, layout=layout)
-    checked(check_expand, h, n, layout)
+    check_expand(h, n, layout)
     if differentiates(h):
         return apply(_Expand, h, n, layout)
     return _forward(h, n, layout)
@@ -55,8 +56,8 @@ def expand(h: Tensor, n: int, *, layout: Layout = "streams", backend: Backend | 
 
 def _forward(h: Tensor, n: int, layout: str) -> Tensor:
     channels = h.shape[-1]
-    x = h.new_empty((*h.shape[:-1], n, channels) if layout == "streams" else (*h.shape, n))
-    launch.expand_streams(rows(OP, "h", h, channels), x.view(-1, n * channels), layout, 1.0)
+    x = empty(h, (*h.shape[:-1], n, channels) if layout == "streams" else (*h.shape, n), h.dtype)
+    launch.expand_streams(rows(OP, "h", h, channels), matrix_of(x, n * channels), layout, 1.0)
     return x
 
 
@@ -71,6 +72,6 @@ class _Expand(torch.autograd.Function):
     def backward(ctx, dx):
         n, layout = ctx.call
         channels = dx.shape[-1] if layout == "streams" else dx.shape[-2]
-        dh = dx.new_empty((*dx.shape[:-2], channels))
-        launch.aggregate_forward(gradient_rows(dx, n * channels), None, dh.view(-1, channels), layout, 1.0)
+        dh = empty(dx, (*dx.shape[:-2], channels), dx.dtype)
+        launch.aggregate_forward(gradient_rows(dx, n * channels), None, matrix_of(dh, channels), layout, 1.0)
         return dh, None, None

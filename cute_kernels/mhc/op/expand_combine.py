@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_expand_combine, result_of, sizes
-from cute_kernels.mhc.op.common import (
-    apply,
-    checked,
-    differentiates,
-    empty_like,
-    gradient_rows,
-    is_known,
-    matrix_of,
-    recall,
-    remember,
-    rows,
-    takes_reference,
-)
+from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
 from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import Layout, ResOrientation
-from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import alias, allocator, contiguous_strides
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "expand_combine"
@@ -89,7 +77,7 @@ def expand_combine(
         >>> out[0, :, 0]  # stream 0 as it was, stream 1 plus 2 f
         tensor([1., 3.])
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.expand_combine(
             f,
             post,
@@ -104,64 +92,48 @@ def expand_combine(
     return combine(OP, f, post, x, res, bias, dropout_p, seed, layout, res_orientation, False)
 
 
-def combine(op, f, post, x, res, bias, dropout_p, seed, layout, orientation, hands_on: bool) -> Tensor:
-    """``expand_combine`` after the choice of the backend. ``hands_on``: see ``ExpandCombine``."""
-    key, known, tensors = None, None, (f, post, x, res, bias)
-    if seed is None and type(dropout_p) is float and dropout_p == 0.0:
-        key, known = recall((op, layout, orientation), *tensors)
-    if known is not None:
-        owns, options, forward = known
-        return apply(ExpandCombine, *tensors, None, options, hands_on, forward) if owns else forward(*tensors)
+def combine(
+    op: str,
+    f: Tensor,
+    post: Tensor,
+    x: Tensor,
+    res: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | int | None,
+    layout: str,
+    orientation: str,
+    passes_dout: bool,
+) -> Tensor:
+    """``expand_combine`` after the choice of the backend. ``passes_dout``: see ``ExpandCombine``."""
     dropout_p = as_float(dropout_p)
-    arguments = *tensors, dropout_p, seed, layout, orientation
-    if isinstance(seed, int):  # not a part of what has been checked
-        check_expand_combine(*arguments, op=op)
-    else:
-        checked(check_expand_combine, *arguments, op=op)
+    check_expand_combine(f, post, x, res, bias, dropout_p, seed, layout, orientation, op=op)
     if dropout_p == 0.0:
         seed = None
     elif seed is None:
         seed = draw_seed(x.device)
     else:
         seed = seed.view(1) if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=x.device)
-    options = op, dropout_p, layout, orientation
-    owns = differentiates(*tensors)
-    planned = key is not None and x.numel() > 0 and is_known(key, *tensors)  # no key: a size may be symbolic
-    forward = _plan(*tensors, options) if planned else None
-    if owns:
-        out = apply(ExpandCombine, *tensors, seed, options, hands_on, forward)
-    else:
-        out = _forward(*tensors, seed, options) if forward is None else forward(*tensors)
-    if key is not None and x.numel():
-        remember(key, (owns, options, forward) if planned else None, *tensors)
-    return out
+    options = Options(op, dropout_p, layout, orientation)
+    if differentiates(f, post, x, res, bias):
+        return apply(ExpandCombine, f, post, x, res, bias, seed, options, passes_dout)
+    return _forward(f, post, x, res, bias, seed, options)
 
 
-def _plan(f, post, x, res, bias, options) -> Callable:
-    """What ``_forward`` does without dropout for plain tensors like these, all that it asks found."""
+class Options(NamedTuple):
+    """Of a call."""
+
+    op: str
+    dropout_p: float
+    layout: str
+    orientation: str
+
+
+def _forward(f, post, x, res, bias, seed, options: Options) -> Tensor:
     op, dropout_p, layout, orientation = options
-    (n, channels), shape, dtype, allocate = sizes(x, layout), tuple(x.shape), x.dtype, allocator(x)
-    widths = {result_of(op): (f, channels), "post": (post, n), "x": (x, n * channels), "res": (res, n * n)}
-    f, post, x, res = (rows(op, name, t, width) for name, (t, width) in widths.items())
-    matrices, strides = [(tuple(t.shape), t.stride()) for t in (f, post, x, res)], contiguous_strides(shape)
-    as_rows = tuple(x.shape), (n * channels, 1)
-    example = torch.empty_strided(*as_rows, dtype=dtype, device=x.device)
-    kernel = launch.expand_combine_kernel(f, bias, post, x, res, False, example, None, None, layout, orientation)
-    nothing_dropped = launch.dropout_arguments(dropout_p)
-
-    def forward(f, post, x, res, bias):
-        out = allocate(shape, strides, dtype)
-        f, post, x, res = (alias(t, *way) for t, way in zip((f, post, x, res), matrices, strict=True))
-        kernel(f, bias, post, x, res, None, alias(out, *as_rows), None, None, *nothing_dropped)
-        return out
-
-    return forward
-
-
-def _forward(f, post, x, res, bias, seed, options) -> Tensor:
-    op, dropout_p, layout, orientation = options
-    n, channels = sizes(x, layout)
-    out = empty_like(x)
+    shape = x.shape
+    n, channels = (shape[-2], shape[-1]) if layout == "streams" else (shape[-1], shape[-2])
+    out = empty(x, shape, x.dtype)
     launch.expand_combine_forward(
         rows(op, result_of(op), f, channels),
         bias,
@@ -169,7 +141,7 @@ def _forward(f, post, x, res, bias, seed, options) -> Tensor:
         rows(op, "x", x, n * channels),
         rows(op, "res", res, n * n),
         seed,
-        out.view(-1, n * channels),
+        matrix_of(out, n * channels),
         None,
         None,
         dropout_p,
@@ -180,28 +152,28 @@ def _forward(f, post, x, res, bias, seed, options) -> Tensor:
 
 
 class ExpandCombine(torch.autograd.Function):
-    """``hands_on``: x is an alias whose gradient is dout as it came, see ``Composite``."""
+    """``passes_dout``: x is an alias whose "gradient" is dout as it came, see ``Composite``."""
 
     @staticmethod
-    def forward(ctx, f, post, x, res, bias, seed, options, hands_on, planned):
+    def forward(ctx, f, post, x, res, bias, seed, options, passes_dout):
         ctx.save_for_backward(f, post, x, res, bias, seed)
-        ctx.call = options, hands_on
+        ctx.call = options, passes_dout
         ctx.main_grad = getattr(bias, "main_grad", None)
-        return _forward(f, post, x, res, bias, seed, options) if planned is None else planned(f, post, x, res, bias)
+        return _forward(f, post, x, res, bias, seed, options)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
         f, post, x, res, bias, seed = ctx.saved_tensors
-        (op, dropout_p, layout, orientation), hands_on = ctx.call
+        (op, dropout_p, layout, orientation), passes_dout = ctx.call
         needs_f, needs_post, needs_x, needs_res, needs_bias, *_ = ctx.needs_input_grad
         n, channels = sizes(x, layout)
         k = n * channels
         dout_rows, post_rows = gradient_rows(dout, k), rows(op, "post", post, n)
-        df, dx = empty_like(f, needs_f), empty_like(x, needs_x and not hands_on)
-        sums = needs_post or needs_res
-        dpost, dres = empty_like(post, sums), empty_like(res, sums)
-        if df is not None or dx is not None or sums:
+        df, dx = empty_like(f, needs_f), empty_like(x, needs_x and not passes_dout)
+        needs_coefficients = needs_post or needs_res
+        dpost, dres = empty_like(post, needs_coefficients), empty_like(res, needs_coefficients)
+        if df is not None or dx is not None or needs_coefficients:
             launch.expand_combine_backward(
                 dout_rows,
                 rows(op, result_of(op), f, channels),
@@ -222,6 +194,6 @@ class ExpandCombine(torch.autograd.Function):
         if needs_gradient(needs_bias, bias, ctx.main_grad):
             dbias, dbias_result = gradient_buffer(op, "bias", bias, ctx.main_grad)
             launch.bias_gradient(dout_rows, post_rows, seed, dbias, dropout_p, layout, dbias_result is None)
-        if hands_on and needs_x:
+        if passes_dout and needs_x:
             dx = dout
-        return df, dpost if needs_post else None, dx, dres if needs_res else None, dbias_result, None, None, None, None
+        return df, dpost if needs_post else None, dx, dres if needs_res else None, dbias_result, None, None, None

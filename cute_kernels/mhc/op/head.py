@@ -6,10 +6,10 @@ from torch import Tensor
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import Precision, check_head
-from cute_kernels.mhc.op.common import checked, takes_reference
-from cute_kernels.mhc.op.composite import compute
+from cute_kernels.mhc.op.composite import Options, connect
 from cute_kernels.mhc.variants import Layout, Variant, variant_of
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import uses_reference
 
 OP = "head"
 
@@ -69,17 +69,11 @@ def head(
         >>> y.shape, y[0, 0].item()  # sigmoid(0) of each of two streams
         (torch.Size([3, 8]), 1.0)
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.head(
             x, fn, base, scale, norm_weight=norm_weight, variant=variant, layout=layout, precision=precision
         )
     variant = variant_of(OP, variant)
     layout = variant.layout if layout is None else layout
-    return compute(
-        OP,
-        lambda: checked(check_head, x, fn, base, scale, norm_weight, layout, precision),
-        *(x, fn, scale, base, norm_weight),
-        variant,
-        layout,
-        precision,
-    )[0][0]
+    check_head(x, fn, base, scale, norm_weight, layout, precision)
+    return connect(x, fn, scale, base, norm_weight, Options(OP, variant.head_constants, layout, precision))[0]

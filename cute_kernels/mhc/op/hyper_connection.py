@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import Precision, check_pre, check_sublayer
-from cute_kernels.mhc.op.common import checked, takes_reference
-from cute_kernels.mhc.op.composite import compute
+from cute_kernels.mhc.op.composite import Options, connect
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.variants import Layout, ResOrientation, Variant, variant_of
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "hyper_connection"
@@ -84,7 +84,7 @@ def hyper_connection(
         >>> mhc.hyper_connection(x, torch.zeros_like, phi, alpha, beta).sum(1)[0, 0].round(decimals=3)
         tensor(2.)
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.hyper_connection(
             x,
             sublayer,
@@ -103,9 +103,9 @@ def hyper_connection(
     variant, dropout_p = variant_of(OP, variant), as_float(dropout_p)
     layout = variant.layout if layout is None else layout
     orientation = variant.res_orientation if res_orientation is None else res_orientation
-    tensors = x, phi, alpha, beta, norm_weight
-    checked(check_pre, *tensors, layout, precision, op=OP)
+    check_pre(x, phi, alpha, beta, norm_weight, layout, precision, op=OP)
     check_sublayer(sublayer, x, bias, dropout_p, seed, layout, orientation)
-    (layer_input, post, res, *residual), owns = compute(OP, None, *tensors, variant, layout, precision, orientation)
+    options = Options(OP, variant.constants, layout, precision, orientation)
+    layer_input, post, res, residual, is_alias = connect(x, phi, alpha, beta, norm_weight, options)
     f = sublayer(layer_input)
-    return combine(OP, f, post, *(residual or (x,)), res, bias, dropout_p, seed, layout, orientation, owns)
+    return combine(OP, f, post, residual, res, bias, dropout_p, seed, layout, orientation, is_alias)

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from cute_kernels.mhc import reference
 from cute_kernels.mhc.checks import Precision, check_pre
-from cute_kernels.mhc.op.common import checked, takes_reference
-from cute_kernels.mhc.op.composite import compute
+from cute_kernels.mhc.op.composite import Options, connect
 from cute_kernels.mhc.variants import Layout, Variant, variant_of
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import uses_reference
 
 OP = "pre"
 
@@ -67,11 +67,11 @@ def pre(
         >>> layer_input.shape, post[0], res.sum(-1).allclose(torch.ones(3, 2))
         (torch.Size([3, 8]), tensor([1., 1.]), True)
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.pre(
             x, phi, alpha, beta, norm_weight=norm_weight, variant=variant, layout=layout, precision=precision
         )
     variant = variant_of(OP, variant)
     layout = variant.layout if layout is None else layout
-    tensors = x, phi, alpha, beta, norm_weight
-    return compute(OP, lambda: checked(check_pre, *tensors, layout, precision), *tensors, variant, layout, precision)[0]
+    check_pre(x, phi, alpha, beta, norm_weight, layout, precision)
+    return connect(x, phi, alpha, beta, norm_weight, Options(OP, variant.constants, layout, precision))[:3]

@@ -7,18 +7,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import Precision, check_projection, sizes
-from cute_kernels.mhc.op.common import (
-    apply,
-    checked,
-    differentiates,
-    empty_like,
-    matrix_of,
-    rows,
-    takes_reference,
-)
+from cute_kernels.mhc.op.common import empty_like, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
-from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient
+from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, empty, uses_reference
 
 OP = "projection"
 
@@ -75,9 +68,9 @@ def projection(
         >>> H.shape, H[0, 0].item(), mean_square[0].item()
         (torch.Size([3, 8]), 32.0, 4.0)
     """
-    if takes_reference(OP, x, backend):
+    if uses_reference(OP, x, backend):
         return reference.projection(x, phi, norm_weight=norm_weight, layout=layout, precision=precision)
-    checked(check_projection, x, phi, norm_weight, layout, precision)
+    check_projection(x, phi, norm_weight, layout, precision)
     if differentiates(x, phi, norm_weight):
         return apply(_Projection, x, phi, norm_weight, layout, precision)
     return _forward(x, phi, norm_weight, layout, precision)
@@ -86,9 +79,8 @@ def projection(
 def _forward(x, phi, norm_weight, layout, precision) -> tuple[Tensor, Tensor]:
     (n, channels), tokens, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
     x = rows(OP, "x", x, n * channels)
-    H = x.new_empty((*tokens, columns), dtype=torch.float32)
-    mean_square = x.new_empty(tokens, dtype=torch.float32)
-    results = H.view(-1, columns), mean_square.view(-1)
+    H, mean_square = empty(x, (*tokens, columns), torch.float32), empty(x, tokens, torch.float32)
+    results = matrix_of(H, columns), mean_square.view(-1)
     launch.projection_forward(x, phi, norm_weight, *results, n, layout, precision)
     return H, mean_square
 
@@ -125,25 +117,17 @@ class _Projection(torch.autograd.Function):
             rows(OP, "x", x, k),
             phi,
             norm_weight,
-            dH.view(-1, columns),
+            matrix_of(dH, columns),
             dmean_square.contiguous().resolve_neg().view(-1),
-            None,
-            None,
-            None,
-            None,
             matrix_of(dx, k),
-            dphi,
-            dweight,
-            n,
-            layout,
-            None,
-            precision,
-            needs_phi and dphi_result is None,
-            needs_weight and dweight_result is None,
-            None,
-            None,
-            None,
-            False,
-            False,
+            n=n,
+            layout=layout,
+            precision=precision,
+            parameters=launch.PhiGradients(
+                dphi=dphi,
+                dnorm_weight=dweight,
+                accumulate_phi=needs_phi and dphi_result is None,
+                accumulate_norm_weight=needs_weight and dweight_result is None,
+            ),
         )
         return dx, dphi_result, dweight_result, None, None

@@ -7,18 +7,11 @@ from torch import Tensor
 
 from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.checks import check_sinkhorn
-from cute_kernels.mhc.op.common import (
-    apply,
-    checked,
-    differentiates,
-    empty_like,
-    gradient_rows,
-    rows,
-    takes_reference,
-)
+from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import SinkhornVariant
-from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "sinkhorn"
@@ -71,9 +64,9 @@ def sinkhorn(
         (True, True)
     """
     eps = as_float(eps)
-    if takes_reference(OP, logits, backend):
+    if uses_reference(OP, logits, backend):
         return reference.sinkhorn(logits, iterations=iterations, variant=variant, eps=eps)
-    checked(check_sinkhorn, logits, iterations, variant, eps)
+    check_sinkhorn(logits, iterations, variant, eps)
     if differentiates(logits):
         return apply(_Sinkhorn, logits, iterations, variant, eps)
     return _forward(logits, iterations, variant, eps)
@@ -81,7 +74,7 @@ def sinkhorn(
 
 def _forward(logits: Tensor, *options) -> Tensor:
     res, size = empty_like(logits), logits.shape[-1] ** 2
-    launch.sinkhorn_forward(rows(OP, "logits", logits, size), res.view(-1, size), *options)
+    launch.sinkhorn_forward(rows(OP, "logits", logits, size), matrix_of(res, size), *options)
     return res
 
 
@@ -98,5 +91,5 @@ class _Sinkhorn(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         dlogits, size = empty_like(logits), logits.shape[-1] ** 2
         logits = rows(OP, "logits", logits, size)
-        launch.sinkhorn_backward(logits, gradient_rows(dres, size), dlogits.view(-1, size), *ctx.options)
+        launch.sinkhorn_backward(logits, gradient_rows(dres, size), matrix_of(dlogits, size), *ctx.options)
         return dlogits, None, None, None

@@ -9,7 +9,7 @@ from cute_kernels.mhc.checks import check_head, strict_tokens
 from cute_kernels.mhc.reference.aggregate import aggregate
 from cute_kernels.mhc.reference.coefficients import rms
 from cute_kernels.mhc.reference.projection import projection
-from cute_kernels.mhc.variants import Variant, head_of, variant_of
+from cute_kernels.mhc.variants import Variant, variant_of
 from cute_kernels.runtime.autograd import widened
 
 
@@ -56,5 +56,5 @@ def head(
     )
     scale = widened("head", "scale", scale, compute_dtype)
     base = widened("head", "base", base, compute_dtype)
-    pre = torch.sigmoid(scale * (H / rms(mean_square, head_of(variant))[..., None]) + base) + variant.pre_eps
+    pre = torch.sigmoid(scale * (H / rms(mean_square, variant.head_constants)[..., None]) + base) + variant.pre_eps
     return aggregate(wide, pre, layout=layout, compute_dtype=compute_dtype).to(x.dtype)

@@ -8,6 +8,7 @@ import torch
 from cute_kernels import mhc
 from cute_kernels.runtime.targets import arch_of
 from tests.beforehand import compile_beforehand
+from tests.fakes import fake_kernels
 from tests.mhc_cases import (
     OPERATIONS,
     Case,
@@ -17,7 +18,6 @@ from tests.mhc_cases import (
     make_upstream,
     precision_of,
     seeded_generator,
-    stand_in,
 )
 
 
@@ -37,7 +37,7 @@ def mhc_compiled_beforehand(request):
 
 def kernels_of(calls, arch):
     """(builder, arguments) of what (op, case, precision, whether backward) of ``calls`` need."""
-    with stand_in(arch, computes=False) as jobs:
+    with fake_kernels(arch, computes=False) as jobs:
         for op, case, precision, backward in calls:
             few = replace(case, tokens=(2,))
             generator = seeded_generator(str(few), "cpu")

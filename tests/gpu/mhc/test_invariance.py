@@ -11,6 +11,8 @@ import torch
 from cute_kernels import mhc
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.config import ProjectionBackwardConfig
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.targets import Target, arch_of
 from tests.gemm_cases import same_bits
 from tests.mhc_cases import (
     BF16,
@@ -249,9 +251,8 @@ def test_any_number_of_sms(op, case, precision, generator, monkeypatch):
     options = precision_of(op, precision)
     wanted = differentiate(mhc, op, case, tensors, upstream, **options)
     for count in (1, 7, 100):
-        monkeypatch.setattr(launch.plans, "sm_count", lambda index, count=count: count)
-        launch._plans.clear()
-        launch.calls.clear()
+        monkeypatch.setattr(launches, "target_of", lambda index, count=count: Target(arch_of(index), count))
+        launches.forget()
         found = differentiate(mhc, op, case, tensors, upstream, **options)
         assert_same_bits(found, wanted, f"{count} SMs")
 
@@ -267,9 +268,8 @@ def test_any_number_of_blocks(forward_of, case, generator, monkeypatch):
     t = {name: tensor.detach() for name, tensor in make_inputs(case, generator).items()}
     wanted = {op: call(mhc, op, case, t) for op in forward_of}
     for count in (16, 64):
-        monkeypatch.setattr(launch.plans, "sm_count", lambda index, count=count: count)
-        launch._plans.clear()
-        launch.calls.clear()
+        monkeypatch.setattr(launches, "target_of", lambda index, count=count: Target(arch_of(index), count))
+        launches.forget()
         for blocks in (*range(1, 15), 40):
             tokens = 16 * blocks - (3 if blocks % 2 else 0)
             few = tokens_at(t, torch.arange(tokens, device=generator.device))

@@ -39,12 +39,14 @@ PROGRAM = """
 import sys
 import torch
 from cute_kernels import mhc
-from cute_kernels.mhc import launch
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.targets import Target, arch_of
 from tests.gpu.mhc.test_sanitizer import RUNS, precision_of_run
 from tests.mhc_cases import differentiate, make_inputs, make_upstream, seeded_generator
 
 if sys.argv[1] in ("groups", "pairs", "rings"):
-    launch.plans.sm_count = lambda index: 1  # one CTA, pair or cluster has all chunks; a CTA takes them by groups
+    # One CTA, pair or cluster has all chunks; a CTA takes them by groups
+    launches.target_of = lambda index: Target(arch_of(index), 1)
 for op, case in RUNS[sys.argv[1]]:
     generator = seeded_generator(str(case), "cpu")  # the sanitizer makes each kernel slow
     tensors = {name: t.detach().cuda().requires_grad_() for name, t in make_inputs(case, generator).items()}

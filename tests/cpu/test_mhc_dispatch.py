@@ -1,14 +1,14 @@
-"""The kernels' path of the hyper-connections on the CPU: plans, launches, allocation, autograd and the torch bridge.
+"""The kernels' path of the hyper-connections on the CPU: Specs, launches, allocation, autograd and the torch bridge.
 
-Plain torch takes the place of the compiled kernels; all above them is what runs on a GPU.
+Fakes, plain torch, take the place of the compiled kernels; all above them is what runs on a GPU.
 """
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import mhc
@@ -16,6 +16,9 @@ from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.config import ProjectionBackwardConfig, WarpgroupBackwardConfig
 from cute_kernels.mhc.op.common import rows
 from cute_kernels.mhc.variants import VARIANTS
+from cute_kernels.runtime import launches, operators
+from cute_kernels.runtime.targets import Target
+from tests.fakes import fake_kernels
 from tests.mhc_cases import (
     BF16,
     FP16,
@@ -33,7 +36,6 @@ from tests.mhc_cases import (
     make_inputs,
     make_upstream,
     oracle,
-    stand_in,
     sublayer,
 )
 
@@ -46,18 +48,19 @@ WITH_PARAMETERS = {
     "hyper_connection": ("phi", "alpha", "beta", "norm_weight", "bias"),
 }
 FULL = Case(4, 16, (5,), FP32, norm_weight=True, bias=True)
+OPERATORS = {name for name in operators.OPERATORS if name.startswith("mhc_")}
 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with stand_in() as jobs:
+    with fake_kernels() as jobs:
         yield jobs
 
 
 @pytest.mark.parametrize("tokens", [5, 2000])
 def test_a_gpu_of_one_sm(tokens, generator, monkeypatch):
     """One CTA has all the items; of 2000 tokens these are groups of chunks."""
-    monkeypatch.setattr(launch.plans, "sm_count", lambda index: 1)
+    monkeypatch.setattr(launches, "target_of", lambda index: Target("sm_90a", 1))
     schedule, found = ProjectionBackwardConfig.schedule, []
     monkeypatch.setattr(ProjectionBackwardConfig, "schedule", lambda *a: found.append(schedule(*a)) or found[-1])
     assert_as_the_reference("hyper_connection", Case(4, 256, (tokens,)), generator)
@@ -80,13 +83,13 @@ def test_a_first_call_amid_another(op, autograd, generator, monkeypatch):
     case = Case(4, 24, (5,), BF16)
     inputs = make_inputs(case, generator)
     wanted = call(reference, op, case, inputs)
-    launches, calls, threads = launch.expand_combine_forward, [], iter([2])
+    combine, calls, threads = launch.expand_combine_forward, [], iter([2])
 
     def another_thread_is_here(*arguments):
         if next(threads, None):
             with torch.set_grad_enabled(autograd):
                 calls.append(call(mhc, op, case, inputs))
-        launches(*arguments)
+        combine(*arguments)
 
     monkeypatch.setattr(launch, "expand_combine_forward", another_thread_is_here)
     with torch.set_grad_enabled(autograd):
@@ -265,13 +268,10 @@ def test_eight_streams_by_where_coefficients_lie(offsets, kernels, generator):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("layout", ["streams", "channels"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", ["pre", "head", "expand_combine", "hyper_connection"])
-def test_a_call_alike_one_before(op, layout, grad, generator, monkeypatch):
-    """From the third on it has a plan, and the same results; another size has none, nor has what is off 16 bytes."""
-    found = []
-    real = launch.plans.Calls.find
-    monkeypatch.setattr(launch.plans.Calls, "find", lambda *a: found.append(real(*a)) or found[-1])
+def test_a_call_alike_one_before(op, layout, grad, kernels, generator):
+    """It compiles nothing, and has the same results; nor does another number of tokens."""
     for leading in ((64,), (4, 8)):
         case = Case(4, 64, leading, BF16, layout=layout, norm_weight=True, bias=True)
         t, upstream = make_inputs(case, generator), make_upstream(op, case, generator)
@@ -279,30 +279,16 @@ def test_a_call_alike_one_before(op, layout, grad, generator, monkeypatch):
             t = {name: tensor.detach() for name, tensor in t.items()}
 
         def results(t=t, case=case, upstream=upstream):
-            found.clear()
             return differentiate(mhc, op, case, t, upstream) if grad else dict(enumerate(call(mhc, op, case, t)))
 
+        before = len(kernels)
         first = results()
-        assert found and not any(found)
-        results()
-        for _ in range(2):
-            again = results()
-            assert all(found) and again.keys() == first.keys()
-            for name, result in first.items():
-                assert torch.equal(again[name], result) and again[name].stride() == result.stride()
-        moved = dict(t)
-        for name in ("x", "f"):
-            place = torch.empty(t[name].numel() + 4, dtype=BF16)[4:].view(t[name].shape)
-            moved[name] = place.copy_(t[name].detach()).requires_grad_(grad)
-        with monkeypatch.context() as patch:  # nor is one made each time that could not be kept
-
-            def refuse(*arguments):
-                raise AssertionError("a plan was made")
-
-            patch.setattr("cute_kernels.mhc.op.composite.plan", refuse)
-            patch.setattr(importlib.import_module("cute_kernels.mhc.op.expand_combine"), "_plan", refuse)
-            results(moved)
-            assert not found[0]
+        assert kernels and (len(leading) == 1 or len(kernels) == before)
+        before = len(kernels)
+        again = results()
+        assert again.keys() == first.keys() and len(kernels) == before
+        for name, result in first.items():
+            assert torch.equal(again[name], result) and again[name].stride() == result.stride()
 
 
 def test_what_is_not_for_warpgroups(kernels, generator):
@@ -310,8 +296,7 @@ def test_what_is_not_for_warpgroups(kernels, generator):
 
     def found(run) -> set[str]:
         kernels.clear()
-        launch._plans.clear()
-        launch.calls.clear()
+        launches.forget()
         run()
         return {name.removeprefix("projection_") for name in names_of(kernels) if name.startswith("projection")}
 
@@ -364,13 +349,12 @@ def test_launches(kernels, generator):
         (dataclasses.replace(bf16, n=8), ["projection_forward_sm90", *in_three[1:]]),
         (FULL, in_three),
     ):
-        for op, launches in (("pre", wanted), ("head", in_three if case is FULL else ["pre_forward"])):
+        for op, names in (("pre", wanted), ("head", in_three if case is FULL else ["pre_forward"])):
             kernels.clear()
-            launch._plans.clear()
-            launch.calls.clear()
+            launches.forget()
             with torch.no_grad():
                 call(mhc, op, case, make_inputs(case, generator))
-            assert names_of(kernels) == launches
+            assert names_of(kernels) == names
     kernels.clear()
     t = make_inputs(FULL, generator)
     call(mhc, "hyper_connection", FULL, t)[0].sum().backward()
@@ -381,10 +365,12 @@ def test_launches(kernels, generator):
         "phi_gradient",
         "projection_backward",
     ]
-    static = {job[0].__name__: job[1] for job in kernels}
-    assert static["expand_combine_backward"][4:7] == (False, True, True)
-    assert static["aggregate_backward"][2:4] == (False, True)
-    assert static["projection_backward"][4:8] == (True, True, "io", True)
+    specs = {job[0].__name__: job[1][1] for job in kernels}
+    combine, aggregate = specs["expand_combine_backward"], specs["aggregate_backward"]
+    assert (combine.needs_dx, combine.needs_df, combine.needs_coefficients) == (False, True, True)
+    assert (aggregate.needs_dx, aggregate.needs_dpre) == (False, True)
+    project = specs["projection_backward"]
+    assert project.needs_dx and project.needs_dphi and project.orientation == "io" and project.has_layer_grad
     # Into main_grads: other sums at the end, no other kernel before them
     once = list(kernels)
     for name in ("phi", "alpha", "beta"):
@@ -461,8 +447,8 @@ def test_a_strided_H_is_not_copied(kernels):
     H = torch.zeros(64, 27)[:, :24].requires_grad_()
     outputs = mhc.coefficients(H, torch.ones(64), torch.ones(3), torch.zeros(24), 4, variant="deepseek_v4")
     sum(t.sum() for t in outputs).backward()
-    (aligns,) = [arguments[6] for builder, arguments in kernels if builder.__name__ == "coefficients_backward"]
-    assert aligns[0] == 1
+    (spec,) = [arguments[1] for builder, arguments in kernels if builder.__name__ == "coefficients_backward"]
+    assert spec.h_align == 1
 
 
 @pytest.mark.parametrize("op", WITH_PARAMETERS)
@@ -736,8 +722,7 @@ def test_fake_tensors(op, kernels, generator):
     upstream = make_upstream(op, case, generator)
     wanted = differentiate(mhc, op, case, t, upstream)
     kernels.clear()
-    launch._plans.clear()
-    launch.calls.clear()
+    launches.forget()
     mode = FakeTensorMode()
     fakes = {name: mode.from_tensor(tensor.detach()).requires_grad_() for name, tensor in t.items()}
     incoming = {name: mode.from_tensor(tensor) for name, tensor in upstream.items()}
@@ -749,21 +734,23 @@ def test_fake_tensors(op, kernels, generator):
         assert found[name].stride() == wanted[name].stride()
 
 
-def test_opcheck(monkeypatch, generator):
+def test_opcheck(generator):
     """Every registered operator, with arguments as a training step gives them."""
     calls = {}
-    for name, function in launch.OPERATORS.items():
 
-        def record(*arguments, name=name, function=function):
-            calls.setdefault(name, arguments)
-            function(*arguments)
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.name().removeprefix("cute_kernels::")
+            if name in OPERATORS:
+                calls.setdefault(name, args)
+            return function(*args, **(kwargs or {}))
 
-        monkeypatch.setattr(launch, name.removeprefix("mhc_"), record)
     case = dataclasses.replace(FULL, dropout_p=0.2)
     t = make_inputs(case, generator)
-    for op in OPERATIONS:
-        differentiate(mhc, op, case, t, make_upstream(op, case, generator))
-    assert calls.keys() == launch.OPERATORS.keys()
+    with Record():
+        for op in OPERATIONS:
+            differentiate(mhc, op, case, t, make_upstream(op, case, generator))
+    assert calls.keys() == OPERATORS
     for name, arguments in calls.items():
         operator = getattr(torch.ops.cute_kernels, name).default
         torch.library.opcheck(operator, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -771,7 +758,7 @@ def test_opcheck(monkeypatch, generator):
 
 def test_the_schemas_name_what_is_written():
     written = {}
-    for name in launch.OPERATORS:
+    for name in OPERATORS:
         operator = getattr(torch.ops.cute_kernels, name).default
         assert not operator._schema.returns
         arguments = operator._schema.arguments

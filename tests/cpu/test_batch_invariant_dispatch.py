@@ -6,14 +6,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from cute_kernels import UncoveredOperatorError, batch_invariant
 from cute_kernels.runtime import launches
-from tests import gemm_cases
 from tests.fakes import fake_kernels
 from tests.gpu.test_batch_invariant import *  # noqa: F403
 
 
 @pytest.fixture(autouse=True)
 def path_of_the_kernels():
-    with fake_kernels() as jobs, gemm_cases.stand_in():
+    with fake_kernels() as jobs:
         yield jobs
 
 
