@@ -54,7 +54,7 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # some have one for the CPU
             for name, launch in (operators.OPERATORS | operators.FUNCTIONAL_OPERATORS).items():
-                library.impl(name, launch.implementation, "CPU")
+                library.impl(name, launch.implementation, "CPU", allow_override=True)
         launches.forget()
         stack.callback(launches.forget)
         yield jobs
