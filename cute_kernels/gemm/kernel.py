@@ -23,7 +23,7 @@ def gemm(arch: str, spec: GemmSpec, config: Optional[GemmConfig], transposed: bo
     """
     plain = spec.bias is None and spec.activation is None and not spec.save_preact
     if spec.batched and not (plain and not spec.accumulate and not spec.has_valid_k):
-        raise ValueError("a batched product has no bias, activation or z, adds to nothing and counts no k")
+        raise ValueError("a batched product has no bias, activation, saved z, accumulation or valid_k")
     m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=BLOCK if multi_block_tma else 1)
     # Of a, b and d, which need not be the same
     batches = [(cute.sym_int(),) if spec.batched else () for _ in range(3)]
