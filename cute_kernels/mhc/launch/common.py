@@ -54,6 +54,8 @@ def partial_rows(like: Tensor, outputs: int, tokens: int, columns: int) -> Tenso
 
 def dropout_arguments(p: float) -> tuple[int, float]:
     """(threshold of the random words, what is kept is multiplied by)."""
+    if p == 0.0:
+        return 0, 1.0
     return int(p * 2**32), 1.0 / (1.0 - p)
 
 

@@ -109,7 +109,9 @@ def projection_forward(
     if not tokens:
         return
     columns = H.shape[1]
-    if _fits_clusters(x, phi, None, n):
+    stride = x.stride()[0]
+    bits = x.data_ptr() | phi.data_ptr() | (stride | k // n) << 1
+    if not bits & 15 and stride >= k and columns > 1 and x.dtype is BF16:  # streams that TMA can address
         weight = None if norm_weight is None else norm_weight.dtype
         order = layout if n > 1 else "streams"
         spec = PreSpec(n, k // n, order, columns, precision, phi.dtype, weight, None, None, None, True, False)
@@ -154,7 +156,9 @@ def pre_forward(
         return
     is_head, constants = res is None, Constants(*constants)
     columns, k = phi.shape
-    if _fits_clusters(x, phi, layer_input, n):
+    stride = x.stride()[0]
+    bits = x.data_ptr() | phi.data_ptr() | layer_input.data_ptr() | (stride | k // n | layer_input.stride()[0]) << 1
+    if not bits & 15 and stride >= k and columns > 1 and x.dtype is BF16:  # streams that TMA can address
         keeps_h = H is not None or not is_head
         weight = None if norm_weight is None else norm_weight.dtype
         spec = PreSpec(
@@ -184,16 +188,6 @@ def pre_forward(
     outputs = pre, post, res
     reduce_parts(partials, H, mean_square, k, parameters=(alpha, beta), outputs=outputs, constants=constants, **options)
     aggregate_forward(x, pre, layer_input, layout, 1.0)
-
-
-def _fits_clusters(x: Tensor, phi: Tensor, layer_input: Tensor | None, n: int) -> bool:
-    """Whether clusters may hold phi, as far as the tensors tell: bf16 streams that TMA can address."""
-    columns, k = phi.shape
-    stride = x.stride()[0]
-    bits = x.data_ptr() | phi.data_ptr() | (stride | k // n) << 1
-    if layer_input is not None:
-        bits |= layer_input.data_ptr() | layer_input.stride()[0] << 1
-    return x.dtype is BF16 and columns > 1 and stride >= k and not bits & 15
 
 
 def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:

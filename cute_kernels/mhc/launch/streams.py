@@ -108,7 +108,7 @@ def expand_combine_forward(
         spec = ExpandCombineSpec(
             n,
             channels,
-            _order(layout, n),
+            layout if n > 1 else "streams",
             dtype,
             stream_alignment(dtype.itemsize, x, f, out, layer_input),
             None if bias is None else bias.dtype,
