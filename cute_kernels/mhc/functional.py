@@ -59,7 +59,7 @@ class Connected(NamedTuple):
 def before_sublayer(
     op: str, x: Tensor, phi: Tensor, alpha: Tensor, beta: Tensor, variant: Variant, precision: str
 ) -> Connected:
-    """``mhc.pre`` by the kernels, of a sublayer whose result ``after_sublayer`` adds to the residual; checks its arguments."""
+    """``mhc.pre`` by the kernels, before ``after_sublayer``; checks its arguments."""
     check_pre(x, phi, alpha, beta, None, variant.layout, precision, op=op)
     options = Options(op, variant.constants, variant.layout, precision, variant.res_orientation)
     return Connected(*connect(x, phi, alpha, beta, None, options))

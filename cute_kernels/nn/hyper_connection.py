@@ -16,7 +16,7 @@ from cute_kernels.mhc import Variant, functional
 from cute_kernels.mhc.functional import MAX_ITERATIONS, MIN_CHANNELS, STREAMS, UNDERFLOW, Precision, variant_of
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
-from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
+from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor, fail
 from cute_kernels.runtime.operators import is_eager, uses_reference
 from cute_kernels.runtime.real import as_float
 
@@ -306,10 +306,12 @@ class HyperConnection(FloatModule):
             expect(False, OP, "mix", "be the one that forward returned", type(mix).__name__, TypeError)
         v = self.variant
         post, res, residual, own_res, orientation = mix
-        expect(orientation == v.res_orientation, OP, "mix", f"have res_orientation {v.res_orientation!r}", orientation)
+        if orientation != v.res_orientation:
+            fail(OP, "mix", f"have res_orientation {v.res_orientation!r}", orientation)
         if is_eager(x, residual):
             good = x.data_ptr() == residual.data_ptr() and x.shape == residual.shape and x.stride() == residual.stride()
-            expect(good, OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
+            if not good:
+                fail(OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
             if own_res is not None and torch.is_grad_enabled():
                 good = res.data_ptr() == own_res.data_ptr() and residual.requires_grad
                 expect(good, OP, "mix", "have the res and residual that forward returned", "others, or a detached one")
