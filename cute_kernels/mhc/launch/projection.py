@@ -329,9 +329,9 @@ def _make_clusters(target: Target, spec: PreSpec) -> ClusterLaunch:
     config = pre_config(spec)
     if config is None:
         return ClusterLaunch(None)
-    from cute_kernels.mhc.kernel import pre
+    from cute_kernels.mhc.kernel.projection_cluster import pre_forward as builder
 
-    function, coefficients = launches.load(pre.pre_forward, target.arch, spec, config), None
+    function, coefficients = launches.load(builder, target.arch, spec, config), None
     if spec.constants is not None and spec.columns > spec.n:
         after = CoefficientsSpec(spec.n, 0, 0, False, spec.alpha, spec.beta, spec.constants, False, True)
         coefficients = load_coefficients(target, after)
@@ -340,11 +340,11 @@ def _make_clusters(target: Target, spec: PreSpec) -> ClusterLaunch:
 
 def _make_projection(target: Target, spec: ProjectionSpec) -> SplitLaunch:
     if spec.tma and by_warpgroups(target.arch, spec.x, spec.columns):
-        from cute_kernels.mhc.kernel.projection_sm90 import projection_forward_sm90 as builder
+        from cute_kernels.mhc.kernel.projection_wgmma import projection_forward_sm90 as builder
 
         config = warpgroup_projection_config(spec)
     else:
-        from cute_kernels.mhc.kernel.projection import projection_forward as builder
+        from cute_kernels.mhc.kernel.projection_split import projection_forward as builder
 
         config = projection_config(spec)
     return SplitLaunch(launches.load(builder, target.arch, spec, config), config, target.num_sms)
@@ -352,11 +352,11 @@ def _make_projection(target: Target, spec: ProjectionSpec) -> SplitLaunch:
 
 def _make_projection_backward(target: Target, spec: ProjectionBackwardSpec) -> BackwardLaunch:
     if backward_by_warpgroups(target.arch, spec):
-        from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90 as builder
+        from cute_kernels.mhc.kernel.projection_backward_wgmma import projection_backward_sm90 as builder
 
         config = warpgroup_backward_config(spec)
     else:
-        from cute_kernels.mhc.kernel.projection_backward import projection_backward as builder
+        from cute_kernels.mhc.kernel.projection_backward_mma import projection_backward as builder
 
         config = projection_backward_config(spec)
     return BackwardLaunch(launches.load(builder, target.arch, spec, config), config, target.num_sms)
