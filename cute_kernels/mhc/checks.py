@@ -199,7 +199,8 @@ def check_sublayer(
     op = "hyper_connection"
     if not callable(sublayer):
         fail(op, "sublayer", "be callable", type(sublayer).__name__, TypeError)
-    _check_combination(op, x, sizes(x, layout)[1], bias, dropout_p, seed, res_orientation, compute_dtype)
+    channels = x.shape[-1 if layout == "streams" else -2]
+    _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype)
 
 
 def _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype) -> None:

@@ -21,10 +21,12 @@ CONSTANTS = (
 
 def stream_alignment(itemsize: int, *matrices: Tensor | None) -> int:
     """Elements, up to 16 bytes, on a multiple of which all rows of all matrices of one dtype start."""
-    bits = 0
+    bits = strides = 0
     for t in matrices:
         if t is not None:
-            bits |= t.data_ptr() | t.stride()[0] * itemsize
+            bits |= t.data_ptr()
+            strides |= t.stride()[0]
+    bits |= strides * itemsize
     return 16 // itemsize if not bits & 15 else (bits & -bits) // itemsize
 
 
