@@ -147,21 +147,7 @@ def check_expand_combine(
     """Raise TypeError or ValueError, naming argument, expected and got."""
     n, channels = _check_residual(op, x, layout, compute_dtype)
     leading, device = x.shape[:-2], x.device
-    good = (
-        isinstance(f, Tensor)
-        and f.layout is torch.strided
-        and f.dtype is x.dtype
-        and f.shape == (*leading, channels)
-        and f.device == device
-    )
-    if not good:
-        name = result_of(op)
-        expect_tensor(op, name, f)
-        if f.dtype != x.dtype:
-            fail(op, name, f"have dtype {x.dtype}", f.dtype, TypeError)
-        expect_like(op, name, f, (*leading, channels), device)
-    if channels != 1 and f.stride(-1) != 1:
-        _check_rows(op, result_of(op), f)
+    _check_result(op, f, x, (*leading, channels))
     _check_coefficient(op, "post", post, (*leading, n), device, compute_dtype)
     _check_rows(op, "post", post)
     _check_coefficient(op, "res", res, (*leading, n, n), device, compute_dtype)
@@ -172,6 +158,30 @@ def check_expand_combine(
 def result_of(op: str) -> str:
     """What an error names f: ``hyper_connection`` has no argument of that name."""
     return "the sublayer's output" if op == "hyper_connection" else "f"
+
+
+def check_result(op: str, f: Tensor, x: Tensor, layout: str) -> None:
+    """Raise TypeError or ValueError unless f is the output of x's sublayer."""
+    *leading, n, channels = x.shape
+    _check_result(op, f, x, (*leading, channels if layout == "streams" else n))
+
+
+def _check_result(op: str, f: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    good = (
+        isinstance(f, Tensor)
+        and f.layout is torch.strided
+        and f.dtype is x.dtype
+        and f.shape == shape
+        and f.device == x.device
+        and f.stride(-1) == 1
+    )
+    if not good:
+        name = result_of(op)
+        expect_tensor(op, name, f)
+        if f.dtype != x.dtype:
+            fail(op, name, f"have dtype {x.dtype}", f.dtype, TypeError)
+        expect_like(op, name, f, shape, x.device)
+        _check_rows(op, name, f)
 
 
 def check_sublayer(
@@ -189,7 +199,8 @@ def check_sublayer(
     op = "hyper_connection"
     if not callable(sublayer):
         fail(op, "sublayer", "be callable", type(sublayer).__name__, TypeError)
-    _check_combination(op, x, sizes(x, layout)[1], bias, dropout_p, seed, res_orientation, compute_dtype)
+    channels = x.shape[-1 if layout == "streams" else -2]
+    _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype)
 
 
 def _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype) -> None:

@@ -42,7 +42,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.mhc.kernel.aggregate import aggregate_backward, aggregate_forward, expand_streams
     from cute_kernels.mhc.kernel.coefficients import coefficients_backward, coefficients_forward
     from cute_kernels.mhc.kernel.expand_combine import expand_combine_backward, expand_combine_forward
-    from cute_kernels.mhc.kernel.pre import pre_forward
+    from cute_kernels.mhc.kernel.projection_cluster import pre_forward
 
     variant = VARIANTS["deepseek_v4"]
     constants, head = variant.constants, variant.head_constants
@@ -139,7 +139,7 @@ def _coefficients_backward(
 
 
 def _projection_backward(arch: str, channels: int, columns: int, orientation: str | None) -> tuple[Any, tuple]:
-    from cute_kernels.mhc.kernel.projection_backward import projection_backward
+    from cute_kernels.mhc.kernel.projection_backward_mma import projection_backward
 
     spec = ProjectionBackwardSpec(
         n=N,

@@ -209,5 +209,6 @@ def variant_of(op: str, value: str | Variant) -> Variant:
         return value
     if not isinstance(value, str):
         raise TypeError(f"{op}: variant must be a name or a Variant, got {type(value).__name__}")
-    _expect(value in VARIANTS, op, "variant", f"be one of {tuple(VARIANTS)}", value)
+    if value not in VARIANTS:
+        _expect(False, op, "variant", f"be one of {tuple(VARIANTS)}", value)
     return VARIANTS[value]

@@ -214,6 +214,13 @@ def empty_strided(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
 
+def workspace(like: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """``empties`` inside of a launch, whose tensors are plain ones."""
+    if 0 <= like.get_device() == _current_device():
+        return [_empty_strided_cuda(shape, contiguous_strides(shape), dtype) for shape, dtype in wanted]
+    return [like.new_empty(shape, dtype=dtype) for shape, dtype in wanted]
+
+
 @functools.lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """As torch allocates a tensor of this shape."""

@@ -25,7 +25,7 @@ from cute_kernels.mhc.config import (
 )
 from cute_kernels.mhc.kernel.aggregate import AggregateBackward
 from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
-from cute_kernels.mhc.kernel.pre import PreForward, last_steps, row_of
+from cute_kernels.mhc.kernel.projection_cluster import ProjectionClusterForward, last_steps, row_of
 from tests.cpu.test_compile import CTA_SHARED_MEMORY, check_record
 from tests.gpu.mhc.conftest import kernels_of
 from tests.marks import first_of
@@ -213,7 +213,7 @@ def test_clusters_hold_phi():
             assert 1 <= config.lead <= config.stages
             pieces = config.stages * config.boxes // config.piece
             assert 2 <= config.flight < pieces if config.cluster == 16 else config.flight == 0
-            forward = PreForward(config, None)
+            forward = ProjectionClusterForward(config, None)
             assert forward.pieces == (config.boxes // config.piece if config.cluster == 16 else 1)
             steps, boxes = forward.steps_by_piece(), config.boxes // forward.pieces
             assert list(itertools.chain(*steps)) == list(range(config.steps))
@@ -404,7 +404,7 @@ def test_bounds_of_launches(tmp_path):
 
 HEAD = """
 from cute_kernels.mhc.config import pre_config
-from cute_kernels.mhc.kernel.pre import pre_forward
+from cute_kernels.mhc.kernel.projection_cluster import pre_forward
 from tests.cpu.test_mhc_compile import pre_spec
 spec = pre_spec(4, 256, 4)
 pre_forward.obtain("sm_90a", spec, pre_config(spec))

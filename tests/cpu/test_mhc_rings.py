@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from cute_kernels.mhc.config import ProjectionBackwardSpec, warpgroup_backward_config
-from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, loaders
+from cute_kernels.mhc.kernel.wgmma_products import CLUSTER, loaders
 from tests.mhc_cases import BF16, FP32
 
 FLAGS = [flags for flags in itertools.product((False, True), repeat=3) if flags[0] or flags[1]]  # where they take turns
@@ -70,8 +70,8 @@ class Rings:
                 self.tasks.remove(task)
 
 
-def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up: bool, combines: bool):
-    """As in ProjectionBackwardSm90 of one CTA whose warpgroups take turns."""
+def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], needs_dphi: bool, has_residual_grad: bool):
+    """As in ProjectionWgmmaBackward of one CTA whose warpgroups take turns."""
     total = sum(items)
 
     def loader():
@@ -80,7 +80,7 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
             if use:
                 yield "empty", slot, use - 1
             rings.send("split", slot, use)
-            if combines:
+            if has_residual_grad:
                 if use:
                     yield "res_empty", slot, use - 1
                 rings.send("res_full", slot, use)
@@ -107,37 +107,37 @@ def roles_of(rings: Rings, stages: int, x_stages: int, items: list[int], adds_up
                 yield "split", c % stages, c // stages
                 rings.arrive("empty", c % stages, c // stages)
                 yield "x_full", c % x_stages, c // x_stages
-                if combines:
+                if has_residual_grad:
                     yield "res_full", c % stages, c // stages
-                if adds_up:
+                if needs_dphi:
                     yield "read", c % x_stages, c // x_stages
-                if combines:
+                if has_residual_grad:
                     rings.arrive("res_empty", c % stages, c // stages)
                 rings.arrive("done", c % x_stages, c // x_stages)
                 c += 2
             before += tiles
 
-    return [loader(), mover(), *([adder()] if adds_up else []), group(0), group(1)]
+    return [loader(), mover(), *([adder()] if needs_dphi else []), group(0), group(1)]
 
 
-@pytest.mark.parametrize("columns, phi, combines, gathers, adds_up", CASES)
-def test_no_wait_is_early(columns, phi, combines, gathers, adds_up):
-    options = "io" if combines else None, gathers, True, True
+@pytest.mark.parametrize("columns, phi, has_residual_grad, has_layer_grad, needs_dphi", CASES)
+def test_no_wait_is_early(columns, phi, has_residual_grad, has_layer_grad, needs_dphi):
+    options = "io" if has_residual_grad else None, has_layer_grad, True, True
     spec = ProjectionBackwardSpec(8, 4096, "streams", columns, "tf32", BF16, phi, None, True, True, *options)
     config = warpgroup_backward_config(spec)
     assert config.x_stages >= 3 and config.stages == 2 and config.sharers == 1
-    if not adds_up and not combines:
+    if not needs_dphi and not has_residual_grad:
         assert config.x_stages % 2 == 0
-    counts = {"empty": 1 + adds_up, "res_empty": 1, "split": 1, "res_full": 1, "x_full": 1, "read": 1, "done": 1}
+    counts = {"empty": 1 + needs_dphi, "res_empty": 1, "split": 1, "res_full": 1, "x_full": 1, "read": 1, "done": 1}
     rng = random.Random(columns)
     for _ in range(30):
         for items in ITEMS:
             rings = Rings(counts)
-            rings.run(roles_of(rings, config.stages, config.x_stages, items, adds_up, combines), rng)
+            rings.run(roles_of(rings, config.stages, config.x_stages, items, needs_dphi, has_residual_grad), rng)
 
 
 def roles_of_pair(rings: Rings, stages: int, total: int, boxes: int):
-    """As in ProjectionForwardSm90, of both CTAs: what they bring, two warps that multiply, one that squares x."""
+    """As in ProjectionWgmmaForward, of both CTAs: what they bring, two warps that multiply, one that squares x."""
 
     def loader(rank):
         for c in range(total):

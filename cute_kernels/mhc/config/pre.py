@@ -45,7 +45,7 @@ class PreSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class PreConfig:
-    """How clusters compute H and the layer input of bf16 streams (kernel/pre.py).
+    """How clusters compute H and the layer input of bf16 streams (kernel/projection_cluster.py).
 
     ``columns``: N; ``cluster`` CTAs share a token, each with ``slice_c`` channels of each of ``n`` streams of
     ``channels``, in memory in the order ``layout``; ``stages`` blocks of tokens have a place; where nothing is mixed

@@ -117,7 +117,7 @@ def projection_config(spec: ProjectionSpec) -> ProjectionConfig:
 
 @dataclass(frozen=True)
 class WarpgroupProjectionConfig:
-    """How warpgroups compute the products of bf16 tokens with many rows of phi (kernel/projection_sm90.py).
+    """How warpgroups compute the products of bf16 tokens with many rows of phi (kernel/projection_wgmma.py).
 
     ``columns``: N; ``k``: n C; ``splits``: as in ProjectionConfig; ``tokens`` of a CTA; ``stages`` tiles in flight;
     ``phi_terms``: bf16 numbers whose sum stands for an element of phi.

@@ -187,7 +187,7 @@ class ProjectionBackwardConfig:
 
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig:
-    """How warpgroups compute dx and the sums of dphi (kernel/projection_backward_sm90.py).
+    """How warpgroups compute dx and the sums of dphi (kernel/projection_backward_wgmma.py).
 
     ``columns``: N; ``k``: n C. A CTA owns ``slice_k`` columns of x, as many of each of ``runs`` equal parts of K, with
     phi in ``phi_terms`` terms, and adds ``chunk`` tokens; in flight are ``stages`` tiles of dH and R, which a pair of

@@ -65,15 +65,15 @@ def sigmoid(x):
 class CoefficientsForward:
     """See the module. With ``partials`` H and mean_square are results (or None), without they are what is given.
 
-    ``constants`` None: H and mean_square are all that is wanted. ``normalises``: res is what Sinkhorn makes of h.
+    ``constants`` None: H and mean_square are all that is wanted. ``has_sinkhorn``: res is what Sinkhorn makes of h.
     """
 
-    def __init__(self, n: int, k: int, splits: int, constants: Optional[Constants], head: bool, normalises: bool):
+    def __init__(self, n: int, k: int, splits: int, constants: Optional[Constants], head: bool, has_sinkhorn: bool):
         self.threads = coefficient_threads(splits)
         self.columns = n if head else n * n + 2 * n
         self.k = k
         self.math = None if constants is None else Coefficients(n, constants, head)
-        self.normalises = normalises
+        self.has_sinkhorn = has_sinkhorn
 
     @cute.jit
     def __call__(
@@ -179,7 +179,7 @@ class CoefficientsForward:
             logits = cute.make_rmem_tensor((n * n,), Float32)
             for j in cutlass.range_constexpr(n * n):
                 logits[j] = values[2 * n + j]
-            if const_expr(self.normalises):
+            if const_expr(self.has_sinkhorn):
                 p = cute.make_rmem_tensor((n * n,), Float32)
                 math.sinkhorn.forward(logits, p)
                 logits = p
@@ -197,12 +197,12 @@ class CoefficientsBackward:
         n: int,
         constants: Constants,
         head: bool,
-        normalises: bool,
+        has_sinkhorn: bool,
         accumulate: tuple[bool, bool],
         aligns: tuple[int, int, int, int],
     ):
         self.math = Coefficients(n, constants, head)
-        self.normalises = normalises
+        self.has_sinkhorn = has_sinkhorn
         self.aligns = aligns
         self.sum_rows = SumRows(accumulate)
 
@@ -250,7 +250,7 @@ class CoefficientsBackward:
         lane, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         row = bidx * TOKENS + lane
-        if const_expr(self.normalises):
+        if const_expr(self.has_sinkhorn):
             history, (logits, p, dp) = self.math.sinkhorn.allocate(SmemAllocator(), lane)
         # What is summed over the tokens: the gradients of h, then each times H / rms by group
         delta = cute.make_rmem_tensor((columns,), Float32)
@@ -274,7 +274,7 @@ class CoefficientsBackward:
                     delta[n + i] = gradient[i] * (self.math.constants.post_mult * (gate * (1.0 - gate)))
             if const_expr(dres is not None):
                 gradient = load_coefficients(dres, row, n * n, self.aligns[3])
-                if const_expr(self.normalises):
+                if const_expr(self.has_sinkhorn):
                     for j in cutlass.range_constexpr(n * n):
                         logits[j] = values[2 * n + j]
                         dp[j] = gradient[j]

@@ -1,4 +1,4 @@
-"""What warpgroups add to the products of a tile of dx, and where they put it (projection_backward_sm90.py).
+"""What warpgroups add to the products of a tile of dx, and where they put it (projection_backward_wgmma.py).
 
     dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
              + pre_i dlayer[m, c] + sum_o R(i, o) dout_o[m, c]
@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.mhc.config import SLICE_CHANNELS, TILE_TOKENS, WarpgroupBackwardConfig
 from cute_kernels.mhc.kernel.streams import WARP_SIZE
-from cute_kernels.mhc.kernel.warpgroup_products import WARPGROUP
+from cute_kernels.mhc.kernel.wgmma_products import WARPGROUP
 
 OCTET = 8  # columns of 16 bytes of bf16, of which a thread has two
 RES_BOX = 32  # numbers of R that a copy brings, 128 bytes of each token

@@ -134,10 +134,10 @@ class StreamWeights:
 class ExpandCombineForward:
     """See the module; ``orientation`` "io": R(i, o) = res[i, o], "oi": res[o, i]. ``aligns``: of post, res and pre."""
 
-    def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int, int], aggregates: bool):
+    def __init__(self, layout: StreamLayout, orientation: str, aligns: tuple[int, int, int], has_pre: bool):
         # H200, with the next layer's input, order of streams, 256 threads (three CTAs an SM) -> 128 (seven), us:
         # 8192x4x4096 173.5 -> 165.6, 4096x4x7168 152.5 -> 145.5
-        self.layout = layout = replace(layout, threads=128) if aggregates else layout
+        self.layout = layout = replace(layout, threads=128) if has_pre else layout
         self.post_align, _, self.pre_align = aligns
         self.weights = StreamWeights(layout.n, orientation, "o", aligns[1], layout.threads // WARP_SIZE)
 

@@ -13,10 +13,10 @@ from cute_kernels.mhc.kernel.streams import WARP_SIZE
 class TokenRows:
     """By slot of the ring: dH (as terms), R, pre and the factor of x. A warp fetches a tile's rows, then puts them."""
 
-    def __init__(self, config: ProjectionBackwardConfig, smem, orientation: Optional[str], gathers: bool):
+    def __init__(self, config: ProjectionBackwardConfig, smem, orientation: Optional[str], has_layer_grad: bool):
         self.config = config
         self.orientation = orientation
-        self.gathers = gathers
+        self.has_layer_grad = has_layer_grad
         n, tile_m, stages = config.n, config.tile_m, config.stages
         self.pitch = n * n + 4 if n >= 4 else n * n
         self.unit = 1 if config.columns % 2 else 2  # numbers of dH that a lane has side by side
@@ -27,7 +27,7 @@ class TokenRows:
         if orientation is not None:
             layout = cute.make_layout((tile_m, n * n, stages), stride=(self.pitch, 1, tile_m * self.pitch))
             self.sRes = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        if gathers:
+        if has_layer_grad:
             layout = cute.make_layout((tile_m, n, stages), stride=(n, 1, tile_m * n))
             self.sPre = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
@@ -46,7 +46,7 @@ class TokenRows:
             fetch_rows(dh, self.config.columns, tile_m, first_row, num_tokens, lane, self.unit),
             fetch_rows(dmean_square, 1, tile_m, first_row, num_tokens, lane, 1),
             None if self.orientation is None else fetch_rows(res, n * n, tile_m, first_row, num_tokens, lane, 1),
-            fetch_rows(pre, n, tile_m, first_row, num_tokens, lane, 1) if self.gathers else None,
+            fetch_rows(pre, n, tile_m, first_row, num_tokens, lane, 1) if self.has_layer_grad else None,
         )
 
     @cute.jit
@@ -78,7 +78,7 @@ class TokenRows:
                     at = at % n * n + at // n
                 if token < tile_m:
                     sRes[token, at, slot] = res[v]
-        if const_expr(self.gathers):
+        if const_expr(self.has_layer_grad):
             sPre = self.sPre
             for v in cutlass.range_constexpr(cute.size(pre)):
                 if v * WARP_SIZE + lane < tile_m * n:
@@ -111,7 +111,7 @@ class TokenRows:
     def gates(self, slot: Int32, token: Int32):
         """pre of a token."""
         values = cute.make_rmem_tensor((self.config.n,), Float32)
-        if const_expr(self.gathers):
+        if const_expr(self.has_layer_grad):
             cute.autovec_copy(self.sPre[token, None, slot], values)
         return values
 

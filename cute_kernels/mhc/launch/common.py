@@ -21,10 +21,12 @@ CONSTANTS = (
 
 def stream_alignment(itemsize: int, *matrices: Tensor | None) -> int:
     """Elements, up to 16 bytes, on a multiple of which all rows of all matrices of one dtype start."""
-    bits = 0
+    bits = strides = 0
     for t in matrices:
         if t is not None:
-            bits |= t.data_ptr() | t.stride()[0] * itemsize
+            bits |= t.data_ptr()
+            strides |= t.stride()[0]
+    bits |= strides * itemsize
     return 16 // itemsize if not bits & 15 else (bits & -bits) // itemsize
 
 
@@ -54,6 +56,8 @@ def partial_rows(like: Tensor, outputs: int, tokens: int, columns: int) -> Tenso
 
 def dropout_arguments(p: float) -> tuple[int, float]:
     """(threshold of the random words, what is kept is multiplied by)."""
+    if p == 0.0:
+        return 0, 1.0
     return int(p * 2**32), 1.0 / (1.0 - p)
 
 

@@ -33,7 +33,7 @@ from cute_kernels.mhc.launch.streams import aggregate_forward
 from cute_kernels.mhc.variants import Constants
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import empties, empty, operator
+from cute_kernels.runtime.operators import operator, workspace
 from cute_kernels.runtime.targets import Target
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -109,7 +109,9 @@ def projection_forward(
     if not tokens:
         return
     columns = H.shape[1]
-    if _fits_clusters(x, phi, None, n):
+    stride = x.stride()[0]
+    bits = x.data_ptr() | phi.data_ptr() | (stride | k // n) << 1
+    if not bits & 15 and stride >= k and columns > 1 and x.dtype is BF16:  # streams that TMA can address
         weight = None if norm_weight is None else norm_weight.dtype
         order = layout if n > 1 else "streams"
         spec = PreSpec(n, k // n, order, columns, precision, phi.dtype, weight, None, None, None, True, False)
@@ -154,7 +156,9 @@ def pre_forward(
         return
     is_head, constants = res is None, Constants(*constants)
     columns, k = phi.shape
-    if _fits_clusters(x, phi, layer_input, n):
+    stride = x.stride()[0]
+    bits = x.data_ptr() | phi.data_ptr() | layer_input.data_ptr() | (stride | k // n | layer_input.stride()[0]) << 1
+    if not bits & 15 and stride >= k and columns > 1 and x.dtype is BF16:  # streams that TMA can address
         keeps_h = H is not None or not is_head
         weight = None if norm_weight is None else norm_weight.dtype
         spec = PreSpec(
@@ -174,7 +178,7 @@ def pre_forward(
         function, resident, coefficients = _clusters.get(x.get_device(), spec)
         if function is not None:
             if keeps_h and H is None:
-                H, mean_square = empties(x, ((tokens, columns), FP32), ((tokens,), FP32))
+                H, mean_square = workspace(x, ((tokens, columns), FP32), ((tokens,), FP32))
             clusters = min(-(-tokens // BLOCK_TOKENS), resident)
             function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if is_head else None, layer_input, clusters)
             if coefficients is not None:
@@ -186,16 +190,6 @@ def pre_forward(
     aggregate_forward(x, pre, layer_input, layout, 1.0)
 
 
-def _fits_clusters(x: Tensor, phi: Tensor, layer_input: Tensor | None, n: int) -> bool:
-    """Whether clusters may hold phi, as far as the tensors tell: bf16 streams that TMA can address."""
-    columns, k = phi.shape
-    stride = x.stride()[0]
-    bits = x.data_ptr() | phi.data_ptr() | (stride | k // n) << 1
-    if layer_input is not None:
-        bits |= layer_input.data_ptr() | layer_input.stride()[0] << 1
-    return x.dtype is BF16 and columns > 1 and stride >= k and not bits & 15
-
-
 def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:
     """What the parts of K add up to, (parts, N + 1, M): N products and the sum of squares for each token."""
     columns, k = phi.shape
@@ -203,7 +197,7 @@ def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision
     spec = ProjectionSpec(columns, k, x.dtype, phi.dtype, dtype_of(norm_weight), precision, tma)
     function, config, num_sms = _projection.get(x.get_device(), spec)
     tokens = x.shape[0]
-    partials = empty(x, (config.splits, columns + 1, tokens), FP32)
+    (partials,) = workspace(x, ((config.splits, columns + 1, tokens), FP32))
     function(x, phi, norm_weight, partials, config.grid(tokens, num_sms))
     return partials
 
@@ -303,12 +297,12 @@ def _projection_gradients(
     partials, per_group = None, 1
     if isinstance(config, WarpgroupBackwardConfig):
         if needs_dphi:
-            partials = empty(x, (config.chunks(tokens), columns, k), FP32)
+            (partials,) = workspace(x, ((config.chunks(tokens), columns, k), FP32))
         grid = (config.grid(tokens, num_sms),)
     else:
         chunks, num_ctas = grid = config.schedule(tokens, num_sms)
         if needs_dphi:
-            partials = empty(x, (config.partials(tokens, chunks), columns, k), FP32)
+            (partials,) = workspace(x, ((config.partials(tokens, chunks), columns, k), FP32))
             per_group = config.group // chunks
     function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, *grid)
     if needs_dphi:
@@ -335,9 +329,9 @@ def _make_clusters(target: Target, spec: PreSpec) -> ClusterLaunch:
     config = pre_config(spec)
     if config is None:
         return ClusterLaunch(None)
-    from cute_kernels.mhc.kernel import pre
+    from cute_kernels.mhc.kernel.projection_cluster import pre_forward as builder
 
-    function, coefficients = launches.load(pre.pre_forward, target.arch, spec, config), None
+    function, coefficients = launches.load(builder, target.arch, spec, config), None
     if spec.constants is not None and spec.columns > spec.n:
         after = CoefficientsSpec(spec.n, 0, 0, False, spec.alpha, spec.beta, spec.constants, False, True)
         coefficients = load_coefficients(target, after)
@@ -346,11 +340,11 @@ def _make_clusters(target: Target, spec: PreSpec) -> ClusterLaunch:
 
 def _make_projection(target: Target, spec: ProjectionSpec) -> SplitLaunch:
     if spec.tma and by_warpgroups(target.arch, spec.x, spec.columns):
-        from cute_kernels.mhc.kernel.projection_sm90 import projection_forward_sm90 as builder
+        from cute_kernels.mhc.kernel.projection_wgmma import projection_forward_sm90 as builder
 
         config = warpgroup_projection_config(spec)
     else:
-        from cute_kernels.mhc.kernel.projection import projection_forward as builder
+        from cute_kernels.mhc.kernel.projection_split import projection_forward as builder
 
         config = projection_config(spec)
     return SplitLaunch(launches.load(builder, target.arch, spec, config), config, target.num_sms)
@@ -358,11 +352,11 @@ def _make_projection(target: Target, spec: ProjectionSpec) -> SplitLaunch:
 
 def _make_projection_backward(target: Target, spec: ProjectionBackwardSpec) -> BackwardLaunch:
     if backward_by_warpgroups(target.arch, spec):
-        from cute_kernels.mhc.kernel.projection_backward_sm90 import projection_backward_sm90 as builder
+        from cute_kernels.mhc.kernel.projection_backward_wgmma import projection_backward_sm90 as builder
 
         config = warpgroup_backward_config(spec)
     else:
-        from cute_kernels.mhc.kernel.projection_backward import projection_backward as builder
+        from cute_kernels.mhc.kernel.projection_backward_mma import projection_backward as builder
 
         config = projection_backward_config(spec)
     return BackwardLaunch(launches.load(builder, target.arch, spec, config), config, target.num_sms)

@@ -105,18 +105,20 @@ def expand_combine_forward(
     tokens, channels = f.shape
     if tokens:
         n, dtype = post.shape[1], x.dtype
+        post_bits, res_bits = post.data_ptr() | post.stride()[0] << 2, res.data_ptr() | res.stride()[0] << 2
+        on_16 = not (post_bits | res_bits) & 15
         spec = ExpandCombineSpec(
             n,
             channels,
-            _order(layout, n),
+            layout if n > 1 else "streams",
             dtype,
             stream_alignment(dtype.itemsize, x, f, out, layer_input),
             None if bias is None else bias.dtype,
             seed is not None,
             pre is not None,
             orientation,
-            row_alignment(post, n),
-            row_alignment(res, n * n),
+            min(4, n) if on_16 else row_alignment(post, n),
+            min(4, n * n) if on_16 else row_alignment(res, n * n),
             1 if pre is None else row_alignment(pre, n),
         )
         launch = _expand_combine.get(x.get_device(), spec)

@@ -66,22 +66,10 @@ def _forward(
     layer_input, pre, *more = empties(x, *wanted)
     H, mean_square = more[:2] if keeps_h else (None, None)
     post, res = (None, None) if is_head else more[-2:]
-    launch.pre_forward(
-        x,
-        phi,
-        norm_weight,
-        alpha,
-        beta,
-        H,
-        mean_square,
-        pre,
-        matrix_of(post, n),
-        matrix_of(res, n * n),
-        matrix_of(layer_input, channels),
-        layout,
-        precision,
-        *constants,
-    )
+    matrices = post, None if is_head else res.view(-1, n * n), layer_input
+    if len(leading) != 1:
+        matrices = matrix_of(post, n), matrices[1], layer_input.view(-1, channels)
+    launch.pre_forward(x, phi, norm_weight, alpha, beta, H, mean_square, pre, *matrices, layout, precision, *constants)
     return (layer_input, post, res), (H, mean_square, pre)
 
 

@@ -89,6 +89,8 @@ def expand_combine(
             layout=layout,
             res_orientation=res_orientation,
         )
+    dropout_p = as_float(dropout_p)
+    check_expand_combine(f, post, x, res, bias, dropout_p, seed, layout, res_orientation)
     return combine(OP, f, post, x, res, bias, dropout_p, seed, layout, res_orientation, False)
 
 
@@ -105,9 +107,7 @@ def combine(
     orientation: str,
     passes_dout: bool,
 ) -> Tensor:
-    """``expand_combine`` after the choice of the backend. ``passes_dout``: see ``ExpandCombine``."""
-    dropout_p = as_float(dropout_p)
-    check_expand_combine(f, post, x, res, bias, dropout_p, seed, layout, orientation, op=op)
+    """``expand_combine`` of checked arguments, by the kernels. ``passes_dout``: see ``ExpandCombine``."""
     if dropout_p == 0.0:
         seed = None
     elif seed is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cute_kernels.mhc import reference
-from cute_kernels.mhc.checks import Precision, check_pre, check_sublayer
+from cute_kernels.mhc.checks import Precision, check_pre, check_result, check_sublayer
 from cute_kernels.mhc.op.composite import Options, connect
 from cute_kernels.mhc.op.expand_combine import combine
 from cute_kernels.mhc.variants import Layout, ResOrientation, Variant, variant_of
@@ -108,4 +108,5 @@ def hyper_connection(
     options = Options(OP, variant.constants, layout, precision, orientation)
     layer_input, post, res, residual, is_alias = connect(x, phi, alpha, beta, norm_weight, options)
     f = sublayer(layer_input)
+    check_result(OP, f, x, layout)
     return combine(OP, f, post, residual, res, bias, dropout_p, seed, layout, orientation, is_alias)

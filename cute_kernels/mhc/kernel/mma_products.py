@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warp
 from cute_kernels.common.cache_hints import EVICT_LAST, store_vector
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.mhc.config import ProjectionBackwardConfig
-from cute_kernels.mhc.kernel.projection import terms_of
+from cute_kernels.mhc.kernel.projection_split import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE
 from cute_kernels.mhc.kernel.tile_ring import TileRing, column_of, end_of_columns
 from cute_kernels.mhc.kernel.token_rows import TokenRows
@@ -146,7 +146,7 @@ class StreamGradient:
                 cute.autovec_copy(
                     ring.every_eighth_row(ring.sOut, slot, pairs[q], first, count, 2), rOut[None, None, q]
                 )
-        if const_expr(self.tokens.gathers and config.layout == "streams"):
+        if const_expr(self.tokens.has_layer_grad and config.layout == "streams"):
             rLayer = cute.make_rmem_tensor(gradient.shape[:2], ring.dtype)
             cute.autovec_copy(ring.every_eighth_row(ring.sLayer, slot, pairs[0], first, count, 2), rLayer)
         for m in cutlass.range_constexpr(count // 16):
@@ -157,14 +157,14 @@ class StreamGradient:
                     weights = self.tokens.weights(slot, token)
                     gates = self.tokens.gates(slot, token)
                     xs = [to_fp32(rX[(None, h), m, i].load()) for i in range(n)]
-                    if const_expr(self.tokens.gathers):
+                    if const_expr(self.tokens.has_layer_grad):
                         layer = to_fp32(rLayer[(None, h), m].load())
                     if const_expr(self.tokens.orientation is not None):
                         outs = [to_fp32(rOut[(None, h), m, o].load()) for o in range(n)]
                     for e in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(n):
                             value = gradient[(e, h), m, i] + scale * xs[i][e]
-                            if const_expr(self.tokens.gathers):
+                            if const_expr(self.tokens.has_layer_grad):
                                 value = value + gates[i] * layer[e]
                             if const_expr(self.tokens.orientation is not None):
                                 for o in cutlass.range_constexpr(n):
@@ -175,7 +175,7 @@ class StreamGradient:
                         # Two neighbouring streams of one channel
                         column = 8 * q + lane % 4 * 2
                         channel, stream = column // n, column % n
-                        if const_expr(self.tokens.gathers):
+                        if const_expr(self.tokens.has_layer_grad):
                             at = ring.place_of_channel(group, channel, lane)
                             layer = ring.every_eighth_row(ring.sLayer, slot, at, first, count, 1)[(0, h), m].to(Float32)
                         if const_expr(self.tokens.orientation is not None):
@@ -191,7 +191,7 @@ class StreamGradient:
                         xs = to_fp32(rX[(None, h), m, q].load())
                         for e in cutlass.range_constexpr(2):
                             value = gradient[(e, h), m, q] + scale * xs[e]
-                            if const_expr(self.tokens.gathers):
+                            if const_expr(self.tokens.has_layer_grad):
                                 value = value + self.tokens.gate(slot, token, stream + e) * layer
                             if const_expr(self.tokens.orientation is not None):
                                 weights = self.tokens.row(slot, token, stream + e)

@@ -3,8 +3,8 @@
     H = x phi'^T,   pre = sigmoid(alpha H / rms + beta) + pre_eps,   layer_input[c] = sum_i pre_i x_i[c]
 
 The CTAs of a cluster share K: each has ``slice_c`` channels of every stream, and phi' for them in the registers of its
-multiplying warps, as bf16 terms (see projection.py), for as long as it lives. Clusters walk over blocks of 16 tokens.
-A block comes to shared memory once and stays there until the cluster knows its coefficients:
+multiplying warps, as bf16 terms (see projection_split.py), for as long as it lives. Clusters walk over blocks of 16
+tokens. A block comes to shared memory once and stays there until the cluster knows its coefficients:
 
     gmem x --TMA--> ring in smem --ldmatrix--> mma with phi: a warp's sums --smem--> a CTA's sums
     --st.async--> the CTA that owns the token: H, mean_square, pre --st.async--> all CTAs: smem x --> layer_input
@@ -20,7 +20,7 @@ is left to do after the last one (2048x4x5120, blocks -> pieces, 29.0 -> 28.8).
 Within a CTA warp w has the steps w, w + 8, ... of 16 columns; the warps' sums are added in ascending order, the CTAs'
 as a tree: a token's bits depend on nothing but C, n, the order of the streams and the dtypes.
 
-Profile: ncu --clock-control none -k regex:Pre python -m bench.bench_mhc --filter pre.fwd.8192x4x4096
+Profile: ncu --clock-control none -k regex:ProjectionCluster python -m bench.bench_mhc --filter pre.fwd.8192x4x4096
 """
 
 from typing import Optional
@@ -73,17 +73,17 @@ def row_of(lane):
     return lane // 4 % 4 * 2 + lane // 16
 
 
-class PreForward:
+class ProjectionClusterForward:
     """See the module; arguments as in the builder ``pre_forward``."""
 
     def __init__(self, config: PreConfig, constants: Optional[Constants]):
         self.config = config
-        self.mixes = constants is not None
+        self.has_layer_input = constants is not None
         self.math = Coefficients(config.n, constants, True) if constants is not None else None
-        self.paced = config.flight > 0 and not self.mixes
+        self.paced = config.flight > 0 and not self.has_layer_input
         self.pieces = config.boxes // config.piece if self.paced else 1  # of a block
         self.gates = config.n if constants is not None else 1  # messages to every CTA for a token
-        self.threads = (PRODUCT_WARPS + MIX_WARPS * self.mixes + 4) * WARP_SIZE
+        self.threads = (PRODUCT_WARPS + MIX_WARPS * self.has_layer_input + 4) * WARP_SIZE
         vec = 8 if config.layout == "streams" else 8 // config.n
         self.streams = StreamLayout(config.n, config.channels, config.layout, vec, vec, 1)
 
@@ -153,10 +153,10 @@ class PreForward:
         self.num_tokens = mX.shape[0]
 
         smem = SmemAllocator()
-        self.full = smem.allocate_array(Int64, self.pieces * stages)
-        self.empty, self.heard, self.known = (smem.allocate_array(Int64, stages) for _ in range(3))
-        self.summed, self.taken = (smem.allocate_array(Int64, 2) for _ in range(2))
-        self.phi_full, self.phi_taken = (smem.allocate_array(Int64, count) for count in (config.steps, stages))
+        self.x_full = smem.allocate_array(Int64, self.pieces * stages)
+        self.x_empty, self.h_full, self.gates_full = (smem.allocate_array(Int64, stages) for _ in range(3))
+        self.sums_full, self.sums_empty = (smem.allocate_array(Int64, 2) for _ in range(2))
+        self.phi_full, self.phi_empty = (smem.allocate_array(Int64, count) for count in (config.steps, stages))
         ring = cute.make_layout(
             (BLOCK_TOKENS, BOX, config.boxes, stages),
             stride=(BOX, 1, BLOCK_TOKENS * BOX, BLOCK_TOKENS * BOX * config.boxes),
@@ -178,19 +178,20 @@ class PreForward:
         self.sMessages = smem.allocate_tensor(Float32, messages, byte_alignment=16)
         gates = cute.make_layout((self.gates, BLOCK_TOKENS, stages))
         self.sGates = smem.allocate_tensor(Float32, gates, byte_alignment=16)
-        loader, registers = const_expr(PRODUCT_WARPS + MIX_WARPS * self.mixes), const_expr(config.registers(self.mixes))
+        loader = const_expr(PRODUCT_WARPS + MIX_WARPS * self.has_layer_input)
+        registers = const_expr(config.registers(self.has_layer_input))
         self.blocks = cute.ceil_div(self.num_tokens, BLOCK_TOKENS)
         if tidx == 0:
             for stage in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(self.empty + stage, loader * WARP_SIZE)
-                cute.arch.mbarrier_init(self.heard + stage, 1)
-                cute.arch.mbarrier_init(self.known + stage, SUM_WARPS)
-                cute.arch.mbarrier_init(self.phi_taken + stage, PRODUCT_WARPS * WARP_SIZE)
+                cute.arch.mbarrier_init(self.x_empty + stage, loader * WARP_SIZE)
+                cute.arch.mbarrier_init(self.h_full + stage, 1)
+                cute.arch.mbarrier_init(self.gates_full + stage, SUM_WARPS)
+                cute.arch.mbarrier_init(self.phi_empty + stage, PRODUCT_WARPS * WARP_SIZE)
             for piece in cutlass.range_constexpr(self.pieces * stages):
-                cute.arch.mbarrier_init(self.full + piece, 1)
+                cute.arch.mbarrier_init(self.x_full + piece, 1)
             for buffer in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(self.summed + buffer, PRODUCT_WARPS * WARP_SIZE)
-                cute.arch.mbarrier_init(self.taken + buffer, SUM_WARPS * WARP_SIZE)
+                cute.arch.mbarrier_init(self.sums_full + buffer, PRODUCT_WARPS * WARP_SIZE)
+                cute.arch.mbarrier_init(self.sums_empty + buffer, SUM_WARPS * WARP_SIZE)
             for s in cutlass.range_constexpr(config.steps):
                 cute.arch.mbarrier_init(self.phi_full + s, 1)
         cute.arch.mbarrier_init_fence()
@@ -208,7 +209,7 @@ class PreForward:
             take_registers(registers[0], self.threads)
             self.multiply(tiled_mma, norm_weight, rank, rounds, warp_index, lane)
         elif warp_index < loader:
-            if const_expr(self.mixes):
+            if const_expr(self.has_layer_input):
                 take_registers(registers[1], self.threads)
                 self.mix(layer_input, rank, first, step, rounds, tidx - PRODUCT_WARPS * WARP_SIZE)
         else:
@@ -264,12 +265,12 @@ class PreForward:
         flight = config.flight + Int32(rounds * step > self.blocks)
         for index in cutlass.range(begins, rounds):
             if index >= min(self.last_steps) and index < config.stages:
-                cute.arch.mbarrier_wait(self.phi_taken + index, 0)
-            cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-            if const_expr(not self.mixes):  # who mixes has waited for them
+                cute.arch.mbarrier_wait(self.phi_empty + index, 0)
+            cute.arch.mbarrier_wait(self.x_empty + slot, phase ^ 1)
+            if const_expr(not self.has_layer_input):  # who makes the layer input has waited for them
                 if index >= config.lead:
                     before = index - config.lead
-                    cute.arch.mbarrier_wait(self.known + before % config.stages, before // config.stages % 2)
+                    cute.arch.mbarrier_wait(self.gates_full + before % config.stages, before // config.stages % 2)
             self.load_block(tma_x, mX, rank, (first + index * step) * BLOCK_TOKENS, slot, index * self.pieces - flight)
             slot, phase = advance(slot, phase, config.stages)
 
@@ -281,17 +282,17 @@ class PreForward:
         """
         config = self.config
         policy, ring = Int64(EVICT_NORMAL), const_expr(self.pieces * config.stages)
-        if const_expr(not self.mixes):  # the last tokens stay for aggregate, which takes them first
+        if const_expr(not self.has_layer_input):  # the last tokens stay for aggregate, which takes them first
             policy = evict_first_if(self.num_tokens - row > LAST_BYTES // (2 * config.k))
-        lane, full = cute.arch.lane_idx(), self.full + slot * self.pieces
+        lane, full = cute.arch.lane_idx(), self.x_full + slot * self.pieces
         if const_expr(not self.paced):
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, config.boxes * BLOCK_TOKENS * BOX * 2)
         for piece in cutlass.range(config.boxes // config.piece, unroll=1):
             if const_expr(self.paced):
-                before, full = arrived + piece, self.full + (slot * self.pieces + piece)
+                before, full = arrived + piece, self.x_full + (slot * self.pieces + piece)
                 if before >= 0:
-                    cute.arch.mbarrier_wait(self.full + before % ring, before // ring % 2)
+                    cute.arch.mbarrier_wait(self.x_full + before % ring, before // ring % 2)
                 if lane == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, config.piece * BLOCK_TOKENS * BOX * 2)
             for b in cutlass.range_constexpr(config.piece):
@@ -352,7 +353,7 @@ class PreForward:
             squares = [Float32(0.0), Float32(0.0)]
             start = slot * (config.boxes * BLOCK_TOKENS * BOX) + place
             for piece, steps in enumerate(self.steps_by_piece()):
-                cute.arch.mbarrier_wait(self.full + (slot * self.pieces + piece), phase)
+                cute.arch.mbarrier_wait(self.x_full + (slot * self.pieces + piece), phase)
                 operands = [self.operand(start, s) for s in steps[:AHEAD]]
                 for at, s in enumerate(steps):
                     rX = operands[at]
@@ -363,12 +364,12 @@ class PreForward:
                     for t in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(4):
                             squares[t] = squares[t] + values[t * 4 + e] * values[t * 4 + e]
-            cute.arch.mbarrier_arrive(self.empty + slot)
+            cute.arch.mbarrier_arrive(self.x_empty + slot)
             slot, phase = advance(slot, phase, config.stages)
             buffer, use = index % 2, index // 2 % 2
-            cute.arch.mbarrier_wait(self.taken + buffer, use ^ 1)
+            cute.arch.mbarrier_wait(self.sums_empty + buffer, use ^ 1)
             self.put(sums, squares, self.sSums[None, None, mine, buffer], lane)
-            cute.arch.mbarrier_arrive(self.summed + buffer)
+            cute.arch.mbarrier_arrive(self.sums_full + buffer)
 
     def steps_by_piece(self) -> list[list[int]]:
         """Of each piece of a block, the steps that can be multiplied when it has come and those before it have."""
@@ -453,7 +454,7 @@ class PreForward:
                         words[(0, row % 2, half), row // 2, s] = word[0]
                         values = values - to_fp32(term.load())
             for slot in [slot for slot, last in self.last_steps.items() if last == s]:
-                cute.arch.mbarrier_arrive(self.phi_taken + slot)
+                cute.arch.mbarrier_arrive(self.phi_empty + slot)
         return rPhi
 
     @cute.jit
@@ -479,15 +480,15 @@ class PreForward:
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
             buffer, use = index % 2, index // 2 % 2
-            cute.arch.mbarrier_wait(self.summed + buffer, use)
+            cute.arch.mbarrier_wait(self.sums_full + buffer, use)
             # The slot's messages of the ring's turn before have been read by those that made these gates of them
-            cute.arch.mbarrier_wait(self.known + slot, phase ^ 1)
+            cute.arch.mbarrier_wait(self.gates_full + slot, phase ^ 1)
             # Both arrive: of few columns one sends nothing, and this turn could end before it has seen that one's end
             if lane == 0 and self.awaited(index, rounds):
                 if mine == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(self.known + slot, 4 * self.gates * BLOCK_TOKENS)
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.gates_full + slot, 4 * self.gates * BLOCK_TOKENS)
                 else:
-                    cute.arch.mbarrier_arrive(self.known + slot)
+                    cute.arch.mbarrier_arrive(self.gates_full + slot)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(-(-quads // (2 * SUM_WARPS))):
                 if quad + i * 2 * SUM_WARPS < quads:
@@ -503,21 +504,21 @@ class PreForward:
                     cute.arch.store_async_dsmem(
                         self.sMessages.iterator + cute.assume(place, divby=4),
                         tuple(float_bits(total[e]) for e in range(4)),
-                        self.heard + slot,
+                        self.h_full + slot,
                         token // owned,
                     )
-            cute.arch.mbarrier_arrive(self.taken + buffer)
+            cute.arch.mbarrier_arrive(self.sums_empty + buffer)
             slot, phase = advance(slot, phase, config.stages)
         # Nothing may arrive after a CTA's end
-        last = rounds if self.mixes else rounds - config.lead
+        last = rounds if self.has_layer_input else rounds - config.lead
         for stage in cutlass.range(cutlass.min(last, config.stages)):
             slot = (last + config.stages - 1 - stage) % config.stages
-            cute.arch.mbarrier_wait(self.known + slot, (last - 1 - stage) // config.stages % 2)
+            cute.arch.mbarrier_wait(self.gates_full + slot, (last - 1 - stage) // config.stages % 2)
 
     @cute.jit
     def awaited(self, index: Int32, rounds: Int32):
         """Whether anybody waits for what follows from a block's sums: to mix, or to load ``lead`` blocks later."""
-        return self.mixes or index < rounds - self.config.lead
+        return self.has_layer_input or index < rounds - self.config.lead
 
     @cute.jit
     def own(self, alpha, beta, h, mean_square, pre, rank: Int32, first: Int32, step: Int32, rounds: Int32, lane: Int32):
@@ -528,13 +529,13 @@ class PreForward:
         sMessages = self.sMessages
         sums = const_expr((columns + 1) * owned)
         token, gate = lane // gates % owned, lane % gates
-        if const_expr(self.mixes):
+        if const_expr(self.has_layer_input):
             a, b = alpha[0].to(Float32), beta[gate].to(Float32)
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.heard + slot, 4 * config.width * BLOCK_TOKENS)
-            cute.arch.mbarrier_wait(self.heard + slot, phase)
+                cute.arch.mbarrier_arrive_and_expect_tx(self.h_full + slot, 4 * config.width * BLOCK_TOKENS)
+            cute.arch.mbarrier_wait(self.h_full + slot, phase)
             first_row = (first + index * step) * BLOCK_TOKENS + rank * owned
             totals = cute.make_rmem_tensor((-(-sums // WARP_SIZE),), Float32)
             totals.fill(0.0)
@@ -551,7 +552,7 @@ class PreForward:
                     totals[part] = total
             cute.arch.sync_warp()  # all have read the slot: what is told next lets others write to it
             value = Float32(0.0)
-            if const_expr(self.mixes):
+            if const_expr(self.has_layer_input):
                 own_h = self.from_lane(totals, token * (columns + 1) + gate)
                 own_square = self.from_lane(totals, token * (columns + 1) + columns)
                 value = sigmoid(a * (own_h * self.math.inverse_rms(own_square)) + b) + self.math.constants.pre_eps
@@ -565,7 +566,10 @@ class PreForward:
                     t = at % (gates * owned) // gates
                     target = self.sGates.layout((at % gates, rank * owned + t, slot))
                     cute.arch.store_async_dsmem(
-                        self.sGates.iterator + target, float_bits(message), self.known + slot, at // (gates * owned)
+                        self.sGates.iterator + target,
+                        float_bits(message),
+                        self.gates_full + slot,
+                        at // (gates * owned),
                     )
             if const_expr(h is not None):  # now that nobody waits
                 for part in cutlass.range_constexpr(cute.size(totals)):
@@ -594,8 +598,8 @@ class PreForward:
         token = thread // 8
         slot, phase = Int32(0), Int32(0)
         for index in cutlass.range(rounds):
-            cute.arch.mbarrier_wait(self.full + slot, phase)
-            cute.arch.mbarrier_wait(self.known + slot, phase)
+            cute.arch.mbarrier_wait(self.x_full + slot, phase)
+            cute.arch.mbarrier_wait(self.gates_full + slot, phase)
             row = (first + index * step) * BLOCK_TOKENS + token
             weights = cute.make_rmem_tensor((config.n,), Float32)
             cute.autovec_copy(self.sGates[None, token, slot], weights)
@@ -607,7 +611,7 @@ class PreForward:
                         view = cute.make_layout((s.vec, config.n), stride=(config.n, 1))
                         values = cute.make_tensor(streams.iterator + part * s.vec * config.n, view)
                         store_channels(weighted_sum(values, weights, s), layer_input, row, channel, True, s)
-            cute.arch.mbarrier_arrive(self.empty + slot)
+            cute.arch.mbarrier_arrive(self.x_empty + slot)
             slot, phase = advance(slot, phase, config.stages)
 
     @cute.jit
@@ -649,7 +653,7 @@ def pre_forward(arch: str, spec: PreSpec, config: PreConfig) -> Program:
     """
     rows, n, phi = cute.sym_int(), config.n, cutlass_dtype(spec.phi)
     return Program(
-        PreForward(config, spec.constants),
+        ProjectionClusterForward(config, spec.constants),
         symbolic_streams(BFloat16, rows, config.k, 8),
         symbolic_streams(phi, config.columns, config.k, 16 * 8 // phi.width),
         symbolic_vector(cutlass_dtype(spec.norm_weight), config.k),

@@ -1,12 +1,12 @@
-"""The products of projection.py where phi has many rows (eight streams), for bf16 x on SM90: by warpgroup MMA.
+"""The products of projection_split.py where phi has many rows (eight streams), for bf16 x on SM90: by warpgroup MMA.
 
 In the registers of warps the terms of 80 rows would be read and split again for every 64 tokens: see
-warpgroup_products.py for what is done instead. The CTAs of a pair have neighbouring blocks of tokens, and share a tile
+wgmma_products.py for what is done instead. The CTAs of a pair have neighbouring blocks of tokens, and share a tile
 of phi, whose terms are further rows of one operand: an instruction multiplies x with all of them; a thread has the sums
 of all terms of its products, and adds them at the end, the smallest first. Two warpgroups multiply, one splits phi; of
 the fourth a warp feeds the ring, three add the squares of x.
 
-Parts of K and partials are those of projection.py; a token's bits do not depend on the others, or on the CTA.
+Parts of K and partials are those of projection_split.py; a token's bits do not depend on the others, or on the CTA.
 
 Profile: ncu --clock-control none -k regex:Projection python -m bench.bench_mhc --filter projection.fwd.4096x8x4096
 """
@@ -25,10 +25,10 @@ from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import TILE_K, ProjectionSpec, WarpgroupProjectionConfig
-from cute_kernels.mhc.kernel.projection import terms_of
+from cute_kernels.mhc.kernel.projection_split import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import advance, load_box
-from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, swizzled
+from cute_kernels.mhc.kernel.wgmma_products import CLUSTER, THREADS, WARPGROUP, WgmmaProducts, swizzled
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -38,7 +38,7 @@ SQUARE_WARPS = 3
 REGISTERS = (200, 56)  # of a thread that multiplies, of another
 
 
-class ProjectionForwardSm90(WarpgroupProducts):
+class ProjectionWgmmaForward(WgmmaProducts):
     """partials[s, j, m] = sum over part s of K of x[m, k] phi'[j, k], and at j = N the sum of x[m, k]^2."""
 
     def __init__(self, config: WarpgroupProjectionConfig):
@@ -291,7 +291,7 @@ def projection_forward_sm90(arch: str, spec: ProjectionSpec, config: WarpgroupPr
     rows, phi = cute.sym_int(), cutlass_dtype(spec.phi)
     shape = config.splits, config.columns + 1, rows
     return Program(
-        ProjectionForwardSm90(config),
+        ProjectionWgmmaForward(config),
         symbolic_streams(BFloat16, rows, config.k, 8),
         symbolic_streams(phi, config.columns, config.k, 16 * 8 // phi.width),
         symbolic_vector(cutlass_dtype(spec.norm_weight), config.k),

@@ -7,7 +7,7 @@
 An item is a chunk of tokens, or of many tokens a group of chunks, of the same channels of all streams; a CTA walks over
 its items, a tile at a time. Some warps compute dx, eight channels of every stream each, so that what a channel's
 streams exchange (R) stays in a thread; others the sums of partials. Both products run on the tensor cores in bf16
-terms, as in the forward (projection.py); dH is split once a tile, phi once for all tokens.
+terms, as in the forward (projection_split.py); dH is split once a tile, phi once for all tokens.
 
     gmem x, dout, dlayer --TMA--> ring in smem --ldmatrix--> mma: sums of a chunk (registers), of a group (smem)
     gmem dH --> terms in smem --ldmatrix--> mma with phi in smem --> + the rest from smem --> x's slot --TMA--> gmem dx
@@ -17,9 +17,9 @@ that add up, and done when dx is in the place of x: then one warp sends it off a
 arrive on these barriers, since compute-sanitizer takes one for its warp as a race; H200, 8192x4x4096: 171.1 us, 172.0
 with one.
 
-Eight bf16 streams in "tf32" on SM90: projection_backward_sm90.py.
+Eight bf16 streams in "tf32" on SM90: projection_backward_wgmma.py.
 
-Profile: ncu --clock-control none -k regex:ProjectionBackward python -m bench.bench_mhc --filter layer.bwd.8192x4x4096
+Profile: ncu --clock-control none -k regex:MmaBackward python -m bench.bench_mhc --filter layer.bwd.8192x4x4096
 """
 
 from typing import Optional
@@ -33,7 +33,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.mhc.config import ProjectionBackwardConfig, ProjectionBackwardSpec
-from cute_kernels.mhc.kernel.projection_products import PhiSums, StreamGradient
+from cute_kernels.mhc.kernel.mma_products import PhiSums, StreamGradient
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import TileRing, tma_atom
 from cute_kernels.mhc.kernel.token_rows import TokenRows
@@ -48,13 +48,13 @@ REGISTERS = {(8, 4): (144, 136, 88), (8, 0): (200, 0, 104), (4, 4): (152, 208, 1
 MORE_TO_LOAD = (112, 200, 88)  # in place of the first, where x has terms or does not come by TMA
 
 
-class ProjectionBackward:
+class ProjectionMmaBackward:
     """See the module; arguments as in the builder ``projection_backward``."""
 
-    def __init__(self, config: ProjectionBackwardConfig, orientation: Optional[str], gathers: bool):
+    def __init__(self, config: ProjectionBackwardConfig, orientation: Optional[str], has_layer_grad: bool):
         self.config = config
         self.orientation = orientation
-        self.gathers = gathers
+        self.has_layer_grad = has_layer_grad
 
     @cute.jit
     def __call__(
@@ -133,7 +133,7 @@ class ProjectionBackward:
         smem = SmemAllocator()
         full, read, done = (smem.allocate_array(Int64, stages) for _ in range(3))
         self.ring = TileRing(config, self.dtype, smem, (tma_x, tma_out, tma_layer, tma_dx), (mX, mOut, mLayer, mDx))
-        self.tokens = TokenRows(config, smem, self.orientation, self.gathers)
+        self.tokens = TokenRows(config, smem, self.orientation, self.has_layer_grad)
         self.gradient = StreamGradient(config, smem, self.ring, self.tokens)
         if const_expr(partials is not None):
             self.sums = PhiSums(config, smem, self.ring, self.tokens)
@@ -179,7 +179,7 @@ class ProjectionBackward:
         layer's backward 472 -> 476 (8192x4x4096).
         """
         stages = const_expr(self.config.stages)
-        later = const_expr(int(self.orientation is not None or self.gathers))
+        later = const_expr(int(self.orientation is not None or self.has_layer_grad))
         behind = const_expr(stages - 1 - later)
         total = Int32(0)
         for item in cutlass.range(first, items, step):
@@ -332,7 +332,7 @@ def projection_backward(arch: str, spec: ProjectionBackwardSpec, config: Project
         return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=align)
 
     return Program(
-        ProjectionBackward(config, spec.orientation, spec.has_layer_grad),
+        ProjectionMmaBackward(config, spec.orientation, spec.has_layer_grad),
         symbolic_streams(dtype, rows, k, align),
         cute.runtime.make_fake_compact_tensor(phi, (columns, k), stride_order=(1, 0), assumed_align=phi.width // 8),
         symbolic_vector(cutlass_dtype(spec.norm_weight), k),

@@ -1,4 +1,4 @@
-"""What projection_backward.py computes where phi has many rows, for bf16 x on SM90.
+"""What projection_backward_mma.py computes where phi has many rows, for bf16 x on SM90.
 
     dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
              + pre_i dlayer[m, c] + sum_o R(i, o) dout_o[m, c]           (what the rest of a hyper-connection adds)
@@ -6,7 +6,7 @@
 
 Both by warpgroup MMA from one reading of x. A CTA walks over tiles of 64 tokens of the same columns, of which phi'
 stays in shared memory as bf16 terms; the CTAs of a pair have neighbouring columns, and share dH and R
-(warpgroup_products.py). Two warpgroups compute dx with phi as the second operand; one adds up with x, transposed, as
+(wgmma_products.py). Two warpgroups compute dx with phi as the second operand; one adds up with x, transposed, as
 the first. dx goes where x was as soon as that one has read it, and from there to memory. Of the projection alone a
 slice is 256 columns, half of them for each warpgroup of dx; with the rest it is sixteen channels of every stream
 (dx_tile.py says why), and the warpgroups take turns.
@@ -18,7 +18,7 @@ slice is 256 columns, half of them for each warpgroup of dx; with the rest it is
 All pairs walk slice after slice of a chunk, then of the next, and so read whole rows together; an element's sum has its
 chunk's tokens in ascending order, 16 at a time.
 
-Profile: ncu --clock-control none -k regex:ProjectionBackward python -m bench.bench_mhc --filter bwd.4096x8
+Profile: ncu --clock-control none -k regex:WgmmaBackward python -m bench.bench_mhc --filter bwd.4096x8
 """
 
 from typing import Optional
@@ -41,10 +41,10 @@ from cute_kernels.mhc.config import (
     WarpgroupBackwardConfig,
 )
 from cute_kernels.mhc.kernel.dx_tile import OCTET, RES_BOX, DxTile
-from cute_kernels.mhc.kernel.projection import terms_of
+from cute_kernels.mhc.kernel.projection_split import terms_of
 from cute_kernels.mhc.kernel.streams import WARP_SIZE, symbolic_streams, take_registers
 from cute_kernels.mhc.kernel.tile_ring import advance, load_box, store_box
-from cute_kernels.mhc.kernel.warpgroup_products import CLUSTER, THREADS, WARPGROUP, WarpgroupProducts, loaders, swizzled
+from cute_kernels.mhc.kernel.wgmma_products import CLUSTER, THREADS, WARPGROUP, WgmmaProducts, loaders, swizzled
 from jit_cache import Program, compiled
 
 Dtype = type[cutlass.Numeric]
@@ -56,14 +56,14 @@ REGISTERS = {2: (120, 200, 72), 1: (168, 120, 56)}
 PHI_BOX = 64  # columns of phi' that lie together, 128 bytes of each row
 
 
-class ProjectionBackwardSm90(WarpgroupProducts):
+class ProjectionWgmmaBackward(WgmmaProducts):
     """See the module. ``config.stages`` tiles of dH and R are in flight, ``config.x_stages`` of the others."""
 
-    def __init__(self, config: WarpgroupBackwardConfig, n: int, orientation: Optional[str], gathers: bool):
+    def __init__(self, config: WarpgroupBackwardConfig, n: int, orientation: Optional[str], has_layer_grad: bool):
         self.config = config
         self.n = n
         self.orientation = orientation
-        self.gathers = gathers
+        self.has_layer_grad = has_layer_grad
 
     @cute.jit
     def __call__(
@@ -132,7 +132,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
     ):
         config = self.config
         registers = const_expr(REGISTERS[config.sharers])
-        self.writes_dx, self.adds_up = const_expr(mDx is not None), const_expr(partials is not None)
+        self.writes_dx, self.needs_dphi = const_expr(mDx is not None), const_expr(partials is not None)
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -144,13 +144,13 @@ class ProjectionBackwardSm90(WarpgroupProducts):
 
         smem = SmemAllocator()
         self.allocate(smem)
-        warps = const_expr(4 * (config.sharers * self.writes_dx + self.adds_up))
+        warps = const_expr(4 * (config.sharers * self.writes_dx + self.needs_dphi))
         if tidx == 0:
             for stage in cutlass.range_constexpr(config.x_stages):
                 cute.arch.mbarrier_init(self.x_full + stage, 1)
                 cute.arch.mbarrier_init(self.read + stage, WARPGROUP)
                 cute.arch.mbarrier_init(self.done + stage, config.sharers * WARPGROUP)
-            if const_expr(self.combines):
+            if const_expr(self.has_residual_grad):
                 for stage in cutlass.range_constexpr(config.stages):
                     cute.arch.mbarrier_init(self.res_full + stage, loaders(self.n**2 // RES_BOX))
                     cute.arch.mbarrier_init(self.res_empty + stage, CLUSTER * 4)
@@ -162,7 +162,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 self.compute_dx(dx_mma, phi, norm_weight, dmean_square, pre, tidx)
         elif warp_index < LOADER:
             take_registers(registers[1], THREADS)
-            if const_expr(self.adds_up):
+            if const_expr(self.needs_dphi):
                 self.add_up(sum_mma, partials, tidx - SUM_WARP * WARP_SIZE)
         else:
             take_registers(registers[2], THREADS)
@@ -175,7 +175,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         self.part()
 
     @property
-    def combines(self) -> bool:
+    def has_residual_grad(self) -> bool:
         """Whether there is dout."""
         return self.orientation is not None
 
@@ -200,7 +200,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         )
         self.sBoxes = cute.make_tensor(self.sX.iterator, in_boxes)
         self.sOut, self.sRes, self.sLayer = None, None, None
-        if self.combines:
+        if self.has_residual_grad:
             memory = smem.allocate(2 * cute.cosize(in_boxes), byte_alignment=1024)
             self.sOut = cute.make_tensor(cute.recast_ptr(memory, layout.inner, BFloat16), in_boxes)
             self.res_full, self.res_empty = (smem.allocate_array(Int64, stages) for _ in range(2))
@@ -212,7 +212,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 byte_alignment=1024,
                 swizzle=cute.make_swizzle(3, 4, 3),
             )
-        if self.gathers:
+        if self.has_layer_grad:
             shape, size = (TILE_TOKENS, SLICE_CHANNELS, x_stages), TILE_TOKENS * SLICE_CHANNELS
             layout = cute.make_layout(shape, stride=(SLICE_CHANNELS, 1, size))
             swizzle = cute.make_swizzle(1, 4, 3)
@@ -280,7 +280,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     source = cute.local_tile(mDh, (TILE_TOKENS, OCTET), (block, octet))
                     target = self.sOctets[None, None, (octet % 2, octet // 2), slot]
                     self.load_shared(tma_dh, source, target, full, self.rank == octet % CLUSTER)
-                if const_expr(self.combines):
+                if const_expr(self.has_residual_grad):
                     full = self.res_full + slot
                     wait_in_cluster(self.res_empty + slot, phase ^ 1)
                     self.expect(full, 4 * TILE_TOKENS * self.n**2, self.n**2 // RES_BOX)
@@ -323,7 +323,7 @@ class ProjectionBackwardSm90(WarpgroupProducts):
         config = self.config
         (tma_x, tma_out, tma_layer, tma_dx), (mX, mOut, mLayer, mDx) = atoms, matrices
         stages, shape = const_expr(config.x_stages), const_expr((TILE_TOKENS, config.box))
-        columns = const_expr(config.slice_k * (1 + self.combines) + SLICE_CHANNELS * self.gathers)
+        columns = const_expr(config.slice_k * (1 + self.has_residual_grad) + SLICE_CHANNELS * self.has_layer_grad)
         last_tokens = const_expr(LAST_BYTES // (2 * config.k))
         total = Int32(0)
         for item in cutlass.range(self.first, self.items, self.step):
@@ -344,10 +344,10 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                     at = self.box_of(block, slice_index, box)
                     gX = cute.local_tile(mX, shape, at)
                     load_box(tma_x, gX, self.sBoxes[None, None, box, slot], full, policy)
-                    if const_expr(self.combines):
+                    if const_expr(self.has_residual_grad):
                         gOut = cute.local_tile(mOut, shape, at)
                         load_box(tma_out, gOut, self.sOut[None, None, box, slot], full, policy)
-                if const_expr(self.gathers):
+                if const_expr(self.has_layer_grad):
                     gLayer = cute.local_tile(mLayer, (TILE_TOKENS, SLICE_CHANNELS), (block, slice_index))
                     load_box(tma_layer, gLayer, self.sLayer[None, None, slot], full, policy)
                 tile += 1
@@ -454,12 +454,12 @@ class ProjectionBackwardSm90(WarpgroupProducts):
                 self.free(self.empty, slot)
                 x_slot, x_phase = place_in_ring(count, config.x_stages)
                 cute.arch.mbarrier_wait(self.x_full + x_slot, x_phase)
-                if const_expr(self.combines):
+                if const_expr(self.has_residual_grad):
                     cute.arch.mbarrier_wait(self.res_full + slot, phase)
-                if const_expr(self.adds_up):
+                if const_expr(self.needs_dphi):
                     cute.arch.mbarrier_wait(self.read + x_slot, x_phase)
                 self.dx_tile.finish(sums, scales, gates, x_slot, slot, thread)
-                if const_expr(self.combines):
+                if const_expr(self.has_residual_grad):
                     cute.arch.sync_warp()  # all lanes have read R
                     self.free(self.res_empty, slot)
                 cute.arch.fence_proxy("async.shared", space="cta")
@@ -557,7 +557,7 @@ def projection_backward_sm90(arch: str, spec: ProjectionBackwardSpec, config: Wa
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
     return Program(
-        ProjectionBackwardSm90(config, n, spec.orientation, spec.has_layer_grad),
+        ProjectionWgmmaBackward(config, n, spec.orientation, spec.has_layer_grad),
         symbolic_streams(BFloat16, rows, k, 8),
         compact(cutlass_dtype(spec.phi), columns, k),
         symbolic_vector(cutlass_dtype(spec.norm_weight), k),

@@ -1,7 +1,7 @@
 """Products of every token with phi, and its sum of squares, from one reading of x: H = x (phi norm_weight)^T.
 
-For what clusters cannot hold (pre.py): fp32 and fp16, rows off 16 bytes, the widest tokens; of eight streams what is
-not for warpgroups (projection_sm90.py).
+For what clusters cannot hold (projection_cluster.py): fp32 and fp16, rows off 16 bytes, the widest tokens; of eight
+streams what is not for warpgroups (projection_wgmma.py).
 
 x and phi come to shared memory by TMA; each warp multiplies its tokens by all rows of phi with warp-level MMA, and
 squares what it has in its registers anyway. Where the registers allow it two warps share 64 tokens, one takes the even
@@ -41,7 +41,7 @@ Dtype = type[cutlass.Numeric]
 WARPS = 4  # that multiply; one more feeds the ring
 
 
-class ProjectionForward:
+class ProjectionSplitForward:
     """partials[s, j, m] = sum over part s of K of x[m, k] phi'[j, k], and at j = N the sum of x[m, k]^2.
 
     Token last: the eight tokens of an MMA's lanes then fill a sector.
@@ -333,7 +333,7 @@ def projection_forward(arch: str, spec: ProjectionSpec, config: ProjectionConfig
     align = 16 * 8 if config.tma else 0
     shape = config.splits, config.columns + 1, rows
     return Program(
-        ProjectionForward(config),
+        ProjectionSplitForward(config),
         symbolic_streams(dtype, rows, config.k, max(1, align // dtype.width)),
         symbolic_streams(phi, config.columns, config.k, max(1, align // phi.width)),
         symbolic_vector(cutlass_dtype(spec.norm_weight), config.k),

@@ -20,7 +20,7 @@ THREADS = 4 * WARPGROUP
 CLUSTER = 2  # CTAs that share the rows
 
 
-class WarpgroupProducts:
+class WgmmaProducts:
     """``config.stages`` tiles of rows in flight.
 
     A slot is full when the rows have come, split when the terms are in their place, and empty when both CTAs have
