@@ -20,7 +20,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empties, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, empty, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 Norm = Tensor | tuple[Tensor, Tensor]
@@ -311,20 +311,19 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(y, h, statistics), None where they are not asked for."""
     op, kind, eps, weight_offset, _, out_dtype = options
-    shape, dtype, h, statistics = x.shape, out_dtype or x.dtype, None, None
+    mode, shape, h, statistics = mode_of(x, weight, bias, residual), x.shape, None, None
+    y = mode.empty(x, shape, out_dtype or x.dtype)
+    if returns_h:
+        h = mode.empty(residual, shape, residual.dtype)
     if num_statistics:
         rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
-        y, statistics = empties(x, (shape, dtype), ((num_statistics, rows), torch.float32))
-    else:
-        y = empty(x, shape, dtype)
-    if returns_h:
-        h = empty(residual, shape, residual.dtype)
+        statistics = mode.empty(x, (num_statistics, rows), torch.float32)
     x2, residual2, y2, h2 = x, residual, y, h
     if len(shape) != 2:
         x2, y2 = as_rows(op, "x", x), as_rows(op, "y", y)
         residual2 = None if residual is None else as_rows(op, "residual", residual)
         h2 = None if h is None else as_rows(op, "h", h)
-    norm_forward(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
+    mode.of(norm_forward)(x2, residual2, weight, bias, y2, h2, statistics, kind, eps, weight_offset)
     return y, h, statistics
 
 

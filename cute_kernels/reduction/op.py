@@ -13,7 +13,7 @@ from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
 from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows
 from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, empty, mode_of, uses_reference
 
 
 def softmax(
@@ -97,8 +97,9 @@ def _softmax(op: str, x: Tensor, dim: int, out_dtype: torch.dtype | None, backen
 
 def _softmax_forward(x: Tensor, op: str, out_dtype: torch.dtype | None) -> Tensor:
     rows = as_rows(op, "x", x)
-    y = empty(x, x.shape, out_dtype or x.dtype)
-    softmax_forward(rows, as_rows(op, "y", y), op == "log_softmax")
+    mode = mode_of(x)
+    y = mode.empty(x, x.shape, out_dtype or x.dtype)
+    mode.of(softmax_forward)(rows, as_rows(op, "y", y), op == "log_softmax")
     return y
 
 

@@ -7,6 +7,7 @@ and hashed in 0.1; a frozen dataclass takes 2.3 and 0.3. CPU.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ MAX_ENTRIES = 4096  # of a cache; at so many all are forgotten, those of old bat
 
 S = TypeVar("S", bound=Hashable)
 E = TypeVar("E")
-_caches: list[dict] = []
+_caches: weakref.WeakValueDictionary[int, bounded] = weakref.WeakValueDictionary()
 
 
 class LaunchCache(Generic[S, E]):
@@ -48,7 +49,7 @@ class bounded(dict):
 
     def __init__(self) -> None:
         super().__init__()
-        _caches.append(self)
+        _caches[id(self)] = self
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= MAX_ENTRIES and key not in self:
@@ -58,7 +59,7 @@ class bounded(dict):
 
 def forget() -> None:
     """Forget all entries: another call makes each anew."""
-    for cache in _caches:
+    for cache in list(_caches.values()):
         cache.clear()
 
 

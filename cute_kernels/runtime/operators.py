@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -174,17 +175,56 @@ def detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad or forward_ad._current_level >= 0 else x
 
 
-def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor on ``like``'s device; eager ones on the current GPU as code that Inductor wrote allocates.
+class Mode(NamedTuple):
+    """How a call goes on, decided once for what it allocates and launches.
 
-    Past the dispatcher it takes 1.1 us where ``torch.empty_like`` takes 1.9 and ``Tensor.new_empty`` 2.0 to 2.2 (the
+    Attributes:
+        empty: (like, shape, dtype) -> a contiguous tensor on ``like``'s device.
+        of: what to call of a launch: its function, or what asks again and takes the registered operator.
+    """
+
+    empty: Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
+    of: Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def mode_of(a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None) -> Mode:
+    """Eager if ``is_eager`` holds of all of them, which it asks by name (0.2 us less on a CPU), else traced."""
+    if (
+        not is_dynamo_compiling()
+        and type(a) in _ORDINARY
+        and (b is None or type(b) in _ORDINARY)
+        and (c is None or type(c) in _ORDINARY)
+        and (d is None or type(d) in _ORDINARY)
+        and not _len_torch_dispatch_stack()
+        and not _are_functorch_transforms_active()
+    ):
+        return _EAGER
+    return _TRACED
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor on ``like``'s device."""
+    return mode_of(like).empty(like, shape, dtype)
+
+
+def _empty_eager(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """On the current GPU as code that Inductor wrote allocates.
+
+    Past the dispatcher that takes 1.1 us where ``torch.empty_like`` takes 1.9 and ``Tensor.new_empty`` 2.0 to 2.2 (the
     host of an H200).
     """
-    index = like.get_device()  # -1 where there is no GPU
-    if index >= 0 and is_eager(like) and index == _current_device():
+    if 0 <= like.get_device() == _current_device():  # -1 where there is no GPU
         shape = tuple(shape)
         return _empty_strided_cuda(shape, contiguous_strides(shape), dtype)
     return like.new_empty(shape, dtype=dtype)
+
+
+def _empty_traced(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+_EAGER = Mode(_empty_eager, attrgetter("function"))
+_TRACED = Mode(_empty_traced, lambda launch: launch)
 
 
 def empties(like: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
@@ -210,7 +250,7 @@ def allocate(like: Tensor, outputs: Iterable[tuple[tuple[int, ...], tuple[int, .
 def empty_strided(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """``allocate`` of one tensor."""
     if 0 <= like.get_device() == _current_device():
-        return _empty_strided_cuda(shape, strides, dtype)
+        return _empty_strided_cuda(tuple(shape), strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
 

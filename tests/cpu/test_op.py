@@ -120,7 +120,7 @@ class OfDevice(torch.Tensor):
 @pytest.mark.parametrize("index, current, fast_path", [(0, 0, True), (1, 1, True), (0, 1, False), (-1, 0, False)])
 def test_allocates_on_the_device_of_its_tensor(index, current, fast_path, monkeypatch):
     """What is past the dispatcher takes the current device."""
-    monkeypatch.setattr(operators, "_ordinary", lambda types: True)
+    monkeypatch.setattr(operators, "_ORDINARY", frozenset((OfDevice, type(None))))
     monkeypatch.setattr(operators, "_current_device", lambda: current)
     monkeypatch.setattr(operators, "_empty_strided_cuda", fast := mock.Mock())
     like = torch.zeros(1).as_subclass(OfDevice)

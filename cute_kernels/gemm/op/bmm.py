@@ -10,7 +10,7 @@ from cute_kernels.gemm.checks import check_bmm
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, empty, mode_of, uses_reference
 
 
 def bmm(
@@ -61,8 +61,9 @@ def bmm(
 
 def _bmm_forward(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     entries, m, _ = a.shape
-    out = empty(a, (entries, m, b.shape[2]), out_dtype or a.dtype)
-    gemm(a, b, out, None, None, None, None, False, False, True)
+    mode = mode_of(a, b)
+    out = mode.empty(a, (entries, m, b.shape[2]), out_dtype or a.dtype)
+    mode.of(gemm)(a, b, out, None, None, None, None, False, False, True)
     return out
 
 

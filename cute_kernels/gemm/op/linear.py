@@ -17,7 +17,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import differentiates, empty, is_eager, mode_of, uses_reference
 from cute_kernels.runtime.rows import contiguous_dim
 
 SAVE_PREACT = ("silu", "gelu")
@@ -97,12 +97,13 @@ def _linear_forward(
     """y and, if it is saved, what the activation is applied to."""
     rows = as_rows("linear", "x", x)
     shape, dtype = (*x.shape[:-1], weight.shape[0]), out_dtype or x.dtype
-    y = empty(x, shape, dtype)
+    mode = mode_of(x, weight, bias)
+    y = mode.empty(x, shape, dtype)
     z = z_rows = None
     if save_preact:
-        z = empty(x, shape, dtype)
+        z = mode.empty(x, shape, dtype)
         z_rows = as_rows("linear", "z", z)
-    gemm(rows, weight, as_rows("linear", "y", y), z_rows, bias, None, activation, False, False, False)
+    mode.of(gemm)(rows, weight, as_rows("linear", "y", y), z_rows, bias, None, activation, False, False, False)
     return y, z
 
 

@@ -11,7 +11,7 @@ from cute_kernels.gemm.checks import check_mm, check_separate
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import differentiates, empty, is_eager, mode_of, uses_reference
 
 
 def mm(
@@ -64,8 +64,9 @@ def mm(
 
 
 def _mm_forward(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    out = empty(a, (a.shape[0], b.shape[1]), out_dtype or a.dtype)
-    gemm(a, b, out, None, None, None, None, False, False, True)
+    mode = mode_of(a, b)
+    out = mode.empty(a, (a.shape[0], b.shape[1]), out_dtype or a.dtype)
+    mode.of(gemm)(a, b, out, None, None, None, None, False, False, True)
     return out
 
 

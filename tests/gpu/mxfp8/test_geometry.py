@@ -64,6 +64,6 @@ def test_sizes_choose():
     """A matrix of few tiles and one of many take different kernels."""
     few, many = (torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda") for rows in (1024, 32768))
     spec = QuantizeSpec(BF16, E4M3, 2, False, True, False, False, "rceil", "plain")
-    one, two = (launch._quantizers.get(x.get_device(), spec).of(x.shape) for x in (few, many))
+    one, two = (launch._quantizers.get(x.get_device(), spec)[x.shape] for x in (few, many))
     assert one.function is not two.function
     assert two.num_ctas == 32768 // 128 * 2048 // 128
