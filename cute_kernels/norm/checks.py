@@ -40,18 +40,10 @@ def check_norm(
         fail(op, "x", f"have at most {MAX_ROWS} rows", rows)
     if not (rows and x.is_contiguous()) and n > 1 and x.stride(-1) != 1:
         fail(op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
-    if weight is not None or bias is not None:
-        index = x.get_device()
-        for name, vector in (("weight", weight), ("bias", bias)):
-            if vector is not None:
-                if not isinstance(vector, Tensor) or vector.layout is not strided or vector.dtype not in FLOATS:
-                    expect_floats(op, name, vector)
-                if vector.dim() != 1 or vector.numel() != n:
-                    fail(op, name, f"have shape {(n,)}, as x has {n} columns", tuple(vector.shape))
-                if vector.get_device() != index or (index < 0 and vector.device != x.device):
-                    fail(op, name, f"be on {x.device}", vector.device)
-                if not vector.is_contiguous():
-                    fail(op, name, "be contiguous", f"stride {vector.stride()}")
+    if weight is not None:
+        _check_column(op, "weight", weight, n, x)
+    if bias is not None:
+        _check_column(op, "bias", bias, n, x)
     if residual is not None:
         expect_tensor(op, "residual", residual)
         if residual.dtype is not x.dtype and residual.dtype is not torch.float32:
@@ -64,6 +56,18 @@ def check_norm(
             check_options(op, eps, weight_offset, save, out_dtype)
             fail(op, "save", "be 'input' when there is a residual", repr(save))
     check_options(op, eps, weight_offset, save, out_dtype)
+
+
+def _check_column(op: str, name: str, vector: Tensor, n: int, x: Tensor) -> None:
+    if not isinstance(vector, Tensor) or vector.layout is not strided or vector.dtype not in FLOATS:
+        expect_floats(op, name, vector)
+    if vector.dim() != 1 or vector.numel() != n:
+        fail(op, name, f"have shape {(n,)}, as x has {n} columns", tuple(vector.shape))
+    index = vector.get_device()
+    if index != x.get_device() or (index < 0 and vector.device != x.device):
+        fail(op, name, f"be on {x.device}", vector.device)
+    if not vector.is_contiguous():
+        fail(op, name, "be contiguous", f"stride {vector.stride()}")
 
 
 def check_options(op: str, eps: float, weight_offset: float, save: str, out_dtype: torch.dtype | None) -> None:

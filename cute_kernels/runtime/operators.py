@@ -215,6 +215,8 @@ def _empty_eager(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
     """
     if 0 <= like.get_device() == _current_device():  # -1 where there is no GPU
         shape = tuple(shape)
+        if len(shape) == 2 and shape[1]:
+            return _empty_strided_cuda(shape, (shape[1], 1), dtype)
         return _empty_strided_cuda(shape, contiguous_strides(shape), dtype)
     return like.new_empty(shape, dtype=dtype)
 
