@@ -35,30 +35,33 @@ def check_attention(
     expect_floats(OP, "q", q, dtypes)
     expect_tensor(OP, "k", k)
     expect_tensor(OP, "v", v)
-    if q.dim() != 4:
-        fail(OP, "q", "have shape (batch, queries, heads, head size)", tuple(q.shape))
-    batch, _, heads, d = q.shape
-    if k.dim() != 4:
-        fail(OP, "k", "have shape (batch, keys, heads, head size)", tuple(k.shape))
-    if v.dim() != 4:
-        fail(OP, "v", "have shape (batch, keys, heads, head size)", tuple(v.shape))
-    if k.dtype is not q.dtype:
-        fail(OP, "k", f"have q's dtype {q.dtype}", k.dtype, TypeError)
-    if v.dtype is not q.dtype:
-        fail(OP, "v", f"have q's dtype {q.dtype}", v.dtype, TypeError)
-    if k.device != q.device:
-        fail(OP, "k", f"be on {q.device}", k.device)
-    if v.device != q.device:
-        fail(OP, "v", f"be on {q.device}", v.device)
+    of_q, of_k, of_v = q.shape, k.shape, v.shape  # each time it is asked for it takes 0.1 us
+    dtype, device = q.dtype, q.device
+    if len(of_q) != 4:
+        fail(OP, "q", "have shape (batch, queries, heads, head size)", tuple(of_q))
+    if len(of_k) != 4:
+        fail(OP, "k", "have shape (batch, keys, heads, head size)", tuple(of_k))
+    if len(of_v) != 4:
+        fail(OP, "v", "have shape (batch, keys, heads, head size)", tuple(of_v))
+    if k.dtype is not dtype:
+        fail(OP, "k", f"have q's dtype {dtype}", k.dtype, TypeError)
+    if v.dtype is not dtype:
+        fail(OP, "v", f"have q's dtype {dtype}", v.dtype, TypeError)
+    if k.device != device:
+        fail(OP, "k", f"be on {device}", k.device)
+    if v.device != device:
+        fail(OP, "v", f"be on {device}", v.device)
+    batch, _, heads, d = of_q
     if not 0 < d <= MAX_HEAD_SIZE or d % 8:
         fail(OP, "q", f"have a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}", d)
-    keys, pairs = k.shape[1], k.shape[2]
-    if k.shape[0] != batch or k.shape[3] != d:
-        fail(OP, "k", f"have shape ({batch}, keys, heads, {d})", tuple(k.shape))
-    if v.shape[0] != batch or v.shape[1] != keys or v.shape[2] != pairs:
-        fail(OP, "v", f"have shape ({batch}, {keys}, {pairs}, head size)", tuple(v.shape))
-    if not 0 < v.shape[3] <= MAX_HEAD_SIZE or v.shape[3] % 8:
-        fail(OP, "v", f"have a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}", v.shape[3])
+    of_batch, keys, pairs, of_d = of_k
+    if of_batch != batch or of_d != d:
+        fail(OP, "k", f"have shape ({batch}, keys, heads, {d})", tuple(of_k))
+    of_batch, of_keys, of_pairs, dv = of_v
+    if of_batch != batch or of_keys != keys or of_pairs != pairs:
+        fail(OP, "v", f"have shape ({batch}, {keys}, {pairs}, head size)", tuple(of_v))
+    if not 0 < dv <= MAX_HEAD_SIZE or dv % 8:
+        fail(OP, "v", f"have a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}", dv)
     if not pairs or heads % pairs:
         fail(OP, "k", f"have heads that divide q's {heads}", pairs)
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
@@ -98,33 +101,32 @@ def check_window(window: object) -> None:
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless TMA can address these: every row starts on 16 bytes."""
+    (q0, q1, q2, _), (k0, k1, k2, _), (v0, v1, v2, _) = q.stride(), k.stride(), v.stride()
+    strides = (q0 | q1 | q2 | k0 | k1 | k2 | v0 | v1 | v2) * q.itemsize
+    if not (q.data_ptr() | k.data_ptr() | v.data_ptr() | strides) & 15:
+        return
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.data_ptr() & 15:
             fail(OP, name, "start on 16 bytes", f"address {t.data_ptr():#x}")
-        batch, rows, heads, _ = t.stride()
-        if (batch | rows | heads) % (16 // t.itemsize):
-            sizes = t.shape
-            for stride, size in ((batch, sizes[0]), (rows, sizes[1]), (heads, sizes[2])):
-                if size > 1 and stride % (16 // t.itemsize):
-                    fail(OP, name, "have strides of multiples of 16 bytes", f"strides {t.stride()} of {t.dtype}")
+        for stride, size in zip(t.stride()[:3], t.shape[:3], strict=True):  # that of one element may be anything
+            if size > 1 and stride * t.itemsize & 15:
+                fail(OP, name, "have strides of multiples of 16 bytes", f"strides {t.stride()} of {t.dtype}")
 
 
-def check_supported(
-    q: Tensor, k: Tensor, v: Tensor, window: Window | None, softcap: float, sinks: Tensor | None
-) -> None:
+def check_supported(q: Tensor, v: Tensor, window: Window | None, softcap: float, sinks: Tensor | None) -> None:
     """Raise NotImplementedError for what the kernels cannot compute yet, ValueError for what they never will."""
-    d = q.shape[3]
-    if d not in HEAD_SIZES or v.shape[3] != d:
-        _later(f"head sizes other than {', '.join(map(str, HEAD_SIZES))}, got {d} of q and {v.shape[3]} of v")
+    (batch, len_q, heads, d), (_, len_k, _, dv) = q.shape, v.shape
+    if d not in HEAD_SIZES or dv != d:
+        _later(f"head sizes other than {', '.join(map(str, HEAD_SIZES))}, got {d} of q and {dv} of v")
     if window is not None and any(distance not in (None, -1) for distance in window):
         _later(f"window, got {window}")
     if softcap:
         _later(f"softcap, got {softcap}")
     if sinks is not None:
         _later("sinks")
-    if max(q.shape[1], k.shape[1]) > MAX_LENGTH:
-        fail(OP, "q", f"and k have at most {MAX_LENGTH} rows a sequence", f"{q.shape[1]} and {k.shape[1]}")
-    if q.shape[0] * q.shape[2] * -(-q.shape[1] // 64) > MAX_TILES:
+    if len_q > MAX_LENGTH or len_k > MAX_LENGTH:
+        fail(OP, "q", f"and k have at most {MAX_LENGTH} rows a sequence", f"{len_q} and {len_k}")
+    if batch * heads * -(-len_q // 64) > MAX_TILES:
         fail(OP, "q", f"have at most {MAX_TILES} tiles of 64 rows of a head", tuple(q.shape))
 
 

@@ -105,9 +105,11 @@ def attention(
     if uses_reference("attention", q, backend):
         options = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
         return reference.attention(q, k, v, **options, return_lse=return_lse)
-    softcap, scale = as_float(softcap), as_float(scale)
+    softcap = as_float(softcap)
+    if scale is not None:
+        scale = as_float(scale)
     check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES)
-    check_supported(q, k, v, window, softcap, sinks)
+    check_supported(q, v, window, softcap, sinks)
     if is_eager(q, k, v):
         check_layout(q, k, v)
     if differentiates(q, k, v):
