@@ -11,6 +11,7 @@ import jit_cache.source  # noqa: F401  first: what is read after it is known not
 
 # isort: split
 from cute_kernels import mhc, reduction
+from cute_kernels.attention import attention
 from cute_kernels.gemm import bmm, linear, mm
 from cute_kernels.invariance import (
     Provenance,
@@ -42,6 +43,7 @@ __all__ = [
     "Provenance",
     "UncoveredOperatorError",
     "UnsupportedDeviceError",
+    "attention",
     "batch_invariant",
     "bmm",
     "check_invariance",

@@ -80,7 +80,14 @@ def _expand_combine_backward(dout, f, bias, post: Shape, x: Shape, res, seed, dx
     return _expand_combine(f, bias, post, x) * ((dx is not None) + (dres is not None))
 
 
+def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Both products of all queries and keys, as torch counts its own, causal or not."""
+    batch, len_q, heads, d = q
+    return 2 * batch * heads * len_q * k[1] * (d + v[3])
+
+
 FORMULAS = {
+    "attention_forward": _attention,
     "gemm": _gemm,
     "log_prob_forward": _log_prob,
     "log_prob_backward": _log_prob_backward,

@@ -9,7 +9,8 @@ import cute_kernels
 from cute_kernels import mhc, reduction
 from tests.thread_cases import OPS, first_calls
 
-NO_OPS = {"check_invariance", "provenance"}  # they call what they are given
+# The first two call what they are given; the third has no backward yet (its threads: tests/attention/test_dispatch.py)
+NO_OPS = {"check_invariance", "provenance", "attention"}
 
 
 def test_every_public_op_is_there():

@@ -1,0 +1,74 @@
+"""Static choices of attention: pure functions of head size, dtype and architecture, never of lengths or the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_SIZES = (64, 128)
+WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
+# Bytes of keys and values that are walked over together: they shall stay in the 50 MB of an H100's L2
+L2_BYTES = 32 << 20
+THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
+
+
+class Grid(NamedTuple):
+    """The absolute grid of keys, a part of the contract: keys of a softmax step, keys of a split."""
+
+    block: int
+    split: int
+
+
+def grid_for(head_size: int) -> Grid:
+    """The grid of a head size. It follows from nothing else: another grid gives other bits."""
+    if head_size > 128:
+        raise ValueError(f"there is no grid of head size {head_size} yet")
+    return Grid(128, 2048)
+
+
+class ForwardSpec(NamedTuple):
+    """The forward of heads of ``head_size`` channels. Lengths, batch, heads and strides are run-time values."""
+
+    dtype: torch.dtype
+    head_size: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """What changes no bit.
+
+    Attributes:
+        warpgroups: that multiply, of 64 rows of queries each: a tile has all their rows.
+        stages: blocks of keys, and of values, in flight.
+        ping_pong: warpgroups issue their products in turn, so that one's softmax runs beside the others' products.
+    """
+
+    warpgroups: int
+    stages: int
+    ping_pong: bool = True
+
+    @property
+    def tile_rows(self) -> int:
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+def forward_config(spec: ForwardSpec) -> ForwardConfig:
+    """Of 128 channels a thread of two warpgroups has 240 registers, which hold S, P and O; of three it has 160."""
+    return FORWARD_CONFIGS[spec.head_size][0]
+
+
+# Of each head size, the first one first
+FORWARD_CONFIGS = {
+    64: (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
+    128: (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+}
+
+
+def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:
+    """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
+    pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)
+    return max(pairs, 1) * group

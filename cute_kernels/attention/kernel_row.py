@@ -1,0 +1,174 @@
+"""The arithmetic of a row of attention: the contract ``kv_grid``, word for word, for all kernels of the family.
+
+A thread holds two rows of a block of scores, as the accumulators of a warpgroup MMA lay them out: element i is of row
+(i // 2) % 2 and of column 8 (i // 4) + 2 (lane % 4) + i % 2. Four lanes share a row.
+
+Every step outside of the products is one named operation (mul.rn, add.rn, fma.rn, ex2.approx.ftz, rcp.approx.ftz,
+lg2.approx.ftz). Of an unnamed x * y + z the compiler makes one operation or two, as it likes, and not the same in two
+kernels. No other module of the family computes with scores, sums or outputs.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.math import RoundingMode
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.attention.config import THRESHOLD
+
+ROWS = 2  # of a thread
+QUAD = 4  # lanes that share a row
+LN2 = math.log(2.0)
+NEAREST = RoundingMode.NEAREST_EVEN
+
+
+def add(a: Float32, b: Float32) -> Float32:
+    return cute.math.add(a, b, rounding=NEAREST)
+
+
+def multiply(a: Float32, b: Float32) -> Float32:
+    return cute.math.mul(a, b, rounding=NEAREST)
+
+
+def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+    return cute.math.fma(a, b, c, rounding=NEAREST)
+
+
+def exp2(x: Float32) -> Float32:
+    return cute.math.exp2(x, fastmath=True)
+
+
+def log2(x: Float32) -> Float32:
+    return cute.math.log2(x, fastmath=True)
+
+
+def choose(condition: Boolean, a: Float32, b: Float32) -> Float32:
+    """``a`` where the condition holds, else ``b``; never by arithmetic."""
+    return Float32(select_(condition, a, b))
+
+
+def infinity() -> Float32:
+    return Float32(math.inf)
+
+
+def row_of(element: int) -> int:
+    """Which of a thread's rows an element is of."""
+    return element // 2 % 2
+
+
+def column_of(element: int) -> int:
+    """An element's column, from the first one of its lane on."""
+    return element // 4 * 8 + element % 2
+
+
+def first_column(lane: Int32) -> Int32:
+    return lane % QUAD * 2
+
+
+def per_row() -> cute.Tensor:
+    """A value of each of the thread's rows."""
+    return cute.make_rmem_tensor((ROWS,), Float32)
+
+
+def reset(maximum: cute.Tensor, total: cute.Tensor):
+    """The state of rows that have seen nothing."""
+    maximum.fill(-math.inf)
+    total.fill(0.0)
+
+
+@cute.jit
+def hide(scores: cute.Tensor, last: tuple):
+    """Scores of invisible keys become -inf; ``last``: of each row, the last visible column from its lane's first."""
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = choose(last[row_of(i)] >= column_of(i), scores[i], -infinity())
+
+
+def row_maximum(scores: cute.Tensor, row: int) -> Float32:
+    """Of a row of the block, the same in its four lanes; NaN is dropped."""
+    first, *values = [scores[i] for i in range(cute.size(scores)) if row_of(i) == row]
+    chains = [first, values.pop()]  # exact in any order; a tree takes registers that are not there
+    for i, value in enumerate(values):
+        chains[i % 2] = cute.arch.fmax(chains[i % 2], value)
+    found = cute.arch.fmax(*chains)
+    for offset in (1, 2):
+        found = cute.arch.fmax(found, cute.arch.shuffle_sync_bfly(found, offset=offset))
+    return found
+
+
+@cute.jit
+def softmax_step(
+    scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, rescale: cute.Tensor, score_scale: Float32
+):
+    """Scores of a block become p, ``maximum`` and ``total`` (of this lane's columns) follow.
+
+    ``rescale`` is what O is to be multiplied with before the block's product is added, 1 where a row's maximum stays.
+    Returns whether a row's moved.
+    """
+    moved, shift = [], []
+    for row in cutlass.range_constexpr(ROWS):
+        old, new = maximum[row], row_maximum(scores, row)
+        empty = old == -infinity()
+        moves = empty | (multiply(add(new, -old), score_scale) > Float32(THRESHOLD))
+        factor = choose(empty, Float32(0.0), exp2(multiply(add(old, -new), score_scale)))
+        rescale[row] = choose(moves, factor, Float32(1.0))
+        total[row] = multiply(total[row], rescale[row])
+        maximum[row] = choose(moves, new, old)
+        zeroed = choose(maximum[row] == -infinity(), Float32(0.0), maximum[row])
+        shift.append(-multiply(zeroed, score_scale))
+        moved.append(moves)
+    for i in cutlass.range_constexpr(cute.size(scores)):  # columns ascending
+        row = row_of(i)
+        scores[i] = exp2(multiply_add(scores[i], score_scale, shift[row]))
+        total[row] = add(total[row], scores[i])
+    return moved[0] | moved[1]
+
+
+def rescale_element(output: Float32, factor: Float32) -> Float32:
+    return multiply(output, factor)
+
+
+def quad_sum(total: Float32) -> Float32:
+    """(l_0 + l_1) + (l_2 + l_3) of the four lanes of a row."""
+    for offset in (1, 2):
+        total = add(total, cute.arch.shuffle_sync_bfly(total, offset=offset))
+    return total
+
+
+@cute.jit
+def merge_rows(
+    merged_maximum: cute.Tensor,
+    merged_total: cute.Tensor,
+    maximum: cute.Tensor,
+    total: cute.Tensor,
+    score_scale: Float32,
+):
+    """A split's (m, l), l of the whole row, into (M, L). Returns what A and what O are multiplied with, by row."""
+    of_merged, of_split = [], []
+    for row in cutlass.range_constexpr(ROWS):
+        before, split = merged_maximum[row], maximum[row]
+        after = cute.arch.fmax(before, split)
+        empty = after == -infinity()
+        a = choose(empty, Float32(1.0), exp2(multiply(add(before, -after), score_scale)))
+        b = choose(empty, Float32(0.0), exp2(multiply(add(split, -after), score_scale)))
+        merged_total[row] = multiply_add(merged_total[row], a, multiply(total[row], b))
+        merged_maximum[row] = after
+        of_merged.append(a)
+        of_split.append(b)
+    return tuple(of_merged), tuple(of_split)
+
+
+def merge_element(merged: Float32, of_merged: Float32, output: Float32, of_split: Float32) -> Float32:
+    return multiply_add(merged, of_merged, multiply(output, of_split))
+
+
+def finish_row(maximum: Float32, total: Float32, score_scale: Float32) -> tuple:
+    """(Whether the row has seen no key, 1 / L, its logsumexp)."""
+    empty = total == Float32(0.0)
+    found = multiply_add(multiply(maximum, score_scale), Float32(LN2), multiply(log2(total), Float32(LN2)))
+    return empty, cute.arch.rcp_approx(total), choose(empty, -infinity(), found)
+
+
+def finish_element(merged: Float32, empty: Boolean, reciprocal: Float32) -> Float32:
+    return choose(empty, Float32(0.0), multiply_add(merged, reciprocal, Float32(0.0)))

@@ -1,0 +1,71 @@
+"""Cases of attention: inputs, errors against fp64, bits."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.attention import reference
+from cute_kernels.attention.config import grid_for
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HEAD_SIZES = (64, 128)
+BLOCK, SPLIT = grid_for(128)
+# Around the steps of the tensor core, warps, warpgroups, blocks, tiles and splits
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 500, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 77)
+
+
+class Inputs(NamedTuple):
+    """(batch, length, heads, head size)"""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    len_q: int
+    len_k: int
+    heads: int
+    pairs: int
+    head_size: int = 128
+    causal: bool = True
+    dtype: torch.dtype = BF16
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch}x{self.len_q}x{self.len_k}-{self.heads}of{self.pairs}-{self.head_size}"
+        return f"{sizes}-{'causal' if self.causal else 'full'}-{str(self.dtype).removeprefix('torch.')}"
+
+
+def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """Scores have a spread that leaves some weights large and many small."""
+
+    def randn(length: int, heads: int, spread: float) -> Tensor:
+        shape = case.batch, length, heads, case.head_size
+        return (spread * torch.randn(shape, generator=generator, device=generator.device)).to(case.dtype)
+
+    return Inputs(
+        randn(case.len_q, case.heads, 2.0), randn(case.len_k, case.pairs, 1.0), randn(case.len_k, case.pairs, 1.0)
+    )
+
+
+def exact(case: Case, inputs: Inputs, **options) -> tuple[Tensor, Tensor]:
+    """out and lse in fp64, of inputs as they are rounded."""
+    wide = [t.double() for t in inputs]
+    return reference.attention(*wide, causal=case.causal, return_lse=True, **options)
+
+
+def rms(t: Tensor) -> float:
+    return t.double().square().mean().sqrt().item()
+
+
+def bits(t: Tensor) -> Tensor:
+    """A tensor's bits, which NaN and signs of zero are a part of."""
+    return t.contiguous().view(torch.int16 if t.itemsize == 2 else torch.int32)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(bits(a), bits(b))

@@ -1,0 +1,45 @@
+"""The kernels of attention compile for SM90 without a GPU, and what came out."""
+
+import re
+
+import pytest
+
+from cute_kernels.attention import prewarm
+from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec
+from tests.attention.cases import BF16
+from tests.cpu.test_compile import check_record
+from tests.ptx import compile_in, kernels_in, left_to_ptxas
+
+
+@pytest.mark.parametrize("job", list(prewarm.specializations("sm_90a")), ids=lambda job: repr(job[1][1:]))
+def test_compiles_without_spills(job):
+    builder, arguments = job
+    check_record(builder.obtain(*arguments).record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [(d, c) for d, found in FORWARD_CONFIGS.items() for c in found[1:]], ids=str)
+def test_other_configs_compile_without_spills(config):
+    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
+
+    check_record(forward_sm90.obtain("sm_90a", ForwardSpec(BF16, config[0], True), config[1]).record)
+
+
+def test_instructions(tmp_path):
+    """Every step outside of the products has a rounding of its own; P comes from registers; nothing is atomic."""
+    program = """
+from cute_kernels.attention import prewarm
+builder, arguments = next(iter(prewarm.specializations("sm_90a")))
+assert builder.obtain(*arguments).origin == "compiled"
+"""
+    compile_in(tmp_path, program)
+    (kernel,) = kernels_in(tmp_path)
+    assert not re.search(r"\b(add|sub|mul|fma|mad)(\.ftz)?\.f32\b", kernel) and left_to_ptxas(kernel) == []
+    assert {m for m in re.findall(r"\b(?:ex2|lg2|rcp)\.[\w.]+", kernel)} == {
+        "ex2.approx.ftz.f32",
+        "lg2.approx.ftz.f32",
+        "rcp.approx.ftz.f32",
+    }
+    assert len(re.findall(r"wgmma\.mma_async[\w.]+ \{[^}]*\}, \{[^}]*\}", kernel)) == 3 * 8
+    assert "cp.async.bulk.tensor.4d.global.shared::cta" in kernel and ".local" not in kernel
+    assert not re.search(r"\b(atom|red)\.", kernel)
