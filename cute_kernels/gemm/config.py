@@ -2,7 +2,7 @@
 
 One fp32 accumulator an element, over the whole K, ascending, in steps of 16, from zero or from what is accumulated
 into: then the tile's shape, the stages, the cluster, the operands' order and the instruction change no bit, and the
-choice may depend on M. tests/gpu/gemm/test_invariance.py holds every pair of candidates together, bit by bit.
+choice may depend on M. tests/gemm/test_kernel_invariance.py holds every pair of candidates together, bit by bit.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ScaleRule:
 
 
 def scale_rule(mode: str, fmt: str) -> ScaleRule:
-    """The rule of a mode for e4m3 or e5m2 elements; tests/cpu/test_mxfp8_reference.py holds it to the definition."""
+    """The rule of a mode for e4m3 or e5m2 elements; tests/mxfp8/test_reference.py holds it to the definition."""
     largest = _LARGEST_EXPONENT[fmt]
     zero = largest << 23
     if mode == "floor":

@@ -7,7 +7,7 @@ import pytest
 from cute_kernels.attention import prewarm
 from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec
 from tests.attention.cases import BF16
-from tests.cpu.test_compile import check_record
+from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
 

@@ -13,7 +13,7 @@ from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, exact, make_inputs, same_bits
 from tests.fakes import fake_kernels
-from tests.thread_cases import first_calls
+from tests.runtime.thread_cases import first_calls
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ import torch
 
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
-from tests.entry import check_entry
 from tests.fakes import attention, gemm, log_prob, mhc, mxfp8, norm, reduction
+from tests.fakes.entry import check_entry
 
 FAMILIES = (attention, gemm, log_prob, mhc, mxfp8, norm, reduction)
 NUM_SMS = 132

@@ -420,7 +420,7 @@ class ProjectionWgmmaBackward(WgmmaProducts):
                             had waited for x's tiles up to c - 2, and said that it read those up to c - 3
             with dout       R's tile c - 1 was asked for before dH's tile c, when its slot was free, for which the other
                             warpgroup had finished tile c - 3: it had waited for x's tiles up to there
-        S is 3 or more (tests/cpu/test_mhc_rings.py).
+        S is 3 or more (tests/mhc/test_rings.py).
         """
         config = self.config
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)

@@ -1,0 +1,37 @@
+"""What is compiled beforehand is all that a whole model of more than 256 tokens needs."""
+
+import pytest
+
+from cute_kernels.gemm import prewarm as gemm
+from cute_kernels.log_prob import launch
+from cute_kernels.log_prob import prewarm as log_prob
+from cute_kernels.mhc import prewarm as mhc
+from cute_kernels.norm import prewarm as norm
+from tests.nn.cases import kernels_of, make_config, with_connections
+
+CHANNELS = 768
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_tables_have_a_whole_model(arch, monkeypatch):
+    """With one stream and with four, with recompute and without, into main_grads and not; the vocabulary in parts."""
+    for module, name in (
+        (norm, "WIDTHS"),
+        (norm, "MODEL_WIDTHS"),
+        (mhc, "CHANNELS"),
+        (mhc, "MODEL_CHANNELS"),
+    ):
+        monkeypatch.setattr(module, name, (CHANNELS,))
+    monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", 2**20)
+    table = {job for family in (gemm, log_prob, mhc, norm) for job in family.specializations(arch)}
+    four = make_config(CHANNELS, layers=2, length=300, heads=6, vocab=4096)
+    one = make_config(CHANNELS, layers=2, length=300, heads=6, vocab=4096, streams=None)
+    configs = [one, four, *(with_connections(four, recompute=True, recompute_layers=layers) for layers in (1, 2))]
+    for main_grad in (False, True):
+        missing = set(kernels_of(configs, arch, batch=1, main_grad=main_grad)) - table
+        assert not missing, [(builder.__name__, arguments) for builder, arguments in missing]
+
+
+def test_the_widths_of_whole_models():
+    assert mhc.MODEL_CHANNELS == norm.MODEL_WIDTHS
+    assert set(mhc.MODEL_CHANNELS) <= set(mhc.CHANNELS) & set(norm.WIDTHS)

@@ -1,0 +1,79 @@
+"""Bitwise: the same call again, and a row of y or dx alone or among others. The contract is rms_norm's."""
+
+import pytest
+import torch
+
+from tests.norm.cases import BF16, FP32, Case, Inputs, call_and_differentiate, make_inputs
+
+# Packed narrow rows, rows of several warps, rows off 16 bytes, rows of a cluster, rows read twice
+CASES = [
+    *(Case("rms", n) for n in (64, 769, 1024, 4096, 16384, 262144)),
+    *(Case("layer", n, weight=FP32, bias=FP32) for n in (64, 769, 1024, 4096, 16384, 32768)),
+    Case("rms", 64, residual=BF16, dh=True),
+    Case("rms", 4096, residual=FP32, dh=True),
+    Case("layer", 769, bias=BF16, residual=BF16, dh=True),
+    Case("rms", 4096, weight=FP32, save="output"),
+]
+ROWS = 8192
+
+
+def rows_of(case: Case, inputs: Inputs, begin: int, end: int) -> Inputs:
+    """A batch of its own, in memory of its own, of these rows."""
+    parts = {}
+    for name in ("x", "residual", "dy", "dh"):
+        tensor = getattr(inputs, name)
+        parts[name] = None if tensor is None else tensor.detach()[begin:end].clone()
+    for name in ("x", "residual"):
+        if parts[name] is not None:
+            parts[name].requires_grad_()
+    return Inputs(weight=inputs.weight, bias=inputs.bias, **parts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_call_again(case, norm, generator, device):
+    """All results, dw and db included; other kernels between the calls, other addresses."""
+    inputs = make_inputs(case, generator, 2**22 + 3 * case.n)
+    first = call_and_differentiate(norm, case, inputs)
+    for attempt in range(3):
+        shift = torch.empty(1000 + 777 * attempt, device=device)
+        again = call_and_differentiate(norm, case, rows_of(case, inputs, 0, len(inputs.x)))
+        del shift
+        for name, result in first.items():
+            assert torch.equal(again[name], result), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_does_not_know_its_batch(case, norm, generator):
+    rows = min(ROWS, 2**28 // case.n)
+    inputs = make_inputs(case, generator, rows * case.n)
+    rows = len(inputs.x)
+    whole = call_and_differentiate(norm, case, inputs)
+    for size in (1, 7, 512):
+        for begin in (0, 1, rows // 2 + 5, rows - size):
+            part = call_and_differentiate(norm, case, rows_of(case, inputs, begin, begin + size))
+            for name in part.keys() - {"dw", "db"}:
+                assert torch.equal(part[name], whole[name][begin : begin + size]), f"{name}, {size} rows from {begin}"
+
+
+@pytest.mark.parametrize("case", [Case("rms", 64), Case("layer", 769, weight=FP32, bias=FP32)], ids=str)
+def test_a_row_does_not_know_its_address(case, norm, generator):
+    """Views of a batch: at 769 columns each row begins elsewhere in its 16 bytes."""
+    inputs = make_inputs(case, generator, 100 * case.n)
+    whole = call_and_differentiate(norm, case, inputs)
+    for begin in range(20):
+        x = inputs.x.detach()[begin : begin + 3].requires_grad_()
+        y = norm(case.kind, x, inputs.weight, inputs.bias, **case.options)
+        y.backward(inputs.dy[begin : begin + 3])
+        assert torch.equal(y, whole["y"][begin : begin + 3]) and torch.equal(x.grad, whole["dx"][begin : begin + 3])
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], *(Case("layer", n, weight=FP32, bias=FP32) for n in (769, 4096))], ids=str
+)
+def test_y_does_not_depend_on_training(case, norm, generator):
+    """With and without autograd: the statistics are stored or not."""
+    inputs = make_inputs(case, generator, 100 * case.n)
+    trained = norm(case.kind, inputs.x, inputs.weight, inputs.bias, **case.options)
+    with torch.no_grad():
+        inferred = norm(case.kind, inputs.x, inputs.weight, inputs.bias, **case.options)
+    assert torch.equal(trained, inferred)

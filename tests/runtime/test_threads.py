@@ -1,0 +1,36 @@
+"""Threads that make the first calls of every public op together, on a machine without a GPU."""
+
+import inspect
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import mhc, reduction
+from tests.runtime.thread_cases import OPS, first_calls
+
+# The first two call what they are given; the third has no backward yet (its threads: tests/attention/test_dispatch.py)
+NO_OPS = {"check_invariance", "provenance", "attention"}
+
+
+def test_every_public_op_is_there():
+    """A function that is exported is called by threads, here and on a GPU."""
+    modules = {"": cute_kernels, "mhc.": mhc, "reduction.": reduction}
+    public = {
+        prefix + name
+        for prefix, module in modules.items()
+        for name in module.__all__
+        if inspect.isfunction(getattr(module, name))
+    }
+    assert public - NO_OPS == set(OPS)
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
+@pytest.mark.parametrize("op", OPS)
+def test_first_calls(op, autograd, generator):
+    first_calls(OPS[op](generator, 40), autograd)
+
+
+def test_a_failure_in_a_thread_shows():
+    with pytest.raises(ZeroDivisionError):
+        first_calls((lambda x: 1 // 0, (torch.zeros(1),)), False)

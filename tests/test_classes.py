@@ -1,0 +1,100 @@
+"""Each kernel class compiles once for each architecture, without a GPU.
+
+`make test` compiles these kernels; tests that are marked `exhaustive` compile all others.
+"""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import cute_kernels
+from cute_kernels.cli.demo import ARCHS, representatives
+from cute_kernels.gemm.config import BLOCK
+from cute_kernels.mxfp8.config import DualConfig
+from jit_cache.prewarm import discover
+from tests.gemm import test_compile as test_gemm_compile
+from tests.mhc import test_compile as test_mhc_compile
+from tests.norm.test_compile import check_record
+
+FAMILIES = ("gemm", "mhc", "mxfp8", "norm", "reduction")
+ONE_ARCH = {"Sm90": "sm_90a", "Sm100": "sm_100a", "QuantizeDual": "sm_90a"}  # by the end of a class's name
+
+
+def shipped(family: str, arch: str) -> list:
+    return [job for job in discover("cute_kernels", [arch]) if job[0].kernel.startswith(f"cute_kernels.{family}.")]
+
+
+def others(family: str, arch: str) -> list:
+    """Of classes that are not the first of a builder: products by any strides, in turns, transposed, in blocks; the
+    quantizers' ring; hyper-connections that the tables do not have.
+    """
+    if family == "gemm":
+        from cute_kernels.gemm.kernel import gemm
+
+        first = {}
+        for config, transposed in test_gemm_compile.kernels(arch):
+            in_blocks = config is not None and config.loads_blocks(arch, ("k", "k"), BLOCK)
+            kind = config is None, config is not None and config.ping_pong, transposed, in_blocks
+            first.setdefault(kind, (config, transposed))
+        return [(gemm, test_gemm_compile.arguments(arch, kernel)) for kernel in first.values()]
+    if family == "mhc":
+        calls = [call for calls in test_mhc_compile.CALLS.values() for call in calls]
+        table = {builder for builder, _ in shipped("mhc", arch)}
+        return [job for job in representatives(test_mhc_compile.jobs_of(arch, *calls)) if job[0] not in table]
+    if family == "mxfp8":
+        rings = (job for job in shipped("mxfp8", arch) if any(isinstance(value, DualConfig) for value in job[1]))
+        return list(rings)[:1]
+    return []
+
+
+def chosen(family: str, arch: str) -> list:
+    return list(dict.fromkeys([*representatives(shipped(family, arch)), *others(family, arch)]))
+
+
+def kernel_classes(family: str, arch: str) -> set[type]:
+    """The classes with a `@cute.kernel`, their own or a base's; the norms have what all families share."""
+    places = [f"cute_kernels.{family}.kernel", *(["cute_kernels.common."] if family == "norm" else [])]
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(cute_kernels.__path__, "cute_kernels.")
+        if found.name.startswith(tuple(places))
+    ]
+    classes = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    return {
+        found
+        for found in classes
+        if all(arch == only for end, only in ONE_ARCH.items() if found.__name__.endswith(end))
+        and any("@cute.kernel" in inspect.getsource(base) for base in found.__mro__ if base is not object)
+    }
+
+
+def is_of(kernel: dict, found: type) -> bool:
+    """Whether a compiled kernel's name says that it is a class's."""
+    return f"{found.__module__.replace('.', '')}{found.__name__}_object" in kernel["name"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_class_compiles(family, arch):
+    kernels = []
+    for builder, arguments in chosen(family, arch):
+        record = builder.obtain(*arguments).record
+        assert record["key"]["arch"] == arch
+        check_record(record)
+        kernels += record["kernels"]
+    classes = kernel_classes(family, arch)
+    assert classes and {found for found in classes if any(is_of(kernel, found) for kernel in kernels)} == classes
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_each_builder_that_is_shipped_is_among_them(arch):
+    jobs = [job for family in FAMILIES for job in chosen(family, arch)]
+    assert {builder for builder, _ in discover("cute_kernels", [arch])} <= {builder for builder, _ in jobs}
+    assert len(jobs) < 60
