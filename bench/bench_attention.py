@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import both_ways, harness
-from bench.both_ways import Calls
+from bench import forward_backward, harness
+from bench.forward_backward import Calls
 from cute_kernels import attention
 from cute_kernels.attention import reference
 from jit_cache import command
@@ -121,7 +121,7 @@ def fp64_truth(case: Attention, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
 
 
 def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
-    return both_ways.autograd_calls(function, (inputs.q, inputs.k, inputs.v), ())
+    return forward_backward.autograd_calls(function, (inputs.q, inputs.k, inputs.v), ())
 
 
 def _cute_kernels(case: Attention, inputs: Inputs) -> Calls:
@@ -168,7 +168,7 @@ PACKAGES = {"flash_attn_4": ("flash_attn.cute",)}  # what a provider imports, wh
 
 def compile_own_kernels(cases: Iterable[Attention], device: harness.Device) -> None:
     few = (replace(case, batch=1, length=128, heads=1, pairs=1) for case in cases)
-    both_ways.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
+    forward_backward.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
 
 
 def measure_attention(
@@ -178,12 +178,14 @@ def measure_attention(
     inputs = make_inputs(case, device.name)
     calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
     truth = fp64_truth(case, inputs)
-    return both_ways.measure(case, directions, calls, truth, device, sample=lambda out: out[:, inputs.rows], **options)
+    return forward_backward.measure(
+        case, directions, calls, truth, device, sample=lambda out: out[:, inputs.rows], **options
+    )
 
 
 def run(cases: Sequence[Attention], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
-    return both_ways.run(
+    return forward_backward.run(
         cases, measure_attention, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
     )
 
@@ -197,7 +199,7 @@ def print_rates(measurements: Sequence[harness.Measurement]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return both_ways.names(attentions(quick))
+        return forward_backward.names(attentions(quick))
 
     options = harness.parse(
         "attention", __doc__.splitlines()[0], "length 8192", tuple(PROVIDERS), PROVIDERS, names, arguments

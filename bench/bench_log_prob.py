@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 import cute_kernels
-from bench import both_ways, harness
+from bench import forward_backward, harness
 from jit_cache import command
 
 TRAIN = ((4096, 32000, 4096), (4096, 151936, 4096), (8192, 128256, 4096))
@@ -169,7 +169,7 @@ def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call:
     if direction == "step":
         return functools.partial(step, LOSSES[provider](), inputs)
     function = FUNCTIONS[provider]()
-    forward, make_backward = both_ways.autograd_calls(
+    forward, make_backward = forward_backward.autograd_calls(
         lambda x, weight: function(x, weight, inputs.target), (inputs.x, inputs.weight), (inputs.g, inputs.h)
     )
     return forward if direction == "fwd" else make_backward()

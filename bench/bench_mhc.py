@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench import both_ways, harness
-from bench.both_ways import Calls
+from bench import forward_backward, harness
+from bench.forward_backward import Calls
 from cute_kernels import mhc
 from cute_kernels.mhc import reference
 from jit_cache import command
@@ -392,7 +392,7 @@ def _cute_kernels(connection: Connection, inputs: Inputs) -> Calls:
             layout=connection.layout,
         )
 
-    _, make_backward = both_ways.autograd_calls(layer, list(inputs.tensors.values()), (dout,))
+    _, make_backward = forward_backward.autograd_calls(layer, list(inputs.tensors.values()), (dout,))
     return forward, make_backward
 
 
@@ -480,7 +480,7 @@ PACKAGES = {"transformer_engine": ("transformer_engine.pytorch.triton.mhc",)}  #
 
 def compile_own_kernels(cases: Iterable[Connection], device: harness.Device) -> None:
     few = (dataclasses.replace(connection, tokens=128) for connection in cases)
-    both_ways.compile_kernels(
+    forward_backward.compile_kernels(
         lambda connection: _cute_kernels(connection, make_inputs(connection, device.name)), few, device
     )
 
@@ -493,13 +493,13 @@ def measure_connection(
     calls = {provider: functools.partial(PROVIDERS[provider], connection, inputs) for provider in providers}
     truth = fp64_truth(connection, inputs)
     least = {direction: least_errors(connection, truth[direction]) for direction in directions}
-    return both_ways.measure(connection, directions, calls, truth, device, least=least, **options)
+    return forward_backward.measure(connection, directions, calls, truth, device, least=least, **options)
 
 
 def run(cases: Sequence[Connection], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
     with tf32_products():
-        return both_ways.run(
+        return forward_backward.run(
             cases, measure_connection, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
         )
 
@@ -572,7 +572,7 @@ def print_summary(measurements: Sequence[harness.Measurement], console: Console 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return both_ways.names(connections(quick))
+        return forward_backward.names(connections(quick))
 
     options = harness.parse(
         "mhc", __doc__.splitlines()[0], "one shape an op", tuple(PROVIDERS), tuple(PROVIDERS), names, arguments
@@ -586,7 +586,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _autograd_calls(function: Callable[..., Sequence[Tensor]], inputs: Inputs) -> Calls:
-    return both_ways.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
+    return forward_backward.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
 
 
 def _first_columns(call: harness.Call, columns: int) -> harness.Call:

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cute_kernels
-from bench import both_ways, harness
-from bench.both_ways import Calls
+from bench import forward_backward, harness
+from bench.forward_backward import Calls
 from cute_kernels.norm import reference
 from jit_cache import command
 
@@ -302,7 +302,7 @@ PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider 
 
 def compile_own_kernels(cases: Iterable[Norm], device: harness.Device) -> None:
     few = (dataclasses.replace(norm, rows=128) for norm in cases)
-    both_ways.compile_kernels(lambda norm: _cute_kernels(norm, make_inputs(norm, device.name)), few, device)
+    forward_backward.compile_kernels(lambda norm: _cute_kernels(norm, make_inputs(norm, device.name)), few, device)
 
 
 def measure_norm(
@@ -311,19 +311,19 @@ def measure_norm(
     """One measurement for each direction."""
     inputs = make_inputs(norm, device.name)
     calls = {provider: functools.partial(PROVIDERS[provider], norm, inputs) for provider in providers}
-    return both_ways.measure(norm, directions, calls, fp64_truth(norm, inputs), device, **options)
+    return forward_backward.measure(norm, directions, calls, fp64_truth(norm, inputs), device, **options)
 
 
 def run(cases: Sequence[Norm], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
-    return both_ways.run(
+    return forward_backward.run(
         cases, measure_norm, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return both_ways.names(norms(quick))
+        return forward_backward.names(norms(quick))
 
     options = harness.parse(
         "norm", __doc__.splitlines()[0], "three shapes an op", tuple(PROVIDERS), PROVIDERS, names, arguments
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _autograd_calls(function: Callable[..., Tensor | Sequence[Tensor]], inputs: Inputs) -> Calls:
-    return both_ways.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
+    return forward_backward.autograd_calls(function, list(inputs.tensors.values()), inputs.grad_outputs)
 
 
 def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import both_ways, harness
-from bench.both_ways import Calls
+from bench import forward_backward, harness
+from bench.forward_backward import Calls
 from cute_kernels import reduction
 from jit_cache import command
 
@@ -128,7 +128,7 @@ def _dim(case: Reduction) -> int:
 
 
 def _calls(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Calls:
-    return both_ways.autograd_calls(function, [inputs.x], (inputs.dy,))
+    return forward_backward.autograd_calls(function, [inputs.x], (inputs.dy,))
 
 
 def _cute_kernels(case: Reduction, inputs: Inputs) -> Calls:
@@ -184,7 +184,7 @@ PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider 
 
 def compile_own_kernels(cases: Iterable[Reduction], device: harness.Device) -> None:
     few = (dataclasses.replace(case, rows=512) for case in cases)
-    both_ways.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
+    forward_backward.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
 
 
 def measure_reduction(
@@ -193,19 +193,19 @@ def measure_reduction(
     """One measurement for each direction."""
     inputs = make_inputs(case, device.name)
     calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
-    return both_ways.measure(case, directions, calls, fp64_truth(case, inputs), device, **options)
+    return forward_backward.measure(case, directions, calls, fp64_truth(case, inputs), device, **options)
 
 
 def run(cases: Sequence[Reduction], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
-    return both_ways.run(
+    return forward_backward.run(
         cases, measure_reduction, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return both_ways.names(reductions(quick))
+        return forward_backward.names(reductions(quick))
 
     options = harness.parse(
         "reduction", __doc__.splitlines()[0], "two shapes an op", tuple(PROVIDERS), PROVIDERS, names, arguments

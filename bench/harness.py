@@ -114,7 +114,7 @@ class Captured:
 
 
 class Device(Protocol):
-    """What `measure` needs of a device; the tests put a stand-in here."""
+    """What `measure` needs of a device; the tests put a fake here."""
 
     name: str
 

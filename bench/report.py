@@ -245,6 +245,12 @@ SECTIONS = {
         "gradients. torch and torch.compile keep the logits in memory, so their backward multiplies twice where ours "
         "multiplies three times.",
     ),
+    "attention": Section(
+        "Attention",
+        "Forward; shapes are batch x length x heads x heads of keys and values x head size.",
+        has_copy=False,
+        note="torch is SDPA with its cuDNN backend, torch_flash with its own. flash-attn-4 was not installed there.",
+    ),
     "mhc": Section(
         "Hyper-connections",
         "Shapes are tokens x streams x channels. A layer is `pre` and `expand_combine` around a sublayer that takes no "

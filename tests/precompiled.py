@@ -8,7 +8,7 @@ from jit_cache import prewarm
 from jit_cache.prewarm import Job, default_workers
 
 
-def compile_beforehand(jobs: Iterable[Job]) -> None:
+def precompile(jobs: Iterable[Job]) -> None:
     """What fails to compile fails again where it is used.
 
     Of pytest's processes each goes through all of them in an order of its own and finds what others have compiled:

@@ -49,7 +49,7 @@ EXACT = frozenset([
 COLLECTIVES = ("c10d", "_c10d_functional")
 
 
-def adds_nothing_up(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+def is_non_reducing(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether an operator may run as it is."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.name in ("accumulate", "reduce") and kwargs.get(argument.name, (args[i:] or [False])[0]):

@@ -269,7 +269,7 @@ class _Replacing(TorchDispatchMode):
             result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        elif aten.adds_nothing_up(func, args, kwargs):
+        elif aten.is_non_reducing(func, args, kwargs):
             return func(*args, **kwargs)
         else:
             with self:  # linear and matmul come whole under inference_mode

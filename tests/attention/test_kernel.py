@@ -27,7 +27,7 @@ from tests.attention.cases import (
     rms,
     same_bits,
 )
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_beforehand():
+def precompiled():
     """One after the other the kernels take some seconds each."""
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
@@ -52,7 +52,7 @@ def compiled_beforehand():
         for causal in (True, False)
         for config in FORWARD_CONFIGS[d]
     ]
-    compile_beforehand([*prewarm.specializations("sm_90a"), *others])
+    precompile([*prewarm.specializations("sm_90a"), *others])
 
 
 def run(inputs: Inputs, causal: bool, **options) -> tuple[Tensor, Tensor]:

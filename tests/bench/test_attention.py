@@ -4,7 +4,7 @@ import pytest
 
 from bench import bench_attention
 from bench.bench_attention import Attention
-from tests.bench.test_harness import StandIn
+from tests.bench.test_harness import FakeDevice
 
 
 def test_cases():
@@ -24,6 +24,6 @@ def test_what_is_counted():
 def test_providers_are_right(variant):
     case, providers = Attention(2, 70, 4, 2, 64, variant), ["cute_kernels", "torch"]
     (found,) = bench_attention.measure_attention(
-        case, case.directions, providers, StandIn(), repetitions=3, breakdown=False
+        case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and set(found.results) == set(providers)

@@ -1,4 +1,4 @@
-"""bench_gemm's logic on the CPU: cases, inputs, what is checked, tables and report; a stand-in measures."""
+"""bench_gemm's logic on the CPU: cases, inputs, what is checked, tables and report; a fake device measures."""
 
 import contextlib
 import functools
@@ -9,13 +9,13 @@ import torch
 
 from bench import bench_gemm, harness, report, saved
 from bench.bench_gemm import FLOOR, Gemm
-from tests.bench.test_harness import ENVIRONMENT, SCHEMA, StandIn, rows
+from tests.bench.test_harness import ENVIRONMENT, SCHEMA, FakeDevice, rows
 
 BATCH = Gemm(70, 80, 48, variant="batch", entries=3)
 SMALL = [Gemm(96, 80, 48), Gemm(96, 80, 48, "dA"), Gemm(96, 80, 48, "dB"), Gemm(3, 80, 48, variant="decode")]
 
 
-class InPlace(StandIn):
+class InPlace(FakeDevice):
     """Hands out the very tensors that a call writes, as a graph does."""
 
     def capture(self, call):
@@ -99,7 +99,7 @@ def test_sample_of_a_batch():
 def test_providers_agree_with_fp64(gemm):
     """Ours (the reference, on the CPU) and torch compute the same."""
     own = gemm.variant in ("bias_gelu", "batch")  # linear and bmm return another tensor each time
-    device = StandIn() if own else InPlace()
+    device = FakeDevice() if own else InPlace()
     found = measure(gemm, ["cute_kernels", "cublas"], device=device)
     assert found.failures == {}
     assert list(found.results) == ["cute_kernels", "cublas"]

@@ -1,4 +1,4 @@
-"""The benchmark's logic on the CPU: a stand-in device takes the place of graphs and events."""
+"""The benchmark's logic on the CPU: a fake device takes the place of graphs and events."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_norm, both_ways, figures, harness, report, saved
+from bench import bench_norm, figures, forward_backward, harness, report, saved
 from bench.bench_norm import Norm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ SCHEMA = [
 ]
 
 
-class StandIn:
+class FakeDevice:
     """Runs calls on the CPU; the times are 10, 20, ... us in the order of the calls, the copy last."""
 
     name = "cpu"
@@ -102,7 +102,7 @@ def exact() -> Tensor:
 def test_measure_reports_median_and_error(exact):
     rounded = exact.bfloat16()
     makers = {"cute_kernels": returns(rounded), "torch": returns(rounded)}
-    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact}, FakeDevice())
     assert measurement.failures == {}
     assert measurement.copy_us == 30.0
     ours = measurement.results["cute_kernels"]
@@ -124,7 +124,7 @@ def test_measure_reports_median_and_error(exact):
 def test_wrong_result_is_refused(exact, damage):
     rounded = exact.bfloat16()
     makers = {"torch": returns(rounded), "cute_kernels": returns(damage(rounded))}
-    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact}, FakeDevice())
     assert "wrong result: y" in measurement.failures["cute_kernels"]
     assert [line["provider"] for line in harness.lines(measurement, ENVIRONMENT)] == ["torch"]
 
@@ -132,14 +132,14 @@ def test_wrong_result_is_refused(exact, damage):
 def test_missing_output_is_refused(exact):
     rounded = exact.bfloat16()
     makers = {"torch": returns(rounded, rounded), "cute_kernels": returns(rounded)}
-    measurement = harness.measure(CASE, makers, {"y": exact, "sum": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact, "sum": exact}, FakeDevice())
     assert "wrong result" in measurement.failures["cute_kernels"]
 
 
 def test_output_that_the_replay_does_not_write_is_refused(exact):
     """Work captured only in part (launched on another stream, say) leaves the NaN that is put there first."""
 
-    class CapturesOnlyTorch(StandIn):
+    class CapturesOnlyTorch(FakeDevice):
         def capture(self, call):
             captured = super().capture(call)
             return captured if call is torch_call else dataclasses.replace(captured, replay=lambda: None)
@@ -159,7 +159,7 @@ def test_failing_provider_does_not_stop_the_others(exact):
         raise RuntimeError("no kernel for this size\nand a long trace")
 
     makers = {"quack": fails, "torch": returns(rounded), "liger": lambda: fails, "cute_kernels": returns(rounded)}
-    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact}, FakeDevice())
     assert list(measurement.results) == ["torch", "cute_kernels"]
     assert measurement.failures == dict.fromkeys(["quack", "liger"], "RuntimeError: no kernel for this size")
     assert measurement.copy_us == 30.0
@@ -168,11 +168,11 @@ def test_failing_provider_does_not_stop_the_others(exact):
 def test_an_output_of_integers_does_not_stop_the_others(exact):
     rounded = exact.bfloat16()
     makers = {"quack": returns(rounded.int()), "torch": returns(rounded), "cute_kernels": returns(rounded)}
-    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact}, FakeDevice())
     assert list(measurement.results) == ["torch", "cute_kernels"]
     assert list(measurement.failures) == ["quack"]
     makers = {"torch": returns(rounded.int()), "cute_kernels": returns(rounded)}
-    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact}, FakeDevice())
     assert measurement.results == {} and list(measurement.failures) == ["torch", "cute_kernels"]
 
 
@@ -181,7 +181,7 @@ def test_without_the_yardstick_its_error_is_told(exact):
         raise torch.OutOfMemoryError("no memory")
 
     makers = {"torch": fails, "cute_kernels": returns(exact.bfloat16()), "quack": lambda: None}
-    measurement = harness.measure(CASE, makers, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, makers, {"y": exact}, FakeDevice())
     assert measurement.results == {}
     assert measurement.failures == {
         "torch": "OutOfMemoryError: no memory",
@@ -190,7 +190,7 @@ def test_without_the_yardstick_its_error_is_told(exact):
 
 
 def test_a_profiler_that_fails_leaves_the_times(exact):
-    class NoProfiler(StandIn):
+    class NoProfiler(FakeDevice):
         def kernels(self, call):
             raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
 
@@ -201,7 +201,7 @@ def test_a_profiler_that_fails_leaves_the_times(exact):
 
 
 def test_lines_have_the_schema(exact):
-    measurement = harness.measure(CASE, {"torch": returns(exact.float())}, {"y": exact}, StandIn())
+    measurement = harness.measure(CASE, {"torch": returns(exact.float())}, {"y": exact}, FakeDevice())
     (line,) = harness.lines(measurement, ENVIRONMENT)
     assert list(line) == SCHEMA
     assert json.loads(json.dumps(line)) == line
@@ -260,7 +260,7 @@ def test_commit_without_git(monkeypatch, tmp_path):
 def test_table(exact, capsys):
     rounded = exact.bfloat16()
     makers = {"cute_kernels": returns(rounded), "torch": returns(rounded), "quack": lambda: exact.no_such_method}
-    harness.print_table([harness.measure(CASE, makers, {"y": exact}, StandIn())])
+    harness.print_table([harness.measure(CASE, makers, {"y": exact}, FakeDevice())])
     head, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head[:4] == ["op", "dir", "shape", "variant"]
     assert row[:9] == ["rms_norm", "fwd", "4x8", "plain", "10.0", "30.0", "3.000", "0.90", "ok"]
@@ -320,7 +320,7 @@ def test_providers_agree_with_fp64(op, variant, dtype):
     """Ours (the reference, on the CPU) and torch compute the same outputs and the same set of gradients."""
     norm = Norm(op, 64, 256, dtype, variant)
     providers = ["cute_kernels", "torch"]
-    found = bench_norm.measure_norm(norm, norm.directions, providers, StandIn(), repetitions=3, breakdown=False)
+    found = bench_norm.measure_norm(norm, norm.directions, providers, FakeDevice(), repetitions=3, breakdown=False)
     assert [measurement.case.direction for measurement in found] == list(norm.directions)
     for measurement in found:
         assert measurement.failures == {}
@@ -338,7 +338,12 @@ def test_provider_that_cannot_be_set_up_is_reported(monkeypatch):
     monkeypatch.setitem(bench_norm.PROVIDERS, "quack", broken)
     monkeypatch.setitem(bench_norm.PROVIDERS, "liger", lambda norm, inputs: None)
     found = bench_norm.measure_norm(
-        Norm("rms_norm", 8, 16), ["fwd", "bwd"], ["torch", "quack", "liger"], StandIn(), repetitions=3, breakdown=False
+        Norm("rms_norm", 8, 16),
+        ["fwd", "bwd"],
+        ["torch", "quack", "liger"],
+        FakeDevice(),
+        repetitions=3,
+        breakdown=False,
     )
     for measurement in found:
         assert list(measurement.results) == ["torch"]
@@ -353,9 +358,9 @@ def test_provider_that_is_not_installed_is_skipped_with_a_word(capsys, name):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """`run` measures with the stand-in."""
+    """`run` measures with the fake device."""
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", StandIn)
+    monkeypatch.setattr(harness, "CudaDevice", FakeDevice)
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
 
 
@@ -582,7 +587,7 @@ def test_figures_are_small_and_well_formed():
     assert "0.50×" in made[1] and "9.00×" in made[1] and "&lt;family&gt;" in made[1]
 
 
-def test_kernels_are_compiled_beforehand():
+def test_kernels_ares_precompiled():
     """Each case once, its backward where it has one; of one that fails the measurement tells."""
     calls = []
 
@@ -599,5 +604,5 @@ def test_kernels_are_compiled_beforehand():
     assert both.directions == broken.directions == ("fwd", "bwd") and alone.directions == ("fwd",)
     synchronized = []
     device = SimpleNamespace(synchronize=lambda: synchronized.append(len(calls)))
-    both_ways.compile_kernels(make, [broken, both, alone, both], device)
+    forward_backward.compile_kernels(make, [broken, both, alone, both], device)
     assert calls == [(broken, "fwd"), (both, "fwd"), (both, "bwd"), (alone, "fwd")] and synchronized == [4]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import bench_host, harness, report, saved
-from tests.bench.test_harness import ENVIRONMENT, StandIn
+from tests.bench.test_harness import ENVIRONMENT, FakeDevice
 from tests.bench.test_harness import rows as table_rows
 
 
@@ -30,7 +30,7 @@ def test_cases():
 @pytest.mark.parametrize("host", bench_host.host_cases(), ids=lambda host: f"{host.op}-{host.variant}")
 def test_measured_beside_torch_and_the_floor(host, launches, capsys):
     providers = list(bench_host.PROVIDERS)
-    found = bench_host.measure_host(host, providers, StandIn(), repetitions=3, breakdown=False)
+    found = bench_host.measure_host(host, providers, FakeDevice(), repetitions=3, breakdown=False)
     assert found.failures == {} and set(found.results) == set(providers)
     x, weight, bias, y, statistics, *_ = launches[0]
     training = host.variant == "training"
@@ -51,14 +51,14 @@ def test_the_round_that_counts(guide, monkeypatch):
     host, providers = bench_host.host_cases()[0], [bench_host.OURS, bench_host.TORCH]
     if guide == bench_host.FLOOR:
         providers.append(bench_host.FLOOR)
-    found = bench_host.measure_host(host, providers[:2], StandIn(), repetitions=3, breakdown=False)
+    found = bench_host.measure_host(host, providers[:2], FakeDevice(), repetitions=3, breakdown=False)
     times = [
         {bench_host.OURS: 9.0 + i, guide: 7.0 - i % 3, bench_host.TORCH: 10.0 - i % 3} for i in range(bench_host.ROUNDS)
     ]
     one = next(iter(found.results.values()))
     rounds = iter([{name: dataclasses.replace(one, host_us=us) for name, us in row.items()} for row in times])
     monkeypatch.setattr(harness, "measure", lambda *args, **options: dataclasses.replace(found, results=next(rounds)))
-    chosen = bench_host.measure_host(host, providers, StandIn(), repetitions=3, breakdown=False)
+    chosen = bench_host.measure_host(host, providers, FakeDevice(), repetitions=3, breakdown=False)
     assert chosen.results[bench_host.OURS].host_us == 11.0
 
 
@@ -72,7 +72,7 @@ def test_the_floor_of_training_saves_what_a_backward_needs(launches):
 
 def test_run_writes_and_stops(launches, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: FakeDevice())
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
     path = tmp_path / "one.jsonl"
     providers = [bench_host.OURS, bench_host.FLOOR]

@@ -7,7 +7,7 @@ import torch
 
 from bench import bench_log_prob, harness, report, saved
 from bench.bench_log_prob import COMPILED, FLOOR, OURS, TORCH, LogProb
-from tests.bench.test_harness import ENVIRONMENT, StandIn, rows
+from tests.bench.test_harness import ENVIRONMENT, FakeDevice, rows
 
 SIZE = LogProb(40, 130, 64)
 
@@ -39,7 +39,9 @@ def test_truth_some_tokens_at_a_time(monkeypatch):
 
 def test_all_providers_are_right(capsys):
     providers = [OURS, TORCH, FLOOR]
-    found = bench_log_prob.measure_log_prob(SIZE, ["fwd", "bwd"], providers, StandIn(), repetitions=3, breakdown=False)
+    found = bench_log_prob.measure_log_prob(
+        SIZE, ["fwd", "bwd"], providers, FakeDevice(), repetitions=3, breakdown=False
+    )
     assert [m.case.direction for m in found] == ["fwd", "bwd"]
     for m in found:
         assert m.failures == {} and set(m.results) == set(providers)
@@ -56,7 +58,7 @@ def test_all_providers_are_right(capsys):
 def test_a_step_of_a_loss():
     """Ours and torch's are right, and the bare products are not looked at."""
     size, providers = LogProb(40, 130, 64, "loss"), [OURS, TORCH, FLOOR]
-    (m,) = bench_log_prob.measure_log_prob(size, ["step"], providers, StandIn(), repetitions=3, breakdown=False)
+    (m,) = bench_log_prob.measure_log_prob(size, ["step"], providers, FakeDevice(), repetitions=3, breakdown=False)
     assert m.failures == {} and set(m.results) == set(providers)
     assert set(m.results[OURS].error) == {"loss", "dx", "dw"}
 
@@ -67,7 +69,7 @@ def test_a_wrong_result_is_a_failure(monkeypatch):
         bench_log_prob.cute_kernels, "linear_log_prob", lambda x, w, t: tuple(1.1 * r for r in real(x, w, t))
     )
     for m in bench_log_prob.measure_log_prob(
-        SIZE, ["fwd", "bwd"], [OURS, TORCH], StandIn(), repetitions=3, breakdown=False
+        SIZE, ["fwd", "bwd"], [OURS, TORCH], FakeDevice(), repetitions=3, breakdown=False
     ):
         assert m.failures[OURS].startswith("wrong result") and OURS not in m.results
 
@@ -83,7 +85,7 @@ def test_the_compiled_peer_is_the_same_function():
 
 def test_run_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: FakeDevice())
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
     path = tmp_path / "one.jsonl"
     bench_log_prob.run([SIZE], [OURS], pattern="fwd", commit="abc", outputs=[path])

@@ -1,4 +1,4 @@
-"""bench_mhc's logic on the CPU: cases, inputs, providers, what is checked, tables and report; a stand-in measures."""
+"""bench_mhc's logic on the CPU: cases, inputs, providers, what is checked, tables, report; a fake device measures."""
 
 import contextlib
 import functools
@@ -12,12 +12,12 @@ import torch
 from bench import bench_mhc, harness, report, saved
 from bench.bench_mhc import Connection
 from cute_kernels.mhc import reference
-from tests.bench.test_harness import ENVIRONMENT, SCHEMA, StandIn, rows
+from tests.bench.test_harness import ENVIRONMENT, SCHEMA, FakeDevice, rows
 
 SMALL = [Connection(op, 24, 40, layout=layout) for op in bench_mhc.OUTPUTS for layout in bench_mhc.LAYOUTS]
 OURS = ["cute_kernels", "torch"]
 
-measure = functools.partial(bench_mhc.measure_connection, device=StandIn(), repetitions=3, breakdown=False)
+measure = functools.partial(bench_mhc.measure_connection, device=FakeDevice(), repetitions=3, breakdown=False)
 
 
 def test_cases_are_those_of_the_specification():
@@ -225,9 +225,9 @@ def test_error_that_counts_as_rounding(monkeypatch):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """`run` measures with the stand-in."""
+    """`run` measures with the fake device."""
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", StandIn)
+    monkeypatch.setattr(harness, "CudaDevice", FakeDevice)
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
 
 

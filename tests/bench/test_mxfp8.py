@@ -1,4 +1,4 @@
-"""bench_mxfp8's logic on the CPU: cases, bytes, what is checked, tables and report; a stand-in measures."""
+"""bench_mxfp8's logic on the CPU: cases, bytes, what is checked, tables and report; a fake device measures."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ import torch
 
 from bench import bench_mxfp8, harness, report, saved
 from bench.bench_mxfp8 import Quantize
-from tests.bench.test_harness import ENVIRONMENT, SCHEMA, StandIn, rows
+from tests.bench.test_harness import ENVIRONMENT, SCHEMA, FakeDevice, rows
 
 SMALL = [
     Quantize("quantize_3d_colwise", (2, 64, 96)),
@@ -23,7 +23,7 @@ SMALL = [
     Quantize("quantize_dual", (64, 96), dtype=torch.float16),
     *(Quantize("dequantize", shape, variant=v) for shape in ((64, 96), (2, 64, 96)) for v in ("rows", "columns")),
 ]
-measure = functools.partial(bench_mxfp8.measure_quantize, device=StandIn(), repetitions=3, breakdown=False)
+measure = functools.partial(bench_mxfp8.measure_quantize, device=FakeDevice(), repetitions=3, breakdown=False)
 
 
 def test_cases_are_those_of_the_specification():
@@ -133,7 +133,7 @@ def test_a_failure_of_ours_leaves_the_other_cases(monkeypatch):
 
 def test_run_writes_and_prints(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: FakeDevice())
     monkeypatch.setattr(harness, "environment", lambda commit: {**ENVIRONMENT, "commit": commit})
     path = tmp_path / "one.jsonl"
     found = bench_mxfp8.run(SMALL, ["cute_kernels"], pattern="3d_dual", commit="abc", outputs=[path])

@@ -5,7 +5,7 @@ import torch
 
 from bench import bench_reduction
 from bench.bench_reduction import OPS, Reduction
-from tests.bench.test_harness import StandIn
+from tests.bench.test_harness import FakeDevice
 
 
 def test_cases():
@@ -33,7 +33,7 @@ def test_providers_are_right(op, dtype, variant):
     case = Reduction(op, 64, 256, dtype, variant)
     providers = ["cute_kernels", "torch"]
     found = bench_reduction.measure_reduction(
-        case, case.directions, providers, StandIn(), repetitions=3, breakdown=False
+        case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )
     assert [m.case.direction for m in found] == list(case.directions)
     for m in found:

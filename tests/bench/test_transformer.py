@@ -1,4 +1,4 @@
-"""The transformer's benchmark on the CPU: a stand-in device takes the place of graphs and events."""
+"""The transformer's benchmark on the CPU: a fake device takes the place of graphs and events."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import torch
 from bench import bench_transformer, harness, report, saved
 from bench.bench_transformer import Step
 from cute_kernels.train.options import Options
-from tests.bench.test_harness import ENVIRONMENT, SCHEMA, StandIn, rows
+from tests.bench.test_harness import ENVIRONMENT, SCHEMA, FakeDevice, rows
 
 SMALL = (2, 16, 32)
 CURVE = Options(layers=1, hidden=32, heads=2, sequence=16, batch=4, steps=10, device="cpu")
@@ -39,7 +39,7 @@ def test_flops():
 
 def test_steps_are_measured(capsys):
     selected = [Step(*SMALL, streams=0), Step(*SMALL), Step(*SMALL, recompute=1)]
-    found = bench_transformer.measure_steps(selected, StandIn(), repetitions=3, breakdown=True)
+    found = bench_transformer.measure_steps(selected, FakeDevice(), repetitions=3, breakdown=True)
     assert [m.case.variant for m in found] == ["n0", "n4", "n4-recompute-1"] and not any(m.failures for m in found)
     assert [m.results["cute_kernels"].us for m in found] == [10.0, 20.0, 30.0] and found[0].copy_us == 40.0
     assert all(m.results["cute_kernels"].error["loss"] == 0 for m in found)  # on the CPU both are the references
@@ -52,7 +52,7 @@ def test_steps_are_measured(capsys):
 
 def test_a_wrong_loss_is_no_result(monkeypatch):
     monkeypatch.setattr(bench_transformer, "reference_loss", lambda step, device: torch.tensor(1.0))
-    (found,) = bench_transformer.measure_steps([Step(*SMALL)], StandIn(), repetitions=3, breakdown=False)
+    (found,) = bench_transformer.measure_steps([Step(*SMALL)], FakeDevice(), repetitions=3, breakdown=False)
     assert not found.results and "wrong result: loss" in found.failures["cute_kernels"]
 
 
@@ -78,7 +78,7 @@ def test_the_report_compares_within_a_run():
 
 
 def test_a_profiler_that_fails_leaves_the_times(monkeypatch):
-    class NoProfiler(StandIn):
+    class NoProfiler(FakeDevice):
         def kernels(self, call):
             raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
 
@@ -99,7 +99,7 @@ def test_curves(capsys):
 
 def test_lines_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", lambda shuffled: StandIn())
+    monkeypatch.setattr(harness, "CudaDevice", lambda shuffled: FakeDevice())
     monkeypatch.setattr(harness, "environment", lambda commit: ENVIRONMENT)
     curves = bench_transformer.measure_curves
     monkeypatch.setattr(bench_transformer, "measure_curves", lambda device: curves("cpu", CURVE))

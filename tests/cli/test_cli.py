@@ -25,7 +25,7 @@ from cute_kernels.mxfp8 import reference as mxfp8_reference
 from jit_cache.command import EXIT_STATUS
 from jit_cache.prewarm import Report, Result
 from jit_cache.store import settings
-from tests.bench.test_harness import StandIn
+from tests.bench.test_harness import FakeDevice
 
 prewarm_module = importlib.import_module("jit_cache.prewarm")  # the package's attribute of that name is the function
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure")
@@ -259,7 +259,7 @@ def test_the_demo_compiles_one_kernel_of_each_builder():
 
 
 def test_demo_with_gpu(monkeypatch, capsys):
-    """With stand-ins for the GPU and for torch.compile: the tables, and the status when our result is wrong."""
+    """With fakes of the GPU and for torch.compile: the tables, and the status when our result is wrong."""
     monkeypatch.setattr(demo, "_has_supported_gpu", lambda: True)
     monkeypatch.setattr(demo, "MODELS", {"Small": 64})
     monkeypatch.setattr(demo, "FEED_FORWARD", {"Small": 96})
@@ -272,7 +272,7 @@ def test_demo_with_gpu(monkeypatch, capsys):
         monkeypatch.setattr(bench_reduction, shapes, ((32, 64),))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T")
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
-    monkeypatch.setattr(harness, "CudaDevice", lambda **options: StandIn())
+    monkeypatch.setattr(harness, "CudaDevice", lambda **options: FakeDevice())
     monkeypatch.setattr(harness, "environment", lambda commit: {})
     monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
     status, found = demo.run()

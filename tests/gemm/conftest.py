@@ -1,4 +1,4 @@
-"""The kernels that the collected tests name are compiled beforehand, in parallel: one takes a second."""
+"""The kernels that the collected tests name are precompiled, in parallel: one takes a second."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ from tests.gemm.cases import (
     operands,
     run_batch,
 )
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gemm_compiled_beforehand(request):
+def gemms_precompiled(request):
     if not torch.cuda.is_available():
         return
     values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
@@ -39,7 +39,7 @@ def gemm_compiled_beforehand(request):
                 each_batch(64)
         for case in dict.fromkeys(value for value in values if isinstance(value, Batch)):
             both_products(case)
-    compile_beforehand(jobs + more)
+    precompile(jobs + more)
 
 
 def of_every_kernel(items, name):

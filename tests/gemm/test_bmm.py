@@ -109,7 +109,7 @@ def test_what_no_batch_has(change):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
+def test_what_iss_precompiled_is_what_calls_ask_for(arch):
     """Forward and backward of attention's scores."""
     a, b = (torch.zeros(64, *shape, dtype=BF16) for shape in ((1024, 128), (128, 1024)))
     dout = torch.zeros(64, 1024, 1024, dtype=BF16)

@@ -166,7 +166,7 @@ def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
+def test_what_iss_precompiled_is_what_calls_ask_for(arch):
     """Forward and backward of a layer, and its gradient into main_grad, by each kernel; dx is what ``mm`` is, too.
 
     By those of more than 256 tokens also silu, in training and not, results in fp32, and sums of linear_log_prob's dx.

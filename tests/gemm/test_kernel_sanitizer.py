@@ -19,7 +19,7 @@ from cute_kernels.gemm.config import (
 )
 from tests.fakes import fake_kernels
 from tests.gemm.cases import FP32, Case, here, make_inputs, only_kernel, seeded_generator
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 from tests.sanitizer import assert_clean, needs_sanitizer
 
 
@@ -113,7 +113,7 @@ def compiled_for_the_sanitizer():
         for runs in RUNS.values():
             for run in runs:
                 results(run, "cpu")
-    compile_beforehand(jobs)
+    precompile(jobs)
 
 
 @pytest.mark.slow

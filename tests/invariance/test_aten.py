@@ -91,7 +91,7 @@ class Refused(TorchDispatchMode):
         self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not aten.adds_nothing_up(func, args, kwargs or {}):
+        if not aten.is_non_reducing(func, args, kwargs or {}):
             self.names.add(str(func))
         return func(*args, **kwargs or {})
 

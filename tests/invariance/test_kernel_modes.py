@@ -232,7 +232,7 @@ def test_it_decorates_a_function(x):
     x.float().cumsum(0)
 
 
-def test_what_adds_nothing_up_runs(x):
+def test_what_is_non_reducing_runs(x):
     """In place, by index, by copy, elementwise, without a word."""
     with batch_invariant() as uncovered:
         y = torch.cat([x, x.flip(0)]).add_(1).masked_fill(x[:1] > 0, 2.0)[:, [1, 3]].contiguous().float()

@@ -246,7 +246,7 @@ def test_kernels_compile(arch):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_is_compiled_beforehand_is_what_calls_ask_for(arch):
+def test_what_iss_precompiled_is_what_calls_ask_for(arch):
     table = list(prewarm.specializations(arch))
     assert len(set(table)) == len(table) and set(table) == set(builders(arch))
 

@@ -1,4 +1,4 @@
-"""The kernels that the collected tests name are compiled beforehand, in parallel: one takes one to ten seconds."""
+"""The kernels that the collected tests name are precompiled, in parallel: one takes one to ten seconds."""
 
 from dataclasses import replace
 
@@ -18,11 +18,11 @@ from tests.mhc.cases import (
     precision_of,
     seeded_generator,
 )
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 
 
 @pytest.fixture(scope="session", autouse=True)
-def mhc_compiled_beforehand(request):
+def mhcs_precompiled(request):
     if not torch.cuda.is_available():
         return
     calls = {}
@@ -32,7 +32,7 @@ def mhc_compiled_beforehand(request):
         if isinstance(case, Case):
             for op in values.get("forward_of") or ([values["op"]] if "op" in values else OPERATIONS):
                 calls[op, case, values.get("precision", "tf32"), "forward_of" not in values] = None
-    compile_beforehand(kernels_of(calls, arch_of(0)))
+    precompile(kernels_of(calls, arch_of(0)))
 
 
 def kernels_of(calls, arch):

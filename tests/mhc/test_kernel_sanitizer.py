@@ -5,7 +5,7 @@ import pytest
 from cute_kernels.runtime.targets import arch_of
 from tests.mhc.cases import BF16, FP16, FP32, Case
 from tests.mhc.conftest import kernels_of
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 from tests.sanitizer import assert_clean, needs_sanitizer
 
 PARTS = ("projection", "coefficients", "sinkhorn", "aggregate", "expand_combine", "expand", "contract")
@@ -71,7 +71,7 @@ def compiled_for_the_sanitizer():
         for op, case in runs
         for options in precision_of_run(op)
     ]
-    compile_beforehand(kernels_of(calls, arch_of(0)))
+    precompile(kernels_of(calls, arch_of(0)))
 
 
 def test_the_runs_are_not_twice_the_same():

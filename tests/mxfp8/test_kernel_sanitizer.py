@@ -45,6 +45,6 @@ print("done")
 @needs_sanitizer
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-@pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are compiled beforehand
+@pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are precompiled
 def test_sanitizer(tool, name, cases):
     assert_clean(tool, PROGRAM, name)

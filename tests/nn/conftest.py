@@ -1,4 +1,4 @@
-"""The kernels of the models are compiled beforehand, in parallel; torch's own operators are deterministic."""
+"""The kernels of the models are precompiled, in parallel; torch's own operators are deterministic."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from cute_kernels.runtime.targets import arch_of
 from tests.nn.cases import BF16, FP32, kernels_of
 from tests.nn.test_kernel_training import CONFIGS
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nn_compiled_beforehand(request):
+def nns_precompiled(request):
     if torch.cuda.is_available():
-        compile_beforehand(kernels_of(CONFIGS, arch_of(0), dtypes=(BF16, FP32)))
+        precompile(kernels_of(CONFIGS, arch_of(0), dtypes=(BF16, FP32)))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""HyperConnection and LearnedHead on the references, and on the path of the kernels (stand-ins)."""
+"""HyperConnection and LearnedHead on the references, and on the path of the kernels (fakes)."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is compiled beforehand is all that a whole model of more than 256 tokens needs."""
+"""What is precompiled is all that a whole model of more than 256 tokens needs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""MHCTransformer on the references, and on the path of the kernels (stand-ins)."""
+"""MHCTransformer on the references, and on the path of the kernels (fakes)."""
 
 import copy
 import inspect

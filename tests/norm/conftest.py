@@ -5,7 +5,7 @@ import pytest
 from cute_kernels.runtime.targets import arch_of
 from tests.conftest import missing_gpu
 from tests.norm.cases import Case, kernels_of, public_norm
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +18,7 @@ def norms_precompiled(request):
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
             values = value if isinstance(value, list) else [value]
             cases += [value for value in values if isinstance(value, Case)]
-    compile_beforehand(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))
+    precompile(kernels_of(list(dict.fromkeys(cases)), arch_of(0)))
 
 
 @pytest.fixture

@@ -41,6 +41,6 @@ print("done")
         ("racecheck", "off_16_bytes"),
     ],
 )
-@pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are compiled beforehand
+@pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are precompiled
 def test_sanitizer(tool, name, cases):
     assert_clean(tool, PROGRAM, name)

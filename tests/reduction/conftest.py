@@ -1,4 +1,4 @@
-"""The kernels that the collected tests name are compiled beforehand, in parallel."""
+"""The kernels that the collected tests name are precompiled, in parallel."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from cute_kernels import reduction
 from tests.fakes import fake_kernels
 from tests.gemm.cases import here
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 from tests.reduction.cases import BF16, FP32, SoftmaxCase, kernels_of
 from tests.reduction.test_kernel import SUMS
 
 
 @pytest.fixture(scope="session", autouse=True)
-def reduction_compiled_beforehand(request):
+def reductions_precompiled(request):
     if not torch.cuda.is_available():
         return
     values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
@@ -23,4 +23,4 @@ def reduction_compiled_beforehand(request):
             for dtype in (BF16, FP32):
                 for out in (BF16, FP32):
                     reduction.sum(torch.zeros(shape, dtype=dtype), dim, out_dtype=out)
-    compile_beforehand(jobs + more)
+    precompile(jobs + more)

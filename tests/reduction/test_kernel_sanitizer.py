@@ -29,6 +29,6 @@ print("done")
 @pytest.mark.slow
 @needs_sanitizer
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("cases", [CASES], ids=[""])  # so that their kernels are compiled beforehand
+@pytest.mark.parametrize("cases", [CASES], ids=[""])  # so that their kernels are precompiled
 def test_sanitizer(tool, cases):
     assert_clean(tool, PROGRAM, "")

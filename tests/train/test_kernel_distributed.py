@@ -12,7 +12,7 @@ from cute_kernels.runtime.targets import arch_of
 from cute_kernels.train.model import config_of
 from cute_kernels.train.options import Options
 from tests.nn import cases as nn_cases
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 from tests.train import cases as train_cases
 
 pytestmark = [
@@ -29,9 +29,7 @@ def runs(tmp_path_factory):
     """The folder of runs of one process without torchrun, of one rank twice, and of two twice; all at the same time."""
     folder = tmp_path_factory.mktemp("runs")
     options = Options(**OPTIONS)
-    compile_beforehand(
-        nn_cases.kernels_of([config_of(options)], arch_of(0), batch=options.batch, dtypes=(torch.float32,))
-    )
+    precompile(nn_cases.kernels_of([config_of(options)], arch_of(0), batch=options.batch, dtypes=(torch.float32,)))
     with contextlib.ExitStack() as stack:
         processes = []
         for name, ranks in (("one", 1), ("one again", 1), ("two", 2), ("two again", 2)):

@@ -10,18 +10,18 @@ from cute_kernels.train.distributed import World
 from cute_kernels.train.model import Learner, config_of
 from cute_kernels.train.options import Options
 from tests.nn import cases as nn_cases
-from tests.precompiled import compile_beforehand
+from tests.precompiled import precompile
 from tests.train import cases as train_cases
 
 OPTIONS = Options(steps=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(compiled_beforehand):
+def compiled(precompiled):
     if torch.cuda.is_available():
         configs = [config_of(OPTIONS), config_of(Options(hyper_connections=0))]
         jobs = nn_cases.kernels_of(configs, arch_of(0), batch=OPTIONS.batch, dtypes=(torch.float32,))
-        compile_beforehand(jobs)
+        precompile(jobs)
 
 
 def losses(backend: str | None = None, flipped: bool = False) -> torch.Tensor:

@@ -18,7 +18,7 @@ from bench import harness
 Calls = tuple[harness.Call, Callable[[], harness.Call]]  # a forward, and a factory of its backward
 
 
-class BothWays(Protocol):
+class ForwardBackward(Protocol):
     """A case."""
 
     @property
@@ -45,7 +45,7 @@ def autograd_calls(
     return forward, make_backward
 
 
-def compile_kernels(make: Callable[[Any], Calls], cases: Iterable[BothWays], device: harness.Device) -> None:
+def compile_kernels(make: Callable[[Any], Calls], cases: Iterable[ForwardBackward], device: harness.Device) -> None:
     """Compiles our kernels of these cases, before any peer is imported: quack changes classes of the CuTe DSL."""
     for case in dict.fromkeys(cases):
         with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
@@ -57,7 +57,7 @@ def compile_kernels(make: Callable[[Any], Calls], cases: Iterable[BothWays], dev
 
 
 def measure(
-    case: BothWays,
+    case: ForwardBackward,
     directions: Sequence[str],
     providers: Mapping[str, Callable[[], Calls | None]],
     truth: Mapping[str, Mapping[str, Tensor]],
@@ -89,7 +89,7 @@ def _call_of(set_up: Callable[[], Calls | None], direction: str) -> harness.Call
 
 
 def run(
-    cases: Sequence[BothWays],
+    cases: Sequence[ForwardBackward],
     measure_case: Callable[..., Sequence[harness.Measurement]],
     providers: Sequence[str],
     **settings: Any,
@@ -99,5 +99,5 @@ def run(
     return harness.run(selected, measure_case, [*providers, "torch"], harness.CudaDevice, **settings)
 
 
-def names(cases: Iterable[BothWays]) -> list[str]:
+def names(cases: Iterable[ForwardBackward]) -> list[str]:
     return [case.case(direction).name for case in cases for direction in case.directions]
