@@ -103,3 +103,15 @@ def test_references_are_plain_torch(path):
     shared = tuple(f"cute_kernels.runtime.{name}" for name in ("checks", "real", "autograd", "strict"))
     allowed = (*shared, *(f"{family}.{n}" for n in REFERENCE_MODULES))
     assert all(name.startswith(allowed) for name in ours), ours
+
+
+def test_modules_reach_into_no_internals():
+    """Of a family they take its public ops and what its ``functional.py`` has for them."""
+    families = {path.parent.name for path in LIBRARY if path.name == "launch.py"} | {"mhc"}
+    for path in LIBRARY:
+        if path.parent.name == "nn":
+            for name in imported(path, top_level_only=False):
+                _, _, rest = name.partition("cute_kernels.")
+                family, _, module = rest.partition(".")
+                if family in families and (ROOT / "cute_kernels" / family / f"{module.split('.')[0]}.py").exists():
+                    assert module.startswith("functional"), f"{path.name}: {name}"

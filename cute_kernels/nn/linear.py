@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.gemm import linear
-from cute_kernels.gemm.checks import Activation, check_epilogue
+from cute_kernels.gemm.functional import Activation, check_epilogue
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.runtime.checks import FLOATS, FP64, Backend, expect, expect_backend, expect_int
 

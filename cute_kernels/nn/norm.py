@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.norm import layer_norm, rms_norm
-from cute_kernels.norm.checks import Save, check_options
-from cute_kernels.norm.op import rms_norm_again
+from cute_kernels.norm.functional import Save, check_options, rms_norm_again
 from cute_kernels.runtime.checks import Backend, expect, expect_backend
 from cute_kernels.runtime.operators import uses_reference
 from cute_kernels.runtime.real import as_float

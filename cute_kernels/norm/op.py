@@ -327,13 +327,6 @@ def _forward(
     return y, h, statistics
 
 
-def rms_norm_again(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, y: Tensor) -> None:
-    """Write to y what ``rms_norm`` gave in training, by the same kernel; nothing is checked."""
-    x, y = as_rows("rms_norm", "x", x), as_rows("rms_norm", "y", y)
-    statistics = empty(x, (1, x.shape[0]), torch.float32)
-    norm_forward(x, None, weight, None, y, None, statistics, "rms", eps, weight_offset)
-
-
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, weight, bias, residual):

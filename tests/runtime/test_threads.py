@@ -1,5 +1,6 @@
 """Threads that make the first calls of every public op together, on a machine without a GPU."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import mhc, reduction
+from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import OPS, first_calls
 
 # The first two call what they are given; the third has no backward yet (its threads: tests/attention/test_dispatch.py)
@@ -25,10 +27,13 @@ def test_every_public_op_is_there():
     assert public - NO_OPS == set(OPS)
 
 
+@pytest.mark.parametrize("path", ["reference", "fake kernels"])
 @pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
 @pytest.mark.parametrize("op", OPS)
-def test_first_calls(op, autograd, generator):
-    first_calls(OPS[op](generator, 40), autograd)
+def test_first_calls(op, autograd, path, generator):
+    call = OPS[op](generator, 40)
+    with contextlib.nullcontext() if path == "reference" else fake_kernels():
+        first_calls(call, autograd)
 
 
 def test_a_failure_in_a_thread_shows():
