@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items):
 
 
 def on_gpu(request) -> bool:
-    return request.node.get_closest_marker("gpu") is not None
+    return request.node.path.name.startswith("test_kernel")
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +63,16 @@ def time_limit(request):
     faulthandler.dump_traceback_later(seconds, exit=True, file=request.getfixturevalue("terminal"))
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def fakes_end_with_their_test():
+    """Or later tests of another file would find fake kernels."""
+    from cute_kernels.runtime import launches
+
+    before = launches.load
+    yield
+    assert launches.load is before
 
 
 @pytest.fixture

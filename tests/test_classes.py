@@ -35,8 +35,8 @@ def others(family: str, arch: str) -> list:
 
         first = {}
         for config, transposed in test_gemm_compile.kernels(arch):
-            in_blocks = config is not None and config.loads_blocks(arch, ("k", "k"), BLOCK)
-            kind = config is None, config is not None and config.ping_pong, transposed, in_blocks
+            multi_block_tma = config is not None and config.multi_block_tma(arch, ("k", "k"), BLOCK)
+            kind = config is None, config is not None and config.ping_pong, transposed, multi_block_tma
             first.setdefault(kind, (config, transposed))
         return [(gemm, test_gemm_compile.arguments(arch, kernel)) for kernel in first.values()]
     if family == "mhc":

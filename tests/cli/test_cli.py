@@ -128,7 +128,7 @@ def test_driver_cuda_version(monkeypatch, heading):
 
 def test_bench_of_an_unknown_family(capsys):
     assert cli.main(["bench", "nothing"]) == 2
-    assert "no such family: nothing; there are: bits, gemm, " in capsys.readouterr().err
+    assert "no such family: nothing; there are: attention, bits, gemm, " in capsys.readouterr().err
 
 
 def test_bench_outside_a_checkout(capsys, monkeypatch, tmp_path):
@@ -250,12 +250,15 @@ def test_the_last_line_counts_the_references(monkeypatch, capsys):
     assert last.startswith("FAILED: 0 kernels") and " 1 of 2 references right, in " in last
 
 
+FAMILIES = {"attention", "gemm", "log_prob", "mhc", "mxfp8", "norm", "reduction"}
+
+
 def test_the_demo_compiles_one_kernel_of_each_builder():
     jobs = prewarm_module.discover("cute_kernels", demo.ARCHS)
     chosen = demo.representatives(jobs)
     assert {(builder, arguments[0]) for builder, arguments in chosen} == {(builder, job[0]) for builder, job in jobs}
     assert len(set(chosen)) == len(chosen) < 80 and set(chosen) < set(jobs)
-    assert {builder.kernel.split(".")[1] for builder, _ in chosen} == {"gemm", "mhc", "mxfp8", "norm", "reduction"}
+    assert {builder.kernel.split(".")[1] for builder, _ in chosen} == FAMILIES
 
 
 def test_demo_with_gpu(monkeypatch, capsys):

@@ -15,7 +15,7 @@ CHOICE = re.compile(rf"selp\.b64\s+(?P<policy>\S+), {EVICT_FIRST}, {EVICT_NORMAL
 # The PTX of a kernel or two of each builder, named after it
 PROGRAM = """
 import pathlib
-import cutlass
+import torch
 from cute_kernels.gemm.config import DECODE_32
 from cute_kernels.gemm.kernel import gemm
 from cute_kernels.reduction import prewarm
@@ -34,7 +34,7 @@ jobs = [
     (gemm, arguments({arch!r}, (DECODE_32, True))),
 ]
 off_16_bytes, with_bias = mhc_cases.Case(4, 1281), mhc_cases.Case(4, 1280, bias=True)
-wgrad = dict(out=cutlass.Float32, a_major="m", b_major="n", accumulate=True, counts_k=True, in_blocks=False)
+wgrad = dict(out=torch.float32, a_major="m", b_major="n", accumulate=True, has_valid_k=True)
 others = [
     (gemm, arguments({arch!r}, (None, False))),
     (gemm, arguments({arch!r}, (DECODE_32, False), **wgrad)),
@@ -47,7 +47,7 @@ others = [
 ]
 for index, (builder, arguments) in enumerate(dict.fromkeys([*jobs, *others])):
     assert builder.obtain(*arguments).origin == "compiled"
-    name = builder.__name__ + "_mixes" * (builder.__name__ == "pre_forward" and arguments[4] is not None)
+    name = builder.__name__ + "_mixes" * (builder.__name__ == "pre_forward" and arguments[1].constants is not None)
     name = name if (builder, arguments) in jobs else f"other_{{name}}"
     for path in pathlib.Path.cwd().glob("*.ptx"):
         path.rename(f"{{name}}.{{index}}.text")

@@ -58,3 +58,10 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM
         launches.forget()
         stack.callback(launches.forget)
         yield jobs
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[list[tuple]]:
+    """``fake_kernels`` for what asks a tensor itself whether it is on a GPU: ``batch_invariant``, a captured step."""
+    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)), fake_kernels() as jobs:
+        yield jobs

@@ -6,13 +6,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from cute_kernels import UncoveredOperatorError, batch_invariant
 from cute_kernels.runtime import launches
-from tests.fakes import fake_kernels
+from tests.fakes import fake_gpu
 from tests.invariance.test_kernel_modes import *  # noqa: F403
 
 
 @pytest.fixture(autouse=True)
 def path_of_the_kernels():
-    with fake_kernels() as jobs:
+    with fake_gpu() as jobs:
         yield jobs
 
 

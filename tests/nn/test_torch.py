@@ -22,7 +22,7 @@ from cute_kernels.nn import (
     graph,
     transformer,
 )
-from tests.fakes import fake_kernels
+from tests.fakes import fake_gpu, fake_kernels
 from tests.nn.cases import (
     BF16,
     FP32,
@@ -117,14 +117,14 @@ def test_a_captured_step_is_of_gpus():
     with pytest.raises(TypeError, match="CapturedStep: inputs must be a tuple of tensors, got Tensor"):
         CapturedStep(model, tokens, model, optimizer)
     with (
-        fake_kernels(),
+        fake_gpu(),
         pytest.raises(ValueError, match="be made with capturable=True, got AdamW without"),
     ):
         CapturedStep(model, (tokens,), model, torch.optim.AdamW(model.parameters()))
     decaying = torch.optim.Adagrad(model.parameters(), lr_decay=0.1)
-    with fake_kernels(), pytest.raises(ValueError, match="optimizer must have no lr_decay, got lr_decay of 0.1"):
+    with fake_gpu(), pytest.raises(ValueError, match="optimizer must have no lr_decay, got lr_decay of 0.1"):
         CapturedStep(model, (tokens,), model, decaying)
-    with fake_kernels(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
+    with fake_gpu(), pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got NoneType"):
         CapturedStep(model, (tokens,), model, None)
     with pytest.raises(TypeError, match="CapturedStep: step must be callable, got NoneType"):
         CapturedStep(None, (tokens,), model, optimizer)
@@ -147,7 +147,7 @@ def test_a_captured_step_of_a_state_that_is_not_zeros(kind, options):
     model = torch.nn.Linear(4, 4)
     optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
     expected = f"optimizer must have a state that begins as zeros, and no dampening, got {kind}"
-    with fake_kernels(), pytest.raises(ValueError, match=f"CapturedStep: {expected}"):
+    with fake_gpu(), pytest.raises(ValueError, match=f"CapturedStep: {expected}"):
         CapturedStep(model, (torch.ones(4),), model, optimizer)
 
 
