@@ -1,6 +1,7 @@
 """Which kernels a call asks for: another one where anything differs that a kernel is built for, else none."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -159,12 +160,12 @@ def test_so_many_rows_that_indices_of_tiles_would_overflow(monkeypatch):
     """A resident grid walks over them, and more than can be counted are refused, though the kernel is there."""
     x, grids = torch.zeros(200_000, 3, dtype=BF16), []
     configs = []
-    with fake_kernels():
-        monkeypatch.setattr(
-            launches,
-            "load",
-            lambda builder, *arguments: (configs.append(arguments[-1]), lambda *v: grids.append(v[-1]))[1],
-        )
+
+    def load(builder, *arguments):
+        configs.append(arguments[-1])
+        return lambda *values: grids.append(values[-1])
+
+    with fake_kernels(), mock.patch.object(launches, "load", load):
         for part, last in ((x[:1], 2**29), (x, 2**29), (x, len(x)), (x[:-1], len(x))):
             monkeypatch.setattr(row_launches, "RESIDENT_ROWS", last)
             public_norm("rms", part)
