@@ -39,7 +39,7 @@ class ForwardSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """What changes no bit.
+    """Choices that change no bit.
 
     Attributes:
         warpgroups: that multiply, of 64 rows of queries each: a tile has all their rows.
@@ -57,7 +57,7 @@ class ForwardConfig:
 
 
 def forward_config(spec: ForwardSpec) -> ForwardConfig:
-    """Of 128 channels a thread of two warpgroups has 240 registers, which hold S, P and O; of three it has 160."""
+    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160."""
     return FORWARD_CONFIGS[spec.head_size][0]
 
 

@@ -101,7 +101,7 @@ class ForwardSm90:
         )  # fmt: skip
 
     def tiled_mma(self, columns: int, of_values: bool, warpgroups: int = 0) -> cute.TiledMma:
-        """Of scores both operands lie along the head size in shared memory; p is in registers, values lie across."""
+        """Q and K lie along the head size in shared memory; P is in registers, V lies across."""
         return sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -215,7 +215,7 @@ class ForwardSm90:
         self.rounds += Int32(select_(self.place(self.rounds) < tiles % grid, Int32(1), Int32(0)))
 
     def place(self, turn: Int32) -> Int32:
-        """Of this CTA in a round. Every second round goes back: who has had the longest tile gets the shortest."""
+        """The tile of this CTA in a round. Every second round goes back: the longest tile, then the shortest."""
         return Int32(select_(turn % 2 == 0, self.bidx, self.grid - 1 - self.bidx))
 
     @cute.jit
@@ -578,7 +578,7 @@ class ForwardSm90:
 
 
 def row_of_thread(thread: Int32) -> Int32:
-    """Of the rows of a warpgroup, the first of a thread; the other one is 8 below."""
+    """The first of a thread's two rows in its warpgroup; the other one is 8 below."""
     return thread // WARP_SIZE * 16 + thread % WARP_SIZE // QUAD
 
 

@@ -4,7 +4,7 @@ A thread holds two rows of a block of scores, as the accumulators of a warpgroup
 (i // 2) % 2 and of column 8 (i // 4) + 2 (lane % 4) + i % 2. Four lanes share a row.
 
 Every step outside of the products is one named operation (mul.rn, add.rn, fma.rn, ex2.approx.ftz, rcp.approx.ftz,
-lg2.approx.ftz). Of an unnamed x * y + z the compiler makes one operation or two, as it likes, and not the same in two
+lg2.approx.ftz). The compiler makes one operation or two of an unnamed x * y + z, as it likes, and not the same in two
 kernels. No other module of the family computes with scores, sums or outputs.
 """
 
@@ -86,7 +86,7 @@ def hide(scores: cute.Tensor, last: tuple):
 
 
 def row_maximum(scores: cute.Tensor, row: int) -> Float32:
-    """Of a row of the block, the same in its four lanes; NaN is dropped."""
+    """The maximum of a row of the block, the same in its four lanes; NaN is dropped."""
     first, *values = [scores[i] for i in range(cute.size(scores)) if row_of(i) == row]
     chains = [first, values.pop()]  # exact in any order; a tree takes registers that are not there
     for i, value in enumerate(values):

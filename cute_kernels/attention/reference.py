@@ -79,7 +79,7 @@ def visible(queries: int, keys: int, causal: bool, window: Window | None, device
 
 
 class KvGrid(NamedTuple):
-    """What the contract gives: out (b, s, h, d), lse (b, h, s), and (b, h, s, blocks): where a maximum moved."""
+    """The contract's results: out (b, s, h, d), lse (b, h, s), and (b, h, s, blocks): where a maximum moved."""
 
     out: Tensor
     lse: Tensor

@@ -8,7 +8,7 @@ does nothing, since nothing is returned. No other module asks which of the two i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -238,29 +238,11 @@ def empties(like: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[
     return [like.new_empty(shape, dtype=dtype) for shape, dtype in wanted]
 
 
-def allocate(like: Tensor, outputs: Iterable[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """What a functional operator's function returns: tensors of these (shape, strides, dtype), as ``empty`` allocates.
-
-    The function gets plain tensors alone, so they are not asked.
-    """
-    if 0 <= like.get_device() == _current_device():
-        return [_empty_strided_cuda(*output) for output in outputs]
-    device = like.device
-    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in outputs]
-
-
 def empty_strided(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """``allocate`` of one tensor."""
+    """``empty`` of any strides inside of a functional operator's function, which gets plain tensors alone."""
     if 0 <= like.get_device() == _current_device():
         return _empty_strided_cuda(tuple(shape), strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
-
-
-def workspace(like: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-    """``empties`` inside of a launch, whose tensors are plain ones."""
-    if 0 <= like.get_device() == _current_device():
-        return [_empty_strided_cuda(shape, contiguous_strides(shape), dtype) for shape, dtype in wanted]
-    return [like.new_empty(shape, dtype=dtype) for shape, dtype in wanted]
 
 
 @functools.lru_cache(maxsize=4096)

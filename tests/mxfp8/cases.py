@@ -164,15 +164,14 @@ def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
 @contextlib.contextmanager
 def poisoned(byte: int = 0xA5) -> Iterator[None]:
     """What a launch allocates to return holds this byte."""
-    real = launch.allocate
+    real = launch.empty_strided
 
-    def allocate(like, outputs):
-        found = real(like, outputs)
-        for t in found:
-            t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(byte)
-        return found
+    def empty_strided(like, shape, strides, dtype):
+        t = real(like, shape, strides, dtype)
+        t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(byte)
+        return t
 
-    with mock.patch.object(launch, "allocate", allocate):
+    with mock.patch.object(launch, "empty_strided", empty_strided):
         yield
 
 
