@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import UnsupportedDeviceError, attention
 from cute_kernels.attention import launch, prewarm
 from cute_kernels.attention.config import L2_BYTES, forward_config, heads_together
+from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, exact, make_inputs, same_bits
@@ -75,7 +76,7 @@ def test_layouts_that_are_no_copy(generator):
         attention(q, *(t[:1] for t in inputs[1:]), causal=True),
         attention(q.clone(), *(t[:1] for t in inputs[1:]), causal=True),
     )
-    assert launch.regular(q).stride() == (64, 64, 64, 1)
+    assert regular(q).stride() == (64, 64, 64, 1)
 
 
 def test_as_an_operator(generator):

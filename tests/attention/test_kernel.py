@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cute_kernels import attention
 from cute_kernels.attention import prewarm, reference
 from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec, forward_config
-from cute_kernels.attention.launch import ForwardLaunch
+from cute_kernels.attention.launch.forward import ForwardLaunch
 from cute_kernels.runtime.targets import target_of
 from tests.attention.cases import (
     BF16,

@@ -1,6 +1,6 @@
-"""Launches of attention: a Spec of the call's tensors, what launches it, and the operator, which returns its results.
+"""The forward of attention.
 
-The operator is ``cute_kernels::attention_forward``.
+The operator is ``cute_kernels::attention_forward``, which returns its results.
 """
 
 from __future__ import annotations
