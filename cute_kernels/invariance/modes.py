@@ -61,9 +61,9 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
     those of ``varlen_attn``. Their backwards, other masks, dropout and head sizes without a kernel are not covered.
     ``scaled_dot_product_attention`` consists of the operators before under ``sdpa_kernel(SDPBackend.MATH)`` and
     ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are fp32): backward, too, but
-    with bits that depend on the number of keys. Left alone, since they reduce nothing: elementwise operators, views, copies, indexing, maxima, sorting, collectives that only move
-    data. Tensors on the CPU are left alone, too: where there is no CUDA device, the first operator on floating-point
-    ones warns, once a process.
+    with bits that depend on the number of keys. Left alone, since they reduce nothing: elementwise operators, views,
+    copies, indexing, maxima, sorting, collectives that only move data. Tensors on the CPU are left alone, too: where
+    there is no CUDA device, the first operator on floating-point ones warns, once a process.
 
     Args:
         mode: the treatment of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,
