@@ -12,6 +12,7 @@ from cute_kernels.nn.norm import LayerNorm, RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
 from cute_kernels.nn.transformer import MHCTransformer, TransformerBlock, TransformerConfig, TransformerLayer
+from cute_kernels.nn.transformers import register_transformers
 
 __all__ = [
     "CapturedStep",
@@ -28,4 +29,5 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "optimal_recompute_layers",
+    "register_transformers",
 ]
