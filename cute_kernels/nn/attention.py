@@ -1,4 +1,4 @@
-"""Causal attention with rotary embedding, through torch's scaled_dot_product_attention."""
+"""Causal attention with rotary embedding: ``attention``, and torch's where a gradient is wanted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cute_kernels.attention import attention
+from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
+from cute_kernels.attention.config import HEAD_SIZES
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.operators import differentiates, uses_reference
 
 if TYPE_CHECKING:
     from cute_kernels.nn.transformer import TransformerConfig
@@ -76,6 +81,7 @@ class Attention(nn.Module):
         c, heads, kv_heads = config.hidden_size, config.num_heads, config.kv_heads
         self.heads = heads, kv_heads
         self.head_size = c // heads
+        self.backend = config.backend
         options = {"bias": False, "backend": config.backend, **options}
         self.qkv = Linear(c, (heads + 2 * kv_heads) * self.head_size, **options)
         self.out = Linear(c, c, **options)
@@ -84,12 +90,30 @@ class Attention(nn.Module):
         """(B, S, C) from (B, S, C)."""
         heads, kv_heads = self.heads
         q, k, v = _SplitRotated.apply(self.qkv(x), *rotation, heads, kv_heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))  # under autocast y has its dtype
+        if self._has_kernel(q):
+            y = attention(q, k, v, causal=True, backend=self.backend)
+        else:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads).transpose(1, 2)
+        return self.out(y.flatten(2).to(x.dtype))  # under autocast y has its dtype
+
+    def _has_kernel(self, q: Tensor) -> bool:
+        """Whether ``attention`` computes this: it has no backward yet, and not every head size and dtype."""
+        if differentiates(q):
+            return False
+        if uses_reference("attention", q, self.backend):
+            return self.head_size % 8 == 0 and self.head_size <= MAX_HEAD_SIZE
+        half = q.dtype in KERNEL_DTYPES or torch.is_autocast_enabled(q.device.type)
+        return half and self.head_size in HEAD_SIZES and _arch_of(q.get_device()) == "sm_90a"
+
+
+@torch.compiler.assume_constant_result
+def _arch_of(device_index: int) -> str:
+    return launches.target_of(device_index).arch
 
 
 class _SplitRotated(torch.autograd.Function):
-    """q, k and v, (B, heads, S, D), of qkv (B, S, heads and heads D); q and k rotated.
+    """q, k and v, (B, S, heads, D), of qkv (B, S, heads and heads D); q and k rotated.
 
     One Function, so that the three gradients are written to their places in one tensor.
     """
@@ -102,20 +126,19 @@ class _SplitRotated(torch.autograd.Function):
         rotates = heads + kv_heads
         qk = qkv.new_empty((*qkv.shape[:-1], rotates, per_head.shape[-1]))
         _rotate(per_head[:, :, :rotates], cos, sin, qk)
-        q, k = qk.split((heads, kv_heads), 2)
-        return q.transpose(1, 2), k.transpose(1, 2), per_head[:, :, rotates:].transpose(1, 2)
+        return *qk.split((heads, kv_heads), 2), per_head[:, :, rotates:]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dq, dk, dv):
         cos, sin = ctx.saved_tensors
         heads, kv_heads = ctx.heads
-        batch, _, length, size = dq.shape
+        batch, length, _, size = dq.shape
         dqkv = dq.new_empty((batch, length, heads + 2 * kv_heads, size))
         back = -sin
-        _rotate(dq.transpose(1, 2), cos, back, dqkv[:, :, :heads])
-        _rotate(dk.transpose(1, 2), cos, back, dqkv[:, :, heads : heads + kv_heads])
-        dqkv[:, :, heads + kv_heads :] = dv.transpose(1, 2)
+        _rotate(dq, cos, back, dqkv[:, :, :heads])
+        _rotate(dk, cos, back, dqkv[:, :, heads : heads + kv_heads])
+        dqkv[:, :, heads + kv_heads :] = dv
         return dqkv.flatten(2), None, None, None, None
 
 
