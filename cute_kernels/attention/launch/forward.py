@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cute_kernels.attention import reference
 from cute_kernels.attention.config import LOG2E, ForwardConfig, ForwardSpec, forward_config, heads_together
@@ -30,12 +31,21 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
     return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
 
 
+def _register_sharding(q: Tensor) -> None:
+    """At the first DTensor. (A program that calls compiled code alone calls ``attention.sharding.register`` itself.)"""
+    if not is_compiling() and type(q).__module__.startswith("torch.distributed.tensor"):
+        from cute_kernels.attention.sharding import register
+
+        register()
+
+
 @functional_operator(
     "attention_forward",
     "Tensor q, Tensor k, Tensor v, bool causal, float scale",
     "(Tensor, Tensor)",
     fake=lambda q, k, v, causal, scale: _outputs(q),
     cpu=_reference,
+    before_dispatch=_register_sharding,
 )
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of dense batches; out is contiguous."""
