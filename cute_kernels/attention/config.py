@@ -91,3 +91,57 @@ def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int
     """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
     pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)
     return max(pairs, 1) * group
+
+
+class DecodeSpec(NamedTuple):
+    """Attention over a cache. ``page_rows``: rows of a box of a page, 0 where the cache is contiguous.
+
+    A window's bounds, and with them the causal mask, are run-time values.
+    """
+
+    dtype: torch.dtype
+    head_size: int
+    packed: bool
+    page_rows: int
+    softcap: bool = False
+    sinks: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Choices that change no bit.
+
+    Attributes:
+        slots: blocks of keys or values in flight.
+        sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
+    """
+
+    slots: int
+    sequential: bool = False
+
+
+class AppendSpec(NamedTuple):
+    """New keys and values behind those of a cache."""
+
+    dtype: torch.dtype
+    head_size: int
+    packed: bool
+    paged: bool
+
+
+def page_rows(page_size: int, block: int) -> int:
+    """Rows of a page that one copy brings: a page, or a block of a larger page."""
+    return min(page_size, block)
+
+
+CTAS_PER_SM = 2  # of decode: what one more than a wave costs is then a half of an SM's work
+# Of each head size: a CTA for a split, a CTA for all splits. Three slots of 128 channels leave room for two CTAs an SM
+DECODE_CONFIGS = {
+    64: (DecodeConfig(6), DecodeConfig(6, True)),
+    128: (DecodeConfig(3), DecodeConfig(3, True)),
+}
+
+
+def decode_is_sequential(tiles: int, splits: int, ctas: int) -> bool:
+    """Whether a CTA has all splits of a tile: where tiles alone are several for each CTA of the GPU."""
+    return splits > 1 and tiles >= 4 * ctas

@@ -150,6 +150,17 @@ def quad_sum(total: Float32) -> Float32:
     return total
 
 
+def merge_row(
+    merged_maximum: Float32, merged_total: Float32, maximum: Float32, total: Float32, score_scale: Float32
+) -> tuple:
+    """A split's (m, l), l of the whole row, into (M, L). Returns those, and what A and what O are multiplied with."""
+    after = cute.arch.fmax(merged_maximum, maximum)
+    empty = after == -infinity()
+    a = choose(empty, Float32(1.0), exp2(multiply(add(merged_maximum, -after), score_scale)))
+    b = choose(empty, Float32(0.0), exp2(multiply(add(maximum, -after), score_scale)))
+    return after, multiply_add(merged_total, a, multiply(total, b)), a, b
+
+
 @cute.jit
 def merge_rows(
     merged_maximum: cute.Tensor,
@@ -161,13 +172,8 @@ def merge_rows(
     """A split's (m, l), l of the whole row, into (M, L). Returns what A and what O are multiplied with, by row."""
     of_merged, of_split = [], []
     for row in cutlass.range_constexpr(ROWS):
-        before, split = merged_maximum[row], maximum[row]
-        after = cute.arch.fmax(before, split)
-        empty = after == -infinity()
-        a = choose(empty, Float32(1.0), exp2(multiply(add(before, -after), score_scale)))
-        b = choose(empty, Float32(0.0), exp2(multiply(add(split, -after), score_scale)))
-        merged_total[row] = multiply_add(merged_total[row], a, multiply(total[row], b))
-        merged_maximum[row] = after
+        found = merge_row(merged_maximum[row], merged_total[row], maximum[row], total[row], score_scale)
+        merged_maximum[row], merged_total[row], a, b = found
         of_merged.append(a)
         of_split.append(b)
     return tuple(of_merged), tuple(of_split)

@@ -4,7 +4,9 @@ import math
 
 import torch
 
-from cute_kernels.attention import reference
+from cute_kernels.attention import reference, reference_cache
+from cute_kernels.attention.checks_cache import Cache
+from cute_kernels.attention.config import UNBOUNDED
 
 
 def forward_sm90(static, q, k, v, out, lse, score_scale, heads_together, num_ctas) -> None:
@@ -16,5 +18,82 @@ def forward_sm90(static, q, k, v, out, lse, score_scale, heads_together, num_cta
     # fp64: what torch's sums owe to the number of rows is then gone with the rounding
     scale = score_scale / reference.LOG2E
     found = reference.attention(q, k, v, causal=spec.causal, scale=scale, return_lse=True, compute_dtype=torch.float64)
+    out.copy_(found[0])
+    lse.copy_(found[1])
+
+
+def append(static, k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen) -> None:
+    spec = static["spec"]
+    packed, paged = cu_seqlens_q is not None, page_table is not None
+    assert spec == (k.dtype, k.shape[3], packed, paged) and k.numel()
+    if packed:
+        k, v = k[0], v[0]
+        assert max_seqlen >= cu_seqlens_q.diff().max()
+    else:
+        assert max_seqlen == k.shape[1]
+    reference_cache.append(
+        Cache(k_cache, v_cache, cache_seqlens, page_table, k, v, cu_seqlens_q, max_seqlen if packed else None, None)
+    )
+
+
+def decode_sm90(
+    static,
+    q,
+    k_cache,
+    v_cache,
+    cache_seqlens,
+    page_table,
+    cu_seqlens_q,
+    out,
+    lse,
+    partials,
+    sums,
+    counters,
+    sinks,
+    before_tanh,
+    score_scale,
+    left,
+    right,
+    appended,
+    max_seqlen_k,
+    num_ctas,
+) -> None:
+    spec, config = static["spec"], static["config"]
+    d, page_size = q.shape[3], k_cache.shape[1]
+    packed = cu_seqlens_q is not None
+    page_rows = 0 if page_table is None else min(page_size, 128)
+    assert spec == (q.dtype, d, packed, page_rows, before_tanh != 0, None if sinks is None else sinks.dtype)
+    assert (
+        appended in (0, 1) and num_ctas >= 1 and max_seqlen_k <= page_size * (page_table.shape[1] if page_rows else 1)
+    )
+    queries = cu_seqlens_q.diff() if packed else torch.full_like(cache_seqlens, q.shape[1])
+    keys = cache_seqlens + appended * queries
+    assert (keys <= max_seqlen_k).all()
+    splits = math.ceil(max_seqlen_k / 2048)
+    if splits > 1:
+        assert partials.shape == (1 if config.sequential else splits, out.numel() // d, d)
+        assert sums.shape[:2] == partials.shape[:2]
+    group = q.shape[2] // k_cache.shape[2]
+    tiles = [math.ceil(n * group / 64) for n in queries.tolist()]
+    assert counters.shape[0] >= sum(tiles) * k_cache.shape[2] and not counters.any()
+    scale, softcap = score_scale / reference.LOG2E, 0.0
+    if spec.softcap:
+        scale, softcap = before_tanh * scale, scale
+    found = reference_cache.attention_with_kv_cache(
+        q[0] if packed else q,
+        k_cache,
+        v_cache,
+        cache_seqlens=keys,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=int(queries.max()) if packed else None,
+        causal=False,
+        window=tuple(None if bound == UNBOUNDED else bound for bound in (left, right)),
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=True,
+        compute_dtype=torch.float64,
+    )
     out.copy_(found[0])
     lse.copy_(found[1])

@@ -1,0 +1,196 @@
+"""Attention over a cache.
+
+The operator is ``cute_kernels::attention_decode``, which writes out and lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.attention.config import (
+    CTAS_PER_SM,
+    DECODE_CONFIGS,
+    WARPGROUP_ROWS,
+    DecodeConfig,
+    DecodeSpec,
+    decode_is_sequential,
+    grid_for,
+    page_rows,
+    score_factors,
+)
+from cute_kernels.attention.launch.forward import regular
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.launches import LaunchCache, bounded
+from cute_kernels.runtime.operators import empties, operator
+from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
+
+
+@operator(
+    "attention_decode",
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? cu_seqlens_q, "
+    "Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, int max_seqlen_q, int max_seqlen_k, bool appended, int left, "
+    "int right, float softcap, float scale",
+)
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    appended: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+) -> None:
+    """out and lse of rows of q over the keys of a cache, those that were appended to it among them."""
+    if not out.numel():
+        return
+    packed = cu_seqlens_q is not None
+    if packed:
+        q, out, lse = q.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
+    d = q.shape[3]
+    rows = 0 if page_table is None else page_rows(k_cache.shape[1], grid_for(d).block)
+    spec = DecodeSpec(q.dtype, d, packed, rows, bool(softcap), None if sinks is None else sinks.dtype)
+    launch = _decode.get(q.get_device(), spec)
+    launch.run(
+        Call(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            page_table,
+            cu_seqlens_q,
+            sinks,
+            out,
+            lse,
+            max_seqlen_q,
+            max_seqlen_k,
+            appended,
+            left,
+            right,
+            softcap,
+            scale,
+        )
+    )
+
+
+class Call(NamedTuple):
+    """What ``attention_decode`` gets, packed queries as one sequence of a batch."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    appended: bool
+    left: int
+    right: int
+    softcap: float
+    scale: float
+
+
+class DecodeLaunch(NamedTuple):
+    """The kernel of one CTA a split, the one of one CTA for all splits, and the GPU's SMs."""
+
+    parallel: Callable[..., None]
+    sequential: Callable[..., None]
+    num_sms: int
+
+    @staticmethod
+    def of(target: Target, spec: DecodeSpec, configs: tuple[DecodeConfig, DecodeConfig]) -> DecodeLaunch:
+        """Raises:
+        UnsupportedDeviceError: a GPU other than a Hopper.
+        """
+        if target.arch != "sm_90a":
+            raise UnsupportedDeviceError(
+                f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
+                "Pass backend='reference' to run plain torch"
+            )
+        from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
+
+        functions = [launches.load(decode_sm90, target.arch, spec, config) for config in configs]
+        return DecodeLaunch(*functions, target.num_sms)
+
+    def run(self, call: Call, sequential: bool | None = None) -> None:
+        """Write out and lse. ``sequential``: one CTA for all splits of a tile; None: as ``decode_is_sequential``."""
+        q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
+        batch, len_q, heads, d = q.shape
+        sequences, pairs = call.cache_seqlens.shape[0], k_cache.shape[2]
+        group = heads // pairs
+        tiles = sequences * pairs * -(-call.max_seqlen_q * group // WARPGROUP_ROWS)
+        splits = max(-(-call.max_seqlen_k // grid_for(d).split), 1)
+        ctas = CTAS_PER_SM * self.num_sms
+        if sequential is None:
+            sequential = decode_is_sequential(tiles, splits, ctas)
+        items = tiles if sequential else tiles * splits
+        kept = 0 if splits == 1 else 1 if sequential else splits
+        rows = batch * len_q * heads if kept else 1
+        partials, sums = empties(q, ((max(kept, 1), rows, d), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
+        counters = counters_of(q, (batch * len_q * group // WARPGROUP_ROWS + sequences) * pairs)
+        before_tanh, score_scale = score_factors(call.scale, call.softcap)
+        function = self.sequential if sequential else self.parallel
+        function(
+            regular(q),
+            regular(k_cache),
+            regular(v_cache),
+            call.cache_seqlens,
+            call.page_table,
+            call.cu_seqlens_q,
+            regular(call.out),
+            call.lse,
+            partials,
+            sums,
+            counters,
+            call.sinks,
+            before_tanh,
+            score_scale,
+            call.left,
+            call.right,
+            int(call.appended),
+            call.max_seqlen_k,
+            max(min(items, ctas), 1),
+        )
+
+
+_counters: dict[tuple[int, int], Tensor] = bounded()
+
+
+def counters_of(q: Tensor, number: int) -> Tensor:
+    """At least so many zeros, which a kernel leaves as zeros. A stream has its own: its kernels run in turn.
+
+    A graph gets its own, too: it may be replayed on any stream.
+    """
+    if not q.is_cuda:
+        return q.new_zeros(number, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        return q.new_zeros(number, dtype=torch.int32)
+    index = q.get_device()
+    key = index, torch.cuda.current_stream(index).cuda_stream
+    found = _counters.get(key)
+    if found is None or found.shape[0] < number:
+        found = _counters[key] = q.new_zeros(max(number, 4096), dtype=torch.int32)
+    return found
+
+
+def _make_decode(target: Target, spec: DecodeSpec) -> DecodeLaunch:
+    return DecodeLaunch.of(target, spec, DECODE_CONFIGS[spec.head_size])
+
+
+_decode = LaunchCache(_make_decode)
