@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cute_kernels.attention import attention
+from cute_kernels.attention import attention, attention_with_kv_cache
 from cute_kernels.attention.config import grid_for
 from cute_kernels.runtime.checks import expect
+from cute_kernels.runtime.operators import differentiates
 
 NAME = "cute_kernels"
 SPLIT = grid_for(256).split  # keys, a multiple of every head size's split
@@ -113,15 +114,19 @@ def attend(
 
 def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Of sequences whose keys are where ``mask`` says."""
-    if keys is None:
-        return attention(q, k, v, **options)
-    good = keys.dim() == 4 and keys.dtype is torch.int32
-    expect(good, NAME, "attention_mask", "be 2-D, (batch, tokens)", f"{keys.dtype} of shape {tuple(keys.shape)}")
-    count, columns = keys[:, 0, 0, 0].contiguous(), keys[:, 0, 0, 1:]
-    if columns.shape[1]:
-        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
-        k, v = k[rows, columns], v[rows, columns]
-    return attention(q, k, v, seqused_k=count, **options)
+    count = None
+    if keys is not None:
+        good = keys.dim() == 4 and keys.dtype is torch.int32
+        expect(good, NAME, "attention_mask", "be 2-D, (batch, tokens)", f"{keys.dtype} of shape {tuple(keys.shape)}")
+        count, columns = keys[:, 0, 0, 0].contiguous(), keys[:, 0, 0, 1:]
+        if columns.shape[1]:
+            rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+            k, v = k[rows, columns], v[rows, columns]
+    elif q.shape[1] != k.shape[1]:
+        count = torch.full((len(k),), k.shape[1], dtype=torch.int32, device=k.device)
+    if count is None or differentiates(q, k, v):
+        return attention(q, k, v, seqused_k=count, **options)
+    return attention_with_kv_cache(q, k, v, cache_seqlens=count, **options)  # fast for few queries, too
 
 
 def _is_packed(found: Tensor) -> bool:
