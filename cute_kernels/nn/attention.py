@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cute_kernels.attention import attention
+from cute_kernels.attention import attention, attention_with_kv_cache
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
 from cute_kernels.attention.config import HEAD_SIZES
 from cute_kernels.nn.hyper_connection import FloatModule
@@ -19,6 +19,8 @@ from cute_kernels.runtime.operators import differentiates, uses_reference
 
 if TYPE_CHECKING:
     from cute_kernels.nn.transformer import TransformerConfig
+
+PAGE_SIZE = 128  # keys
 
 
 class RotaryEmbedding(FloatModule):
@@ -65,9 +67,44 @@ class RotaryEmbedding(FloatModule):
             self.cos.copy_(angles.cos().repeat(1, 1, 2))
             self.sin.copy_(angles.sin())
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), (length, 1, D) and (length, 1, D / 2)."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin), (length, 1, D) and (length, 1, D / 2); of places from ``first`` (B,) on (B, length, 1, ...)."""
+        if first is None:
+            return self.cos[:length], self.sin[:length]
+        places = first.unsqueeze(1) + torch.arange(length, device=first.device)
+        return self.cos[places], self.sin[places]
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer's attention, in pages, as ``attention_with_kv_cache`` has them.
+
+    Attributes:
+        k, v: (pages, page size, heads of keys, D).
+        seqlens: (B,) int32: keys of each sequence so far.
+        page_table: (B, pages of a sequence) int32.
+    """
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    page_table: Tensor
+
+
+class PagedCache:
+    """Keys and values of all layers, of ``batch`` sequences of up to ``capacity`` tokens; all begin empty."""
+
+    def __init__(
+        self, config: TransformerConfig, batch: int, capacity: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        pages = -(-capacity // PAGE_SIZE)
+        shape = (batch * pages, PAGE_SIZE, config.kv_heads, config.hidden_size // config.num_heads)
+        options = {"dtype": torch.int32, "device": device}
+        self.seqlens = torch.zeros(batch, **options)
+        self.page_table = torch.arange(batch * pages, **options).view(batch, pages)
+        self.layers = [
+            LayerCache(*torch.empty(2, *shape, dtype=dtype, device=device), self.seqlens, self.page_table)
+            for _ in range(config.num_layers)
+        ]
 
 
 class Attention(nn.Module):
@@ -86,11 +123,14 @@ class Attention(nn.Module):
         self.qkv = Linear(c, (heads + 2 * kv_heads) * self.head_size, **options)
         self.out = Linear(c, c, **options)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """(B, S, C) from (B, S, C)."""
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+        """(B, S, C) from (B, S, C); with a cache of tokens behind those in it, which these are appended to."""
         heads, kv_heads = self.heads
         q, k, v = _SplitRotated.apply(self.qkv(x), *rotation, heads, kv_heads)
-        if self._has_kernel(q):
+        if cache is not None:
+            options = {"cache_seqlens": cache.seqlens, "page_table": cache.page_table, "backend": self.backend}
+            y = attention_with_kv_cache(q, cache.k, cache.v, k=k, v=v, **options)
+        elif self._has_kernel(q):
             y = attention(q, k, v, causal=True, backend=self.backend)
         else:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
