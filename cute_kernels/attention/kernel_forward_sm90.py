@@ -341,10 +341,16 @@ class ForwardSm90:
 
             cute.arch.mbarrier_wait(self.q_full, turn % 2)
             self.first_block(tensors, state, my_row, visible, count)
-            for n in cutlass.range(1, visible, unroll=1):
-                self.next_block(tensors, state, my_row, n, count, False)
-            for n in cutlass.range(cutlass.max(visible, 1), blocks, unroll=1):
-                self.next_block(tensors, state, my_row, n, count, True)
+            splits = cute.ceil_div(blocks, self.split_blocks)
+            for split in cutlass.range(splits, unroll=1):
+                first, end = split * self.split_blocks + 1, cutlass.min((split + 1) * self.split_blocks, blocks)
+                masked_first = cutlass.min(cutlass.max(visible, first), end)
+                for n in cutlass.range(first, masked_first, unroll=1):
+                    self.next_block(tensors, state, my_row, n, count, False)
+                for n in cutlass.range(masked_first, end, unroll=1):
+                    self.next_block(tensors, state, my_row, n, count, True)
+                if end < blocks:
+                    self.next_block(tensors, state, my_row, end, count, True, True)
             self.release(self.q_empty)
 
             count += blocks
@@ -378,9 +384,16 @@ class ForwardSm90:
 
     @cute.jit
     def next_block(
-        self, tensors: tuple, state: tuple, my_row: Int32, n: Int32, count: Int32, masked: cutlass.Constexpr[bool]
+        self,
+        tensors: tuple,
+        state: tuple,
+        my_row: Int32,
+        n: Int32,
+        count: Int32,
+        masked: cutlass.Constexpr[bool],
+        begins_split: cutlass.Constexpr[bool] = False,
     ):
-        """Scores and p of block ``n`` beside the product of block n - 1 with the values; at a border the merge."""
+        """Scores and p of block ``n`` beside the product of block n - 1 with the values, which may end a split."""
         output, weights = tensors
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
         maximum, total, rescale = state
@@ -396,18 +409,18 @@ class ForwardSm90:
         warpgroup.wait_group(1)
         self.release(self.k_empty + k_slot)
 
-        if n % self.split_blocks == 0:
+        if const_expr(begins_split):
             warpgroup.wait_group(0)
             self.end_split(output, maximum, total, n)
         if const_expr(masked):
             self.hide_keys(scores, my_row, n)
-        moved = softmax_step(scores, maximum, total, rescale, self.score_scale)
-
-        warpgroup.wait_group(0)
-        self.release(self.v_empty + v_slot)
-        if cute.arch.vote_any_sync(moved):
+        # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it
+        if cute.arch.vote_any_sync(softmax_step(scores, maximum, total, rescale, self.score_scale)):
+            warpgroup.wait_group(0)
             for i in cutlass.range_constexpr(cute.size(output)):
                 output[i] = rescale_element(output[i], rescale[row_of(i)])
+        warpgroup.wait_group(0)
+        self.release(self.v_empty + v_slot)
         self.round_weights(scores, weights)
 
     def score(self, scores: cute.Tensor, slot: Int32):
