@@ -37,6 +37,11 @@ def grid_for(head_size: int, head_size_v: int | None = None) -> Grid:
     return Grid(128 if dv <= 128 else 64, 4096)
 
 
+def contract_of(head_size: int, head_size_v: int) -> str:
+    """The contract's name and grid, for ``provenance``."""
+    return f"kv_grid {tuple(grid_for(head_size, head_size_v))}"
+
+
 class ForwardSpec(NamedTuple):
     """What a kernel of the forward is made for. Lengths, batch, heads and strides are run-time values.
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from cute_kernels.attention import attention, attention_with_kv_cache
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
-from cute_kernels.attention.config import HEAD_SIZES
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
 from cute_kernels.runtime import launches
@@ -138,13 +137,13 @@ class Attention(nn.Module):
         return self.out(y.flatten(2).to(x.dtype))  # under autocast y has its dtype
 
     def _has_kernel(self, q: Tensor) -> bool:
-        """Whether ``attention`` computes this: it has no backward yet, and not every head size and dtype."""
-        if differentiates(q):
+        """Whether ``attention`` computes this: it has no backward yet, and not every head size, dtype and GPU."""
+        if differentiates(q) or self.head_size % 8 or self.head_size > MAX_HEAD_SIZE:
             return False
         if uses_reference("attention", q, self.backend):
-            return self.head_size % 8 == 0 and self.head_size <= MAX_HEAD_SIZE
+            return True
         half = q.dtype in KERNEL_DTYPES or torch.is_autocast_enabled(q.device.type)
-        return half and self.head_size in HEAD_SIZES and _arch_of(q.get_device()) == "sm_90a"
+        return half and _arch_of(q.get_device()) == "sm_90a"
 
 
 @torch.compiler.assume_constant_result

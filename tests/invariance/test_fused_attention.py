@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from cute_kernels import UncoveredOperatorError, attention, batch_invariant
+from cute_kernels import UncoveredOperatorError, attention, attention_with_kv_cache, batch_invariant, provenance
 from cute_kernels.invariance import aten, fused_attention
 from tests.attention.cases import BF16, FP16, FP32, Case, make_inputs, same_bits
 from tests.fakes import fake_gpu
@@ -129,10 +129,68 @@ def test_what_is_not_taken_says_so(index, generator, jobs):
     assert not jobs
 
 
-def test_a_head_size_without_a_kernel(generator):
-    q, k, v = heads_first(Case(2, 5, 5, 4, 4, 40), generator)
+def test_a_head_size_and_a_gpu_without_a_kernel(generator):
+    q, k, v = heads_first(Case(2, 5, 5, 4, 4, 64), generator)
+    q, k, v = (t.repeat(1, 1, 1, 5) for t in (q, k, v))
     with batch_invariant(), pytest.raises(UncoveredOperatorError, match="_scaled_dot_product_flash_attention"):
         call("flash", q, k, v, True)
+    error = pytest.raises(UncoveredOperatorError, match="_scaled_dot_product_flash_attention")
+    with fake_gpu("sm_100a"), batch_invariant(), error:
+        call("flash", *(t[..., :64] for t in (q, k, v)), True)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1)], ids=str)
+def test_packed_sequences(window, generator):
+    """varlen_attn, and the flash operator that it is made of."""
+    lengths = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    q, k, v = (t.flatten(0, 1) for t in make_inputs(Case(1, 12, 12, 4, 2, 64), generator))
+    options = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    wanted = attention(q, k, v, causal=window == (-1, 0), window=window, return_lse=True, **options)
+    with batch_invariant() as uncovered:
+        found = varlen_attn(
+            q,
+            k,
+            v,
+            lengths,
+            lengths,
+            7,
+            7,
+            window_size=window,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
+        left, right = window
+        window_size = {"window_size_left": left, "window_size_right": right}
+        causal = window == (-1, 0)
+        flash = OPS._flash_attention_forward(q, k, v, lengths, lengths, 7, 7, 0.0, causal, False, **window_size)
+    assert not uncovered
+    for out, lse in (found, flash[:2]):
+        assert same_bits(out, wanted[0]) and same_bits(lse, wanted[1])
+
+
+def test_used_keys(generator):
+    q, k, v = make_inputs(Case(2, 1, 9, 4, 2, 64), generator)
+    used = torch.tensor([4, 9], dtype=torch.int32)
+    with batch_invariant():
+        out = OPS._flash_attention_forward(q, k, v, None, None, 1, 9, 0.0, True, False, seqused_k=used)[0]
+    assert same_bits(out, attention(q, k, v, causal=True, seqused_k=used))
+
+
+def test_provenance(generator):
+    """Contract, grid, kernel and sizes of each launch."""
+    q, k, v = make_inputs(Case(2, 5, 9, 4, 2, 64), generator)
+    used = torch.tensor([4, 9], dtype=torch.int32)
+    forward, decode = provenance(
+        lambda: (attention(q, k, v), attention_with_kv_cache(q[:, :1], k, v, cache_seqlens=used))
+    )
+    assert forward.contract == decode.contract == "kv_grid (128, 2048)"
+    assert forward.kernel.startswith("attention_forward (tile rows") and forward.shape == (2, 4, 5, 9, 64)
+    assert decode.kernel.startswith("attention_decode (") and decode.shape == (2, 4, 1, 9, 64)
+    packed = torch.tensor([0, 5], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": packed, "cu_seqlens_k": packed, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    q = torch.cat([q[0]] * 3, -1)
+    (entry,) = provenance(lambda: attention(q, q, q, **lengths))
+    assert entry.contract == "kv_grid (64, 4096)" and entry.shape == (1, 4, 5, 5, 192)
 
 
 def test_names_of_operators():
@@ -147,4 +205,4 @@ def test_names_of_operators():
 def test_outside_of_a_block(generator, jobs):
     q, k, v = heads_first(Case(1, 5, 5, 2, 2, 64, dtype=FP32), generator)
     F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert not jobs and callable(varlen_attn)
+    assert not jobs

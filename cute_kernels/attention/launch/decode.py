@@ -17,6 +17,7 @@ from cute_kernels.attention.config import (
     WARPGROUP_ROWS,
     DecodeConfig,
     DecodeSpec,
+    contract_of,
     decode_is_sequential,
     grid_for,
     page_rows,
@@ -24,7 +25,7 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.launches import LaunchCache, bounded
+from cute_kernels.runtime.launches import Described, LaunchCache, bounded, observe, observers
 from cute_kernels.runtime.operators import empties, operator
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 
@@ -145,6 +146,10 @@ class DecodeLaunch(NamedTuple):
         partials, sums = empties(q, ((max(kept, 1), rows, d), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
         counters = counters_of(q, (batch * len_q * group // WARPGROUP_ROWS + sequences) * pairs)
         before_tanh, score_scale = score_factors(call.scale, call.softcap)
+        if observers:
+            name = f"attention_decode ({'all splits' if sequential else 'a split'} a CTA)"
+            shape = sequences, heads, call.max_seqlen_q, call.max_seqlen_k, d
+            observe(Described(contract_of(d, d), name), shape, q.get_device())
         function = self.sequential if sequential else self.parallel
         function(
             regular(q),
@@ -177,7 +182,7 @@ def counters_of(q: Tensor, number: int) -> Tensor:
 
     A graph gets its own, too: it may be replayed on any stream.
     """
-    if not q.is_cuda:
+    if q.get_device() < 0:
         return q.new_zeros(number, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
         return q.new_zeros(number, dtype=torch.int32)

@@ -19,6 +19,7 @@ from cute_kernels.attention.config import (
     WARPGROUP_ROWS,
     ForwardConfig,
     ForwardSpec,
+    contract_of,
     forward_config,
     kernel_sizes,
     merges_in_workspace,
@@ -26,7 +27,7 @@ from cute_kernels.attention.config import (
     window_bounds,
 )
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.launches import LaunchCache
+from cute_kernels.runtime.launches import LaunchCache, observe, observers
 from cute_kernels.runtime.operators import empties, empty, functional_operator
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 
@@ -210,6 +211,17 @@ class ForwardLaunch(NamedTuple):
     config: ForwardConfig
     num_sms: int
 
+    @property
+    def contract(self) -> str:
+        """For ``provenance``."""
+        return contract_of(*self.spec.sizes)
+
+    @property
+    def name(self) -> str:
+        """The kernel and its configuration."""
+        turns = ", ping-pong" if self.config.ping_pong else ""
+        return f"attention_forward (tile rows {self.config.tile_rows}{turns})"
+
     @staticmethod
     def of(target: Target, spec: ForwardSpec, config: ForwardConfig) -> ForwardLaunch:
         """Raises:
@@ -256,6 +268,10 @@ class ForwardLaunch(NamedTuple):
         else:
             num_tiles = -(-len_q // rows) * batch * heads
             num_ctas = min(num_tiles, self.num_sms)
+        if observers:
+            sequences = cu_seqlens_q.shape[0] - 1 if spec.packed_q else batch
+            longest = max_seqlen_q if spec.packed_q else len_q
+            observe(self, (sequences, heads, longest, k.shape[1], q.shape[3]), q.get_device())
         workspace = None
         if merges_in_workspace(spec.head_size):
             num_ctas = min(num_tiles, self.num_sms)

@@ -17,7 +17,7 @@ from cute_kernels.attention.checks_cache import (
     check_options,
     check_values,
 )
-from cute_kernels.attention.config import HEAD_SIZES, window_bounds
+from cute_kernels.attention.config import DECODE_CONFIGS, window_bounds
 from cute_kernels.attention.launch import attention_append, attention_decode
 from cute_kernels.runtime.checks import FLOATS, Backend, expect_dtype, fail
 from cute_kernels.runtime.operators import empty, is_eager, uses_reference
@@ -134,10 +134,11 @@ def attention_with_kv_cache(
     check_options(q, causal, window, softcap, sinks, scale)
     check_no_gradient(q, cache, sinks)
     d, dv = q.shape[-1], v_cache.shape[3]
-    if d not in HEAD_SIZES or dv != d:
+    if d not in DECODE_CONFIGS or dv != d:
+        sizes = ", ".join(map(str, DECODE_CONFIGS))
         raise NotImplementedError(
-            f"{OP}: has no kernel yet for head sizes other than {', '.join(map(str, HEAD_SIZES))}, got {d} of q and "
-            f"{dv} of v_cache. backend='reference' runs plain torch"
+            f"{OP}: has no kernel yet for head sizes other than {sizes}, got {d} of q and {dv} of v_cache. "
+            "backend='reference' runs plain torch"
         )
     if sinks is not None:
         expect_dtype(OP, "sinks", sinks.dtype, FLOATS)
