@@ -179,6 +179,7 @@ DECODE_CONFIGS = {
 }
 
 
-def decode_is_sequential(tiles: int, splits: int, ctas: int) -> bool:
-    """Whether a CTA has all splits of a tile: where tiles alone are several for each CTA of the GPU."""
-    return splits > 1 and tiles >= 4 * ctas
+def decode_config(head_size: int, tiles: int, splits: int, ctas: int) -> DecodeConfig:
+    """A CTA for all splits of a tile where tiles alone are several for each of the GPU's ``ctas``."""
+    parallel, sequential = DECODE_CONFIGS[head_size]
+    return sequential if splits > 1 and tiles >= 4 * ctas else parallel

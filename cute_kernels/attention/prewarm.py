@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.config import HEAD_SIZES, ForwardSpec, forward_config
+from cute_kernels.attention.config import (
+    DECODE_CONFIGS,
+    HEAD_SIZES,
+    AppendSpec,
+    DecodeSpec,
+    ForwardSpec,
+    forward_config,
+)
 from cute_kernels.runtime.targets import expect_arch
 
 # Masks of all head sizes, dense and packed
@@ -35,8 +42,15 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     expect_arch(arch)
     if arch != "sm_90a":
         return
+    from cute_kernels.attention.kernel_append import append
+    from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     for dtype in (torch.bfloat16, torch.float16):
         for spec in forward_specs(dtype):
             yield forward_sm90, (arch, spec, forward_config(spec))
+        for d, (parallel, _) in DECODE_CONFIGS.items():
+            for packed in (False, True):
+                for rows in (0, 16):  # of a page that a copy brings
+                    yield decode_sm90, (arch, DecodeSpec(dtype, d, packed, rows), parallel)
+                    yield append, (arch, AppendSpec(dtype, d, packed, rows > 0))

@@ -7,7 +7,7 @@ import torch
 
 from cute_kernels import UnsupportedDeviceError, attention, attention_with_kv_cache, merge_attention
 from cute_kernels.attention import launch
-from cute_kernels.attention.config import decode_is_sequential
+from cute_kernels.attention.config import decode_config
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
 from tests.attention.cache_cases import Layout, Sequences, cached, packed, rows_of
@@ -96,10 +96,10 @@ def test_what_compiles(generator):
         for lengths in ([300, 9], [5, 5]):
             for options in ({}, {"window": (3, 0)}, {"causal": False}):
                 rows_of(sequences, lengths, [2, 1], Layout(), **options)
-        assert len(set(jobs)) == 2  # a CTA for a split, a CTA for all splits
+        assert len(set(jobs)) == 1
         rows_of(sequences, [300, 9], [2, 1], Layout(128))
         rows_of(sequences, [300, 9], [2, 1], Layout(256))
-        assert len(set(jobs)) == 4
+        assert len(set(jobs)) == 2
 
 
 def test_many_splits_and_many_tiles(generator):
@@ -110,7 +110,7 @@ def test_many_splits_and_many_tiles(generator):
             cache = torch.zeros(batch, SPLIT + 1, pairs, 64, dtype=BF16)
             seqlens = torch.full((batch,), 3, dtype=torch.int32)
             assert (attention_with_kv_cache(q, cache, cache, cache_seqlens=seqlens) == 0).all()
-    assert decode_is_sequential(1060, 2, 264) and not decode_is_sequential(1060, 1, 264)
+    assert decode_config(64, 1060, 2, 264).sequential and not decode_config(64, 1060, 1, 264).sequential
 
 
 def test_as_an_operator(generator):

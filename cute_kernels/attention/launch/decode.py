@@ -13,12 +13,11 @@ from torch import Tensor
 
 from cute_kernels.attention.config import (
     CTAS_PER_SM,
-    DECODE_CONFIGS,
     WARPGROUP_ROWS,
     DecodeConfig,
     DecodeSpec,
     contract_of,
-    decode_is_sequential,
+    decode_config,
     grid_for,
     page_rows,
     score_factors,
@@ -63,8 +62,7 @@ def attention_decode(
     d = q.shape[3]
     rows = 0 if page_table is None else page_rows(k_cache.shape[1], grid_for(d).block)
     spec = DecodeSpec(q.dtype, d, packed, rows, bool(softcap), None if sinks is None else sinks.dtype)
-    launch = _decode.get(q.get_device(), spec)
-    launch.run(
+    run(
         Call(
             q,
             k_cache,
@@ -82,7 +80,8 @@ def attention_decode(
             right,
             softcap,
             scale,
-        )
+        ),
+        spec,
     )
 
 
@@ -107,71 +106,47 @@ class Call(NamedTuple):
     scale: float
 
 
-class DecodeLaunch(NamedTuple):
-    """The kernel of one CTA a split, the one of one CTA for all splits, and the GPU's SMs."""
-
-    parallel: Callable[..., None]
-    sequential: Callable[..., None]
-    num_sms: int
-
-    @staticmethod
-    def of(target: Target, spec: DecodeSpec, configs: tuple[DecodeConfig, DecodeConfig]) -> DecodeLaunch:
-        """Raises:
-        UnsupportedDeviceError: a GPU other than a Hopper.
-        """
-        if target.arch != "sm_90a":
-            raise UnsupportedDeviceError(
-                f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-                "Pass backend='reference' to run plain torch"
-            )
-        from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
-
-        functions = [launches.load(decode_sm90, target.arch, spec, config) for config in configs]
-        return DecodeLaunch(*functions, target.num_sms)
-
-    def run(self, call: Call, sequential: bool | None = None) -> None:
-        """Write out and lse. ``sequential``: one CTA for all splits of a tile; None: as ``decode_is_sequential``."""
-        q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-        batch, len_q, heads, d = q.shape
-        sequences, pairs = call.cache_seqlens.shape[0], k_cache.shape[2]
-        group = heads // pairs
-        tiles = sequences * pairs * -(-call.max_seqlen_q * group // WARPGROUP_ROWS)
-        splits = max(-(-call.max_seqlen_k // grid_for(d).split), 1)
-        ctas = CTAS_PER_SM * self.num_sms
-        if sequential is None:
-            sequential = decode_is_sequential(tiles, splits, ctas)
-        items = tiles if sequential else tiles * splits
-        kept = 0 if splits == 1 else 1 if sequential else splits
-        rows = batch * len_q * heads if kept else 1
-        partials, sums = empties(q, ((max(kept, 1), rows, d), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
-        counters = counters_of(q, (batch * len_q * group // WARPGROUP_ROWS + sequences) * pairs)
-        before_tanh, score_scale = score_factors(call.scale, call.softcap)
-        if observers:
-            name = f"attention_decode ({'all splits' if sequential else 'a split'} a CTA)"
-            shape = sequences, heads, call.max_seqlen_q, call.max_seqlen_k, d
-            observe(Described(contract_of(d, d), name), shape, q.get_device())
-        function = self.sequential if sequential else self.parallel
-        function(
-            regular(q),
-            regular(k_cache),
-            regular(v_cache),
-            call.cache_seqlens,
-            call.page_table,
-            call.cu_seqlens_q,
-            regular(call.out),
-            call.lse,
-            partials,
-            sums,
-            counters,
-            call.sinks,
-            before_tanh,
-            score_scale,
-            call.left,
-            call.right,
-            int(call.appended),
-            call.max_seqlen_k,
-            max(min(items, ctas), 1),
-        )
+def run(call: Call, spec: DecodeSpec) -> None:
+    """Write out and lse."""
+    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
+    batch, len_q, heads, d = q.shape
+    sequences, pairs = call.cache_seqlens.shape[0], k_cache.shape[2]
+    group = heads // pairs
+    tiles = sequences * pairs * -(-call.max_seqlen_q * group // WARPGROUP_ROWS)
+    splits = max(-(-call.max_seqlen_k // grid_for(d).split), 1)
+    index = q.get_device()
+    ctas = CTAS_PER_SM * launches.target_of(index).num_sms
+    config = decode_config(d, tiles, splits, ctas)
+    kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
+    rows = batch * len_q * heads if kept else 1
+    partials, sums = empties(q, ((max(kept, 1), rows, d), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
+    counters = counters_of(q, (batch * len_q * group // WARPGROUP_ROWS + sequences) * pairs)
+    before_tanh, score_scale = score_factors(call.scale, call.softcap)
+    if observers:
+        name = f"attention_decode ({'all splits' if config.sequential else 'a split'} a CTA)"
+        shape = sequences, heads, call.max_seqlen_q, call.max_seqlen_k, d
+        observe(Described(contract_of(d, d), name), shape, index)
+    _decode.get(index, Kernel(spec, config))(
+        regular(q),
+        regular(k_cache),
+        regular(v_cache),
+        call.cache_seqlens,
+        call.page_table,
+        call.cu_seqlens_q,
+        regular(call.out),
+        call.lse,
+        partials,
+        sums,
+        counters,
+        call.sinks,
+        before_tanh,
+        score_scale,
+        call.left,
+        call.right,
+        int(call.appended),
+        call.max_seqlen_k,
+        max(min(tiles if config.sequential else tiles * splits, ctas), 1),
+    )
 
 
 _counters: dict[tuple[int, int], Tensor] = bounded()
@@ -194,8 +169,22 @@ def counters_of(q: Tensor, number: int) -> Tensor:
     return found
 
 
-def _make_decode(target: Target, spec: DecodeSpec) -> DecodeLaunch:
-    return DecodeLaunch.of(target, spec, DECODE_CONFIGS[spec.head_size])
+class Kernel(NamedTuple):
+    """What is compiled."""
+
+    spec: DecodeSpec
+    config: DecodeConfig
+
+
+def _make_decode(target: Target, kernel: Kernel) -> Callable[..., None]:
+    if target.arch != "sm_90a":
+        raise UnsupportedDeviceError(
+            f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
+            "Pass backend='reference' to run plain torch"
+        )
+    from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
+
+    return launches.load(decode_sm90, target.arch, *kernel)
 
 
 _decode = LaunchCache(_make_decode)
