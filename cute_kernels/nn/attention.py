@@ -13,7 +13,7 @@ from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.autograd import autocasts, first_derivative_only
 from cute_kernels.runtime.operators import differentiates, uses_reference
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             return False
         if uses_reference("attention", q, self.backend):
             return True
-        half = q.dtype in KERNEL_DTYPES or torch.is_autocast_enabled(q.device.type)
+        half = q.dtype in KERNEL_DTYPES or autocasts(q)
         return half and _arch_of(q.get_device()) == "sm_90a"
 
 

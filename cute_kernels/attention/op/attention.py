@@ -17,6 +17,7 @@ from cute_kernels.attention.checks import (
     check_sizes,
 )
 from cute_kernels.attention.launch import attention_forward, attention_into
+from cute_kernels.runtime.autograd import autocasts
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -104,7 +105,7 @@ def attention(
         >>> attention(q, q, v, causal=True)[0, :, 0, 0]
         tensor([0.0000, 0.5000])
     """
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and autocasts(q):
         q, k, v = _autocast(q, k, v)
     if uses_reference("attention", q, backend):
         return reference.attention(
