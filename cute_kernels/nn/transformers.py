@@ -39,11 +39,14 @@ def register_transformers() -> None:
     not look at these itself: give it the former); dynamic and static caches, those of sliding windows, too. Calling it
     again changes nothing.
 
+    A forward raises ValueError for masks of other kinds (4-D tensors, chunks, blocks, functions of the user's), for
+    padding within a sequence, dropout and position biases; NotImplementedError where ``attention`` does.
+
+    Returns:
+        None.
+
     Raises:
         ImportError: transformers is not installed, or older.
-
-    In a forward, ValueError: for masks of other kinds (4-D tensors, chunks, blocks, functions of the user's), for
-    padding within a sequence, dropout and position biases. NotImplementedError: as ``attention`` does.
 
     Numerics:
         A token's result has the bits that its own sequence gives it: in a batch or alone, padded left, right or not,
