@@ -113,10 +113,12 @@ class DecodeConfig:
 
     Attributes:
         slots: blocks of keys or values in flight.
+        ctas_per_sm: that share an SM.
         sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
     """
 
     slots: int
+    ctas_per_sm: int = 1
     sequential: bool = False
 
 
@@ -134,15 +136,14 @@ def page_rows(page_size: int, block: int) -> int:
     return min(page_size, block)
 
 
-CTAS_PER_SM = 2  # of decode: what one more than a wave costs is then a half of an SM's work
-# Of each head size: a CTA for a split, a CTA for all splits. Three slots of 128 channels leave room for two CTAs an SM
+# Of each head size; the ring fills what shared memory is left
 DECODE_CONFIGS = {
-    64: (DecodeConfig(6), DecodeConfig(6, True)),
-    128: (DecodeConfig(3), DecodeConfig(3, True)),
+    64: (DecodeConfig(12), DecodeConfig(12, sequential=True), DecodeConfig(6, 2), DecodeConfig(6, 2, True)),
+    128: (DecodeConfig(6), DecodeConfig(6, sequential=True), DecodeConfig(3, 2), DecodeConfig(3, 2, True)),
 }
 
 
-def decode_config(head_size: int, tiles: int, splits: int, ctas: int) -> DecodeConfig:
-    """A CTA for all splits of a tile where tiles alone are several for each of the GPU's ``ctas``."""
-    parallel, sequential = DECODE_CONFIGS[head_size]
-    return sequential if splits > 1 and tiles >= 4 * ctas else parallel
+def decode_config(head_size: int, tiles: int, splits: int, num_sms: int) -> DecodeConfig:
+    """A CTA for all splits of a tile where tiles alone are several for each SM."""
+    parallel, sequential, *_ = DECODE_CONFIGS[head_size]
+    return sequential if splits > 1 and tiles >= 4 * num_sms else parallel

@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.attention.config import CTAS_PER_SM, WARPGROUP_ROWS, DecodeConfig, DecodeSpec, grid_for
+from cute_kernels.attention.config import WARPGROUP_ROWS, DecodeConfig, DecodeSpec, grid_for
 from cute_kernels.attention.kernel_forward_sm90 import by_rows, opaque, partition, row_of_thread
 from cute_kernels.attention.kernel_row import (
     QUAD,
@@ -53,7 +53,8 @@ from jit_cache import Program, compiled
 WARP_SIZE, WARPGROUP = 32, 128
 GROUP_BARRIER = 1  # of the warpgroup that computes
 COLUMNS = 64  # of a box: 128 bytes, what the swizzle spans
-REGISTERS = (32, 224)  # of a thread that loads, that computes: 65536 for two CTAs of 256 threads
+# Registers of a thread that loads, that computes, where two CTAs of 256 threads share 65536
+REGISTERS = (32, 224)
 VECTOR = 4  # fp32 numbers that move together
 PAIR = 2  # neighbours in a thread's registers
 
@@ -89,7 +90,7 @@ class DecodeSm90:
         self.split_blocks = split // self.block
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
-        self.slots, self.sequential = config.slots, config.sequential
+        self.slots, self.ctas_per_sm, self.sequential = config.slots, config.ctas_per_sm, config.sequential
 
     @cute.jit
     def __call__(
@@ -125,7 +126,7 @@ class DecodeSm90:
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[2 * WARPGROUP, 1, 1],
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
@@ -208,12 +209,14 @@ class DecodeSm90:
         self.num_pages, self.page_size = mK.shape[3], mK.shape[0]
         self.before_tanh, self.score_scale, self.sinks, self.thread = before_tanh, score_scale, sinks, tidx
         if warp < WARPGROUP // WARP_SIZE:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            if const_expr(self.ctas_per_sm > 1):
+                cute.arch.setmaxregister_increase(REGISTERS[1])
             self.compute(qk_mma, pv_mma, q, out, lse, partials, sums, counters)
             if const_expr(self.packed):
                 self.clear_rows(out, lse)
         else:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if const_expr(self.ctas_per_sm > 1):
+                cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == WARPGROUP // WARP_SIZE:
                 self.load(tma_k, mK, tma_v, mV)
 

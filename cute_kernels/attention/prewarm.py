@@ -35,7 +35,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             for causal in (True, False):
                 spec = ForwardSpec(dtype, head_size, causal)
                 yield forward_sm90, (arch, spec, forward_config(spec))
-            parallel, _ = DECODE_CONFIGS[head_size]
+            parallel, *_ = DECODE_CONFIGS[head_size]
             for packed in (False, True):
                 for rows in (0, 16):
                     yield decode_sm90, (arch, DecodeSpec(dtype, head_size, packed, rows), parallel)

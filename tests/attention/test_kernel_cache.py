@@ -43,7 +43,7 @@ def precompiled():
         if dtype is BF16 or (is_packed and rows in (0, 16))
     ]
     specs += [DecodeSpec(BF16, 128, True, 16, *options) for options in ((True, None), (False, BF16), (True, BF16))]
-    others = [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in DECODE_CONFIGS[spec.head_size]]
+    others = [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in DECODE_CONFIGS[spec.head_size][:2]]
     precompile([*prewarm.specializations("sm_90a"), *others])
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.config import (
-    CTAS_PER_SM,
     WARPGROUP_ROWS,
     DecodeConfig,
     DecodeSpec,
@@ -114,8 +113,9 @@ def run(call: Call, spec: DecodeSpec) -> None:
     tiles = sequences * pairs * -(-call.max_seqlen_q * group // WARPGROUP_ROWS)
     splits = max(-(-call.max_seqlen_k // grid_for(d).split), 1)
     index = q.get_device()
-    ctas = CTAS_PER_SM * launches.target_of(index).num_sms
-    config = decode_config(d, tiles, splits, ctas)
+    num_sms = launches.target_of(index).num_sms
+    config = decode_config(d, tiles, splits, num_sms)
+    items = tiles if config.sequential else tiles * splits
     kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
     rows = batch * len_q * heads if kept else 1
     partials, sums = empties(q, ((max(kept, 1), rows, d), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
@@ -140,7 +140,7 @@ def run(call: Call, spec: DecodeSpec) -> None:
         call.right,
         int(call.appended),
         call.max_seqlen_k,
-        max(min(tiles if config.sequential else tiles * splits, ctas), 1),
+        max(min(items, config.ctas_per_sm * num_sms), 1),
     )
 
 
