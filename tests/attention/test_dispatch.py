@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import UnsupportedDeviceError, attention
 from cute_kernels.attention import launch, prewarm
-from cute_kernels.attention.config import L2_BYTES, forward_config, heads_together
+from cute_kernels.attention.config import L2_BYTES, ForwardSpec, forward_config, heads_together
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
@@ -48,7 +48,8 @@ def test_a_model_finds_its_kernels_precompiled(jobs, generator):
         for head_size in HEAD_SIZES:
             for causal in (False, True):
                 attention(*make_inputs(Case(1, 3, 3, 2, 1, head_size, causal, dtype), generator), causal=causal)
-    assert set(jobs) == set(prewarm.specializations("sm_90a"))
+    wanted = {job for job in prewarm.specializations("sm_90a") if job[0] is jobs[0][0]}  # others: of caches
+    assert set(jobs) == wanted
     assert list(prewarm.specializations("sm_100a")) == []
 
 
@@ -127,5 +128,6 @@ def test_heads_that_fit_into_the_cache_come_together():
 
 
 def test_the_config_follows_from_the_head_size_alone():
-    found = {forward_config(arguments[1]) for _, arguments in prewarm.specializations("sm_90a")}
+    specs = (arguments[1] for _, arguments in prewarm.specializations("sm_90a"))
+    found = {forward_config(spec) for spec in specs if isinstance(spec, ForwardSpec)}
     assert len(found) <= len(HEAD_SIZES)

@@ -11,8 +11,9 @@ from cute_kernels import mhc, reduction
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import OPS, first_calls
 
-# The first two call what they are given; the third has no backward yet (its threads: tests/attention/test_dispatch.py)
-NO_OPS = {"check_invariance", "provenance", "attention"}
+# The first two call what they are given; the others have no backward (threads: tests/attention/test_{dispatch,cache}.py)
+# but the last, which is plain torch
+NO_OPS = {"check_invariance", "provenance", "attention", "attention_with_kv_cache", "merge_attention"}
 
 
 def test_every_public_op_is_there():

@@ -57,8 +57,8 @@ def attention_with_kv_cache(
         k_cache: (B, capacity, Hkv, D), or with ``page_table`` (pages, page size, Hkv, D), page size 16, 32, 64 or a
             multiple of 128. Written to where ``k`` is given.
         v_cache: like k_cache.
-        cache_seqlens: (B,) int32: keys of each sequence before this call. What lies behind them is never read.
-        page_table: (B, pages of a sequence) int32: pages of each sequence, the first keys' first. What lies behind the
+        cache_seqlens: (B,) int32: keys of each sequence before this call. No row behind them is read.
+        page_table: (B, pages of a sequence) int32: pages of each sequence, the first keys' first. No entry behind the
             last key's page is never read.
         k: new keys, like q but of Hkv heads, a key for each query; written to the cache behind ``cache_seqlens`` first.
         v: new values, with k.
