@@ -534,6 +534,8 @@ class ForwardSm90:
                 self.add_values(tensors, slot)
                 warpgroup.wait_group(0)
                 self.release(self.v_empty + slot)
+                if const_expr(self.in_workspace):  # registers are few: found again, not kept
+                    tile = self.tile_at(opaque(turn))
                 self.finish(tensors, state, tile, blocks, tma_o, mO, lse, sinks)
                 count += blocks.end - blocks.first
                 tiles += 1
@@ -691,7 +693,8 @@ class ForwardSm90:
                     vector[e] = output[i * VECTOR + e]
                 cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
         else:
-            merged_maximum, merged_total = self.kept_rows(thread)
+            merged_maximum, merged_total = per_row(), per_row()
+            self.load_rows(merged_maximum, merged_total, thread)
             a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
             self.keep_rows(merged_maximum, merged_total, thread)
             for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
@@ -715,12 +718,11 @@ class ForwardSm90:
             cute.autovec_copy(pair, self.kept_row(thread, r))
 
     @cute.jit
-    def kept_rows(self, thread: Int32):
-        maximum, total, pair = per_row(), per_row(), cute.make_rmem_tensor((2,), Float32)
+    def load_rows(self, maximum: cute.Tensor, total: cute.Tensor, thread: Int32):
+        pair = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             cute.autovec_copy(self.kept_row(thread, r), pair)
             maximum[r], total[r] = pair[0], pair[1]
-        return maximum, total
 
     @cute.jit
     def finish(
@@ -739,19 +741,7 @@ class ForwardSm90:
         maximum, total, _ = state
         thread = opaque(self.thread)
         my_row = tile.m * self.tile_rows + self.wg * WARPGROUP_ROWS + row_of_thread(thread)
-        for r in cutlass.range_constexpr(ROWS):
-            total[r] = quad_sum(total[r])
-        if (blocks.end - 1) // self.split_blocks > blocks.first // self.split_blocks:
-            merged_maximum, merged_total = self.kept_rows(thread)
-            a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
-            vector = cute.make_rmem_tensor((VECTOR,), Float32)
-            for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
-                cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
-                for e in cutlass.range_constexpr(VECTOR):
-                    r = row_of(e)
-                    output[i * VECTOR + e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
-            for r in cutlass.range_constexpr(ROWS):
-                maximum[r], total[r] = merged_maximum[r], merged_total[r]
+        self.merge_last(output, maximum, total, thread, blocks)
 
         sink = sinks[tile.head] if const_expr(self.spec.sinks) else None
         line = lse.iterator + self.first_of_lse(lse, tile)
@@ -783,6 +773,39 @@ class ForwardSm90:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(self.in_workspace):
             self.release(self.q_empty)
+
+    @cute.jit
+    def merge_last(self, output: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, thread: Int32, blocks: tuple):
+        """(M, L, A) of all splits into (maximum, total, output)."""
+        merged_maximum, merged_total = per_row(), per_row()
+        vector = cute.make_rmem_tensor((VECTOR,), Float32)
+        crosses = (blocks.end - 1) // self.split_blocks > blocks.first // self.split_blocks
+        if const_expr(self.in_workspace):
+            if crosses:  # by way of A: with both in registers there would be too few
+                self.end_split(output, maximum, total, False)
+                self.load_rows(merged_maximum, merged_total, thread)
+                for r in cutlass.range_constexpr(ROWS):
+                    maximum[r], total[r] = merged_maximum[r], merged_total[r]
+                for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                    cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        output[i * VECTOR + e] = vector[e]
+            else:
+                for r in cutlass.range_constexpr(ROWS):
+                    total[r] = quad_sum(total[r])
+        else:
+            for r in cutlass.range_constexpr(ROWS):
+                total[r] = quad_sum(total[r])
+            if crosses:
+                self.load_rows(merged_maximum, merged_total, thread)
+                a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
+                for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                    cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        r = row_of(e)
+                        output[i * VECTOR + e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
+                for r in cutlass.range_constexpr(ROWS):
+                    maximum[r], total[r] = merged_maximum[r], merged_total[r]
 
     def output_of(self, mO: cute.Tensor, tile: Tile) -> cute.Tensor:
         """A sequence's rows of out; behind its end nothing is written."""
