@@ -277,8 +277,9 @@ class ForwardSm90:
         )
         if const_expr(self.in_workspace):
             bidx, _, _ = cute.arch.block_idx()
-            merged = workspace.iterator + Int64(bidx) * (numbers * self.warpgroups)
-            self.A = cute.make_tensor(merged.align(16), layout)
+            address = (workspace.iterator + Int64(bidx) * (numbers * self.warpgroups)).toint()
+            merged = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+            self.A = cute.make_tensor(merged, layout)
             memory, of_warpgroup = self.sQ.iterator, WARPGROUP_ROWS * self.head_size
         else:
             memory = smem.allocate(4 * numbers * self.warpgroups, byte_alignment=1024)
@@ -298,11 +299,11 @@ class ForwardSm90:
         self.len_q, self.heads, self.len_k = mQ.shape[0], mQ.shape[2], mK.shape[0]
         self.group = self.heads // mK.shape[2]
         self.m_tiles = cute.ceil_div(self.len_q, self.tile_rows)
-        self.all_heads = num_tiles // self.m_tiles
+        self.all_heads = self.heads * mQ.shape[3]
         self.longest_first = self.causal and not self.spec.packed_q
         rounds, rest = num_tiles // grid, num_tiles % grid
         self.turns = rounds + Int32(select_(self.place(rounds) < rest, Int32(1), Int32(0)))
-        if const_expr(self.longest_first):
+        if const_expr(self.longest_first and not self.in_workspace):
             units = cute.ceil_div(self.m_tiles, 2) * self.all_heads
             of_pairs = 2 * (units // grid + Int32(select_(bidx < units % grid, Int32(1), Int32(0))))
             self.turns = Int32(select_(paired != 0, of_pairs, self.turns))
@@ -346,7 +347,11 @@ class ForwardSm90:
     def causal_tile(self, turn: Int32):
         """(Sequence, head, tile; -1: none)"""
         head, m = Int32(0), Int32(0)
-        if self.paired != 0:
+        if const_expr(self.in_workspace):  # there are no registers for a choice
+            paired = False
+        else:
+            paired = self.paired != 0
+        if paired:
             pairs = cute.ceil_div(self.m_tiles, 2)
             index = turn // 2 * self.grid + self.bidx
             head, m = index // pairs, index % pairs
@@ -545,9 +550,8 @@ class ForwardSm90:
     @cute.jit
     def walk(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
         """All but the last product with values: blocks ascending, split by split."""
-        my_row = first_row + row_of_thread(self.thread)
         first, last = blocks.first, blocks.end
-        self.first_block(tensors, state, tile, my_row, blocks, start)
+        self.first_block(tensors, state, tile, first_row, blocks, start)
         first_split, end_split = first // self.split_blocks, cute.ceil_div(last, self.split_blocks)
         for split in cutlass.range(first_split, end_split, unroll=1):
             begin = cutlass.max(split * self.split_blocks, first) + 1
@@ -555,18 +559,18 @@ class ForwardSm90:
             if const_expr(self.window):
                 seen_first = cutlass.min(cutlass.max(blocks.seen_first, begin), end)
                 for n in cutlass.range(begin, seen_first, unroll=1):
-                    self.next_block(tensors, state, tile, my_row, n, start, True)
+                    self.next_block(tensors, state, tile, first_row, n, start, True)
                 begin = seen_first
             seen_end = cutlass.min(cutlass.max(blocks.seen_end, begin), end)
             for n in cutlass.range(begin, seen_end, unroll=1):
-                self.next_block(tensors, state, tile, my_row, n, start, False)
+                self.next_block(tensors, state, tile, first_row, n, start, False)
             for n in cutlass.range(seen_end, end, unroll=1):
-                self.next_block(tensors, state, tile, my_row, n, start, True)
+                self.next_block(tensors, state, tile, first_row, n, start, True)
             if end < last:
-                self.border_block(tensors, state, tile, my_row, end, start, split == first_split)
+                self.border_block(tensors, state, tile, first_row, end, start, split == first_split)
 
     @cute.jit
-    def first_block(self, tensors: tuple, state: tuple, tile: tuple, my_row: Int32, blocks: tuple, start: Int32):
+    def first_block(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
         """Scores and p of a tile's first block."""
         output, weights = tensors
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)  # of a block alone: nothing is carried to the next
@@ -579,7 +583,7 @@ class ForwardSm90:
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
         if (blocks.first < blocks.seen_first) | (blocks.first >= blocks.seen_end):
-            self.hide_keys(scores, tile, my_row, blocks.first)
+            self.hide_keys(scores, tile, first_row, blocks.first)
         reset(state[0], state[1])
         softmax_step(scores, state[0], state[1], state[2], self.score_scale)
         self.round_weights(scores, weights)
@@ -591,7 +595,7 @@ class ForwardSm90:
         tensors: tuple,
         state: tuple,
         tile: tuple,
-        my_row: Int32,
+        first_row: Int32,
         n: Int32,
         start: Int32,
         masked: cutlass.Constexpr[bool],
@@ -604,7 +608,7 @@ class ForwardSm90:
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
         if const_expr(masked):
-            self.hide_keys(scores, tile, my_row, n)
+            self.hide_keys(scores, tile, first_row, n)
         # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it
         if cute.arch.vote_any_sync(softmax_step(scores, maximum, total, rescale, self.score_scale)):
             warpgroup.wait_group(0)
@@ -616,7 +620,7 @@ class ForwardSm90:
 
     @cute.jit
     def border_block(
-        self, tensors: tuple, state: tuple, tile: tuple, my_row: Int32, n: Int32, start: Int32, is_first: Boolean
+        self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, n: Int32, start: Int32, is_first: Boolean
     ):
         """``next_block`` where block n - 1 ends a split, of this tile the first one or not."""
         output, weights = tensors
@@ -628,7 +632,7 @@ class ForwardSm90:
         self.end_split(output, maximum, total, is_first)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
-        self.hide_keys(scores, tile, my_row, n)
+        self.hide_keys(scores, tile, first_row, n)
         softmax_step(scores, maximum, total, rescale, self.score_scale)
         self.round_weights(scores, weights)
 
@@ -667,9 +671,11 @@ class ForwardSm90:
         flat = cute.make_tensor(weights.iterator, cute.make_layout(cute.size(scores)))
         flat.store(cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores))).load().to(self.dtype))
 
-    def hide_keys(self, scores: cute.Tensor, tile: Tile, my_row: Int32, n: Int32):
+    def hide_keys(self, scores: cute.Tensor, tile: Tile, first_row: Int32, n: Int32):
         """Scores of keys that a row does not see."""
-        origin = n * self.block + first_column(self.lane)
+        thread = opaque(self.thread)
+        origin = n * self.block + first_column(thread)
+        my_row = first_row + row_of_thread(thread)
         firsts, lasts = [], []
         for r in range(ROWS):
             place, last = my_row + 8 * r + tile.len_k - tile.len_q, tile.len_k - 1
@@ -698,6 +704,8 @@ class ForwardSm90:
             a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
             self.keep_rows(merged_maximum, merged_total, thread)
             for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                if const_expr(self.in_workspace and i % 4 == 0):  # no registers for more loads in flight
+                    self.meet()
                 cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
                 for e in cutlass.range_constexpr(VECTOR):
                     r = row_of(e)
