@@ -11,8 +11,7 @@ from cute_kernels import mhc, reduction
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import OPS, first_calls
 
-# The first two call what they are given; the others have no backward (threads: tests/attention/test_{dispatch,cache}.py)
-# but the last, which is plain torch
+# The first two call what they are given; attention's are in tests/attention/test_dispatch.py and test_cache.py
 NO_OPS = {"check_invariance", "provenance", "attention", "attention_with_kv_cache", "merge_attention"}
 
 

@@ -2,6 +2,6 @@
 
 from cute_kernels.attention.launch.append import attention_append
 from cute_kernels.attention.launch.decode import attention_decode
-from cute_kernels.attention.launch.forward import attention_forward
+from cute_kernels.attention.launch.forward import attention_forward, attention_into
 
-__all__ = ["attention_append", "attention_decode", "attention_forward"]
+__all__ = ["attention_append", "attention_decode", "attention_forward", "attention_into"]
