@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import CTAS_PER_SM, DECODE_CONFIGS, UNBOUNDED, grid_for
+from cute_kernels.attention.config import UNBOUNDED, grid_for
 from cute_kernels.attention.launch import attention_append, attention_decode, attention_forward
 from cute_kernels.gemm.config import EPILOGUE_K, choose
 from cute_kernels.gemm.launch import gemm
@@ -330,10 +330,7 @@ def _column_sums(n: int, dtype: torch.dtype) -> None:
 
 
 def _fused_attention(model: Model, num_sms: int) -> None:
-    """Of sequences, dense and packed, in a cache of a fixed length, and over a cache: contiguous and in pages of 128.
-
-    A cache of head sizes that the decode kernels do not have is attended to as sequences are.
-    """
+    """Of sequences, dense and packed, in a cache of a fixed length, and over a cache: contiguous and in pages of 128."""
     dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     int32 = {"dtype": torch.int32}
     q, k, starts = _empty(2, 8, heads, d, dtype=dtype), _empty(2, 8, pairs, d, dtype=dtype), _empty(3, **int32)
@@ -348,10 +345,8 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     windows = (-1, 4) if model.has_window else (-1,)
     for left, (rows, keys, options) in itertools.product(windows, calls):
         attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
-    if d not in DECODE_CONFIGS:
-        return
     # One sequence, whose splits are CTAs of their own, and so many that each is a CTA's
-    split, many = grid_for(d).split, 4 * CTAS_PER_SM * num_sms
+    split, many = grid_for(d).split, 4 * num_sms
     for batch, paged in itertools.product((1, many), (False, True)):
         pages = 2 * split // PAGE_SIZE
         cache = _empty(batch * pages, PAGE_SIZE, pairs, d, dtype=dtype)

@@ -131,13 +131,20 @@ def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) ->
 
 
 class DecodeSpec(NamedTuple):
-    """Attention over a cache. ``page_rows``: rows of a box of a page, 0 where the cache is contiguous.
+    """What a kernel of attention over a cache is made for. Lengths, batch, heads, strides, windows are run-time values.
 
-    A window's bounds, and with them the causal mask, are run-time values.
+    Attributes:
+        dtype: of q, the cache and out.
+        head_size, head_size_v: of q and k, of v and out.
+        packed: sequences of queries are packed.
+        page_rows: rows of a page that one copy brings; 0: the cache is contiguous.
+        softcap: scores go through tanh.
+        sinks: dtype of one more logit of each head.
     """
 
     dtype: torch.dtype
     head_size: int
+    head_size_v: int
     packed: bool
     page_rows: int
     softcap: bool = False
@@ -149,12 +156,12 @@ class DecodeConfig:
     """Choices that change no bit.
 
     Attributes:
-        slots: blocks of keys or values in flight.
         sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
+        ctas_per_sm: that share an SM.
     """
 
-    slots: int
     sequential: bool = False
+    ctas_per_sm: int = 1
 
 
 class AppendSpec(NamedTuple):
@@ -162,8 +169,27 @@ class AppendSpec(NamedTuple):
 
     dtype: torch.dtype
     head_size: int
+    head_size_v: int
     packed: bool
     paged: bool
+
+
+COLUMNS = 64  # channels that a copy of a block brings: 128 bytes, which the swizzle spans
+MAX_SLOTS = 12
+SM_SHARED_MEMORY, RESERVED = 228 << 10, 1 << 10  # the latter of each CTA, by the system
+BESIDE_RING = 1 << 10  # barriers, alignment
+
+
+def width_of(head_size: int) -> int:
+    """Channels in shared memory; those that are not there are zero."""
+    return -(-head_size // COLUMNS) * COLUMNS
+
+
+def decode_slots(head_size: int, head_size_v: int, config: DecodeConfig) -> int:
+    """Blocks of keys or values in flight: as many as shared memory has room for."""
+    widths = width_of(head_size), width_of(head_size_v)
+    room = SM_SHARED_MEMORY // config.ctas_per_sm - RESERVED - BESIDE_RING - 2 * WARPGROUP_ROWS * widths[0]
+    return min(room // (2 * grid_for(head_size, head_size_v).block * max(widths)), MAX_SLOTS)
 
 
 def page_rows(page_size: int, block: int) -> int:
@@ -171,15 +197,6 @@ def page_rows(page_size: int, block: int) -> int:
     return min(page_size, block)
 
 
-CTAS_PER_SM = 2  # of decode: what one more than a wave costs is then a half of an SM's work
-# Of each head size: a CTA for a split, a CTA for all splits. Three slots of 128 channels leave room for two CTAs an SM
-DECODE_CONFIGS = {
-    64: (DecodeConfig(6), DecodeConfig(6, True)),
-    128: (DecodeConfig(3), DecodeConfig(3, True)),
-}
-
-
-def decode_config(head_size: int, tiles: int, splits: int, ctas: int) -> DecodeConfig:
-    """A CTA for all splits of a tile where tiles alone are several for each of the GPU's ``ctas``."""
-    parallel, sequential = DECODE_CONFIGS[head_size]
-    return sequential if splits > 1 and tiles >= 4 * ctas else parallel
+def decode_config(tiles: int, splits: int, num_sms: int) -> DecodeConfig:
+    """A CTA for all splits of a tile where tiles alone are several for each SM."""
+    return DecodeConfig(sequential=splits > 1 and tiles >= 4 * num_sms)

@@ -22,7 +22,8 @@ class Append:
 
     def __init__(self, spec: AppendSpec):
         self.dtype = cutlass_dtype(spec.dtype)
-        self.vectors = spec.head_size // VECTOR
+        self.sizes = spec.head_size, spec.head_size_v
+        self.vectors = max(self.sizes) // VECTOR
         self.packed, self.paged = spec.packed, spec.paged
 
     @cute.jit
@@ -73,26 +74,26 @@ class Append:
                 page_size = k_cache.shape[1]
                 page, row = page_table[sequence, row // page_size], row % page_size
             vector = cute.make_rmem_tensor((VECTOR,), self.dtype)
-            for source, target in ((k, k_cache), (v, v_cache)):
-                cute.autovec_copy(
-                    cute.local_tile(source[dense, first + token, head, None], (VECTOR,), (column,)), vector
-                )
-                cute.autovec_copy(vector, cute.local_tile(target[page, row, head, None], (VECTOR,), (column,)))
+            for source, target, size in ((k, k_cache, self.sizes[0]), (v, v_cache, self.sizes[1])):
+                of_source, of_target = source[dense, first + token, head, None], target[page, row, head, None]
+                if column < size // VECTOR:
+                    cute.autovec_copy(cute.local_tile(of_source, (VECTOR,), (column,)), vector)
+                    cute.autovec_copy(vector, cute.local_tile(of_target, (VECTOR,), (column,)))
 
 
 @compiled
 def append(arch: str, spec: AppendSpec) -> Program:
-    """k and v (B, L, Hkv, D) behind the ``cache_seqlens`` first rows of caches (B, capacity, Hkv, D), or (pages, page
-    size, Hkv, D) with ``page_table`` (B, pages of a sequence).
+    """k (B, L, Hkv, D) and v (B, L, Hkv, Dv) behind the ``cache_seqlens`` first rows of caches (B, capacity, Hkv, D or
+    Dv), or (pages, page size, Hkv, D or Dv) with ``page_table`` (B, pages of a sequence).
 
     Packed k and v are of one sequence that ``cu_seqlens_q`` (B + 1) cuts; none is longer than ``max_seqlen``.
     """
-    dtype, d = cutlass_dtype(spec.dtype), spec.head_size
+    dtype = cutlass_dtype(spec.dtype)
     batch, sequences, length, capacity, pages, pairs = (cute.sym_int() for _ in range(6))
 
-    def operand(batch, length):
+    def operand(batch, length, size):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        return cute.runtime.make_fake_tensor(dtype, (batch, length, pairs, d), (*strides, 1), assumed_align=16)
+        return cute.runtime.make_fake_tensor(dtype, (batch, length, pairs, size), (*strides, 1), assumed_align=16)
 
     def ints(*shape):
         strides = (cute.sym_int64(), 1) if len(shape) == 2 else (1,)
@@ -100,10 +101,10 @@ def append(arch: str, spec: AppendSpec) -> Program:
 
     return Program(
         Append(spec),
-        operand(batch, length),
-        operand(batch, length),
-        operand(pages, capacity),
-        operand(pages, capacity),
+        operand(batch, length, spec.head_size),
+        operand(batch, length, spec.head_size_v),
+        operand(pages, capacity, spec.head_size),
+        operand(pages, capacity, spec.head_size_v),
         ints(sequences),
         ints(sequences, cute.sym_int()) if spec.paged else None,
         ints(cute.sym_int()) if spec.packed else None,

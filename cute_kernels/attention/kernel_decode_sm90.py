@@ -27,8 +27,16 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.attention.config import CTAS_PER_SM, WARPGROUP_ROWS, DecodeConfig, DecodeSpec, grid_for
-from cute_kernels.attention.kernel_forward_sm90 import by_rows, opaque, partition, row_of_thread
+from cute_kernels.attention.config import (
+    COLUMNS,
+    WARPGROUP_ROWS,
+    DecodeConfig,
+    DecodeSpec,
+    decode_slots,
+    grid_for,
+    width_of,
+)
+from cute_kernels.attention.kernel_forward_sm90 import by_rows, opaque, row_of_thread
 from cute_kernels.attention.kernel_row import (
     QUAD,
     ROWS,
@@ -52,8 +60,8 @@ from jit_cache import Program, compiled
 
 WARP_SIZE, WARPGROUP = 32, 128
 GROUP_BARRIER = 1  # of the warpgroup that computes
-COLUMNS = 64  # of a box: 128 bytes, what the swizzle spans
-REGISTERS = (32, 224)  # of a thread that loads, that computes: 65536 for two CTAs of 256 threads
+# Registers of a thread that loads, that computes, where two CTAs of 256 threads share 65536
+REGISTERS = (32, 224)
 VECTOR = 4  # fp32 numbers that move together
 PAIR = 2  # neighbours in a thread's registers
 
@@ -83,13 +91,16 @@ class DecodeSm90:
 
     def __init__(self, spec: DecodeSpec, config: DecodeConfig):
         self.dtype = cutlass_dtype(spec.dtype)
-        self.head_size = spec.head_size
+        self.head_size, self.head_size_v = spec.head_size, spec.head_size_v
+        self.width, self.width_v = width_of(spec.head_size), width_of(spec.head_size_v)
         self.packed, self.paged, self.softcap = spec.packed, spec.page_rows > 0, spec.softcap
-        self.block, split = grid_for(spec.head_size)
+        self.block, split = grid_for(spec.head_size, spec.head_size_v)
         self.split_blocks = split // self.block
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
-        self.slots, self.sequential = config.slots, config.sequential
+        self.ctas_per_sm, self.sequential = config.ctas_per_sm, config.sequential
+        self.slots = decode_slots(spec.head_size, spec.head_size_v, config)
+        self.slot_size = self.block * max(self.width, self.width_v)
 
     @cute.jit
     def __call__(
@@ -115,7 +126,7 @@ class DecodeSm90:
         num_ctas: Int32,
         stream,
     ):
-        qk_mma, pv_mma = self.tiled_mma(self.block, False), self.tiled_mma(self.head_size, True)
+        qk_mma, pv_mma = self.tiled_mma(self.block, False), self.tiled_mma(self.width_v, True)
         load, (_, _, _, box_layout) = cpasync.CopyBulkTensorTileG2SOp(), self.layouts()
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_rows(k_cache), box_layout, (self.box_rows, COLUMNS))
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_rows(v_cache), box_layout, (self.box_rows, COLUMNS))
@@ -125,7 +136,7 @@ class DecodeSm90:
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[2 * WARPGROUP, 1, 1],
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
@@ -145,14 +156,13 @@ class DecodeSm90:
         )
 
     def layouts(self) -> tuple:
-        """Swizzled shared memory of q, the ring as keys and as values, which have the same bytes, and a box of it."""
+        """Swizzled shared memory of q, a block of keys, of values, which have the same bytes, and a box of these."""
         kinds = warpgroup.SmemLayoutAtomKind
         along, across = (warpgroup.make_smem_layout_atom(k, self.dtype) for k in (kinds.K_SW128, kinds.MN_SW128))
-        d = self.head_size
         return (
-            cute.tile_to_shape(along, (WARPGROUP_ROWS, d), order=(0, 1)),
-            cute.tile_to_shape(along, (self.block, d, self.slots), order=(0, 1, 2)),
-            cute.tile_to_shape(across, (d, self.block, self.slots), order=(1, 0, 2)),
+            cute.tile_to_shape(along, (WARPGROUP_ROWS, self.width), order=(0, 1)),
+            cute.tile_to_shape(along, (self.block, self.width), order=(0, 1)),
+            cute.tile_to_shape(across, (self.width_v, self.block), order=(1, 0)),
             cute.tile_to_shape(along, (self.box_rows, COLUMNS), order=(0, 1)),
         )
 
@@ -208,12 +218,14 @@ class DecodeSm90:
         self.num_pages, self.page_size = mK.shape[3], mK.shape[0]
         self.before_tanh, self.score_scale, self.sinks, self.thread = before_tanh, score_scale, sinks, tidx
         if warp < WARPGROUP // WARP_SIZE:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            if const_expr(self.ctas_per_sm > 1):
+                cute.arch.setmaxregister_increase(REGISTERS[1])
             self.compute(qk_mma, pv_mma, q, out, lse, partials, sums, counters)
             if const_expr(self.packed):
                 self.clear_rows(out, lse)
         else:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if const_expr(self.ctas_per_sm > 1):
+                cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == WARPGROUP // WARP_SIZE:
                 self.load(tma_k, mK, tma_v, mV)
 
@@ -223,15 +235,17 @@ class DecodeSm90:
         self.shared_word = smem.allocate_array(Int32, 1)
         q_layout, k_layout, v_layout, box_layout = self.layouts()
         self.sQ = smem.allocate_tensor(self.dtype, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
-        memory = smem.allocate(2 * self.slots * self.block * self.head_size, byte_alignment=1024)
+        memory = smem.allocate(2 * self.slots * self.slot_size, byte_alignment=1024)
 
-        def ring(layout: cute.Layout, of: cute.ComposedLayout) -> cute.Tensor:
+        def ring(block: cute.Layout, of: cute.ComposedLayout) -> cute.Tensor:
+            """A slot's layout, for all slots."""
+            layout = cute.make_layout((*block.shape, self.slots), stride=(*block.stride, self.slot_size))
             return cute.make_tensor(cute.recast_ptr(memory, of.inner, self.dtype), layout)
 
         self.sK, self.sV = ring(k_layout.outer, k_layout), ring(v_layout.outer, v_layout)
         boxes = cute.make_layout(
-            (self.box_rows, COLUMNS, self.boxes, self.head_size // COLUMNS, self.slots),
-            stride=(COLUMNS, 1, self.box_rows * COLUMNS, self.block * COLUMNS, self.block * self.head_size),
+            (self.box_rows, COLUMNS, self.boxes, max(self.width, self.width_v) // COLUMNS),
+            stride=(COLUMNS, 1, self.box_rows * COLUMNS, self.block * COLUMNS),
         )
         self.sBoxes = ring(boxes, box_layout)
 
@@ -313,8 +327,8 @@ class DecodeSm90:
     @cute.jit
     def load(self, tma_k: cute.CopyAtom, mK: cute.Tensor, tma_v: cute.CopyAtom, mV: cute.Tensor):
         """The blocks of each item: k one block ahead of v, as they are used."""
-        tKsK, tKgK = partition(tma_k, self.sBoxes, mK, (self.box_rows, COLUMNS))
-        tVsV, tVgV = partition(tma_v, self.sBoxes, mV, (self.box_rows, COLUMNS))
+        tKsK, tKgK = self.partition(tma_k, mK)
+        tVsV, tVgV = self.partition(tma_v, mV)
         count = Int32(0)
         _, _, items = self.locate(Int32(0))
         for item in cutlass.range(self.bidx, items, self.grid, unroll=1):
@@ -324,7 +338,7 @@ class DecodeSm90:
                 window = first * self.boxes // WARP_SIZE
                 pages = self.look_up(sequence, keys, window)
                 coming = self.look_up(sequence, keys, window + 1)
-                self.load_block(tma_k, gK, tKsK, sequence, pages, first, count)
+                self.load_block(tma_k, gK, tKsK, self.width, sequence, pages, first, count)
                 count += 1
                 for n in cutlass.range(first + 1, last, unroll=1):
                     of_values = pages
@@ -332,11 +346,18 @@ class DecodeSm90:
                         if n * self.boxes % WARP_SIZE == 0:
                             pages = coming
                             coming = self.look_up(sequence, keys, n * self.boxes // WARP_SIZE + 1)
-                    self.load_block(tma_k, gK, tKsK, sequence, pages, n, count)
-                    self.load_block(tma_v, gV, tVsV, sequence, of_values, n - 1, count + 1)
+                    self.load_block(tma_k, gK, tKsK, self.width, sequence, pages, n, count)
+                    self.load_block(tma_v, gV, tVsV, self.width_v, sequence, of_values, n - 1, count + 1)
                     count += 2
-                self.load_block(tma_v, gV, tVsV, sequence, pages, last - 1, count)
+                self.load_block(tma_v, gV, tVsV, self.width_v, sequence, pages, last - 1, count)
                 count += 1
+
+    def partition(self, atom: cute.CopyAtom, cache: cute.Tensor) -> tuple:
+        """(Boxes of the ring, boxes of a cache by (row, columns, pair, page)) as a copy takes them."""
+        boxes = cute.local_tile(cache, (self.box_rows, COLUMNS), (None,) * 4)
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(self.sBoxes, 0, 2), cute.group_modes(boxes, 0, 2)
+        )
 
     @cute.jit
     def look_up(self, sequence: Int32, keys: Int32, window: Int32):
@@ -356,6 +377,7 @@ class DecodeSm90:
         atom: cute.CopyAtom,
         source: cute.Tensor,
         ring: cute.Tensor,
+        width: cutlass.Constexpr[int],
         sequence: Int32,
         pages: Int32,
         n: Int32,
@@ -365,13 +387,13 @@ class DecodeSm90:
         slot, phase = self.place_in_ring(count)
         cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
         if self.lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, self.block * self.head_size * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, self.block * width * 2)
         for box in cutlass.range_constexpr(self.boxes):
             page, row = sequence, n
             if const_expr(self.paged):
                 page = cute.arch.shuffle_sync(pages, offset=(n * self.boxes + box) % WARP_SIZE)
                 row = n % (self.page_size // self.block) if const_expr(self.box_rows == self.block) else Int32(0)
-            for part in cutlass.range_constexpr(self.head_size // COLUMNS):
+            for part in cutlass.range_constexpr(width // COLUMNS):
                 cute.copy(
                     atom, source[None, row, part, page], ring[None, box, part, slot], tma_bar_ptr=self.full + slot
                 )
@@ -404,7 +426,7 @@ class DecodeSm90:
         self.qk_next.set(warpgroup.Field.ACCUMULATE, True)
         self.pv_next.set(warpgroup.Field.ACCUMULATE, True)
         self.scores_shape = qk_mma.partition_shape_C((WARPGROUP_ROWS, self.block))
-        output = cute.make_rmem_tensor(pv_mma.partition_shape_C((WARPGROUP_ROWS, self.head_size)), Float32)
+        output = cute.make_rmem_tensor(pv_mma.partition_shape_C((WARPGROUP_ROWS, self.width_v)), Float32)
         weights = pv_mma.make_fragment_A(pv_mma.partition_shape_A((WARPGROUP_ROWS, self.block)))
         tensors = output, weights
         state = tuple(per_row() for _ in range(3))  # m, l, what O is rescaled with
@@ -455,7 +477,7 @@ class DecodeSm90:
     def load_queries(self, q: cute.Tensor, rows: Rows):
         """The rows of a tile; those that do not exist are 0."""
         self.meet()  # all have read the tile before
-        vectors = self.head_size // 8
+        vectors = self.width // 8
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for i in cutlass.range_constexpr(WARPGROUP_ROWS * vectors // WARPGROUP):
             number = self.thread + i * WARPGROUP
@@ -465,7 +487,7 @@ class DecodeSm90:
                 (rows.tile * WARPGROUP_ROWS + row) % self.group,
             )
             vector.fill(0.0)
-            if token < rows.queries:
+            if token < rows.queries and column < self.head_size // 8:
                 line = q[rows.dense, rows.first_query + token, rows.pair * self.group + head, None]
                 cute.autovec_copy(cute.local_tile(line, (8,), (column,)), vector)
             cute.autovec_copy(vector, cute.local_tile(self.sQ, (1, 8), (row, column))[0, None])
@@ -543,12 +565,13 @@ class DecodeSm90:
         cute.arch.mbarrier_wait(self.full + slot, phase)
         missing = last * self.block - rows.keys
         if missing > 0:
-            if self.thread >= self.block - missing:
-                row = self.sK[self.thread, None, slot]
+            if self.thread >= self.block - missing and self.thread < self.block:
+                row = self.sBoxes[self.thread % self.box_rows, None, self.thread // self.box_rows, None, slot]
                 zeros = cute.make_rmem_tensor((8,), self.dtype)
                 zeros.fill(0.0)
-                for column in cutlass.range_constexpr(self.head_size // 8):
-                    cute.autovec_copy(zeros, cute.local_tile(row, (8,), (column,)))
+                for column in cutlass.range_constexpr(self.width_v // 8):
+                    part = row[None, column // (COLUMNS // 8)]
+                    cute.autovec_copy(zeros, cute.local_tile(part, (8,), (column % (COLUMNS // 8),)))
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet()
         warpgroup.fence()
@@ -558,7 +581,7 @@ class DecodeSm90:
 
     def score(self, scores: cute.Tensor, slot: Int32):
         """Issue q k^T of a block: ``serial_k16`` from zero."""
-        for k16 in range(self.head_size // 16):
+        for k16 in range((self.head_size + 15) // 16):
             atom = self.qk_next if k16 else self.qk_first
             cute.gemm(atom, scores, self.tCrQ[None, None, k16], self.tCrK[None, None, k16, slot], scores)
         warpgroup.commit_group()
@@ -593,7 +616,7 @@ class DecodeSm90:
 
     def pairs_of(self, row: cute.Tensor) -> cute.Tensor:
         """A row's numbers that are this thread's: two in each eight."""
-        layout = cute.make_layout((PAIR, QUAD, self.head_size // 8), stride=(1, PAIR, 8))
+        layout = cute.make_layout((PAIR, QUAD, self.head_size_v // 8), stride=(1, PAIR, 8))
         return cute.make_tensor(row.iterator, layout)[None, self.lane % QUAD, None]
 
     def sink_of(self, head: Int32):
@@ -622,7 +645,7 @@ class DecodeSm90:
                 if self.lane % QUAD == 0:
                     lse[rows.dense, head, token] = of_row
                 line = self.pairs_of(out[rows.dense, token, head, None])
-                for i in cutlass.range_constexpr(self.head_size // 8):
+                for i in cutlass.range_constexpr(self.head_size_v // 8):
                     for e in cutlass.range_constexpr(PAIR):
                         number = finish_element(output[4 * i + 2 * r + e], empty, reciprocal)
                         rounded[e] = number.to(self.dtype)
@@ -642,7 +665,7 @@ class DecodeSm90:
                     pair[0], pair[1] = maximum[r], total[r]
                     cute.autovec_copy(pair, sums[split, row, None])
                 line = self.pairs_of(partials[split, row, None])
-                for i in cutlass.range_constexpr(self.head_size // 8):
+                for i in cutlass.range_constexpr(self.head_size_v // 8):
                     for e in cutlass.range_constexpr(PAIR):
                         pair[e] = output[4 * i + 2 * r + e]
                     cute.autovec_copy(pair, line[None, i])
@@ -673,7 +696,7 @@ class DecodeSm90:
         lse: cute.Tensor,
     ):
         """The splits of a tile, ascending; a thread has four numbers of a row."""
-        vectors = self.head_size // VECTOR
+        vectors = self.head_size_v // VECTOR
         first = rows.tile * WARPGROUP_ROWS
         number_of_rows = cutlass.min(rows.queries * self.group - first, WARPGROUP_ROWS)
         merged, found = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
@@ -749,7 +772,7 @@ class DecodeSm90:
         for r in cutlass.range_constexpr(ROWS):
             if self.exists(rows, r):
                 line = self.pairs_of(partials[0, rows.row_id + (row_of_thread(opaque(self.thread)) + 8 * r), None])
-                for i in cutlass.range_constexpr(self.head_size // 8):
+                for i in cutlass.range_constexpr(self.head_size_v // 8):
                     if const_expr(way != "keep"):
                         cute.autovec_copy(line[None, i], pair)
                     for e in cutlass.range_constexpr(PAIR):
@@ -768,7 +791,7 @@ class DecodeSm90:
         """Rows behind those of the last sequence."""
         zeros = cute.make_rmem_tensor((8,), self.dtype)
         zeros.fill(0.0)
-        vectors = self.head_size // 8
+        vectors = self.head_size_v // 8
         for row in cutlass.range(self.cu_seqlens_q[self.batch] + self.bidx, out.shape[1], self.grid, unroll=1):
             for number in cutlass.range(self.thread, self.heads * vectors, WARPGROUP, unroll=1):
                 head, column = number // vectors, number % vectors
@@ -791,22 +814,22 @@ class DecodeSm90:
 
 @compiled
 def decode_sm90(arch: str, spec: DecodeSpec, config: DecodeConfig) -> Program:
-    """out (B, Lq, H, D) and lse (B, H, Lq) of q (B, Lq, H, D) and the first keys and values of caches.
+    """out (B, Lq, H, Dv) and lse (B, H, Lq) of q (B, Lq, H, D) and the first keys and values of caches.
 
     Packed queries are of one sequence that ``cu_seqlens_q`` (B + 1) cuts. Caches are (B, capacity, Hkv, D), or (pages,
     page size, Hkv, D) with ``page_table`` (B, pages of a sequence). A sequence has ``cache_seqlens`` keys, and its new
     ones where ``appended`` is 1, at most ``max_seqlen_k``. A row sees ``left`` keys before its place and ``right``
     behind it. ``sinks``: (H,). ``before_tanh``, ``score_scale``: see ``score_factors``.
 
-    Workspace: ``partials`` (splits, B Lq H, D) and ``sums`` (splits, B Lq H, 2); ``counters``: a number for each tile,
+    Workspace: ``partials`` (splits, B Lq H, Dv) and ``sums`` (splits, B Lq H, 2); ``counters``: a number for each tile,
     which are 0, and are 0 again afterwards.
     """
-    dtype, d = cutlass_dtype(spec.dtype), spec.head_size
+    dtype, d, dv = cutlass_dtype(spec.dtype), spec.head_size, spec.head_size_v
     q_batch, sequences, len_q, capacity, pages, heads, pairs = (cute.sym_int() for _ in range(7))
 
-    def operand(batch, length, number):
+    def operand(batch, length, number, size):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        return cute.runtime.make_fake_tensor(dtype, (batch, length, number, d), (*strides, 1), assumed_align=16)
+        return cute.runtime.make_fake_tensor(dtype, (batch, length, number, size), (*strides, 1), assumed_align=16)
 
     def ints(*shape):
         strides = (cute.sym_int64(), 1) if len(shape) == 2 else (1,)
@@ -818,17 +841,17 @@ def decode_sm90(arch: str, spec: DecodeSpec, config: DecodeConfig) -> Program:
     splits, rows, split_stride, sum_stride = cute.sym_int(), cute.sym_int(), cute.sym_int64(8), cute.sym_int64(2)
     return Program(
         DecodeSm90(spec, config),
-        operand(q_batch, len_q, heads),
-        operand(pages, capacity, pairs),
-        operand(pages, capacity, pairs),
+        operand(q_batch, len_q, heads, d),
+        operand(pages, capacity, pairs, d),
+        operand(pages, capacity, pairs, dv),
         ints(sequences),
         ints(sequences, cute.sym_int()) if spec.page_rows else None,
         ints(cute.sym_int()) if spec.packed else None,
-        operand(q_batch, len_q, heads),
+        operand(q_batch, len_q, heads, dv),
         cute.runtime.make_fake_compact_tensor(
             Float32, (q_batch, heads, len_q), stride_order=(2, 1, 0), assumed_align=4
         ),
-        cute.runtime.make_fake_tensor(Float32, (splits, rows, d), (split_stride, d, 1), assumed_align=16),
+        cute.runtime.make_fake_tensor(Float32, (splits, rows, dv), (split_stride, dv, 1), assumed_align=16),
         cute.runtime.make_fake_tensor(Float32, (splits, rows, 2), (sum_stride, 2, 1), assumed_align=8),
         ints(cute.sym_int()),
         sinks,

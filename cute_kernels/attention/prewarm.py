@@ -1,4 +1,7 @@
-"""The kernels of attention that an installation needs: bf16 and fp16, every head size, what models combine."""
+"""The kernels of attention that an installation needs: bf16 and fp16, every head size, what models combine.
+
+Over a cache those of dense and packed queries, contiguous and in pages of 16.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.config import (
-    DECODE_CONFIGS,
-    HEAD_SIZES,
-    AppendSpec,
-    DecodeSpec,
-    ForwardSpec,
-    forward_config,
-)
+from cute_kernels.attention.config import HEAD_SIZES, AppendSpec, DecodeConfig, DecodeSpec, ForwardSpec, forward_config
 from cute_kernels.runtime.targets import expect_arch
 
 # Masks of all head sizes, dense and packed
@@ -22,6 +18,7 @@ MASKS = ({"causal": True}, {"causal": False}, {"causal": False, "window": True})
 PACKINGS = ({}, {"packed_q": True, "packed_k": True})
 # And, with a causal mask or a window, of the sizes that models have them with
 SINKS, SOFTCAP = (64,), (128, 256)
+CACHED = ((64, 64), (128, 128))
 
 
 def forward_specs(dtype: torch.dtype) -> Iterator[ForwardSpec]:
@@ -49,8 +46,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     for dtype in (torch.bfloat16, torch.float16):
         for spec in forward_specs(dtype):
             yield forward_sm90, (arch, spec, forward_config(spec))
-        for d, (parallel, _) in DECODE_CONFIGS.items():
+        for d, dv in CACHED:
             for packed in (False, True):
-                for rows in (0, 16):  # of a page that a copy brings
-                    yield decode_sm90, (arch, DecodeSpec(dtype, d, packed, rows), parallel)
-                    yield append, (arch, AppendSpec(dtype, d, packed, rows > 0))
+                for rows in (0, 16):
+                    yield decode_sm90, (arch, DecodeSpec(dtype, d, dv, packed, rows), DecodeConfig())
+                    yield append, (arch, AppendSpec(dtype, d, dv, packed, rows > 0))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels.attention import attention, attention_with_kv_cache
-from cute_kernels.attention.config import DECODE_CONFIGS, grid_for
+from cute_kernels.attention.config import grid_for
 from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.operators import differentiates
 
@@ -127,11 +127,9 @@ def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: 
             k, v = k[rows, columns], v[rows, columns]
     elif q.shape[1] != k.shape[1]:
         count = torch.full((len(k),), k.shape[1], dtype=torch.int32, device=k.device)
-    # Of its head sizes it is fast for few queries, too
-    decodes = count is not None and k.shape[3] == v.shape[3] in DECODE_CONFIGS and not differentiates(q, k, v)
-    if decodes:
-        return attention_with_kv_cache(q, k, v, cache_seqlens=count, **options)
-    return attention(q, k, v, seqused_k=count, **options)
+    if count is None or differentiates(q, k, v):
+        return attention(q, k, v, seqused_k=count, **options)
+    return attention_with_kv_cache(q, k, v, cache_seqlens=count, **options)  # fast for few queries, too
 
 
 def _is_packed(found: Tensor) -> bool:

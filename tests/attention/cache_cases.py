@@ -22,16 +22,22 @@ class Sequences:
 
     @staticmethod
     def make(
-        lengths: list[int], heads: int, pairs: int, head_size: int, dtype: torch.dtype, generator: torch.Generator
+        lengths: list[int],
+        heads: int,
+        pairs: int,
+        head_size: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        head_size_v: int | None = None,
     ) -> Sequences:
-        def randn(length: int, heads: int, spread: float) -> Tensor:
-            shape = length, heads, head_size
+        def randn(length: int, heads: int, spread: float, size: int = head_size) -> Tensor:
+            shape = length, heads, size
             return (spread * torch.randn(shape, generator=generator, device=generator.device)).to(dtype)
 
         return Sequences(
             [randn(n, heads, 2.0) for n in lengths],
             [randn(n, pairs, 1.0) for n in lengths],
-            [randn(n, pairs, 1.0) for n in lengths],
+            [randn(n, pairs, 1.0, head_size_v or head_size) for n in lengths],
         )
 
     def of(self, order: list[int]) -> Sequences:
@@ -57,12 +63,12 @@ class Layout:
 
 def cached(sequences: Sequences, lengths: list[int], layout: Layout, room: int = 0) -> dict[str, Any]:
     """The first keys of each sequence in a cache of room for ``room`` keys; arguments of attention_with_kv_cache."""
-    k = sequences.k[0]
-    batch, (_, pairs, d) = len(lengths), k.shape
+    k, batch, pairs = sequences.k[0], len(lengths), sequences.k[0].shape[1]
+    sizes = k.shape[2], sequences.v[0].shape[2]
     most = max([*lengths, room, 1])
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=k.device)
     if not layout.page_size:
-        caches = [k.new_full((batch, most + layout.spare, pairs, d), layout.fill) for _ in range(2)]
+        caches = [k.new_full((batch, most + layout.spare, pairs, size), layout.fill) for size in sizes]
         for cache, tensors in zip(caches, (sequences.k, sequences.v), strict=True):
             for i, n in enumerate(lengths):
                 cache[i, :n] = tensors[i][:n]
@@ -71,7 +77,7 @@ def cached(sequences: Sequences, lengths: list[int], layout: Layout, room: int =
     total = batch * pages + 3
     order = torch.randperm(total, generator=torch.Generator().manual_seed(layout.seed))[: batch * pages]
     table = order.view(batch, pages).to(k.device, torch.int32)
-    caches = [k.new_full((total, layout.page_size, pairs, d), layout.fill) for _ in range(2)]
+    caches = [k.new_full((total, layout.page_size, pairs, size), layout.fill) for size in sizes]
     for cache, tensors in zip(caches, (sequences.k, sequences.v), strict=True):
         for i, n in enumerate(lengths):
             place = torch.arange(n, device=k.device)

@@ -49,6 +49,15 @@ def test_rows_are_those_of_the_whole_sequence(layout, jobs, generator):
             assert_close(found[i], whole(sequences, i, n, m, **options))
 
 
+@pytest.mark.parametrize(("d", "dv"), [(80, 80), (128, 64), (192, 128), (256, 256)])
+def test_head_sizes(d, dv, jobs, generator):
+    sequences = Sequences.make(LENGTHS, 4, 2, d, BF16, generator, dv)
+    for layout in LAYOUTS[:2]:
+        found = rows_of(sequences, LENGTHS, QUERIES, layout)
+        for i, (n, m) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
+            assert_close(found[i], whole(sequences, i, n, m))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_new_keys(is_packed, layout, jobs, generator):
@@ -110,7 +119,7 @@ def test_many_splits_and_many_tiles(generator):
             cache = torch.zeros(batch, SPLIT + 1, pairs, 64, dtype=BF16)
             seqlens = torch.full((batch,), 3, dtype=torch.int32)
             assert (attention_with_kv_cache(q, cache, cache, cache_seqlens=seqlens) == 0).all()
-    assert decode_config(64, 1060, 2, 264).sequential and not decode_config(64, 1060, 1, 264).sequential
+    assert decode_config(1060, 2, 132).sequential and not decode_config(1060, 1, 132).sequential
 
 
 def test_as_an_operator(generator):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import attention, attention_with_kv_cache
-from cute_kernels.attention import prewarm, reference_cache
-from cute_kernels.attention.config import DECODE_CONFIGS, DecodeSpec
+from cute_kernels.attention import reference_cache
+from cute_kernels.attention.config import DecodeConfig, DecodeSpec, ForwardSpec, forward_config, grid_for, kernel_sizes
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import target_of
@@ -26,6 +26,7 @@ pytestmark = [
 ]
 HEADS = pytest.mark.parametrize("head_size", HEAD_SIZES)
 WALKS = pytest.mark.parametrize("sequential", [False, True], ids=["parallel", "sequential"])
+SIZES = [(96, 96), (80, 72), (192, 128), (192, 192), (256, 256)]
 LAYOUTS = [Layout(), Layout(16), Layout(32, seed=1), Layout(64, seed=2), Layout(128, seed=3), Layout(256, seed=4)]
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 77]
 Found = tuple[Tensor, Tensor]
@@ -34,17 +35,24 @@ Found = tuple[Tensor, Tensor]
 @pytest.fixture(scope="module", autouse=True)
 def precompiled():
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
+    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     specs = [
-        DecodeSpec(dtype, d, is_packed, rows)
+        DecodeSpec(dtype, d, d, is_packed, rows)
         for d in HEAD_SIZES
         for dtype in (BF16, FP16)
         for is_packed, rows in ((True, 0), (True, 16), (True, 32), (True, 64), (True, 128), (False, 0), (False, 16))
         if dtype is BF16 or (is_packed and rows in (0, 16))
     ]
-    specs += [DecodeSpec(BF16, 128, True, 16, *options) for options in ((True, None), (False, BF16), (True, BF16))]
-    others = [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in DECODE_CONFIGS[spec.head_size]]
-    precompile([*prewarm.specializations("sm_90a"), *others])
+    specs += [DecodeSpec(BF16, *size, True, rows) for size in SIZES for rows in (0, 16)]
+    specs += [DecodeSpec(BF16, 128, 128, True, 16, *options) for options in ((True, None), (False, BF16), (True, BF16))]
+    jobs = [(decode_sm90, ("sm_90a", spec, DecodeConfig(seq))) for spec in specs for seq in (False, True)]
+    forwards = [ForwardSpec(dtype, d, True, d) for d in HEAD_SIZES for dtype in (BF16, FP16)]
+    for d, dv in SIZES:
+        sizes = kernel_sizes(d, dv)
+        forwards.append(ForwardSpec(BF16, sizes[0], True, sizes[1], padded=sizes != (d, dv)))
+    jobs += [(forward_sm90, ("sm_90a", spec, forward_config(spec))) for spec in forwards]
+    precompile(jobs)
 
 
 @pytest.fixture
@@ -52,15 +60,15 @@ def walk(monkeypatch):
     """Chooses one CTA for a split, or one for all."""
 
     def choose(sequential: bool) -> None:
-        monkeypatch.setattr(launch_decode, "decode_config", lambda d, *sizes: DECODE_CONFIGS[d][sequential])
+        monkeypatch.setattr(launch_decode, "decode_config", lambda *sizes: DecodeConfig(sequential))
 
     return choose
 
 
-def whole(sequences: Sequences, i: int) -> Found:
+def whole(sequences: Sequences, i: int, **options) -> Found:
     """(out, lse) of every row of a sequence, by the forward."""
     q, k, v = (t[i][None] for t in (sequences.q, sequences.k, sequences.v))
-    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    out, lse = attention(q, k, v, causal=True, return_lse=True, **options)
     return out[0], lse[0]
 
 
@@ -78,12 +86,12 @@ def assert_same(found: Found, wanted: Found, what: object) -> None:
     )
 
 
-def assert_rows(sequences: Sequences, lengths: list[int], queries: list[int], layout: Layout) -> None:
+def assert_rows(sequences: Sequences, lengths: list[int], queries: list[int], layout: Layout, **options) -> None:
     """The last rows of prefixes have the bits that the forward of the whole sequence gives them."""
-    found = rows_of(sequences, lengths, queries, layout)
+    found = rows_of(sequences, lengths, queries, layout, **options)
     for i, (n, m) in enumerate(zip(lengths, queries, strict=True)):
-        out, lse = whole(sequences, i)
-        assert_same(found[i], (out[n - m : n], lse[:, n - m : n]), f"sequence {i}, {m} of {n}, {layout}")
+        out, lse = whole(sequences, i, **options)
+        assert_same(found[i], (out[n - m : n], lse[:, n - m : n]), f"sequence {i}, {m} of {n}, {layout}, {options}")
 
 
 @HEADS
@@ -94,6 +102,19 @@ def test_a_row_has_the_bits_of_the_forward(layout, sequential, head_size, walk, 
     walk(sequential)
     sequences = Sequences.make(LENGTHS, 8, 2, head_size, BF16, generator)
     assert_rows(sequences, LENGTHS, [1] * len(LENGTHS), layout)
+
+
+@WALKS
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_head_sizes(size, sequential, walk, generator):
+    """Those of other grids, and those that run as the next larger one."""
+    walk(sequential)
+    d, dv = size
+    split = grid_for(d, dv).split
+    lengths = [split + 77, 2 * split + 1, 300, 5]
+    sequences = Sequences.make(lengths, 4, 2, d, BF16, generator, dv)
+    for layout in (Layout(), Layout(16)):
+        assert_rows(sequences, lengths, [1, 3, 100, 2], layout)
 
 
 @HEADS
@@ -273,8 +294,10 @@ def test_windows(page_size, walk, generator):
         for window in ((10**6, 0), (-1, None), (2 * SPLIT + 77, 5)):
             for i, pair in enumerate(rows_of(sequences, lengths, queries, layout, window=window)):
                 assert_same(pair, wanted[i], f"sequence {i}, window {window}")
-        for options in ({"window": (128, 0)}, {"window": (SPLIT + 3, 0)}, {"window": (7, 9), "causal": False}):
-            check_accuracy(sequences, lengths, queries, layout, **options)
+        for window in ((128, 0), (SPLIT + 3, 0), (0, 0)):
+            assert_rows(sequences, lengths, queries, layout, window=window)
+            check_accuracy(sequences, lengths, queries, layout, window=window)
+        check_accuracy(sequences, lengths, queries, layout, window=(7, 9), causal=False)
 
 
 def test_a_window_is_a_row_of_less_keys(walk, generator):
@@ -300,6 +323,7 @@ def test_softcap_and_sinks(walk, generator):
         for i, pair in enumerate(rows_of(sequences, lengths, queries, layout, sinks=nothing)):
             assert_same(pair, wanted[i], f"sequence {i}")
         for options in ({"sinks": sinks}, {"softcap": 5.0}, {"softcap": 5.0, "sinks": sinks, "window": (1000, 0)}):
+            assert_rows(sequences, lengths, queries, layout, **options)
             check_accuracy(sequences, lengths, queries, layout, **options)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
-from cute_kernels.attention.config import LOG2E, UNBOUNDED, merges_in_workspace
+from cute_kernels.attention.config import LOG2E, UNBOUNDED, grid_for, merges_in_workspace
 
 
 def forward_sm90(
@@ -65,18 +65,10 @@ def forward_sm90(
     lse.copy_(found[1])
 
 
-def _sequences(cu_seqlens, batch, length):
-    """(First row, rows) of each."""
-    if cu_seqlens is None:
-        return [(i * length, length) for i in range(batch)]
-    starts = cu_seqlens.tolist()
-    return [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
-
-
 def append(static, k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen) -> None:
     spec = static["spec"]
     packed, paged = cu_seqlens_q is not None, page_table is not None
-    assert spec == (k.dtype, k.shape[3], packed, paged) and k.numel()
+    assert spec == (k.dtype, k.shape[3], v.shape[3], packed, paged) and k.numel()
     if packed:
         k, v = k[0], v[0]
         assert max_seqlen >= cu_seqlens_q.diff().max()
@@ -110,19 +102,20 @@ def decode_sm90(
     num_ctas,
 ) -> None:
     spec, config = static["spec"], static["config"]
-    d, page_size = q.shape[3], k_cache.shape[1]
+    d, dv, page_size = q.shape[3], v_cache.shape[3], k_cache.shape[1]
+    grid = grid_for(d, dv)
     packed = cu_seqlens_q is not None
-    page_rows = 0 if page_table is None else min(page_size, 128)
-    assert spec == (q.dtype, d, packed, page_rows, before_tanh != 0, None if sinks is None else sinks.dtype)
+    page_rows = 0 if page_table is None else min(page_size, grid.block)
+    assert spec == (q.dtype, d, dv, packed, page_rows, before_tanh != 0, None if sinks is None else sinks.dtype)
     assert (
         appended in (0, 1) and num_ctas >= 1 and max_seqlen_k <= page_size * (page_table.shape[1] if page_rows else 1)
     )
     queries = cu_seqlens_q.diff() if packed else torch.full_like(cache_seqlens, q.shape[1])
     keys = cache_seqlens + appended * queries
     assert (keys <= max_seqlen_k).all()
-    splits = math.ceil(max_seqlen_k / 2048)
+    splits = math.ceil(max_seqlen_k / grid.split)
     if splits > 1:
-        assert partials.shape == (1 if config.sequential else splits, out.numel() // d, d)
+        assert partials.shape == (1 if config.sequential else splits, out.numel() // dv, dv)
         assert sums.shape[:2] == partials.shape[:2]
     group = q.shape[2] // k_cache.shape[2]
     tiles = [math.ceil(n * group / 64) for n in queries.tolist()]
@@ -148,3 +141,11 @@ def decode_sm90(
     )
     out.copy_(found[0])
     lse.copy_(found[1])
+
+
+def _sequences(cu_seqlens, batch, length):
+    """(First row, rows) of each."""
+    if cu_seqlens is None:
+        return [(i * length, length) for i in range(batch)]
+    starts = cu_seqlens.tolist()
+    return [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]

@@ -38,7 +38,7 @@ def attention_append(
     packed = cu_seqlens_q is not None
     if packed:
         k, v = k.unsqueeze(0), v.unsqueeze(0)
-    spec = AppendSpec(k.dtype, k.shape[3], packed, page_table is not None)
+    spec = AppendSpec(k.dtype, k.shape[3], v.shape[3], packed, page_table is not None)
     function = _append.get(k.get_device(), spec)
     k, v, k_cache, v_cache = regular(k), regular(v), regular(k_cache), regular(v_cache)
     function(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen)

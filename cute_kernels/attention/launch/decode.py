@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.config import (
-    CTAS_PER_SM,
     WARPGROUP_ROWS,
     DecodeConfig,
     DecodeSpec,
@@ -59,9 +58,9 @@ def attention_decode(
     packed = cu_seqlens_q is not None
     if packed:
         q, out, lse = q.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
-    d = q.shape[3]
-    rows = 0 if page_table is None else page_rows(k_cache.shape[1], grid_for(d).block)
-    spec = DecodeSpec(q.dtype, d, packed, rows, bool(softcap), None if sinks is None else sinks.dtype)
+    d, dv = q.shape[3], v_cache.shape[3]
+    rows = 0 if page_table is None else page_rows(k_cache.shape[1], grid_for(d, dv).block)
+    spec = DecodeSpec(q.dtype, d, dv, packed, rows, bool(softcap), None if sinks is None else sinks.dtype)
     run(
         Call(
             q,
@@ -110,22 +109,24 @@ def run(call: Call, spec: DecodeSpec) -> None:
     """Write out and lse."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     batch, len_q, heads, d = q.shape
+    dv = v_cache.shape[3]
     sequences, pairs = call.cache_seqlens.shape[0], k_cache.shape[2]
     group = heads // pairs
     tiles = sequences * pairs * -(-call.max_seqlen_q * group // WARPGROUP_ROWS)
-    splits = max(-(-call.max_seqlen_k // grid_for(d).split), 1)
+    splits = max(-(-call.max_seqlen_k // grid_for(d, dv).split), 1)
     index = q.get_device()
-    ctas = CTAS_PER_SM * launches.target_of(index).num_sms
-    config = decode_config(d, tiles, splits, ctas)
+    num_sms = launches.target_of(index).num_sms
+    config = decode_config(tiles, splits, num_sms)
+    items = tiles if config.sequential else tiles * splits
     kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
     rows = batch * len_q * heads if kept else 1
-    partials, sums = empties(q, ((max(kept, 1), rows, d), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
+    partials, sums = empties(q, ((max(kept, 1), rows, dv), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
     counters = counters_of(q, (batch * len_q * group // WARPGROUP_ROWS + sequences) * pairs)
     before_tanh, score_scale = score_factors(call.scale, call.softcap)
     if observers:
         name = f"attention_decode ({'all splits' if config.sequential else 'a split'} a CTA)"
         shape = sequences, heads, call.max_seqlen_q, call.max_seqlen_k, d
-        observe(Described(contract_of(d, d), name), shape, index)
+        observe(Described(contract_of(d, dv), name), shape, index)
     _decode.get(index, Kernel(spec, config))(
         regular(q),
         regular(k_cache),
@@ -145,7 +146,7 @@ def run(call: Call, spec: DecodeSpec) -> None:
         call.right,
         int(call.appended),
         call.max_seqlen_k,
-        max(min(tiles if config.sequential else tiles * splits, ctas), 1),
+        max(min(items, config.ctas_per_sm * num_sms), 1),
     )
 
 

@@ -17,7 +17,7 @@ from cute_kernels.attention.checks_cache import (
     check_options,
     check_values,
 )
-from cute_kernels.attention.config import DECODE_CONFIGS, window_bounds
+from cute_kernels.attention.config import window_bounds
 from cute_kernels.attention.launch import attention_append, attention_decode
 from cute_kernels.runtime.checks import FLOATS, Backend, expect_dtype, fail
 from cute_kernels.runtime.operators import empty, is_eager, uses_reference
@@ -52,13 +52,13 @@ def attention_with_kv_cache(
     rotary embedding: q and k come with theirs.
 
     Args:
-        q: (B, Lq, H, D), or (all queries, H, D) with ``cu_seqlens_q``; bf16 or fp16; D 64 or 128 (other sizes: not yet
-            in the kernels). Any strides that are multiples of 16 bytes, the last dimension contiguous.
+        q: (B, Lq, H, D), or (all queries, H, D) with ``cu_seqlens_q``; bf16 or fp16; D a multiple of 8
+            up to 256. Any strides that are multiples of 16 bytes, the last dimension contiguous.
         k_cache: (B, capacity, Hkv, D), or with ``page_table`` (pages, page size, Hkv, D), page size 16, 32, 64 or a
             multiple of 128. Written to where ``k`` is given.
-        v_cache: like k_cache.
-        cache_seqlens: (B,) int32: keys of each sequence before this call. What lies behind them is never read.
-        page_table: (B, pages of a sequence) int32: pages of each sequence, the first keys' first. What lies behind the
+        v_cache: like k_cache, or of another head size Dv.
+        cache_seqlens: (B,) int32: keys of each sequence before this call. No row behind them is read.
+        page_table: (B, pages of a sequence) int32: pages of each sequence, the first keys' first. No entry behind the
             last key's page is never read.
         k: new keys, like q but of Hkv heads, a key for each query; written to the cache behind ``cache_seqlens`` first.
         v: new values, with k.
@@ -72,18 +72,17 @@ def attention_with_kv_cache(
         sinks: (H,) one more logit of each head, without a value.
         scale: what scores are multiplied with, positive; D ** -0.5 if None.
         return_lse: also return the logarithm of each row's sum of exponentials.
-        out: what to write to, of q's shape.
+        out: what to write to, of the result's shape.
         check: also check values on the device: lengths, that they fit into the cache, pages. The host waits for it.
-        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which also
-            takes other head sizes.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        q's shape and dtype; with ``return_lse`` also lse (B, H, Lq) or (H, all queries) fp32, in natural logarithms. A
-        query that sees no key, and rows behind the last packed sequence, have 0 and -inf.
+        (B, Lq, H, Dv) or (all queries, H, Dv) of q's dtype; with ``return_lse`` also lse (B, H, Lq) or (H, all queries)
+        fp32, in natural logarithms. A query that sees no key, and rows behind the last packed sequence, have 0 and
+        -inf.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        NotImplementedError: a head size without kernels.
         UnsupportedDeviceError: a GPU without kernels: neither a Hopper.
 
     Numerics:
@@ -93,7 +92,7 @@ def attention_with_kv_cache(
         change no bit either.
 
     Memory:
-        Where ``max_seqlen_k`` is more than one split (2048 keys), 4 (D + 2) bytes for each row and split; less where
+        Where ``max_seqlen_k`` is more than one split, 4 (Dv + 2) bytes for each row and split; less where
         one CTA takes all splits. Counters of 4 bytes for each 64 rows are kept for each stream.
 
     Example:
@@ -134,12 +133,6 @@ def attention_with_kv_cache(
     check_options(q, causal, window, softcap, sinks, scale)
     check_no_gradient(q, cache, sinks)
     d, dv = q.shape[-1], v_cache.shape[3]
-    if d not in DECODE_CONFIGS or dv != d:
-        sizes = ", ".join(map(str, DECODE_CONFIGS))
-        raise NotImplementedError(
-            f"{OP}: has no kernel yet for head sizes other than {sizes}, got {d} of q and {dv} of v_cache. "
-            "backend='reference' runs plain torch"
-        )
     if sinks is not None:
         expect_dtype(OP, "sinks", sinks.dtype, FLOATS)
     if out is not None:
@@ -156,7 +149,7 @@ def attention_with_kv_cache(
     if k is not None:
         attention_append(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, queries)
     if out is None:
-        out = empty(q, q.shape, q.dtype)
+        out = empty(q, (*q.shape[:-1], dv), q.dtype)
     lse = empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
     attention_decode(
         q,
