@@ -330,7 +330,7 @@ def _column_sums(n: int, dtype: torch.dtype) -> None:
 
 
 def _fused_attention(model: Model, num_sms: int) -> None:
-    """Of sequences, dense and packed, in a cache of a fixed length, and over a cache: contiguous and in pages of 128."""
+    """Of sequences, dense and packed, in a cache of a fixed length; over a cache, contiguous and in pages of 128."""
     dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     int32 = {"dtype": torch.int32}
     q, k, starts = _empty(2, 8, heads, d, dtype=dtype), _empty(2, 8, pairs, d, dtype=dtype), _empty(3, **int32)
