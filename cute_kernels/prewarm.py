@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import UNBOUNDED, grid_for
+from cute_kernels.attention.config import SHORT, UNBOUNDED, grid_for
 from cute_kernels.attention.launch import attention_append, attention_decode, attention_forward
 from cute_kernels.gemm.config import EPILOGUE_K, choose
 from cute_kernels.gemm.launch import gemm
@@ -333,18 +333,18 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     """Of sequences, dense and packed, in a cache of a fixed length; over a cache, contiguous and in pages of 128."""
     dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     int32 = {"dtype": torch.int32}
-    q, k, starts = _empty(2, 8, heads, d, dtype=dtype), _empty(2, 8, pairs, d, dtype=dtype), _empty(3, **int32)
-    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
-    # (queries, keys and values, options)
-    calls = [
-        (q, k, {}),
-        (q.flatten(0, 1), k.flatten(0, 1), lengths),
-        (q, k, {"seqused_k": _empty(2, **int32)}),
-    ]
     softcap = 1.0 if model.has_softcap else 0.0
     windows = (-1, 4) if model.has_window else (-1,)
-    for left, (rows, keys, options) in itertools.product(windows, calls):
-        attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
+    starts, used = _empty(3, **int32), _empty(2, **int32)
+    for left, length in itertools.product(windows, (SHORT, SHORT + 1)):
+        q, k = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, pairs, d, dtype=dtype)
+        lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+        for rows, keys, options in (
+            (q, k, {}),
+            (q, k, {"seqused_k": used}),
+            (q.flatten(0, 1), k.flatten(0, 1), lengths),
+        ):
+            attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
     # One sequence, whose splits are CTAs of their own, and so many that each is a CTA's
     split, many = grid_for(d).split, 4 * num_sms
     for batch, paged in itertools.product((1, many), (False, True)):

@@ -1,6 +1,7 @@
 """What ``prewarm --config`` compiles is all that the model asks for: public calls on tensors of the meta device."""
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -321,16 +322,16 @@ def test_the_model_of_the_gpu_test(arch):
     assert not missing(CONFIG, arch, lambda: train_and_decode("meta", [*TOKENS_OF_THE_GPU, *TOKENS[:-4]], arch))
 
 
-@pytest.mark.parametrize("head_size", [128, 80])
+@pytest.mark.parametrize("head_size", [64, 128, 80])
 def test_attention_as_models_call_it(head_size):
     """Dense, packed, of a cache's used keys and over a cache; with and without a window."""
     window = {**QWEN3, "head_dim": head_size, "sliding_window": 128, "attn_logit_softcapping": 30.0}
 
     def run(windows=(None, (127, None)), softcap=30.0):
         used, starts = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 3))
-        lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 9, "max_seqlen_k": 9}
-        q, k = empty(2, 9, 16, head_size), empty(2, 9, 8, head_size)
-        for bounds in windows:
+        for bounds, n in itertools.product(windows, (9, 5000)):
+            lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": n, "max_seqlen_k": n}
+            q, k = empty(2, n, 16, head_size), empty(2, n, 8, head_size)
             options = {"window": bounds, "softcap": softcap}
             attention(q, k, k, causal=True, **options)
             attention(q, k, k, causal=True, seqused_k=used, **options)
