@@ -11,7 +11,7 @@ import jit_cache.source  # noqa: F401  first: what is read after it is known not
 
 # isort: split
 from cute_kernels import mhc, reduction
-from cute_kernels.attention import attention
+from cute_kernels.attention import attention, attention_with_kv_cache, merge_attention
 from cute_kernels.gemm import bmm, linear, mm
 from cute_kernels.invariance import (
     Provenance,
@@ -44,6 +44,7 @@ __all__ = [
     "UncoveredOperatorError",
     "UnsupportedDeviceError",
     "attention",
+    "attention_with_kv_cache",
     "batch_invariant",
     "bmm",
     "check_invariance",
@@ -52,6 +53,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_log_prob",
+    "merge_attention",
     "mhc",
     "mm",
     "provenance",

@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.attention.checks import MAX_HEAD_SIZE
+from cute_kernels.attention.config import SHORT, UNBOUNDED, grid_for
+from cute_kernels.attention.launch import attention_append, attention_decode, attention_forward
 from cute_kernels.gemm.config import EPILOGUE_K, choose
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.log_prob import launch as log_prob
 from cute_kernels.log_prob.config import config_for
+from cute_kernels.nn.attention import PAGE_SIZE
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
@@ -69,6 +73,8 @@ class Model:
     mlp_bias: bool = False
     has_conv1d: bool = False  # gpt2's, whose weights are (K, N), in the place of linear layers
     wide_qk_norms: bool = False  # over all heads together, as olmo2's
+    has_window: bool = False  # attention does, of some layers
+    has_softcap: bool = False  # attention does
     lengths: tuple[int, ...] = ()
 
     @staticmethod
@@ -109,6 +115,8 @@ class Model:
             mlp_bias=bool(config.get("mlp_bias", model_type in ALL_BIASED)),
             has_conv1d=model_type == "gpt2",
             wide_qk_norms=model_type.startswith("olmo"),
+            has_window=bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is True,
+            has_softcap=bool(config.get("attn_logit_softcapping")),
             lengths=tuple(lengths),
         )
 
@@ -139,18 +147,19 @@ class Model:
 def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel that a model needs in training, prefill and decode, of any number of tokens.
 
-    That is: linear layers, apart and fused, with and without ``main_grad``; norms, with and without a residual stream
-    of the activations' dtype or fp32; ``linear_log_prob``; softmax and log_softmax of the logits; and what
-    ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
-    GPU with another number of SMs than ``sm_counts`` names. Hyper-connections and quantizers are not among them.
+    That is: attention, of dense and packed sequences, and over a cache; linear layers, apart and fused, with and
+    without ``main_grad``; norms, with and without a residual stream of the activations' dtype or fp32;
+    ``linear_log_prob``; softmax and log_softmax of the logits; and what ``batch_invariant`` runs in place of torch's
+    operators in the same places. Products may choose other kernels on a GPU with another number of SMs than
+    ``sm_counts`` names. Hyper-connections and quantizers are not among them.
 
     Args:
         config: a transformers config of a dense decoder, or some of its fields: ``hidden_size``, and
             ``intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``vocab_size``,
-            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``. What is not named is left out. Two fields are
-            ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if it is not there. ``lengths``: numbers of keys,
-            where attention runs as products and a softmax, and numbers of loss terms: under ``batch_invariant`` a sum
-            over so many elements has a kernel of its own.
+            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``, ``sliding_window``, ``attn_logit_softcapping``.
+            What is not named is left out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
+            it is not there. ``lengths``: numbers of keys, where attention runs as products and a softmax, and numbers
+            of loss terms: under ``batch_invariant`` a sum over so many elements has a kernel of its own.
         arch: e.g. ``sm_90a``.
 
     Raises:
@@ -178,6 +187,8 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
             for by_columns in (False, True) if model.has_conv1d else (False,):
                 _linear(model, arch, num_sms, n, k, model.dtype, bias, activation, by_columns)
     _norms(model)
+    if arch == "sm_90a" and model.head_dim and model.head_dim % 8 == 0 and model.head_dim <= MAX_HEAD_SIZE:
+        _fused_attention(model, num_sms)
     if model.vocab_size:
         for out in (model.dtype, FP32):
             _linear(model, arch, num_sms, model.vocab_size, model.hidden_size, out)
@@ -316,6 +327,37 @@ def _column_sums(n: int, dtype: torch.dtype) -> None:
     """Sums over rows: of one, of more, of so many that parts are added up."""
     for m in (1, 2, 2 * COLUMN_ROWS):
         reduction.sum_rows(_empty(1, m, n, dtype=dtype), _empty(1, n, dtype=dtype), 1.0)
+
+
+def _fused_attention(model: Model, num_sms: int) -> None:
+    """Of sequences, dense and packed, in a cache of a fixed length; over a cache, contiguous and in pages of 128."""
+    dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    int32 = {"dtype": torch.int32}
+    softcap = 1.0 if model.has_softcap else 0.0
+    windows = (-1, 4) if model.has_window else (-1,)
+    starts, used = _empty(3, **int32), _empty(2, **int32)
+    for left, length in itertools.product(windows, (SHORT, SHORT + 1)):
+        q, k = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, pairs, d, dtype=dtype)
+        lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+        for rows, keys, options in (
+            (q, k, {}),
+            (q, k, {"seqused_k": used}),
+            (q.flatten(0, 1), k.flatten(0, 1), lengths),
+        ):
+            attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
+    # One sequence, whose splits are CTAs of their own, and so many that each is a CTA's
+    split, many = grid_for(d).split, 4 * num_sms
+    for batch, paged in itertools.product((1, many), (False, True)):
+        pages = 2 * split // PAGE_SIZE
+        cache = _empty(batch * pages, PAGE_SIZE, pairs, d, dtype=dtype)
+        cache = cache if paged else cache.view(batch, 2 * split, pairs, d)
+        table = _empty(batch, pages, **int32) if paged else None
+        q, out = _empty(batch, 1, heads, d, dtype=dtype), _empty(batch, 1, heads, d, dtype=dtype)
+        used, lse = _empty(batch, **int32), _empty(batch, heads, 1, dtype=FP32)
+        if paged:
+            attention_append.function(q[:, :, :pairs], q[:, :, :pairs], cache, cache, used, table, None, 1)
+        options = 1, 2 * split, paged, UNBOUNDED, 0, softcap, 1.0
+        attention_decode.function(q, cache, cache, used, table, None, None, out, lse, *options)
 
 
 def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:

@@ -1,6 +1,7 @@
 """What ``prewarm --config`` compiles is all that the model asks for: public calls on tensors of the meta device."""
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels.nn as cnn
-from cute_kernels import batch_invariant, layer_norm, linear_log_prob, rms_norm
+from cute_kernels import attention, attention_with_kv_cache, batch_invariant, layer_norm, linear_log_prob, rms_norm
+from cute_kernels.attention import launch as of_attention
 from cute_kernels.gemm import launch as gemm
 from cute_kernels.gemm.config import EPILOGUE_K, choose
 from cute_kernels.log_prob import launch as log_prob
@@ -29,6 +31,9 @@ from tests.test_kernel_prewarm import TOKENS as TOKENS_OF_THE_GPU
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OPERATORS = {
+    "attention_append": of_attention.attention_append.function,
+    "attention_decode": of_attention.attention_decode.function,
+    "attention_forward": of_attention.attention_forward.function,
     "gemm": gemm.gemm.function,  # memory that meta tensors share is none
     "activation_backward": gemm.activation_backward.function,
     "log_prob_forward": log_prob.log_prob_forward.function,
@@ -314,7 +319,28 @@ def test_attention_and_losses_of_the_named_lengths(arch):
 @pytest.mark.parametrize("arch", NUM_SMS)
 def test_the_model_of_the_gpu_test(arch):
     """What tests/gpu runs in mode off, and more numbers of tokens."""
-    assert not missing(CONFIG, arch, lambda: train_and_decode("meta", [*TOKENS_OF_THE_GPU, *TOKENS[:-4]]))
+    assert not missing(CONFIG, arch, lambda: train_and_decode("meta", [*TOKENS_OF_THE_GPU, *TOKENS[:-4]], arch))
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 80])
+def test_attention_as_models_call_it(head_size):
+    """Dense, packed, of a cache's used keys and over a cache; with and without a window."""
+    window = {**QWEN3, "head_dim": head_size, "sliding_window": 128, "attn_logit_softcapping": 30.0}
+
+    def run(windows=(None, (127, None)), softcap=30.0):
+        used, starts = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 3))
+        for bounds, n in itertools.product(windows, (9, 5000)):
+            lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": n, "max_seqlen_k": n}
+            q, k = empty(2, n, 16, head_size), empty(2, n, 8, head_size)
+            options = {"window": bounds, "softcap": softcap}
+            attention(q, k, k, causal=True, **options)
+            attention(q, k, k, causal=True, seqused_k=used, **options)
+            attention(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), causal=True, **lengths, **options)
+            attention_with_kv_cache(q, k, k, cache_seqlens=used, **options)
+
+    assert not missing(window, "sm_90a", run)
+    plain = {**QWEN3, "head_dim": head_size, "sliding_window": 128, "use_sliding_window": False}
+    assert not missing(plain, "sm_90a", lambda: run((None,), 0.0)) and missing(plain, "sm_90a", run)
 
 
 def test_fp32_parameters_under_autocast():

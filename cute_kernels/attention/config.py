@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
-HEAD_SIZES = (64, 128)
+LOG2E = math.log2(math.e)
+# Head sizes of q and k, and of v, that kernels have; others run as the first one that is as large
+HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
-# Bytes of keys and values that are walked over together: they shall stay in the 50 MB of an H100's L2
-L2_BYTES = 32 << 20
+UNBOUNDED = 2**30 - 2**16  # of a window: farther than any sequence is long
+SHORT = 1024  # keys
 THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
 
 
@@ -22,19 +25,56 @@ class Grid(NamedTuple):
     split: int
 
 
-def grid_for(head_size: int) -> Grid:
-    """The grid of a head size. It follows from nothing else: another grid gives other bits."""
-    if head_size > 128:
-        raise ValueError(f"there is no grid of head size {head_size} yet")
-    return Grid(128, 2048)
+def kernel_sizes(head_size: int, head_size_v: int) -> tuple[int, int]:
+    """The head sizes that a kernel computes with; channels that are not there are zero."""
+    return next(sizes for sizes in HEAD_SIZES if head_size <= sizes[0] and head_size_v <= sizes[1])
+
+
+def grid_for(head_size: int, head_size_v: int | None = None) -> Grid:
+    """The grid of a head size of q and k, and of v. It follows from nothing else: another grid gives other bits."""
+    d, dv = kernel_sizes(head_size, head_size_v or head_size)
+    if d <= 128:
+        return Grid(128, 2048)
+    return Grid(128 if dv <= 128 else 64, 4096)
+
+
+def contract_of(head_size: int, head_size_v: int) -> str:
+    """The contract's name and grid, for ``provenance``."""
+    return f"kv_grid {tuple(grid_for(head_size, head_size_v))}"
 
 
 class ForwardSpec(NamedTuple):
-    """The forward of heads of ``head_size`` channels. Lengths, batch, heads and strides are run-time values."""
+    """What a kernel of the forward is made for. Lengths, batch, heads and strides are run-time values.
+
+    Attributes:
+        dtype: of q, k, v and out.
+        head_size: of q and k, one of HEAD_SIZES.
+        causal: rows see no key behind their place, and all before.
+        head_size_v: of v and out; 0: that of q.
+        window: rows see from one run-time distance before their place to another one behind it; not causal then.
+        softcap: scores go through tanh.
+        sinks: each head has one more logit.
+        packed_q: sequences of queries are packed, cu_seqlens_q says where.
+        packed_k: sequences of keys are packed, cu_seqlens_k says where.
+        used_k: seqused_k says how many keys there are.
+        padded: tensors have fewer channels than the kernel computes with.
+    """
 
     dtype: torch.dtype
     head_size: int
     causal: bool
+    head_size_v: int = 0
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    used_k: bool = False
+    padded: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
 
 
 @dataclass(frozen=True)
@@ -56,19 +96,124 @@ class ForwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
 
-def forward_config(spec: ForwardSpec) -> ForwardConfig:
-    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160."""
-    return FORWARD_CONFIGS[spec.head_size][0]
+def forward_config(spec: ForwardSpec, len_k: int = UNBOUNDED) -> ForwardConfig:
+    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
+
+    Of 64 channels a tile of 128 rows is faster than one of 192 where causal sequences are short (H200, 16k tokens, 1024
+    keys: 288 and 253 TFLOP/s).
+    """
+    configs = FORWARD_CONFIGS[spec.sizes]
+    return configs[1] if spec.head_size == 64 and spec.causal and len_k <= SHORT else configs[0]
 
 
-# Of each head size, the first one first
+def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, len_k: int) -> bool:
+    """Whether a CTA takes tiles of a head in pairs, so that few heads at a time are in L2, or the longest of all first.
+
+    H200, 16k tokens, 16 heads of 128, causal: 656 and 633 TFLOP/s at 8192 keys, 553 and 455 at 2048; at 16384, where
+    more CTAs share a head either way, 605 and 622. ``kv_heads``: of all sequences.
+    """
+    if not spec.causal or num_tiles < 4 * num_sms:
+        return False
+    return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
+
+
+# Of each pair of head sizes, the first one first
 FORWARD_CONFIGS = {
-    64: (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
-    128: (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+    (64, 64): (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
+    (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2)),
+    (128, 128): (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+    (192, 128): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
 }
 
 
-def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:
-    """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
-    pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)
-    return max(pairs, 1) * group
+def merges_in_workspace(head_size: int) -> bool:
+    """Whether a CTA's merged splits have no place in shared memory."""
+    return head_size > 128
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """(What a score is multiplied with before its tanh, 0 without a softcap; what is to be the exponent of 2 then).
+
+    With a softcap the kernels' scores are tanh(s scale / softcap), their scale is softcap.
+    """
+    return (scale / softcap, softcap * LOG2E) if softcap else (0.0, scale * LOG2E)
+
+
+def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """(left, right): a row at place p sees keys from p - left to p + right; ``UNBOUNDED`` where there is no bound."""
+    left, right = (UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None))
+    return left, 0 if causal else right
+
+
+class DecodeSpec(NamedTuple):
+    """What a kernel of attention over a cache is made for. Lengths, batch, heads, strides, windows are run-time values.
+
+    Attributes:
+        dtype: of q, the cache and out.
+        head_size, head_size_v: of q and k, of v and out.
+        packed: sequences of queries are packed.
+        page_rows: rows of a page that one copy brings; 0: the cache is contiguous.
+        softcap: scores go through tanh.
+        sinks: dtype of one more logit of each head.
+    """
+
+    dtype: torch.dtype
+    head_size: int
+    head_size_v: int
+    packed: bool
+    page_rows: int
+    softcap: bool = False
+    sinks: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Choices that change no bit.
+
+    Attributes:
+        sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
+        ctas_per_sm: that share an SM.
+    """
+
+    sequential: bool = False
+    ctas_per_sm: int = 1
+
+
+class AppendSpec(NamedTuple):
+    """New keys and values behind those of a cache."""
+
+    dtype: torch.dtype
+    head_size: int
+    head_size_v: int
+    packed: bool
+    paged: bool
+
+
+COLUMNS = 64  # channels that a copy of a block brings: 128 bytes, which the swizzle spans
+MAX_SLOTS = 12
+SM_SHARED_MEMORY, RESERVED = 228 << 10, 1 << 10  # the latter of each CTA, by the system
+BESIDE_RING = 1 << 10  # barriers, alignment
+
+
+def width_of(head_size: int) -> int:
+    """Channels in shared memory; those that are not there are zero."""
+    return -(-head_size // COLUMNS) * COLUMNS
+
+
+def decode_slots(head_size: int, head_size_v: int, config: DecodeConfig) -> int:
+    """Blocks of keys or values in flight: as many as shared memory has room for."""
+    widths = width_of(head_size), width_of(head_size_v)
+    room = SM_SHARED_MEMORY // config.ctas_per_sm - RESERVED - BESIDE_RING - 2 * WARPGROUP_ROWS * widths[0]
+    return min(room // (2 * grid_for(head_size, head_size_v).block * max(widths)), MAX_SLOTS)
+
+
+def page_rows(page_size: int, block: int) -> int:
+    """Rows of a page that one copy brings: a page, or a block of a larger page."""
+    return min(page_size, block)
+
+
+def decode_config(tiles: int, splits: int, num_sms: int) -> DecodeConfig:
+    """A CTA for all splits of a tile where tiles alone are several for each SM."""
+    return DecodeConfig(sequential=splits > 1 and tiles >= 4 * num_sms)

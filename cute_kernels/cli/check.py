@@ -28,6 +28,7 @@ class Subject:
     make: Callable[[Make], tuple[Callable, tuple[Tensor, ...]]]  # (function, sample)
     transforms: tuple[str, ...] = tuple(TRANSFORMS)
     invariant: bool = True  # False: a positive control, which the checker has to catch
+    gradients: bool = True  # False: there are none
 
 
 class Make:
@@ -103,13 +104,14 @@ def _check(subject: Subject, make: Make, has_gpu: bool) -> tuple[Report | None, 
     """(report, one line about it, whether it is as expected)."""
     try:
         function, sample = subject.make(make)
-        report = check_invariance(function, sample, transforms=subject.transforms if has_gpu else ())
+        transforms = subject.transforms if has_gpu else ()
+        report = check_invariance(function, sample, transforms=transforms, gradients=subject.gradients)
     except Exception as error:  # one op's failure does not hide another's
         return None, f"{type(error).__name__}: {error}", False
     differing = [result.transform for result in report.results if result.status == "differs"]
     failed = ", ".join(dict.fromkeys(result.transform for result in report.results if result.status != "ok"))
     if subject.invariant:
-        if missing := missing_gradients(function, sample, report):
+        if subject.gradients and (missing := missing_gradients(function, sample, report)):
             return report, f"NOT CHECKED, there is none: {missing}", False
         passed = "invariant" if has_gpu else "deterministic"
         return report, passed if report.ok else f"NOT INVARIANT: {failed}", report.ok
@@ -142,7 +144,11 @@ def _subjects(has_gpu: bool) -> list[Subject]:
         subjects.append(_log_prob(v, k))
     for channels in (1280, 4096) if has_gpu else (64,):
         subjects += _connections(channels)
-    if has_gpu and torch.cuda.get_device_capability() == (9, 0):
+    is_hopper = has_gpu and torch.cuda.get_device_capability() == (9, 0)
+    if is_hopper or not has_gpu:  # elsewhere attention has no kernels
+        for head_size, length in ((64, 200), (128, 2100)) if has_gpu else ((8, 20),):
+            subjects += _attention(head_size, length)
+    if is_hopper:
         # cuBLAS splits K for up to 32 rows of it on an H200; what it does elsewhere was not measured
         control = Subject("torch.mm", "4096x4096", _control, ROW_TRANSFORMS, invariant=False)
         subjects.append(control)
@@ -294,3 +300,34 @@ def _connections(channels: int) -> list[Subject]:
     for layout in ("streams", "channels"):
         found.append(Subject("mhc.hyper_connection", f"4x{channels}, {layout}", connected(layout), ROW_TRANSFORMS))
     return found
+
+
+def _attention(head_size: int, length: int) -> list[Subject]:
+    """Of sequences of one length; a token behind as many keys, and a window of them, in a cache."""
+    import cute_kernels
+
+    def whole(m: Make):
+        rows = min(m.rows, 65)  # sequences
+        return lambda q, k, v: cute_kernels.attention(q, k, v, causal=True), tuple(
+            m.normal(rows, length, heads, head_size) for heads in (4, 2, 2)
+        )
+
+    def cached(window: tuple[int, None] | None):
+        def make(m: Make):
+            def function(q, k, v):
+                used = torch.full((len(q),), length, dtype=torch.int32, device=q.device)
+                return cute_kernels.attention_with_kv_cache(q, k, v, cache_seqlens=used, window=window)
+
+            rows = min(m.rows, 65)
+            sizes = ((1, 4), (length, 2), (length, 2))
+            return function, tuple(m.normal(rows, n, heads, head_size) for n, heads in sizes)
+
+        return make
+
+    shape = f"{length}x{head_size}"
+    options = {"transforms": ROW_TRANSFORMS, "gradients": False}
+    return [
+        Subject("attention", f"{shape}, causal", whole, **options),
+        Subject("attention_with_kv_cache", f"{shape}, a token", cached(None), **options),
+        Subject("attention_with_kv_cache", f"{shape}, a token, window", cached((length // 2, None)), **options),
+    ]

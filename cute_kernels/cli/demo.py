@@ -384,6 +384,7 @@ def _check_references(found: Findings) -> bool:
     """Norms, layers and a hyper-connection, forward and backward, on the CPU, where references run, against fp64."""
     import cute_kernels
     from cute_kernels import mhc
+    from cute_kernels.attention import reference as attention
     from cute_kernels.gemm import reference as gemm
     from cute_kernels.mhc import reference as mhc_reference
     from cute_kernels.norm import reference as norm
@@ -429,6 +430,9 @@ def _check_references(found: Findings) -> bool:
             1,
         ),
     )
+    heads = ((2, 20, 4, 16), 0.0, 1.0), ((2, 20, 2, 16), 0.0, 1.0), ((2, 20, 2, 16), 0.0, 1.0)
+    attend, exactly = partial(cute_kernels.attention, causal=True), partial(attention.attention, causal=True, **fp64)
+    cases += (("attention", attend, exactly, heads, HALVES, 1),)
     table = Table(title="References on the CPU: relative rms error against fp64", box=None, pad_edge=False)
     for column in ("op", "dtype", "y", "dx", "dw", "db", "limit of y", "of gradients"):
         table.add_column(column, justify="left" if column in ("op", "dtype") else "right")

@@ -5,18 +5,17 @@ Each launch is also an operator, ``cute_kernels::<name>``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.gemm.checks import check_separate
-from cute_kernels.gemm.config import GemmConfig, GemmSpec, choose, gemm_arguments
+from cute_kernels.gemm.config import CONTRACT, GemmConfig, GemmSpec, choose, gemm_arguments
 from cute_kernels.gemm.reference import activate
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.launches import LaunchCache, bounded
+from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
 from cute_kernels.runtime.operators import alias, operator
 from cute_kernels.runtime.rows import contiguous_dim
 from cute_kernels.runtime.targets import Target
@@ -35,6 +34,16 @@ class GemmLaunch(NamedTuple):
     transposed: bool
     config: GemmConfig | None
     kernel: str = "gemm"
+
+    contract = CONTRACT
+
+    @property
+    def name(self) -> str:
+        """The kernel and its configuration."""
+        config = self.config
+        geometry = "any stride" if config is None else f"tile {config.tile}, cluster {config.cluster}"
+        turns = ", ping-pong" if config is not None and config.ping_pong else ""
+        return f"{self.kernel} ({geometry}{turns}{', transposed' if self.transposed else ''})"
 
 
 class GemmLaunches:
@@ -138,7 +147,7 @@ def gemm(
         _rows_aligned(d, n) and (z is None or _rows_aligned(z, n)),
     )
     launch = _gemm.get(a.get_device(), spec).of((m, n, k, entries))
-    if _observers:
+    if observers:
         observe(launch, (entries, m, n, k) if batched else (m, n, k), a.get_device())
     if launch.config is None:  # takes a (M, K) and b (N, K), read as torch reads them: a sign may be left to the reader
         a, b = a.mT if trans_a else a, b.mT if trans_b else b
@@ -168,26 +177,6 @@ def activation_backward(dy: Tensor, saved: Tensor, dz: Tensor, activation: str) 
         torch.ops.aten.silu_backward.grad_input(dy, saved, grad_input=dz)
     else:
         torch.ops.aten.gelu_backward.grad_input(dy, saved, grad_input=dz)
-
-
-_observers: dict[int, list] = {}  # by id: two that have seen nothing yet are equal
-
-
-@contextmanager
-def observed() -> Iterator[list[tuple[GemmLaunch, tuple[int, ...], int]]]:
-    """The (launch, (M, N, K), device) of the products inside, in order; of batches (L, M, N, K)."""
-    seen: list = []
-    _observers[id(seen)] = seen
-    try:
-        yield seen
-    finally:
-        del _observers[id(seen)]
-
-
-def observe(launch: GemmLaunch, shape: tuple[int, ...], device_index: int) -> None:
-    """Tell ``observed`` of a launch."""
-    for seen in list(_observers.values()):
-        seen.append((launch, shape, device_index))
 
 
 def _entries(t: Tensor) -> Tensor:

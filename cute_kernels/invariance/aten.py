@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
 from cute_kernels.gemm.launch import gemm
+from cute_kernels.invariance import fused_attention
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
@@ -75,9 +76,9 @@ def _is_elementwise(name: str) -> bool:
 @functools.cache
 def replacement_of(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """What to call in place of an operator, also of one that works in place or writes to ``out``; None if nothing."""
-    name = func._schema.name.rpartition("::")[2]
     if func.namespace != "aten":
-        return None
+        return fused_attention.OTHERS.get(f"{func._schema.name}.{func._overloadname or 'default'}")
+    name = func._schema.name.rpartition("::")[2]
     if (function := REPLACEMENTS.get(f"{name}.{func._overloadname}")) is not None:
         return function
     functional = REPLACEMENTS.get(f"{name.removesuffix('_')}.default")
@@ -359,6 +360,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "native_layer_norm_backward.default": _layer_norm_backward,
     "_fused_rms_norm.default": _rms_norm,
     "_fused_rms_norm_backward.default": _rms_norm_backward,
+    **fused_attention.REPLACEMENTS,
 }
 
 

@@ -56,11 +56,14 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
     Kernels of this library replace them where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
     ``bmm``, ``baddbmm``, ``mv``, ``dot`` and the operators that decompose into them (``linear``, ``matmul``,
     ``einsum``); ``softmax``, ``log_softmax``, ``sum``, ``mean``, ``nll_loss``, ``layer_norm``, ``rms_norm``; and their
-    backwards. ``scaled_dot_product_attention`` consists of these under ``sdpa_kernel(SDPBackend.MATH)`` and
-    ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are fp32). Left alone, since
-    they reduce nothing: elementwise operators, views, copies, indexing, maxima, sorting, collectives that only move
-    data. Tensors on the CPU are left alone, too: where there is no CUDA device, the first operator on floating-point
-    ones warns, once a process.
+    backwards. ``attention`` replaces the forwards of the fused operators that ``scaled_dot_product_attention`` picks,
+    without a mask, with ``is_causal`` where queries and keys are equally many, and with ``causal_lower_right``; and
+    those of ``varlen_attn``. Their backwards, other masks, dropout and head sizes without a kernel are not covered.
+    ``scaled_dot_product_attention`` consists of the operators before under ``sdpa_kernel(SDPBackend.MATH)`` and
+    ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are fp32): backward, too, but
+    with bits that depend on the number of keys. Left alone, since they reduce nothing: elementwise operators, views,
+    copies, indexing, maxima, sorting, collectives that only move data. Tensors on the CPU are left alone, too: where
+    there is no CUDA device, the first operator on floating-point ones warns, once a process.
 
     Args:
         mode: the treatment of any other operator on floating-point CUDA tensors. "strict": an error. "warn": it runs,

@@ -9,23 +9,25 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm.config import CONTRACT
-from cute_kernels.gemm.launch import observed
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import expect
+from cute_kernels.runtime.launches import observed
 from cute_kernels.version import __version__
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the bits of one matrix product come from: two products of one contract agree bit by bit.
+    """Where the bits of one matrix product, or one attention, come from: two of one contract agree bit by bit.
 
     Args:
-        contract: the order of the sums: "serial_k16"; "serial_k16, unproven" is the intended contract where no GPU has
-            shown it, on all architectures but sm_90a.
-        kernel: begins with "gemm" or, for ``linear_log_prob``'s products with the whole vocabulary, with
-            "log_prob_statistics" or "log_prob_gradient"; then its configuration.
-        shape: (M, N, K), for a batch (L, M, N, K), as the kernel sees it.
+        contract: the order of the sums: "serial_k16" of products, "kv_grid (B, S)" of attention in blocks of B keys and
+            splits of S. "..., unproven" is the intended contract where no GPU has shown it, on all architectures but
+            sm_90a.
+        kernel: begins with "gemm"; for ``linear_log_prob``'s products with the whole vocabulary with
+            "log_prob_statistics" or "log_prob_gradient"; for attention with "attention_forward" or
+            "attention_decode"; then its configuration.
+        shape: (M, N, K), for a batch (L, M, N, K), as the kernel sees it; of attention (sequences, heads, queries,
+            keys, D), of sequences that have not one length the most of queries and keys.
         arch: the architecture, "sm_90a" for example.
         versions: package -> version of this library, torch and the compiler.
 
@@ -44,7 +46,7 @@ class Provenance:
 
 
 def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenance, ...]:
-    """Call ``function`` and say what computed its matrix products, one entry each, in order.
+    """Call ``function`` and say what computed its matrix products and its attention, one entry each, in order.
 
     Products over nothing, replays of CUDA graphs, and work on CPU tensors launch none of our kernels and have no entry.
 
@@ -53,7 +55,7 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
         `*args`, `**kwargs`: its arguments.
 
     Returns:
-        A tuple of ``Provenance``: contract, kernel, shape, architecture and versions of each product.
+        A tuple of ``Provenance``: contract, kernel, shape, architecture and versions of each one.
 
     Raises:
         TypeError: ``function`` cannot be called. Errors of ``function`` pass through.
@@ -66,18 +68,14 @@ def provenance(function: Callable, *args: Any, **kwargs: Any) -> tuple[Provenanc
         ()
     """
     expect(callable(function), "provenance", "function", "be callable", type(function).__name__, TypeError)
-    with observed() as products:
+    with observed() as launched:
         function(*args, **kwargs)
     versions = {"cute-kernels": __version__, "torch": torch.__version__}
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         versions[package] = version(package)
     entries = []
-    for launch, shape, device in products:
-        config = launch.config
-        name = "any stride" if config is None else f"tile {config.tile}, cluster {config.cluster}"
-        turns = ", ping-pong" if config is not None and config.ping_pong else ""
-        kernel = f"{launch.kernel} ({name}{turns}{', transposed' if launch.transposed else ''})"
+    for launch, shape, device in launched:
         arch = launches.target_of(device).arch
-        contract = CONTRACT if arch == "sm_90a" else f"{CONTRACT}, unproven"
-        entries.append(Provenance(contract, kernel, shape, arch, versions))
+        contract = launch.contract if arch == "sm_90a" else f"{launch.contract}, unproven"
+        entries.append(Provenance(contract, launch.name, shape, arch, versions))
     return tuple(entries)

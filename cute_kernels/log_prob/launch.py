@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.common.gemm_config import GemmConfig
-from cute_kernels.gemm.launch import GemmLaunch, gemm, observe
+from cute_kernels.gemm.launch import GemmLaunch, gemm
 from cute_kernels.log_prob.checks import operands
 from cute_kernels.log_prob.config import GradientSpec, LogProbSpec, StatisticsSpec, config_for, vocabulary_tile
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.launches import LaunchCache, bounded
+from cute_kernels.runtime.launches import LaunchCache, bounded, observe
 from cute_kernels.runtime.operators import operator
 from cute_kernels.runtime.targets import Target
 

@@ -11,10 +11,12 @@ from cute_kernels.nn.linear import Linear
 from cute_kernels.nn.norm import LayerNorm, RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
-from cute_kernels.nn.transformer import MHCTransformer, TransformerBlock, TransformerConfig, TransformerLayer
+from cute_kernels.nn.transformer import Generated, MHCTransformer, TransformerBlock, TransformerConfig, TransformerLayer
+from cute_kernels.nn.transformers import register_transformers
 
 __all__ = [
     "CapturedStep",
+    "Generated",
     "HyperConnection",
     "HyperConnectionConfig",
     "LayerNorm",
@@ -28,4 +30,5 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "optimal_recompute_layers",
+    "register_transformers",
 ]

@@ -1,19 +1,25 @@
-"""Causal attention with rotary embedding, through torch's scaled_dot_product_attention."""
+"""Causal attention with rotary embedding: ``attention``, and torch's where a gradient is wanted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cute_kernels.attention import attention, attention_with_kv_cache
+from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
-from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.autograd import autocasts, first_derivative_only
+from cute_kernels.runtime.operators import differentiates, uses_reference
 
 if TYPE_CHECKING:
     from cute_kernels.nn.transformer import TransformerConfig
+
+PAGE_SIZE = 128  # keys
 
 
 class RotaryEmbedding(FloatModule):
@@ -60,9 +66,44 @@ class RotaryEmbedding(FloatModule):
             self.cos.copy_(angles.cos().repeat(1, 1, 2))
             self.sin.copy_(angles.sin())
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), (length, 1, D) and (length, 1, D / 2)."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin), (length, 1, D) and (length, 1, D / 2); of places from ``first`` (B,) on (B, length, 1, ...)."""
+        if first is None:
+            return self.cos[:length], self.sin[:length]
+        places = first.unsqueeze(1) + torch.arange(length, device=first.device)
+        return self.cos[places], self.sin[places]
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer's attention, in pages, as ``attention_with_kv_cache`` has them.
+
+    Attributes:
+        k, v: (pages, page size, heads of keys, D).
+        seqlens: (B,) int32: keys of each sequence so far.
+        page_table: (B, pages of a sequence) int32.
+    """
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    page_table: Tensor
+
+
+class PagedCache:
+    """Keys and values of all layers, of ``batch`` sequences of up to ``capacity`` tokens; all begin empty."""
+
+    def __init__(
+        self, config: TransformerConfig, batch: int, capacity: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        pages = -(-capacity // PAGE_SIZE)
+        shape = (batch * pages, PAGE_SIZE, config.kv_heads, config.hidden_size // config.num_heads)
+        options = {"dtype": torch.int32, "device": device}
+        self.seqlens = torch.zeros(batch, **options)
+        self.page_table = torch.arange(batch * pages, **options).view(batch, pages)
+        self.layers = [
+            LayerCache(*torch.empty(2, *shape, dtype=dtype, device=device), self.seqlens, self.page_table)
+            for _ in range(config.num_layers)
+        ]
 
 
 class Attention(nn.Module):
@@ -76,20 +117,42 @@ class Attention(nn.Module):
         c, heads, kv_heads = config.hidden_size, config.num_heads, config.kv_heads
         self.heads = heads, kv_heads
         self.head_size = c // heads
+        self.backend = config.backend
         options = {"bias": False, "backend": config.backend, **options}
         self.qkv = Linear(c, (heads + 2 * kv_heads) * self.head_size, **options)
         self.out = Linear(c, c, **options)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """(B, S, C) from (B, S, C)."""
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+        """(B, S, C) from (B, S, C); with a cache of tokens behind those in it, which these are appended to."""
         heads, kv_heads = self.heads
         q, k, v = _SplitRotated.apply(self.qkv(x), *rotation, heads, kv_heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))  # under autocast y has its dtype
+        if cache is not None:
+            options = {"cache_seqlens": cache.seqlens, "page_table": cache.page_table, "backend": self.backend}
+            y = attention_with_kv_cache(q, cache.k, cache.v, k=k, v=v, **options)
+        elif self._has_kernel(q):
+            y = attention(q, k, v, causal=True, backend=self.backend)
+        else:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads).transpose(1, 2)
+        return self.out(y.flatten(2).to(x.dtype))  # under autocast y has its dtype
+
+    def _has_kernel(self, q: Tensor) -> bool:
+        """Whether ``attention`` computes this: it has no backward yet, and not every head size, dtype and GPU."""
+        if differentiates(q) or self.head_size % 8 or self.head_size > MAX_HEAD_SIZE:
+            return False
+        if uses_reference("attention", q, self.backend):
+            return True
+        half = q.dtype in KERNEL_DTYPES or autocasts(q)
+        return half and _arch_of(q.get_device()) == "sm_90a"
+
+
+@torch.compiler.assume_constant_result
+def _arch_of(device_index: int) -> str:
+    return launches.target_of(device_index).arch
 
 
 class _SplitRotated(torch.autograd.Function):
-    """q, k and v, (B, heads, S, D), of qkv (B, S, heads and heads D); q and k rotated.
+    """q, k and v, (B, S, heads, D), of qkv (B, S, heads and heads D); q and k rotated.
 
     One Function, so that the three gradients are written to their places in one tensor.
     """
@@ -102,20 +165,19 @@ class _SplitRotated(torch.autograd.Function):
         rotates = heads + kv_heads
         qk = qkv.new_empty((*qkv.shape[:-1], rotates, per_head.shape[-1]))
         _rotate(per_head[:, :, :rotates], cos, sin, qk)
-        q, k = qk.split((heads, kv_heads), 2)
-        return q.transpose(1, 2), k.transpose(1, 2), per_head[:, :, rotates:].transpose(1, 2)
+        return *qk.split((heads, kv_heads), 2), per_head[:, :, rotates:]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dq, dk, dv):
         cos, sin = ctx.saved_tensors
         heads, kv_heads = ctx.heads
-        batch, _, length, size = dq.shape
+        batch, length, _, size = dq.shape
         dqkv = dq.new_empty((batch, length, heads + 2 * kv_heads, size))
         back = -sin
-        _rotate(dq.transpose(1, 2), cos, back, dqkv[:, :, :heads])
-        _rotate(dk.transpose(1, 2), cos, back, dqkv[:, :, heads : heads + kv_heads])
-        dqkv[:, :, heads + kv_heads :] = dv.transpose(1, 2)
+        _rotate(dq, cos, back, dqkv[:, :, :heads])
+        _rotate(dk, cos, back, dqkv[:, :, heads : heads + kv_heads])
+        dqkv[:, :, heads + kv_heads :] = dv
         return dqkv.flatten(2), None, None, None, None
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cute_kernels import mhc
 from cute_kernels.log_prob import linear_log_prob
-from cute_kernels.nn.attention import Attention, RotaryEmbedding
+from cute_kernels.nn.attention import Attention, LayerCache, PagedCache, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
 from cute_kernels.nn.linear import Linear
 from cute_kernels.nn.norm import RMSNorm
@@ -177,6 +177,7 @@ class TransformerLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         recompute: RecomputeManager | None = None,
         offload: ResidualOffload | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """The residual after the layer.
 
@@ -186,6 +187,7 @@ class TransformerLayer(nn.Module):
             recompute: the manager of the block that the layer is in; with hyper-connections alone.
             offload: where residuals are kept, if not on the GPU; with hyper-connections alone, and not with
                 ``recompute``, which keeps none in a layer.
+            cache: keys and values of the tokens before these, in evaluation; ``MHCTransformer.generate`` makes it.
 
         Returns:
             The new residual, of x's shape and dtype.
@@ -200,18 +202,18 @@ class TransformerLayer(nn.Module):
         both = recompute is not None and offload is not None
         expect(not both, "TransformerLayer", "offload", "be None with recompute, which keeps no residual", "both")
         if torch.compiler.is_compiling() and (recompute is not None or offload is not None):
-            return _untraced(TransformerLayer.forward, self, x, rotation, recompute, offload)
+            return _untraced(TransformerLayer.forward, self, x, rotation, recompute, offload, cache)
         dropout_p = self.config.dropout_p if self.training else 0.0
         if self.config.hyper_connections is None:
             for name, given in (("recompute", recompute), ("offload", offload)):
                 got = type(given).__name__
                 expect(given is None, "TransformerLayer", name, "be None without hyper-connections", got)
-            f = self.attention(self.attention_norm(x), rotation)
+            f = self.attention(self.attention_norm(x), rotation, cache)
             y, x = self.mlp_norm(F.dropout(f, dropout_p) if dropout_p else f, x)
             f = self.mlp(y)
             return x + (F.dropout(f, dropout_p) if dropout_p else f)
         for connection, norm, sublayer, arguments in (
-            (self.attention_connection, self.attention_norm, self.attention, (rotation,)),
+            (self.attention_connection, self.attention_norm, self.attention, (rotation, cache)),
             (self.mlp_connection, self.mlp_norm, self.mlp, ()),
         ):
             layer_input, mix = connection(x, recompute)
@@ -258,11 +260,12 @@ class TransformerBlock(nn.Module):
         # Before a trace or a capture, where no table can be made
         self.register_load_state_dict_post_hook(_leave_meta)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, cache: PagedCache | None = None) -> Tensor:
         """All layers, the head and the norm.
 
         Args:
             h: (B, S, C) bf16 or fp16.
+            cache: the tokens before these, in evaluation; ``MHCTransformer.generate`` makes it.
 
         Returns:
             (B, S, C) in h's dtype.
@@ -285,23 +288,24 @@ class TransformerBlock(nn.Module):
         )
         hc = config.hyper_connections
         self.rotary.leave_meta(h.device)
-        rotation = self.rotary(h.shape[1])
+        rotation = self.rotary(h.shape[1], None if cache is None else cache.seqlens)
+        caches = [None] * len(self.layers) if cache is None else cache.layers
         if hc is None:
-            for layer in self.layers:
-                h = layer(h, rotation)
+            for layer, of_layer in zip(self.layers, caches, strict=True):
+                h = layer(h, rotation, cache=of_layer)
             return self.norm(h)
         keeps = torch.is_grad_enabled()
         recomputes, offloads = keeps and hc.recompute, keeps and hc.offload
         if torch.compiler.is_compiling() and (recomputes or offloads):
-            return _untraced(TransformerBlock.forward, self, h)
+            return _untraced(TransformerBlock.forward, self, h, cache)
         x = mhc.expand(h, hc.num_streams, layout=hc.resolved_variant().layout, backend=self.config.backend)
         offload = ResidualOffload() if offloads else None
         size = hc.layers_per_block(len(self.layers)) if recomputes else len(self.layers)
         for first in range(0, len(self.layers), size):
             recompute = RecomputeManager() if recomputes else None
             begin = x
-            for layer in self.layers[first : first + size]:
-                x = layer(x, rotation, recompute, offload if recompute is None else None)
+            for layer, of_layer in zip(self.layers[first : first + size], caches[first : first + size], strict=True):
+                x = layer(x, rotation, recompute, offload if recompute is None else None, of_layer)
             if recompute is not None and x.requires_grad:
                 if offload is not None:  # before the replay, which reads what the block began with
                     offload.keep(begin, x)
@@ -331,8 +335,28 @@ class _Output(Linear):
             loss = F.cross_entropy(logits, targets.where(known, IGNORED), ignore_index=IGNORED, reduction="sum")
             counts = targets != IGNORED
             return loss / counts.sum() + torch.where((known | ~counts).all(), 0.0, math.nan)
-        log_prob, _ = linear_log_prob(x, self._weight_for(x), targets, backend=self.backend)
-        return -log_prob.sum() / (targets != IGNORED).sum()
+        return -self.log_prob(x, targets).sum() / (targets != IGNORED).sum()
+
+    def log_prob(self, x: Tensor, targets: Tensor) -> Tensor:
+        return linear_log_prob(x, self._weight_for(x), targets, backend=self.backend)[0]
+
+
+class Generated(NamedTuple):
+    """The results of ``MHCTransformer.generate``.
+
+    Args:
+        tokens: (B, new tokens) int64.
+        log_probs: (B, new tokens) fp32: of each one's probability, in nats.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels.nn import Generated
+        >>> Generated(torch.tensor([[5]]), torch.tensor([[0.0]])).tokens.shape
+        torch.Size([1, 1])
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
 
 
 class MHCTransformer(nn.Module):
@@ -350,8 +374,9 @@ class MHCTransformer(nn.Module):
         use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections,
         and the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
 
-        Deterministic but for torch's attention, whose backward on GPUs is deterministic under
-        ``torch.use_deterministic_algorithms(True)`` alone.
+        Attention without a gradient is ``attention``: a token's logits do not depend on the batch. With one it is
+        torch's, whose backward on GPUs is deterministic under ``torch.use_deterministic_algorithms(True)`` alone. All
+        else is deterministic.
 
     Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
     ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers
@@ -414,15 +439,112 @@ class MHCTransformer(nn.Module):
             NotImplementedError: parameters that were split for tensor parallelism, or the input of a pipeline stage.
         """
         self._check(tokens, targets)
+        return self.output(self.block(self._embedded(tokens)), targets)
+
+    def log_prob(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Logarithms of the targets' probabilities, without logits in memory.
+
+        Args:
+            tokens: (B, S) int64.
+            targets: (B, S) int64; of those of -100 it is 0.
+
+        Returns:
+            (B, S) fp32, differentiable.
+
+        Raises:
+            TypeError, ValueError: a bad argument, or a hidden_size that is no multiple of 8; the message names it, the
+                expected value and the given one.
+        """
+        self._check(tokens, targets)
+        expect_tensor("MHCTransformer", "targets", targets)
+        return self.output.log_prob(self.block(self._embedded(tokens)), targets)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Tensor,
+        max_new_tokens: int,
+        *,
+        lengths: Sequence[int] | None = None,
+        choose: Callable[[Tensor], Tensor] | None = None,
+    ) -> Generated:
+        """Tokens behind each prompt, one after the other, through a paged cache of keys and values.
+
+        Args:
+            prompts: (B, S) int64; what stands behind a shorter one is not looked at.
+            max_new_tokens: of each sequence, from 1; S + max_new_tokens may be the model's max_sequence_length.
+            lengths: of the prompts, from 1 to S; S each if None.
+            choose: gets logits (B, vocab_size) fp32, returns (B,) int64, the next tokens; the most probable ones if
+                None.
+
+        Returns:
+            ``Generated``: tokens (B, max_new_tokens) int64, and the logarithms of their probabilities, fp32.
+
+        Raises:
+            TypeError, ValueError: a bad argument, dropout in training, or a hidden_size that is no multiple of 8; the
+                message names it, the expected value and the given one.
+            NotImplementedError: a head size without kernels.
+
+        Numerics:
+            On the kernels' path logits have the bits of one forward of the whole sequence without a gradient, and
+            ``log_probs`` those of ``log_prob``, whatever the batch and the other prompts.
+
+        Example:
+            >>> import torch
+            >>> from cute_kernels.nn import MHCTransformer, TransformerConfig
+            >>> config = TransformerConfig(
+            ...     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, max_sequence_length=8
+            ... )
+            >>> prompts = torch.tensor([[3, 4, 5], [6, 7, 0]])
+            >>> tokens, log_probs = MHCTransformer(config).generate(prompts, 4, lengths=[3, 2])
+            >>> tokens.shape, log_probs.shape
+            (torch.Size([2, 4]), torch.Size([2, 4]))
+        """
+        op = "MHCTransformer.generate"
+        self._check(prompts, None)
+        batch, longest = prompts.shape
+        expect_int(op, "max_new_tokens", max_new_tokens)
+        most = self.config.max_sequence_length - longest
+        good = 1 <= max_new_tokens <= most
+        expect(good, op, "max_new_tokens", f"be from 1 to {most}, behind {longest} tokens", max_new_tokens)
+        lengths = [longest] * batch if lengths is None else list(lengths)
+        good = len(lengths) == batch and all(type(n) is int and 1 <= n <= longest for n in lengths)
+        expect(good, op, "lengths", f"be {batch} ints from 1 to {longest}", lengths)
+        random = self.training and self.config.dropout_p > 0
+        expect(not random, op, "the model", "be in evaluation (model.eval()) if it has dropout", "one in training")
+        h = self._embedded(prompts)
+        cache = PagedCache(self.config, batch, longest + max_new_tokens, h.device, h.dtype)
+        ends = torch.tensor(lengths, dtype=torch.int32).to(h.device)
+        h = self.block(h, cache)[torch.arange(batch, device=h.device), ends.long() - 1].unsqueeze(1)
+        cache.seqlens.copy_(ends)
+        tokens, log_probs = [], []
+        for _ in range(max_new_tokens - 1):
+            self._choose(h, choose, tokens, log_probs)
+            h = self.block(self._embedded(tokens[-1]), cache)
+            cache.seqlens += 1
+        self._choose(h, choose, tokens, log_probs)
+        return Generated(torch.cat(tokens, 1), torch.cat(log_probs, 1))
+
+    def _choose(self, h: Tensor, choose, tokens: list[Tensor], log_probs: list[Tensor]) -> None:
+        """Append the next tokens, (B, 1), of hidden states (B, 1, C)."""
+        logits = self.output(h).squeeze(1)
+        found = logits.argmax(-1) if choose is None else choose(logits)
+        expect_tensor("MHCTransformer.generate", "choose's result", found)
+        good = found.shape == logits.shape[:1] and found.dtype is torch.int64
+        got = f"{found.dtype} of shape {tuple(found.shape)}"
+        expect(good, "MHCTransformer.generate", "choose's result", f"be int64 of shape ({len(h)},)", got)
+        tokens.append(found.unsqueeze(1))
+        log_probs.append(self.output.log_prob(h, tokens[-1]))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """(B, S, C), in bf16 where the embedding is fp32."""
         try:
             h = self.embedding(tokens)
         except IndexError:
             # On a CPU alone: on a GPU the host would wait for the tokens, and torch's kernel asserts there
             self._check_vocabulary(tokens)
             raise
-        if h.dtype is torch.float32:
-            h = h.to(torch.bfloat16)
-        return self.output(self.block(h), targets)
+        return h.to(torch.bfloat16) if h.dtype is torch.float32 else h
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats.

@@ -138,6 +138,12 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     return main_grad, None
 
 
+def autocasts(t: Tensor) -> bool:
+    """Whether autocast is on for tensors on this one's device; of the meta device it never is."""
+    kind = t.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager:
     """Products of tensors on this one's device are in the dtype of their factors: for the references."""
     kind = t.device.type

@@ -61,7 +61,7 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM
 
 
 @contextlib.contextmanager
-def fake_gpu() -> Iterator[list[tuple]]:
+def fake_gpu(arch: str = "sm_90a") -> Iterator[list[tuple]]:
     """``fake_kernels`` for what asks a tensor itself whether it is on a GPU: ``batch_invariant``, a captured step."""
-    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)), fake_kernels() as jobs:
+    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)), fake_kernels(arch) as jobs:
         yield jobs

@@ -4,17 +4,148 @@ import math
 
 import torch
 
-from cute_kernels.attention import reference
+from cute_kernels.attention import reference, reference_cache
+from cute_kernels.attention.checks_cache import Cache
+from cute_kernels.attention.config import LOG2E, UNBOUNDED, grid_for, merges_in_workspace
 
 
-def forward_sm90(static, q, k, v, out, lse, score_scale, heads_together, num_ctas) -> None:
+def forward_sm90(
+    static,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sinks,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    workspace,
+    score_scale,
+    before_tanh,
+    left,
+    right,
+    num_tiles,
+    paired,
+    num_ctas,
+) -> None:
     spec, config = static["spec"], static["config"]
     batch, len_q, heads, d = q.shape
-    assert spec == (q.dtype, d, spec.causal) and len_q and k.shape[1]
-    assert 1 <= num_ctas <= batch * heads * math.ceil(len_q / config.tile_rows)
-    assert heads_together >= 1 and heads_together % (heads // k.shape[2]) == 0
+    rows, dv = config.tile_rows, v.shape[3]
+    assert spec.dtype is q.dtype and len_q and k.shape[1] and (d, dv) <= spec.sizes
+    assert spec.padded == ((d, dv) != spec.sizes)
+    assert not (spec.causal and spec.window) and not (spec.packed_q and batch > 1)
+    tiles = [(start, n) for start, n in _sequences(cu_seqlens_q, batch, len_q)]
+    needed = sum(math.ceil(n / rows) for _, n in tiles) * heads
+    assert num_tiles >= needed if spec.packed_q else num_tiles == needed
+    assert 1 <= num_ctas <= num_tiles and paired in (0, 1)
+    if merges_in_workspace(spec.head_size):
+        assert workspace.numel() == num_ctas * rows * spec.sizes[1]
+    assert bool(before_tanh) == spec.softcap
+    softcap = score_scale / LOG2E if spec.softcap else 0.0
+    scale = before_tanh * softcap if spec.softcap else score_scale / LOG2E
     # fp64: what torch's sums owe to the number of rows is then gone with the rounding
-    scale = score_scale / reference.LOG2E
-    found = reference.attention(q, k, v, causal=spec.causal, scale=scale, return_lse=True, compute_dtype=torch.float64)
+    found = reference.attention(
+        q[0] if spec.packed_q else q,
+        *((t[0] if spec.packed_k else t) for t in (k, v)),
+        causal=spec.causal,
+        window=tuple(-1 if distance == UNBOUNDED else distance for distance in (left, right)) if spec.window else None,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=len_q if spec.packed_q else None,
+        max_seqlen_k=k.shape[1] if spec.packed_k else None,
+        seqused_k=seqused_k,
+        return_lse=True,
+        compute_dtype=torch.float64,
+    )
+    (out[0] if spec.packed_q else out).copy_(found[0])
+    lse.copy_(found[1])
+
+
+def append(static, k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen) -> None:
+    spec = static["spec"]
+    packed, paged = cu_seqlens_q is not None, page_table is not None
+    assert spec == (k.dtype, k.shape[3], v.shape[3], packed, paged) and k.numel()
+    if packed:
+        k, v = k[0], v[0]
+        assert max_seqlen >= cu_seqlens_q.diff().max()
+    else:
+        assert max_seqlen == k.shape[1]
+    reference_cache.append(
+        Cache(k_cache, v_cache, cache_seqlens, page_table, k, v, cu_seqlens_q, max_seqlen if packed else None, None)
+    )
+
+
+def decode_sm90(
+    static,
+    q,
+    k_cache,
+    v_cache,
+    cache_seqlens,
+    page_table,
+    cu_seqlens_q,
+    out,
+    lse,
+    partials,
+    sums,
+    counters,
+    sinks,
+    before_tanh,
+    score_scale,
+    left,
+    right,
+    appended,
+    max_seqlen_k,
+    num_ctas,
+) -> None:
+    spec, config = static["spec"], static["config"]
+    d, dv, page_size = q.shape[3], v_cache.shape[3], k_cache.shape[1]
+    grid = grid_for(d, dv)
+    packed = cu_seqlens_q is not None
+    page_rows = 0 if page_table is None else min(page_size, grid.block)
+    assert spec == (q.dtype, d, dv, packed, page_rows, before_tanh != 0, None if sinks is None else sinks.dtype)
+    assert (
+        appended in (0, 1) and num_ctas >= 1 and max_seqlen_k <= page_size * (page_table.shape[1] if page_rows else 1)
+    )
+    queries = cu_seqlens_q.diff() if packed else torch.full_like(cache_seqlens, q.shape[1])
+    keys = cache_seqlens + appended * queries
+    assert (keys <= max_seqlen_k).all()
+    splits = math.ceil(max_seqlen_k / grid.split)
+    if splits > 1:
+        assert partials.shape == (1 if config.sequential else splits, out.numel() // dv, dv)
+        assert sums.shape[:2] == partials.shape[:2]
+    group = q.shape[2] // k_cache.shape[2]
+    tiles = [math.ceil(n * group / 64) for n in queries.tolist()]
+    assert counters.shape[0] >= sum(tiles) * k_cache.shape[2] and not counters.any()
+    scale, softcap = score_scale / LOG2E, 0.0
+    if spec.softcap:
+        scale, softcap = before_tanh * scale, scale
+    found = reference_cache.attention_with_kv_cache(
+        q[0] if packed else q,
+        k_cache,
+        v_cache,
+        cache_seqlens=keys,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=int(queries.max()) if packed else None,
+        causal=False,
+        window=tuple(None if bound == UNBOUNDED else bound for bound in (left, right)),
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=True,
+        compute_dtype=torch.float64,
+    )
     out.copy_(found[0])
     lse.copy_(found[1])
+
+
+def _sequences(cu_seqlens, batch, length):
+    """(First row, rows) of each."""
+    if cu_seqlens is None:
+        return [(i * length, length) for i in range(batch)]
+    starts = cu_seqlens.tolist()
+    return [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from cute_kernels import bmm
 from cute_kernels.gemm.config import candidates, choose
-from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.gemm.cases import BF16, FP32, Batch, assert_same_bits, make_batch, only_kernel
 from tests.gemm.test_kernel_bmm import (  # noqa: F401

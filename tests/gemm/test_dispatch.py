@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm.config import candidates
-from cute_kernels.gemm.launch import gemm, observed
+from cute_kernels.gemm.launch import gemm
+from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.gemm.cases import (
     FP16,

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import linear, mm, nn
-from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import (
     ACTIVATIONS,
     BF16,

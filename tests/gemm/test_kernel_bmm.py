@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels import bmm, mm, provenance
 from cute_kernels.gemm.config import DECODE_16, DECODE_32, PING_PONG, PREFILL
-from cute_kernels.gemm.launch import gemm, observed
+from cute_kernels.gemm.launch import gemm
+from cute_kernels.runtime.launches import observed
 from jit_cache import stats
 from tests.gemm.cases import (
     BF16,

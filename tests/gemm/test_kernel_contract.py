@@ -27,7 +27,7 @@ import torch
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import BF16, FP16, FP32, Case, check, here, make_inputs, oracle, randn, run
 
 ROOT = Path(__file__).resolve().parents[2]

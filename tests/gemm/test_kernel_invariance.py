@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import linear, mm
-from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import (
     BF16,
     FP16,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cute_kernels.attention import prewarm as attention
 from cute_kernels.gemm import prewarm as gemm
 from cute_kernels.log_prob import launch
 from cute_kernels.log_prob import prewarm as log_prob
@@ -23,7 +24,7 @@ def test_the_tables_have_a_whole_model(arch, monkeypatch):
     ):
         monkeypatch.setattr(module, name, (CHANNELS,))
     monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", 2**20)
-    table = {job for family in (gemm, log_prob, mhc, norm) for job in family.specializations(arch)}
+    table = {job for family in (attention, gemm, log_prob, mhc, norm) for job in family.specializations(arch)}
     four = make_config(CHANNELS, layers=2, length=300, heads=6, vocab=4096)
     one = make_config(CHANNELS, layers=2, length=300, heads=6, vocab=4096, streams=None)
     configs = [one, four, *(with_connections(four, recompute=True, recompute_layers=layers) for layers in (1, 2))]

@@ -318,12 +318,32 @@ def test_attention_is_the_formula():
         return torch.cat((a * cos[..., : size // 2] - b * sin, b * cos[..., : size // 2] + a * sin), -1)
 
     q, k, v = qkv.view(2, length, -1, size).split((heads, kv_heads, kv_heads), 2)
-    theirs = [t.transpose(1, 2) for t in (turned(q), turned(k), v)]
+    theirs = [turned(q), turned(k), v]
     upstream = [torch.randn_like(t) for t in theirs]
     for one, two in zip(ours, theirs, strict=True):
         assert torch.allclose(one, two, atol=1e-6)
     gradients = [torch.autograd.grad(outputs, qkv, upstream)[0] for outputs in (ours, theirs)]
     assert torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [256, 24], ids=["head size 64", "6"])
+def test_attention_without_a_gradient_is_ours(hidden):
+    """In evaluation, also of a graph; with a gradient, of other head sizes and on other GPUs torch's, as close."""
+    config = make_config(hidden=hidden, layers=1, streams=None)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    wanted = model(tokens).detach()
+    for arch in ("sm_90a", "sm_100a"):
+        with fake_kernels(arch) as jobs, torch.no_grad():
+            found = model(tokens)
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens)
+            torch._dynamo.reset()
+        torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(compiled, wanted, atol=0.05, rtol=0.05)
+        used = "forward_sm90" in {builder.__name__ for builder, _ in jobs}
+        assert used == (hidden == 256 and arch == "sm_90a")
+    with fake_kernels() as jobs:
+        model(tokens)
+    assert "forward_sm90" not in {builder.__name__ for builder, _ in jobs}
 
 
 def test_streams_exist_between_expand_and_head_alone():

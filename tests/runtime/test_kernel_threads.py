@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.thread_cases import OPS, first_calls
+from tests.runtime.thread_cases import CALLS, OPS, first_calls
 
 ROOT = Path(__file__).parents[2]
 # Widths that nothing else has here, one for each test: their kernels, where a width is static, are compiled by a thread
-SIZES = dict(zip(itertools.product(OPS, (False, True)), itertools.count(1032, 8), strict=False))
+SIZES = dict(zip(CALLS, itertools.count(1032, 8), strict=False))
 
 
-@pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "autograd"), CALLS)
 def test_first_calls(op, autograd, generator):
     call = OPS[op](generator, SIZES[op, autograd])
     torch.cuda.synchronize()
@@ -25,7 +24,7 @@ def test_first_calls(op, autograd, generator):
 
 PROGRAM = """
 import torch
-from tests.runtime.thread_cases import OPS, THREADS, assert_same, results_of, together
+from tests.runtime.thread_cases import FORWARD_ONLY, OPS, THREADS, assert_same, results_of, together
 ops = list(OPS)
 calls = {op: OPS[op](torch.Generator().manual_seed(0), 72) for op in ops}
 calls = {op: (function, tuple(t.to("cuda") for t in tensors)) for op, (function, tensors) in calls.items()}
@@ -34,13 +33,13 @@ torch.cuda.synchronize()
 def work(thread):
     first = thread * len(ops) // THREADS
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = {op: results_of(calls[op], True) for op in ops[first:] + ops[:first]}
+        found = {op: results_of(calls[op], op not in FORWARD_ONLY) for op in ops[first:] + ops[:first]}
         torch.cuda.current_stream().synchronize()
     return found
 
 for found in together(work):
     for op in ops:
-        assert_same(found[op], results_of(calls[op], True))
+        assert_same(found[op], results_of(calls[op], op not in FORWARD_ONLY))
 print("the same in all threads")
 """
 

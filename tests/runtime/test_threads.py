@@ -9,10 +9,9 @@ import torch
 import cute_kernels
 from cute_kernels import mhc, reduction
 from tests.fakes import fake_kernels
-from tests.runtime.thread_cases import OPS, first_calls
+from tests.runtime.thread_cases import CALLS, OPS, first_calls
 
-# The first two call what they are given; the third has no backward yet (its threads: tests/attention/test_dispatch.py)
-NO_OPS = {"check_invariance", "provenance", "attention"}
+NO_OPS = {"check_invariance", "provenance"}  # they call what they are given
 
 
 def test_every_public_op_is_there():
@@ -28,8 +27,7 @@ def test_every_public_op_is_there():
 
 
 @pytest.mark.parametrize("path", ["reference", "fake kernels"])
-@pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "autograd"), CALLS)
 def test_first_calls(op, autograd, path, generator):
     call = OPS[op](generator, 40)
     with contextlib.nullcontext() if path == "reference" else fake_kernels():

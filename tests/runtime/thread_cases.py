@@ -95,8 +95,32 @@ def _in_a_block(generator: torch.Generator, size: int) -> Call:
     return function, (randn(generator, 13, size), randn(generator, size, size))
 
 
+def _attention(generator: torch.Generator, size: int) -> Call:
+    """Heads of 64 channels, the length is the size."""
+    q, k, v = (randn(generator, 2, size, heads, 64) for heads in (4, 2, 2))
+    return lambda *tensors: cute_kernels.attention(*tensors, causal=True, window=(size // 2, None)), (q, k, v)
+
+
+def _attention_with_kv_cache(generator: torch.Generator, size: int) -> Call:
+    q, k, v = (randn(generator, 2, n, heads, 64) for n, heads in ((3, 4), (size, 2), (size, 2)))
+    used = torch.tensor([size, size // 2], dtype=torch.int32, device=generator.device)
+    return (
+        lambda q, k, v, used: cute_kernels.attention_with_kv_cache(q, k, v, cache_seqlens=used),
+        (q, k, v, used),
+    )
+
+
+def _merge_attention(generator: torch.Generator, size: int) -> Call:
+    outs = [randn(generator, 2, size, 4, 64) for _ in range(2)]
+    lses = [randn(generator, 2, 4, size).float() for _ in range(2)]
+    return lambda a, b, c, d: cute_kernels.merge_attention([a, b], [c, d]), (*outs, *lses)
+
+
 # By public name; the sizes that they are built for are multiples of 8
 OPS: dict[str, Build] = {
+    "attention": _attention,
+    "attention_with_kv_cache": _attention_with_kv_cache,
+    "merge_attention": _merge_attention,
     "rms_norm": _of_tensors(
         lambda x, w, r: cute_kernels.rms_norm(x, w, residual=r, return_residual=True), _rows, _vector, _rows
     ),
@@ -121,6 +145,9 @@ OPS: dict[str, Build] = {
     "mhc.dropout_mask": _dropout_mask,
     "batch_invariant": _in_a_block,
 }
+
+FORWARD_ONLY = {"attention", "attention_with_kv_cache"}  # the latter for good
+CALLS = [(op, autograd) for op in OPS for autograd in (False, True) if not autograd or op not in FORWARD_ONLY]
 
 
 def together(work: Callable[[int], object]) -> list:

@@ -1,0 +1,226 @@
+"""``attention`` in the place of torch's fused operators, inside ``batch_invariant``.
+
+A causal mask of theirs begins at the first key or ends at the last one; only the latter is ``attention``'s. So a causal
+operator of the first kind is taken where queries and keys are equally many. Masks of other kinds and dropout are not
+taken, nor are the operators' backwards: there the replacement returns NotImplemented, or there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cute_kernels.attention import attention
+from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
+from cute_kernels.runtime.targets import UnsupportedDeviceError
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, dropout_p: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of (B, L, H, D) or packed (L, H, D); or NotImplemented."""
+    if q.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        return NotImplemented
+    if dropout_p or (scale is not None and not 0.0 < scale < math.inf):
+        return NotImplemented
+    if any(size % 8 or not 0 < size <= MAX_HEAD_SIZE for size in (q.shape[-1], v.shape[-1])):
+        return NotImplemented
+    q, k, v = _on_16_bytes(q), _on_16_bytes(k), _on_16_bytes(v)
+    try:
+        with torch.no_grad():  # the tensors are those that autograd knows, the call is below it
+            return attention(q, k, v, causal=causal, scale=scale, return_lse=True, **options)
+    except (NotImplementedError, UnsupportedDeviceError):  # a head size, or a GPU, without a kernel
+        return NotImplemented
+
+
+def _on_16_bytes(t: Tensor) -> Tensor:
+    """t, copied if its rows are not contiguous, or do not start on 16 bytes."""
+    strides = [stride for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1]
+    good = t.stride(-1) == 1 and not any(stride * t.itemsize & 15 for stride in strides) and not t.data_ptr() & 15
+    return t if good else t.clone(memory_format=torch.contiguous_format)
+
+
+def _attend_heads_first(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Of (B, H, L, D), as scaled_dot_product_attention has it."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return NotImplemented
+    found = _attend(*(t.transpose(1, 2) for t in (q, k, v)), causal, scale, dropout_p)
+    return found if found is NotImplemented else (found[0].transpose(1, 2), found[1])
+
+
+def _sdpa_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+):
+    """Its causal mask ends at the last key."""
+    found = NotImplemented if return_debug_mask else _attend_heads_first(q, k, v, is_causal, scale, dropout_p)
+    if found is NotImplemented:
+        return found
+    return *found, None, None, q.shape[2], k.shape[2], *_random_state(q), q.new_empty(0)
+
+
+def _sdpa_efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+):
+    if attn_bias is not None or (is_causal and q.shape[2] != k.shape[2]):
+        return NotImplemented
+    found = _attend_heads_first(q, k, v, is_causal, scale, dropout_p)
+    if found is NotImplemented:
+        return found
+    return found[0], _padded_lse(found[1], compute_log_sumexp), *_random_numbers(q)
+
+
+def _sdpa_cudnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+):
+    if attn_bias is not None or return_debug_mask or (is_causal and q.shape[2] != k.shape[2]):
+        return NotImplemented
+    found = _attend_heads_first(q, k, v, is_causal, scale, dropout_p)
+    if found is NotImplemented:
+        return found
+    out, lse = found
+    return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], *_random_numbers(q), None
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+):
+    """Of (B, L, H, D), or of packed sequences (L, H, D)."""
+    if return_debug_mask or alibi_slopes is not None or block_table is not None:
+        return NotImplemented
+    if q.dim() == 3 and (cum_seq_q is None or cum_seq_k is None):
+        return NotImplemented
+    options: dict[str, Any] = {}
+    if any(distance not in (None, -1) for distance in (window_size_left, window_size_right)):
+        options["window"] = (window_size_left, window_size_right)
+    if q.dim() == 3:
+        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, **lengths}
+    if seqused_k is not None:
+        options["seqused_k"] = seqused_k
+    found = _attend(q, k, v, is_causal, scale, dropout_p, **options)
+    return found if found is NotImplemented else (*found, *_random_state(q), q.new_empty(0))
+
+
+def _efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    custom_mask_type: int,
+    compute_log_sumexp: bool = False,
+    *,
+    scale: float | None = None,
+    seqlen_k: Tensor | None = None,
+    window_size: int | None = None,
+):
+    """Of (B, L, H, D). ``custom_mask_type`` 0: none, 1: causal, begins at the first key, 2: ends at the last one."""
+    if any(t is not None for t in (bias, cu_seqlens_q, cu_seqlens_k, seqlen_k, window_size)):
+        return NotImplemented
+    if custom_mask_type == 1 and q.shape[1] != k.shape[1]:
+        return NotImplemented
+    found = _attend(q, k, v, custom_mask_type != 0, scale, dropout_p)
+    if found is NotImplemented:
+        return found
+    return found[0], _padded_lse(found[1], compute_log_sumexp), *_random_numbers(q), q.shape[1], k.shape[1]
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+):
+    """varlen_attn's, of torch.nn.attention.varlen."""
+    left, right = window_size or (-1, -1)
+    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    options |= {"seqused_k": seqused_k, "block_table": block_table}
+    found = _flash(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, is_causal, False, **options)
+    return found if found is NotImplemented else (*found[:2], q.new_zeros(2, dtype=torch.uint64))
+
+
+def _padded_lse(lse: Tensor, wanted: bool) -> Tensor:
+    """As the memory-efficient kernels keep it for their backward: whole tiles of 32 rows."""
+    return F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf) if wanted else lse[..., :0]
+
+
+def _random_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    """What a backward would make dropout's masks of, were there any."""
+    return q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+
+
+def _random_numbers(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
+
+
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention.default": _sdpa_flash,
+    "_scaled_dot_product_efficient_attention.default": _sdpa_efficient,
+    "_scaled_dot_product_cudnn_attention.default": _sdpa_cudnn,
+    "_flash_attention_forward.default": _flash,
+    "_efficient_attention_forward.default": _efficient,
+}
+# Of other namespaces than aten, by whole names
+OTHERS: dict[str, Callable[..., Any]] = {"torch_attn::_varlen_attn.default": _varlen}

@@ -1,0 +1,198 @@
+"""Attention over a cache on the CPU: the specification, and the kernels' path with plain torch in place of kernels."""
+
+import math
+
+import pytest
+import torch
+
+from cute_kernels import UnsupportedDeviceError, attention, attention_with_kv_cache, merge_attention
+from cute_kernels.attention import launch
+from cute_kernels.attention.config import decode_config
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.targets import Target
+from tests.attention.cache_cases import Layout, Sequences, cached, packed, rows_of
+from tests.attention.cases import BF16, FP16, SPLIT, same_bits
+from tests.fakes import fake_kernels
+from tests.runtime.thread_cases import first_calls
+
+LENGTHS, QUERIES = [37, 1, 130, 64], [3, 1, 20, 1]
+LAYOUTS = [Layout(), Layout(16), Layout(32, seed=3), Layout(64), Layout(128), Layout(256)]
+
+
+@pytest.fixture(params=["reference", "fake kernels"])
+def jobs(request):
+    if request.param == "reference":
+        yield []
+    else:
+        with fake_kernels() as jobs:
+            yield jobs
+
+
+def whole(sequences: Sequences, i: int, length: int, queries: int, **options):
+    """(out, lse) of the last queries of the first tokens, by ``attention``."""
+    q, k, v = (t[i][None, :length] for t in (sequences.q, sequences.k, sequences.v))
+    out, lse = attention(q[:, length - queries :], k, v, causal=True, return_lse=True, backend="reference", **options)
+    return out[0], lse[0]
+
+
+def assert_close(found, wanted):
+    torch.testing.assert_close(found[0].double(), wanted[0].double(), atol=2e-2, rtol=0)
+    torch.testing.assert_close(found[1].double(), wanted[1].double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_are_those_of_the_whole_sequence(layout, jobs, generator):
+    sequences = Sequences.make(LENGTHS, 4, 2, 64, BF16, generator)
+    for options in ({}, {"window": (9, 0)}, {"softcap": 5.0, "scale": 0.3}, {"sinks": torch.ones(4)}):
+        found = rows_of(sequences, LENGTHS, QUERIES, layout, **options)
+        for i, (n, m) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
+            assert_close(found[i], whole(sequences, i, n, m, **options))
+
+
+@pytest.mark.parametrize(("d", "dv"), [(80, 80), (128, 64), (192, 128), (256, 256)])
+def test_head_sizes(d, dv, jobs, generator):
+    sequences = Sequences.make(LENGTHS, 4, 2, d, BF16, generator, dv)
+    for layout in LAYOUTS[:2]:
+        found = rows_of(sequences, LENGTHS, QUERIES, layout)
+        for i, (n, m) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
+            assert_close(found[i], whole(sequences, i, n, m))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_new_keys(is_packed, layout, jobs, generator):
+    """They are written behind the cached ones, and are the keys of the queries beside them."""
+    sequences = Sequences.make([n + 2 for n in LENGTHS], 4, 2, 64, BF16, generator)
+    cache = cached(sequences, LENGTHS, layout, room=max(LENGTHS) + 2)
+    new = [
+        [t[n : n + 2] for t, n in zip(tensors, LENGTHS, strict=True)]
+        for tensors in (sequences.q, sequences.k, sequences.v)
+    ]
+    if is_packed:
+        q, k, v = packed(new[0], 2), packed(new[1], 2)["q"], packed(new[2], 2)["q"]
+    else:
+        q, k, v = {"q": torch.stack(new[0])}, torch.stack(new[1]), torch.stack(new[2])
+    out, lse = attention_with_kv_cache(**q, **cache, k=k, v=v, return_lse=True)
+    if is_packed:
+        assert (out[-2:] == 0).all() and (lse[:, -2:] == -math.inf).all()
+        out, lse = out[:-2].view(4, 2, 4, 64), lse[:, :-2].view(4, 4, 2).transpose(0, 1)
+    wanted = cached(sequences, [n + 2 for n in LENGTHS], layout, room=max(LENGTHS) + 2)
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(cache[name], wanted[name])
+    for i, n in enumerate(LENGTHS):
+        assert_close((out[i], lse[i]), whole(sequences, i, n + 2, 2))
+
+
+def test_what_is_asked_for(jobs, generator):
+    """A mask without causality, out, fp16, no keys, no queries, values that are checked."""
+    sequences = Sequences.make([9, 5], 2, 1, 64, FP16, generator)
+    cache = cached(sequences, [9, 0], Layout())
+    q = torch.stack([t[:4] for t in sequences.q])
+    out = torch.empty_like(q)
+    found = attention_with_kv_cache(q, **cache, causal=False, out=out, check=True)
+    assert found is out and found.dtype is FP16 and (found[1] == 0).all()
+    wanted = attention(q[:1], sequences.k[0][None], sequences.v[0][None], backend="reference")
+    torch.testing.assert_close(found[:1], wanted, atol=1e-2, rtol=0)
+    assert attention_with_kv_cache(q[:, :0], **cache).shape == (2, 0, 2, 64)
+    causal, lse = attention_with_kv_cache(q[:, :2], **cached(sequences, [1, 1], Layout()), return_lse=True)
+    assert (causal[:, 0] == 0).all() and (lse[:, :, 0] == -math.inf).all() and lse[:, :, 1].isfinite().all()
+
+
+def test_what_compiles(generator):
+    """Lengths, batches and windows compile nothing; layouts do."""
+    sequences = Sequences.make([300, 9], 4, 2, 64, BF16, generator)
+    with fake_kernels() as jobs:
+        for lengths in ([300, 9], [5, 5]):
+            for options in ({}, {"window": (3, 0)}, {"causal": False}):
+                rows_of(sequences, lengths, [2, 1], Layout(), **options)
+        assert len(set(jobs)) == 1
+        rows_of(sequences, [300, 9], [2, 1], Layout(128))
+        rows_of(sequences, [300, 9], [2, 1], Layout(256))
+        assert len(set(jobs)) == 2
+
+
+def test_many_splits_and_many_tiles(generator):
+    """Workspaces of both ways to walk."""
+    with fake_kernels():
+        for batch, pairs in ((1, 1), (530, 2)):
+            q = torch.zeros(batch, 1, pairs, 64, dtype=BF16)
+            cache = torch.zeros(batch, SPLIT + 1, pairs, 64, dtype=BF16)
+            seqlens = torch.full((batch,), 3, dtype=torch.int32)
+            assert (attention_with_kv_cache(q, cache, cache, cache_seqlens=seqlens) == 0).all()
+    assert decode_config(1060, 2, 132).sequential and not decode_config(1060, 1, 132).sequential
+
+
+def test_as_an_operator(generator):
+    sequences = Sequences.make(LENGTHS, 4, 2, 64, BF16, generator)
+    with fake_kernels():
+        wanted = rows_of(sequences, LENGTHS, QUERIES, Layout(16))
+        cache = cached(sequences, LENGTHS, Layout(16))
+        rows = packed([t[n - m : n] for t, n, m in zip(sequences.q, LENGTHS, QUERIES, strict=True)])
+        compiled = torch.compile(
+            lambda q: attention_with_kv_cache(q, **{k: v for k, v in rows.items() if k != "q"}, **cache),
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        assert same_bits(compiled(rows["q"]), torch.cat([out for out, _ in wanted]))
+        q = torch.zeros(1, 1, 2, 64, dtype=BF16)
+        arguments = (
+            q,
+            q,
+            q,
+            torch.ones(1, dtype=torch.int32),
+            None,
+            None,
+            None,
+            q.clone(),
+            q.new_zeros(1, 2, 1).float(),
+        )
+        torch.library.opcheck(
+            launch.attention_decode.registered,
+            (*arguments, 1, 1, False, 5, 0, 0.0, 0.125),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+        torch.library.opcheck(
+            launch.attention_append.registered,
+            (q, q.clone(), q.clone(), q.clone(), torch.zeros(1, dtype=torch.int32), None, None, 1),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_a_gpu_without_kernels(generator, monkeypatch):
+    with fake_kernels():
+        monkeypatch.setattr(launches, "target_of", lambda index: Target("sm_100a", 148))
+        sequences = Sequences.make([3], 2, 1, 64, BF16, generator)
+        with pytest.raises(UnsupportedDeviceError, match="attention_with_kv_cache: has kernels for compute"):
+            rows_of(sequences, [3], [1], Layout())
+
+
+def test_threads_that_make_the_first_call_together(generator):
+    sequences = Sequences.make([30, 20], 4, 2, 64, BF16, generator)
+    cache = cached(sequences, [30, 20], Layout(16))
+    names, q = list(cache), torch.stack([t[-1:] for t in sequences.q])
+
+    def call(q, *tensors):
+        return attention_with_kv_cache(q, **dict(zip(names, tensors, strict=True)))
+
+    with fake_kernels():
+        first_calls((call, (q, *cache.values())), False)
+
+
+# ---- partial results
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64], ids=str)
+def test_merge(dtype, generator):
+    q, k, v = (torch.randn(2, n, 4, 64, generator=generator, dtype=torch.float64).to(dtype) for n in (5, 30, 30))
+    cuts = [slice(0, 7), slice(7, 7), slice(7, 29), slice(29, 30)]
+    parts = [attention(q, k[:, cut], v[:, cut], return_lse=True, backend="reference") for cut in cuts]
+    out, lse = merge_attention(*zip(*parts, strict=True))
+    wanted, of_rows = attention(q, k, v, return_lse=True, backend="reference")
+    tolerance = {"atol": 2e-2 if dtype is BF16 else 1e-5, "rtol": 0}
+    assert out.dtype is dtype and lse.dtype is of_rows.dtype
+    torch.testing.assert_close(out, wanted, **tolerance)
+    torch.testing.assert_close(lse, of_rows, atol=1e-5, rtol=1e-5)
+    packed_out, packed_lse = merge_attention([o[0] for o, _ in parts], [of[0] for _, of in parts])
+    assert same_bits(packed_out.float(), out[0].float()) and same_bits(packed_lse.float(), lse[0].float())
+    nothing, of_nothing = merge_attention([parts[1][0]] * 2, [parts[1][1]] * 2)
+    assert (nothing == 0).all() and (of_nothing == -math.inf).all()
