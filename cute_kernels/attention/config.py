@@ -68,6 +68,27 @@ FORWARD_CONFIGS = {
 }
 
 
+@dataclass(frozen=True)
+class ForwardSm100Config:
+    """Choices on SM100 that change no bit.
+
+    Attributes:
+        stages: blocks of keys, and of values, in flight.
+    """
+
+    stages: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Two tiles of 128 rows, which take turns."""
+        return 256
+
+
+def forward_sm100_config(spec: ForwardSpec) -> ForwardSm100Config:
+    """As many stages as leave room for q of both tiles and a tile's out in 227 KB."""
+    return ForwardSm100Config(4 if spec.head_size <= 64 else 2)
+
+
 def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:
     """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
     pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)

@@ -1,0 +1,619 @@
+"""Attention forward for SM100: persistent, warp-specialised, TMA in and out, tcgen05 MMA, dense batches.
+
+A CTA walks over pairs of tiles of 128 queries of one head, the longest first. Blocks of keys and values are loaded once
+for both. One warp loads, one issues all products, a warpgroup a tile has its softmax, a thread a row, and one
+warpgroup has the outputs of both: it rescales, merges and writes them.
+
+    gmem q --TMA--> sQ (q_full / q_empty)  \
+    gmem k --TMA--> sK (k_full / k_empty)  --tcgen05.mma--> S in tensor memory (s_full)
+    S --softmax--> p in S's place (p_full) \        \--> factor, or (m, l) of a split, in smem (row_full / row_empty)
+    gmem v --TMA--> sV (v_full / v_empty)  --tcgen05.mma--> O in tensor memory (o_full / o_empty)
+    O --rescaled--> O;  O --at the end of a split--> A in gmem;  O, A --> sO --TMA--> gmem out
+
+The contract is ``kv_grid`` with SM100's own order of sums: kernel_row_sm100.py has the arithmetic of a row, a
+tcgen05.mma adds 16 products as the hardware does. So the promises are those of SM90, the bits are not.
+
+Two tiles of S and of O at 128 channels are all of tensor memory. A is in a workspace, which stays in L2: a thread's
+part is its own, so it needs no barrier, and a row of one split never gets there.
+
+S has no barrier that says it is empty: the products of one thread are computed in the order in which it issues them, so
+that the next scores come when the product with p, in their place, is done.
+
+Compiled and inspected only: no SM100 has run it yet.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cutlass_dsl import select_
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.attention.config import ForwardSm100Config, ForwardSpec, grid_for
+from cute_kernels.attention.kernel_forward_sm90 import ForwardSm90, by_columns, by_rows, partition
+from cute_kernels.attention.kernel_row import finish_element, finish_row, merge_element, rescale_element
+from cute_kernels.attention.kernel_row_sm100 import CHAINS, hide, merge_row, move_maximum, reset, row_sum, weigh
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.common.gemm_sm100 import tensor_memory_fence
+from jit_cache import Program, compiled
+
+WARP_SIZE, WARPGROUP = 32, 128
+ROWS = 128  # of queries of a tile, one a thread and a lane of tensor memory
+TILES = 2  # of a CTA
+# A warp reaches the 32 lanes of tensor memory of its index modulo 4, and no others
+CORRECTION_WARP, MMA_WARP, LOAD_WARP = 4 * TILES, 4 * TILES + 4, 4 * TILES + 5
+THREADS = (TILES + 2) * WARPGROUP
+CORRECTION_BARRIER = 1  # a named barrier
+REGISTERS_SOFTMAX, REGISTERS_CORRECTION, REGISTERS_OTHERS = 192, 96, 32
+PART = 32  # columns of tensor memory that move together
+VECTOR = 4  # fp32 numbers of A that move together
+CHUNK = 8  # elements of 16 bytes: what no swizzle takes apart
+
+
+class ForwardSm100(ForwardSm90):
+    """See the module; arguments as in the builder ``forward_sm100``. Tiles and blocks are scheduled as on SM90."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], head_size: int, causal: bool, config: ForwardSm100Config):
+        self.dtype = dtype
+        self.head_size = head_size
+        self.causal = causal
+        self.block, split = grid_for(head_size)
+        self.split_blocks = split // self.block
+        self.stages = config.stages
+        self.tile_rows = config.tile_rows
+        self.columns = 1 << (TILES * (self.block + head_size) - 1).bit_length()  # tensor memory: a power of two
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        merged: cute.Tensor,
+        score_scale: Float32,
+        heads_together: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        qk_mma, pv_mma = self.tiled_mma(self.block, False), self.tiled_mma(self.head_size, True)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        sQ_layout, sK_layout, sV_layout, sO_layout = self.layouts(qk_mma, pv_mma)
+        one_q, one_k, one_v = (cute.slice_(s, (None, None, None, 0)) for s in (sQ_layout, sK_layout, sV_layout))
+        alone = (1, 1, 1, 1)
+        tma_q, mQ = cute.nvgpu.make_tiled_tma_atom_A(load, by_rows(q), one_q, self.qk_tile(), qk_mma, alone)
+        tma_k, mK = cute.nvgpu.make_tiled_tma_atom_B(load, by_rows(k), one_k, self.qk_tile(), qk_mma, alone)
+        tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, by_columns(v), one_v, self.pv_tile(), pv_mma, alone)
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, by_rows(out), sO_layout, (ROWS, self.head_size))
+        self.kernel(
+            qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, lse, merged, score_scale, heads_together
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )  # fmt: skip
+
+    def qk_tile(self) -> tuple[int, int, int]:
+        return ROWS, self.block, self.head_size
+
+    def pv_tile(self) -> tuple[int, int, int]:
+        return ROWS, self.head_size, self.block
+
+    def tiled_mma(self, columns: int, of_values: bool) -> cute.TiledMma:
+        """Q and K lie along the head size in shared memory; P is in tensor memory, V lies across."""
+        source = tcgen05.OperandSource
+        return sm100.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN if of_values else OperandMajorMode.K,
+            Float32,
+            tcgen05.CtaGroup.ONE,
+            (ROWS, columns),
+            source.TMEM if of_values else source.SMEM,
+        )
+
+    def layouts(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma) -> tuple:
+        """Swizzled shared memory of both tiles' q, the rings of k and v, as the MMA reads them, and a tile's out."""
+        along = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return (
+            sm100.make_smem_layout_a(qk_mma, self.qk_tile(), self.dtype, TILES),
+            sm100.make_smem_layout_b(qk_mma, self.qk_tile(), self.dtype, self.stages),
+            sm100.make_smem_layout_b(pv_mma, self.pv_tile(), self.dtype, self.stages),
+            cute.tile_to_shape(along, (ROWS, self.head_size), order=(0, 1)),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        lse: cute.Tensor,
+        merged: cute.Tensor,
+        score_scale: Float32,
+        heads_together: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tidx // WARP_SIZE)
+        self.thread, self.lane = tidx % WARPGROUP, tidx % WARP_SIZE
+        self.score_scale = score_scale
+        if warp == LOAD_WARP:
+            for atom in (tma_q, tma_k, tma_v, tma_o):
+                cpasync.prefetch_descriptor(atom)
+
+        smem = SmemAllocator()
+        self.allocate(smem, qk_mma, pv_mma)
+        if tidx == 0:
+            self.init_barriers()
+        cute.arch.mbarrier_init_fence()
+        if warp == CORRECTION_WARP:
+            cute.arch.alloc_tmem(self.columns, self.tensor_memory)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.griddepcontrol_wait()
+        tensor_memory_fence("before")
+        cute.arch.barrier()
+        tensor_memory_fence("after")
+        self.partition_tensor_memory(qk_mma, pv_mma)
+
+        self.schedule(mQ, mK, heads_together)
+        if warp >= MMA_WARP:
+            cute.arch.setmaxregister_decrease(REGISTERS_OTHERS)
+            if warp == MMA_WARP:
+                self.multiply(qk_mma, pv_mma)
+            if warp == LOAD_WARP:
+                self.load(qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV)
+        elif warp >= CORRECTION_WARP:
+            cute.arch.setmaxregister_decrease(REGISTERS_CORRECTION)
+            self.correct(tma_o, mO, lse, merged)
+            if warp == CORRECTION_WARP:
+                tensor_memory_fence("after")
+                cute.arch.dealloc_tmem(self.tStS[0].iterator, self.columns)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS_SOFTMAX)
+            self.softmax(cute.arch.make_warp_uniform(tidx // WARPGROUP))
+
+    def allocate(self, smem, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma):
+        """Barriers, what a row's softmax tells its correction, q, the rings, a tile's out."""
+        for name in ("q_full", "q_empty", "s_full", "p_full", "row_full", "row_empty", "o_full", "o_empty"):
+            setattr(self, name, smem.allocate_array(Int64, TILES))
+        for name in ("k_full", "k_empty", "v_full", "v_empty"):
+            setattr(self, name, smem.allocate_array(Int64, self.stages))
+        self.tensor_memory = smem.allocate_array(Int32, 1)
+        rows = cute.make_layout((2, ROWS, TILES), stride=(1, 2, 2 * ROWS))
+        self.sRows = smem.allocate_tensor(Float32, rows, byte_alignment=8)
+        self.sQ, self.sK, self.sV, self.sO = (
+            smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for layout in self.layouts(qk_mma, pv_mma)
+        )
+
+    @cute.jit
+    def init_barriers(self):
+        """Products and copies arrive once, the four warps of a warpgroup one by one."""
+        for t in cutlass.range_constexpr(TILES):
+            for barrier in (self.q_full, self.q_empty, self.s_full, self.o_full):
+                cute.arch.mbarrier_init(barrier + t, 1)
+            for barrier in (self.p_full, self.row_full, self.row_empty, self.o_empty):
+                cute.arch.mbarrier_init(barrier + t, 4)
+        for stage in cutlass.range_constexpr(self.stages):
+            for barrier in (self.k_full, self.k_empty, self.v_full, self.v_empty):
+                cute.arch.mbarrier_init(barrier + stage, 1)
+
+    def partition_tensor_memory(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma):
+        """S of each tile, whose first half p takes, then O of each tile."""
+        memory = cute.arch.retrieve_tmem_ptr(Float32, 16, self.tensor_memory)
+        scores = qk_mma.make_fragment_C(qk_mma.partition_shape_C((ROWS, self.block))).layout
+        output = pv_mma.make_fragment_C(pv_mma.partition_shape_C((ROWS, self.head_size))).layout
+        self.tStS = [cute.make_tensor(memory + t * self.block, scores) for t in range(TILES)]
+        first = TILES * self.block
+        self.tOtO = [cute.make_tensor(memory + first + t * self.head_size, output) for t in range(TILES)]
+        weights = sm100.make_smem_layout_a(pv_mma, self.pv_tile(), self.dtype, 1).outer
+        weights = pv_mma.make_fragment_A(cute.make_tensor(memory, weights))[None, None, None, 0].layout
+        self.tOrP = [cute.make_tensor(cute.recast_ptr(s.iterator, dtype=self.dtype), weights) for s in self.tStS]
+
+    # ---- the warp that loads
+
+    @cute.jit
+    def load(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+    ):
+        """q of both tiles and the blocks of k and v in the order of their use. Rows that do not exist are 0."""
+        d = self.head_size
+        qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        tQsQ, tQgQ = boxes(tma_q, self.sQ, qk_slice.partition_A(tiles_of(mQ, (ROWS, d))))
+        tKsK, tKgK = boxes(tma_k, self.sK, qk_slice.partition_B(tiles_of(mK, (self.block, d))))
+        tVsV, tVgV = boxes(tma_v, self.sV, pv_slice.partition_B(tiles_of(mV, (d, self.block))))
+        count = Int32(0)
+        for turn in cutlass.range(self.rounds):
+            m, head, batch = self.tile_at(turn)
+            blocks, pair = self.blocks_of(m), head // self.group
+            gK, gV = tKgK[None, None, 0, pair, batch], tVgV[None, 0, None, pair, batch]
+            self.load_block(tma_k, gK, tKsK, 0, count, self.k_full, self.k_empty)
+            for t in cutlass.range_constexpr(TILES):
+                cute.arch.mbarrier_wait(self.q_empty + t, turn % 2 ^ 1)
+                if self.lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.q_full + t, ROWS * d * 2)
+                gQ = tQgQ[None, m * TILES + t, 0, head, batch]
+                cute.copy(tma_q, gQ, tQsQ[None, t], tma_bar_ptr=self.q_full + t)
+            self.load_block(tma_v, gV, tVsV, 0, count, self.v_full, self.v_empty)
+            for n in cutlass.range(1, blocks, unroll=1):
+                self.load_block(tma_k, gK, tKsK, n, count + n, self.k_full, self.k_empty)
+                self.load_block(tma_v, gV, tVsV, n, count + n, self.v_full, self.v_empty)
+            count += blocks
+
+    # ---- the warp that issues products
+
+    @cute.jit
+    def multiply(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma):
+        """For each block and tile: O += p v, then the scores of the next block, which may be the next tile's first."""
+        self.tCrQ, self.tCrK = qk_mma.make_fragment_A(self.sQ), qk_mma.make_fragment_B(self.sK)
+        self.tCrV = pv_mma.make_fragment_B(self.sV)
+        # Atoms whose products start from zero, or are added
+        (self.qk_first, self.qk_next), (self.pv_first, self.pv_next) = (
+            [cute.make_mma_atom(mma.op) for _ in range(2)] for mma in (qk_mma, pv_mma)
+        )
+        for atom, accumulates in ((self.qk_first, False), (self.qk_next, True), (self.pv_first, False), (self.pv_next, True)):
+            atom.set(tcgen05.Field.ACCUMULATE, accumulates)
+        blocks = self.blocks_in(Int32(0))
+        for t in cutlass.range_constexpr(TILES):
+            self.score(t, Int32(0), blocks, Int32(0), Int32(0))
+        count = Int32(0)
+        for turn in cutlass.range(self.rounds):
+            following_blocks = self.blocks_in(turn + 1)
+            for n in cutlass.range(blocks, unroll=1):
+                last = n == blocks - 1
+                for t in cutlass.range_constexpr(TILES):
+                    self.add_values(t, n % self.split_blocks != 0, count)
+                    if not last:
+                        self.score(t, n + 1, blocks, count + 1, turn)
+                    elif following_blocks > 0:
+                        self.score(t, Int32(0), following_blocks, count + 1, turn + 1)
+                count += 1
+            blocks = following_blocks
+
+    @cute.jit
+    def blocks_in(self, turn: Int32) -> Int32:
+        """Blocks of the tiles of a round; 0 after the last one."""
+        m, _, _ = self.tile_at(turn)
+        return Int32(select_(turn < self.rounds, self.blocks_of(m), Int32(0)))
+
+    @cute.jit
+    def score(self, t: int, n: Int32, blocks: Int32, count: Int32, turn: Int32):
+        """q k^T of a block, the ``count``-th of this CTA: ``serial_k16`` from zero."""
+        slot, phase = self.place_in_ring(count)
+        cute.arch.mbarrier_wait(self.q_full + t, turn % 2)
+        cute.arch.mbarrier_wait(self.k_full + slot, phase)
+        tensor_memory_fence("after")
+        for k16 in cutlass.range_constexpr(self.head_size // 16):
+            operands = self.tCrQ[None, None, k16, t], self.tCrK[None, None, k16, slot]
+            cute.gemm(self.qk_next if k16 else self.qk_first, self.tStS[t], *operands, self.tStS[t])
+        with cute.arch.elect_one():
+            tcgen05.commit(self.s_full + t)
+            if const_expr(t == TILES - 1):
+                tcgen05.commit(self.k_empty + slot)
+            if n == blocks - 1:
+                tcgen05.commit(self.q_empty + t)
+
+    @cute.jit
+    def add_values(self, t: int, accumulates: Boolean, count: Int32):
+        """O += p v of a block, ``serial_k16``, onto O or, at a split's beginning, from zero."""
+        slot, phase = self.place_in_ring(count)
+        cute.arch.mbarrier_wait(self.v_full + slot, phase)
+        cute.arch.mbarrier_wait(self.o_empty + t, count % 2 ^ 1)
+        cute.arch.mbarrier_wait(self.p_full + t, count % 2)
+        tensor_memory_fence("after")
+        if accumulates:
+            self.add_k16(self.pv_next, t, 0, slot)
+        else:
+            self.add_k16(self.pv_first, t, 0, slot)
+        for k16 in cutlass.range_constexpr(1, self.block // 16):
+            self.add_k16(self.pv_next, t, k16, slot)
+        with cute.arch.elect_one():
+            tcgen05.commit(self.o_full + t)
+            if const_expr(t == TILES - 1):
+                tcgen05.commit(self.v_empty + slot)
+
+    def add_k16(self, atom: cute.MmaAtom, t: int, k16: int, slot: Int32):
+        operands = self.tOrP[t][None, None, k16], self.tCrV[None, None, k16, slot]
+        cute.gemm(atom, self.tOtO[t], *operands, self.tOtO[t])
+
+    # ---- the warpgroups of the softmax
+
+    @cute.jit
+    def softmax(self, t: Int32):
+        """Scores of tile ``t`` become p, block by block; the correction is told what becomes of O."""
+        tStS = cute.make_tensor(self.tStS[0].iterator + t * self.block, self.tStS[0].layout)
+        copies = (*self.parts(tStS, True), *self.parts(tStS, False))
+        maximum, total = cute.make_rmem_tensor((1,), Float32), cute.make_rmem_tensor((CHAINS,), Float32)
+        count = Int32(0)
+        for turn in cutlass.range(self.rounds):
+            m, _, _ = self.tile_at(turn)
+            blocks = self.blocks_of(m)
+            first_row = m * self.tile_rows + t * ROWS
+            visible = self.visible_blocks(first_row, blocks)
+            reset(maximum, total)
+            for n in cutlass.range(visible, unroll=1):
+                self.weigh_block(t, copies, maximum, total, first_row, n, count + n, False)
+            for n in cutlass.range(visible, blocks, unroll=1):
+                self.weigh_block(t, copies, maximum, total, first_row, n, count + n, True)
+            count += blocks
+            self.tell(t, maximum[0], row_sum(total), count - 1)
+
+    @cute.jit
+    def weigh_block(
+        self,
+        t: Int32,
+        copies: tuple,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+        first_row: Int32,
+        n: Int32,
+        count: Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """p of block ``n``, the ``count``-th of this CTA."""
+        load, tS, store, tP = copies
+        if n > 0 and n % self.split_blocks == 0:
+            self.tell(t, maximum[0], row_sum(total), count - 1)
+            reset(maximum, total)
+        cute.arch.mbarrier_wait(self.s_full + t, count % 2)
+        tensor_memory_fence("after")
+        scores = cute.make_rmem_tensor((self.block,), Float32)
+        for p in cutlass.range_constexpr(self.block // PART):
+            part = cute.make_tensor(scores.iterator + p * PART, self.part_layout())
+            cute.copy(load, tS[None, None, None, p], part)
+        cute.arch.fence_view_async_tmem_load()
+
+        if const_expr(masked):
+            key = self.len_k - 1
+            if const_expr(self.causal):
+                key = cutlass.min(first_row + self.thread + self.len_k - self.len_q, key)
+            hide(scores, key - n * self.block)
+        factor = move_maximum(scores, maximum, total, self.score_scale)
+        if n % self.split_blocks != 0:
+            self.tell(t, factor, Float32(0.0), count - 1)
+        weigh(scores, maximum, total, self.score_scale)
+
+        for p in cutlass.range_constexpr(self.block // 2 // PART):
+            part = cute.make_rmem_tensor(self.part_layout(), Float32)
+            rounded = cute.make_tensor(cute.recast_ptr(part.iterator, dtype=self.dtype), cute.make_layout(2 * PART))
+            wide = cute.make_tensor(scores.iterator + 2 * PART * p, cute.make_layout(2 * PART))
+            rounded.store(wide.load().to(self.dtype))
+            cute.copy(store, part, tP[None, None, None, p])
+        cute.arch.fence_view_async_tmem_store()
+        tensor_memory_fence("before")
+        self.arrive(self.p_full + t)
+
+    @cute.jit
+    def tell(self, t: Int32, first: Float32, second: Float32, count: Int32):
+        """The correction, what it needs after the product of the ``count``-th block."""
+        pair = cute.make_rmem_tensor((2,), Float32)
+        pair[0], pair[1] = first, second
+        cute.arch.mbarrier_wait(self.row_empty + t, count % 2 ^ 1)
+        cute.autovec_copy(pair, self.sRows[None, self.thread, t])
+        self.arrive(self.row_full + t)
+
+    # ---- the warpgroup that has the outputs
+
+    @cute.jit
+    def correct(self, tma_o: cute.CopyAtom, mO: cute.Tensor, lse: cute.Tensor, merged: cute.Tensor):
+        """After each block O is rescaled; after a split it goes into A; after the last block it is written."""
+        vectors = self.head_size // VECTOR
+        gA = cute.make_tensor(
+            merged[self.bidx, None].iterator,
+            cute.make_layout(
+                (VECTOR, ROWS, vectors, TILES), stride=(1, VECTOR, VECTOR * ROWS, VECTOR * ROWS * vectors)
+            ),
+        )
+        rows = [cute.make_rmem_tensor((2,), Float32) for _ in range(TILES)]  # (M, L)
+        count = Int32(0)
+        for turn in cutlass.range(self.rounds):
+            m, head, batch = self.tile_at(turn)
+            blocks = self.blocks_of(m)
+            for n in cutlass.range(1, blocks, unroll=1):
+                for t in cutlass.range_constexpr(TILES):
+                    first, second = self.listen(t, count)
+                    if n % self.split_blocks == 0:
+                        self.end_split(t, gA[None, self.thread, None, t], rows[t], first, second, n)
+                    elif cute.arch.vote_any_sync(first != Float32(1.0)):
+                        self.rescale(t, first)
+                    tensor_memory_fence("before")
+                    self.arrive(self.o_empty + t)
+                count += 1
+            for t in cutlass.range_constexpr(TILES):
+                first, second = self.listen(t, count)
+                splits = blocks > self.split_blocks
+                place = m * TILES + t, head, batch
+                self.finish(t, gA[None, self.thread, None, t], rows[t], first, second, splits, tma_o, mO, lse, place)
+            count += 1
+        if self.thread < WARP_SIZE:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        tensor_memory_fence("before")
+        self.meet()
+
+    @cute.jit
+    def listen(self, t: int, count: Int32):
+        """What the softmax has told of this row, once the product of the ``count``-th block is in O."""
+        pair = cute.make_rmem_tensor((2,), Float32)
+        cute.arch.mbarrier_wait(self.row_full + t, count % 2)
+        cute.autovec_copy(self.sRows[None, self.thread, t], pair)
+        self.arrive(self.row_empty + t)
+        cute.arch.mbarrier_wait(self.o_full + t, count % 2)
+        tensor_memory_fence("after")
+        return pair[0], pair[1]
+
+    @cute.jit
+    def rescale(self, t: int, factor: Float32):
+        load, tO = self.parts(self.tOtO[t], True)
+        store, tO_target = self.parts(self.tOtO[t], False)
+        for p in cutlass.range_constexpr(self.head_size // PART):
+            output = cute.make_rmem_tensor(self.part_layout(), Float32)
+            cute.copy(load, tO[None, None, None, p], output)
+            cute.arch.fence_view_async_tmem_load()
+            for i in cutlass.range_constexpr(PART):
+                output[i] = rescale_element(output[i], factor)
+            cute.copy(store, output, tO_target[None, None, None, p])
+        cute.arch.fence_view_async_tmem_store()
+
+    @cute.jit
+    def end_split(self, t: int, mine: cute.Tensor, row: cute.Tensor, maximum: Float32, total: Float32, n: Int32):
+        """The split that ended before block ``n`` into (M, L), ``row``, and A, of which ``mine`` is this row."""
+        a, b = Float32(0.0), Float32(1.0)
+        if n == self.split_blocks:  # merged into nothing it is what it was
+            row[0], row[1] = maximum, total
+        else:
+            a, b = merge_row(row, maximum, total, self.score_scale)
+        load, tO = self.parts(self.tOtO[t], True)
+        for p in cutlass.range_constexpr(self.head_size // PART):
+            output = cute.make_rmem_tensor(self.part_layout(), Float32)
+            cute.copy(load, tO[None, None, None, p], output)
+            cute.arch.fence_view_async_tmem_load()
+            if n > self.split_blocks:
+                self.merge(output, mine, p, a, b)
+            for i in cutlass.range_constexpr(PART // VECTOR):
+                vector = cute.make_tensor(output.iterator + VECTOR * i, cute.make_layout(VECTOR))
+                cute.autovec_copy(vector, mine[None, p * (PART // VECTOR) + i])
+
+    @cute.jit
+    def merge(self, output: cute.Tensor, mine: cute.Tensor, p: int, a: Float32, b: Float32):
+        """A part of a row's O becomes A of all splits so far."""
+        vector = cute.make_rmem_tensor((VECTOR,), Float32)
+        for i in cutlass.range_constexpr(PART // VECTOR):
+            cute.autovec_copy(mine[None, p * (PART // VECTOR) + i], vector)
+            for e in cutlass.range_constexpr(VECTOR):
+                output[i * VECTOR + e] = merge_element(vector[e], a, output[i * VECTOR + e], b)
+
+    @cute.jit
+    def finish(
+        self,
+        t: int,
+        mine: cute.Tensor,
+        row: cute.Tensor,
+        maximum: Float32,
+        total: Float32,
+        splits: Boolean,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        lse: cute.Tensor,
+        place: tuple,
+    ):
+        """The last split merged, out and lse on their way; ``place``: (tile, head, batch)."""
+        tile, head, batch = place
+        a, b = Float32(0.0), Float32(1.0)
+        if splits:
+            a, b = merge_row(row, maximum, total, self.score_scale)
+        else:
+            row[0], row[1] = maximum, total
+        empty, reciprocal, of_row = finish_row(row[0], row[1], self.score_scale)
+        my_row = tile * ROWS + self.thread
+        if my_row < self.len_q:
+            line = lse.iterator + Int64(batch * self.heads + head) * self.len_q
+            line[my_row] = of_row
+
+        if self.thread < WARP_SIZE:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.meet()  # the tile before has left sO
+        load, tO = self.parts(self.tOtO[t], True)
+        for p in cutlass.range_constexpr(self.head_size // PART):
+            output = cute.make_rmem_tensor(self.part_layout(), Float32)
+            cute.copy(load, tO[None, None, None, p], output)
+            cute.arch.fence_view_async_tmem_load()
+            if splits:
+                self.merge(output, mine, p, a, b)
+            for i in cutlass.range_constexpr(PART):
+                output[i] = finish_element(output[i], empty, reciprocal)
+            rounded = cute.make_rmem_tensor((PART,), self.dtype)
+            rounded.store(cute.make_tensor(output.iterator, cute.make_layout(PART)).load().to(self.dtype))
+            for i in cutlass.range_constexpr(PART // CHUNK):
+                chunk = cute.local_tile(self.sO[self.thread, None], (CHUNK,), (p * (PART // CHUNK) + i,))
+                cute.autovec_copy(cute.local_tile(rounded, (CHUNK,), (i,)), chunk)
+        tensor_memory_fence("before")
+        self.arrive(self.o_empty + t)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet()
+        if self.thread < WARP_SIZE:
+            tOsO, tOgO = partition(tma_o, self.sO, mO, (ROWS, self.head_size))
+            cute.copy(tma_o, tOsO, tOgO[None, tile, 0, head, batch])
+            cute.arch.cp_async_bulk_commit_group()
+
+    # ---- tensor memory, and who waits for whom
+
+    def parts(self, tensor: cute.Tensor, loads: bool) -> tuple:
+        """(Copy to or from registers, this thread's row of a tile in tensor memory by parts)."""
+        op = (tcgen05.Ld32x32bOp if loads else tcgen05.St32x32bOp)(tcgen05.Repetition(PART))
+        parts = cute.flat_divide(tensor[(None, None), 0, 0], (ROWS, PART))[None, None, 0, None]
+        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), parts[None, None, 0])
+        mine = copy.get_slice(self.thread)
+        return copy, mine.partition_S(parts) if loads else mine.partition_D(parts)
+
+    def part_layout(self) -> cute.Layout:
+        """Of a thread's part of a row in registers, as those copies take it."""
+        return cute.make_layout(((PART, 1), 1, 1))
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """A warp is done with what a barrier guards."""
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    def meet(self):
+        """A barrier of the warpgroup of the correction."""
+        cute.arch.barrier(barrier_id=CORRECTION_BARRIER, number_of_threads=WARPGROUP)
+
+
+def tiles_of(matrix: cute.Tensor, tile: tuple[int, int]) -> cute.Tensor:
+    return cute.local_tile(matrix, tile, (None,) * cute.rank(matrix))
+
+
+def boxes(atom: cute.CopyAtom, shared: cute.Tensor, matrix: cute.Tensor) -> tuple:
+    """(Boxes in shared memory by slot, boxes in global memory by their place) of an operand's parts."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(matrix, 0, 3)
+    )
+
+
+@compiled
+def forward_sm100(arch: str, spec: ForwardSpec, config: ForwardSm100Config) -> Program:
+    """As ``forward_sm90``, with a workspace (CTAs, ``config.workspace_numbers``) for rows of several splits."""
+    dtype, d = cutlass_dtype(spec.dtype), spec.head_size
+    batch, len_q, len_k, heads, pairs, ctas = (cute.sym_int() for _ in range(6))
+
+    def operand(length, number):
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        return cute.runtime.make_fake_tensor(dtype, (batch, length, number, d), (*strides, 1), assumed_align=16)
+
+    return Program(
+        ForwardSm100(dtype, d, spec.causal, config),
+        operand(len_q, heads),
+        operand(len_k, pairs),
+        operand(len_k, pairs),
+        operand(len_q, heads),
+        cute.runtime.make_fake_compact_tensor(Float32, (batch, heads, len_q), stride_order=(2, 1, 0), assumed_align=4),
+        cute.runtime.make_fake_compact_tensor(
+            Float32, (ctas, TILES * ROWS * d), stride_order=(1, 0), assumed_align=16
+        ),
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
