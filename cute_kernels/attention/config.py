@@ -89,6 +89,11 @@ def forward_sm100_config(spec: ForwardSpec) -> ForwardSm100Config:
     return ForwardSm100Config(4 if spec.head_size <= 64 else 2)
 
 
+def workspace_numbers(head_size: int) -> int:
+    """fp32 numbers of a CTA's workspace on SM100: 16 bytes and an output of each of its rows."""
+    return 256 * (head_size + 4)
+
+
 def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:
     """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
     pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)

@@ -30,8 +30,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.attention.config import ForwardSm100Config, ForwardSpec, grid_for
-from cute_kernels.attention.kernel_forward_sm90 import ForwardSm90, by_columns, by_rows, partition
+from cute_kernels.attention.config import ForwardSm100Config, ForwardSpec, grid_for, workspace_numbers
+from cute_kernels.attention.kernel_forward_sm90 import ForwardSm90, by_columns, by_rows, opaque, partition
 from cute_kernels.attention.kernel_row import finish_element, finish_row, merge_element, rescale_element
 from cute_kernels.attention.kernel_row_sm100 import CHAINS, hide, merge_row, move_maximum, reset, row_sum, weigh
 from cute_kernels.common.dtypes import cutlass_dtype
@@ -45,7 +45,7 @@ TILES = 2  # of a CTA
 CORRECTION_WARP, MMA_WARP, LOAD_WARP = 4 * TILES, 4 * TILES + 4, 4 * TILES + 5
 THREADS = (TILES + 2) * WARPGROUP
 CORRECTION_BARRIER = 1  # a named barrier
-REGISTERS_SOFTMAX, REGISTERS_CORRECTION, REGISTERS_OTHERS = 192, 96, 32
+REGISTERS_SOFTMAX, REGISTERS_CORRECTION, REGISTERS_OTHERS = 192, 80, 48
 PART = 32  # columns of tensor memory that move together
 VECTOR = 4  # fp32 numbers of A that move together
 CHUNK = 8  # elements of 16 bytes: what no swizzle takes apart
@@ -167,21 +167,25 @@ class ForwardSm100(ForwardSm90):
         tensor_memory_fence("after")
         self.partition_tensor_memory(qk_mma, pv_mma)
 
-        self.schedule(mQ, mK, heads_together)
+        # Each role computes its schedule for itself: it would not get through setmaxnreg in registers
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(REGISTERS_OTHERS)
             if warp == MMA_WARP:
+                self.schedule(mQ, mK, heads_together)
                 self.multiply(qk_mma, pv_mma)
             if warp == LOAD_WARP:
+                self.schedule(mQ, mK, heads_together)
                 self.load(qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV)
         elif warp >= CORRECTION_WARP:
             cute.arch.setmaxregister_decrease(REGISTERS_CORRECTION)
+            self.schedule(mQ, mK, heads_together)
             self.correct(tma_o, mO, lse, merged)
             if warp == CORRECTION_WARP:
                 tensor_memory_fence("after")
-                cute.arch.dealloc_tmem(self.tStS[0].iterator, self.columns)
+                cute.arch.dealloc_tmem(self.memory, self.columns)
         else:
             cute.arch.setmaxregister_increase(REGISTERS_SOFTMAX)
+            self.schedule(mQ, mK, heads_together)
             self.softmax(cute.arch.make_warp_uniform(tidx // WARPGROUP))
 
     def allocate(self, smem, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma):
@@ -212,15 +216,25 @@ class ForwardSm100(ForwardSm90):
 
     def partition_tensor_memory(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma):
         """S of each tile, whose first half p takes, then O of each tile."""
-        memory = cute.arch.retrieve_tmem_ptr(Float32, 16, self.tensor_memory)
-        scores = qk_mma.make_fragment_C(qk_mma.partition_shape_C((ROWS, self.block))).layout
-        output = pv_mma.make_fragment_C(pv_mma.partition_shape_C((ROWS, self.head_size))).layout
-        self.tStS = [cute.make_tensor(memory + t * self.block, scores) for t in range(TILES)]
-        first = TILES * self.block
-        self.tOtO = [cute.make_tensor(memory + first + t * self.head_size, output) for t in range(TILES)]
+        self.memory = cute.arch.retrieve_tmem_ptr(Float32, 16, self.tensor_memory)
+        self.scores_layout = qk_mma.make_fragment_C(qk_mma.partition_shape_C((ROWS, self.block))).layout
+        self.output_layout = pv_mma.make_fragment_C(pv_mma.partition_shape_C((ROWS, self.head_size))).layout
         weights = sm100.make_smem_layout_a(pv_mma, self.pv_tile(), self.dtype, 1).outer
-        weights = pv_mma.make_fragment_A(cute.make_tensor(memory, weights))[None, None, None, 0].layout
-        self.tOrP = [cute.make_tensor(cute.recast_ptr(s.iterator, dtype=self.dtype), weights) for s in self.tStS]
+        weights = pv_mma.make_fragment_A(cute.make_tensor(self.memory, weights))
+        self.weights_layout = weights[None, None, None, 0].layout
+
+    def scores_of(self, t: Int32) -> cute.Tensor:
+        """S of a tile in tensor memory."""
+        return cute.make_tensor(self.memory + t * self.block, self.scores_layout)
+
+    def weights_of(self, t: Int32) -> cute.Tensor:
+        """p of a tile, as the first operand of a product."""
+        first = cute.recast_ptr(self.memory + t * self.block, dtype=self.dtype)
+        return cute.make_tensor(first, self.weights_layout)
+
+    def output_of(self, t: Int32) -> cute.Tensor:
+        """O of a tile in tensor memory."""
+        return cute.make_tensor(self.memory + TILES * self.block + t * self.head_size, self.output_layout)
 
     # ---- the warp that loads
 
@@ -271,77 +285,80 @@ class ForwardSm100(ForwardSm90):
         (self.qk_first, self.qk_next), (self.pv_first, self.pv_next) = (
             [cute.make_mma_atom(mma.op) for _ in range(2)] for mma in (qk_mma, pv_mma)
         )
-        for atom, accumulates in ((self.qk_first, False), (self.qk_next, True), (self.pv_first, False), (self.pv_next, True)):
+        for atom, accumulates in (
+            (self.qk_first, False),
+            (self.qk_next, True),
+            (self.pv_first, False),
+            (self.pv_next, True),
+        ):
             atom.set(tcgen05.Field.ACCUMULATE, accumulates)
         blocks = self.blocks_in(Int32(0))
-        for t in cutlass.range_constexpr(TILES):
-            self.score(t, Int32(0), blocks, Int32(0), Int32(0))
+        for t in cutlass.range(TILES, unroll=1):
+            self.score(t, blocks == 1, Int32(0), Int32(0))
         count = Int32(0)
         for turn in cutlass.range(self.rounds):
             following_blocks = self.blocks_in(turn + 1)
             for n in cutlass.range(blocks, unroll=1):
+                # The block whose scores are next: of this round's tiles, or the first one of the next round's
                 last = n == blocks - 1
-                for t in cutlass.range_constexpr(TILES):
+                block, of_blocks = Int32(select_(last, 0, n + 1)), Int32(select_(last, following_blocks, blocks))
+                for t in cutlass.range(TILES, unroll=1):
                     self.add_values(t, n % self.split_blocks != 0, count)
-                    if not last:
-                        self.score(t, n + 1, blocks, count + 1, turn)
-                    elif following_blocks > 0:
-                        self.score(t, Int32(0), following_blocks, count + 1, turn + 1)
+                    if of_blocks > 0:
+                        self.score(t, block == of_blocks - 1, count + 1, Int32(select_(last, turn + 1, turn)))
                 count += 1
             blocks = following_blocks
 
     @cute.jit
     def blocks_in(self, turn: Int32) -> Int32:
         """Blocks of the tiles of a round; 0 after the last one."""
-        m, _, _ = self.tile_at(turn)
+        m, _, _ = self.tile_at(cutlass.min(turn, self.rounds - 1))
         return Int32(select_(turn < self.rounds, self.blocks_of(m), Int32(0)))
 
     @cute.jit
-    def score(self, t: int, n: Int32, blocks: Int32, count: Int32, turn: Int32):
-        """q k^T of a block, the ``count``-th of this CTA: ``serial_k16`` from zero."""
+    def score(self, t: Int32, last: Boolean, count: Int32, turn: Int32):
+        """q k^T of a block, the ``count``-th of this CTA and the last one of q or not: ``serial_k16`` from zero."""
         slot, phase = self.place_in_ring(count)
         cute.arch.mbarrier_wait(self.q_full + t, turn % 2)
         cute.arch.mbarrier_wait(self.k_full + slot, phase)
         tensor_memory_fence("after")
+        tStS = self.scores_of(t)
         for k16 in cutlass.range_constexpr(self.head_size // 16):
             operands = self.tCrQ[None, None, k16, t], self.tCrK[None, None, k16, slot]
-            cute.gemm(self.qk_next if k16 else self.qk_first, self.tStS[t], *operands, self.tStS[t])
+            cute.gemm(self.qk_next if k16 else self.qk_first, tStS, *operands, tStS)
         with cute.arch.elect_one():
             tcgen05.commit(self.s_full + t)
-            if const_expr(t == TILES - 1):
+            if t == TILES - 1:
                 tcgen05.commit(self.k_empty + slot)
-            if n == blocks - 1:
+            if last:
                 tcgen05.commit(self.q_empty + t)
 
     @cute.jit
-    def add_values(self, t: int, accumulates: Boolean, count: Int32):
+    def add_values(self, t: Int32, accumulates: Boolean, count: Int32):
         """O += p v of a block, ``serial_k16``, onto O or, at a split's beginning, from zero."""
         slot, phase = self.place_in_ring(count)
         cute.arch.mbarrier_wait(self.v_full + slot, phase)
         cute.arch.mbarrier_wait(self.o_empty + t, count % 2 ^ 1)
         cute.arch.mbarrier_wait(self.p_full + t, count % 2)
         tensor_memory_fence("after")
+        tOtO, tOrP = self.output_of(t), self.weights_of(t)
         if accumulates:
-            self.add_k16(self.pv_next, t, 0, slot)
+            cute.gemm(self.pv_next, tOtO, tOrP[None, None, 0], self.tCrV[None, None, 0, slot], tOtO)
         else:
-            self.add_k16(self.pv_first, t, 0, slot)
+            cute.gemm(self.pv_first, tOtO, tOrP[None, None, 0], self.tCrV[None, None, 0, slot], tOtO)
         for k16 in cutlass.range_constexpr(1, self.block // 16):
-            self.add_k16(self.pv_next, t, k16, slot)
+            cute.gemm(self.pv_next, tOtO, tOrP[None, None, k16], self.tCrV[None, None, k16, slot], tOtO)
         with cute.arch.elect_one():
             tcgen05.commit(self.o_full + t)
-            if const_expr(t == TILES - 1):
+            if t == TILES - 1:
                 tcgen05.commit(self.v_empty + slot)
-
-    def add_k16(self, atom: cute.MmaAtom, t: int, k16: int, slot: Int32):
-        operands = self.tOrP[t][None, None, k16], self.tCrV[None, None, k16, slot]
-        cute.gemm(atom, self.tOtO[t], *operands, self.tOtO[t])
 
     # ---- the warpgroups of the softmax
 
     @cute.jit
     def softmax(self, t: Int32):
         """Scores of tile ``t`` become p, block by block; the correction is told what becomes of O."""
-        tStS = cute.make_tensor(self.tStS[0].iterator + t * self.block, self.tStS[0].layout)
+        tStS = self.scores_of(t)
         copies = (*self.parts(tStS, True), *self.parts(tStS, False))
         maximum, total = cute.make_rmem_tensor((1,), Float32), cute.make_rmem_tensor((CHAINS,), Float32)
         count = Int32(0)
@@ -417,33 +434,26 @@ class ForwardSm100(ForwardSm90):
     @cute.jit
     def correct(self, tma_o: cute.CopyAtom, mO: cute.Tensor, lse: cute.Tensor, merged: cute.Tensor):
         """After each block O is rescaled; after a split it goes into A; after the last block it is written."""
-        vectors = self.head_size // VECTOR
-        gA = cute.make_tensor(
-            merged[self.bidx, None].iterator,
-            cute.make_layout(
-                (VECTOR, ROWS, vectors, TILES), stride=(1, VECTOR, VECTOR * ROWS, VECTOR * ROWS * vectors)
-            ),
-        )
-        rows = [cute.make_rmem_tensor((2,), Float32) for _ in range(TILES)]  # (M, L)
+        vectors = self.head_size // VECTOR + 1
+        shape = VECTOR, ROWS, vectors, TILES
+        self.gA = cute.make_tensor(merged[self.bidx, None].iterator, cute.make_layout(shape))  # (M, L), then A
         count = Int32(0)
         for turn in cutlass.range(self.rounds):
             m, head, batch = self.tile_at(turn)
             blocks = self.blocks_of(m)
             for n in cutlass.range(1, blocks, unroll=1):
-                for t in cutlass.range_constexpr(TILES):
+                for t in cutlass.range(TILES, unroll=1):
                     first, second = self.listen(t, count)
                     if n % self.split_blocks == 0:
-                        self.end_split(t, gA[None, self.thread, None, t], rows[t], first, second, n)
+                        self.end_split(t, first, second, n)
                     elif cute.arch.vote_any_sync(first != Float32(1.0)):
                         self.rescale(t, first)
                     tensor_memory_fence("before")
                     self.arrive(self.o_empty + t)
                 count += 1
-            for t in cutlass.range_constexpr(TILES):
-                first, second = self.listen(t, count)
-                splits = blocks > self.split_blocks
-                place = m * TILES + t, head, batch
-                self.finish(t, gA[None, self.thread, None, t], rows[t], first, second, splits, tma_o, mO, lse, place)
+            for t in cutlass.range(TILES, unroll=1):
+                state = self.listen(t, count)
+                self.finish(t, state, blocks > self.split_blocks, tma_o, mO, lse, (m * TILES + t, head, batch))
             count += 1
         if self.thread < WARP_SIZE:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -451,7 +461,7 @@ class ForwardSm100(ForwardSm90):
         self.meet()
 
     @cute.jit
-    def listen(self, t: int, count: Int32):
+    def listen(self, t: Int32, count: Int32):
         """What the softmax has told of this row, once the product of the ``count``-th block is in O."""
         pair = cute.make_rmem_tensor((2,), Float32)
         cute.arch.mbarrier_wait(self.row_full + t, count % 2)
@@ -462,9 +472,9 @@ class ForwardSm100(ForwardSm90):
         return pair[0], pair[1]
 
     @cute.jit
-    def rescale(self, t: int, factor: Float32):
-        load, tO = self.parts(self.tOtO[t], True)
-        store, tO_target = self.parts(self.tOtO[t], False)
+    def rescale(self, t: Int32, factor: Float32):
+        load, tO = self.parts(self.output_of(t), True)
+        store, tO_target = self.parts(self.output_of(t), False)
         for p in cutlass.range_constexpr(self.head_size // PART):
             output = cute.make_rmem_tensor(self.part_layout(), Float32)
             cute.copy(load, tO[None, None, None, p], output)
@@ -475,15 +485,13 @@ class ForwardSm100(ForwardSm90):
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
-    def end_split(self, t: int, mine: cute.Tensor, row: cute.Tensor, maximum: Float32, total: Float32, n: Int32):
-        """The split that ended before block ``n`` into (M, L), ``row``, and A, of which ``mine`` is this row."""
-        a, b = Float32(0.0), Float32(1.0)
-        if n == self.split_blocks:  # merged into nothing it is what it was
-            row[0], row[1] = maximum, total
-        else:
-            a, b = merge_row(row, maximum, total, self.score_scale)
-        load, tO = self.parts(self.tOtO[t], True)
-        for p in cutlass.range_constexpr(self.head_size // PART):
+    def end_split(self, t: Int32, maximum: Float32, total: Float32, n: Int32):
+        """The split that ended before block ``n`` into (M, L, A)."""
+        mine, row = self.gA[None, opaque(self.thread), None, t], cute.make_rmem_tensor((VECTOR,), Float32)
+        a, b = self.merge_row(mine, row, maximum, total, n > self.split_blocks)
+        cute.autovec_copy(row, mine[None, 0])
+        load, tO = self.parts(self.output_of(t), True)
+        for p in cutlass.range(self.head_size // PART, unroll=1):
             output = cute.make_rmem_tensor(self.part_layout(), Float32)
             cute.copy(load, tO[None, None, None, p], output)
             cute.arch.fence_view_async_tmem_load()
@@ -491,38 +499,36 @@ class ForwardSm100(ForwardSm90):
                 self.merge(output, mine, p, a, b)
             for i in cutlass.range_constexpr(PART // VECTOR):
                 vector = cute.make_tensor(output.iterator + VECTOR * i, cute.make_layout(VECTOR))
-                cute.autovec_copy(vector, mine[None, p * (PART // VECTOR) + i])
+                cute.autovec_copy(vector, mine[None, 1 + p * (PART // VECTOR) + i])
 
     @cute.jit
-    def merge(self, output: cute.Tensor, mine: cute.Tensor, p: int, a: Float32, b: Float32):
+    def merge_row(self, mine: cute.Tensor, row: cute.Tensor, maximum: Float32, total: Float32, merges: Boolean):
+        """``row`` becomes (M, L) with (m, l) merged into it, or (m, l). Returns what A and O are multiplied with."""
+        a, b = Float32(0.0), Float32(1.0)
+        if merges:
+            cute.autovec_copy(mine[None, 0], row)
+            a, b = merge_row(row, maximum, total, self.score_scale)
+        else:  # merged into nothing it is what it was
+            row[0], row[1] = maximum, total
+        return a, b
+
+    @cute.jit
+    def merge(self, output: cute.Tensor, mine: cute.Tensor, p: Int32, a: Float32, b: Float32):
         """A part of a row's O becomes A of all splits so far."""
         vector = cute.make_rmem_tensor((VECTOR,), Float32)
         for i in cutlass.range_constexpr(PART // VECTOR):
-            cute.autovec_copy(mine[None, p * (PART // VECTOR) + i], vector)
+            cute.autovec_copy(mine[None, 1 + p * (PART // VECTOR) + i], vector)
             for e in cutlass.range_constexpr(VECTOR):
                 output[i * VECTOR + e] = merge_element(vector[e], a, output[i * VECTOR + e], b)
 
     @cute.jit
     def finish(
-        self,
-        t: int,
-        mine: cute.Tensor,
-        row: cute.Tensor,
-        maximum: Float32,
-        total: Float32,
-        splits: Boolean,
-        tma_o: cute.CopyAtom,
-        mO: cute.Tensor,
-        lse: cute.Tensor,
-        place: tuple,
+        self, t: Int32, state: tuple, splits: Boolean, tma_o: cute.CopyAtom, mO: cute.Tensor, lse: cute.Tensor, place
     ):
         """The last split merged, out and lse on their way; ``place``: (tile, head, batch)."""
         tile, head, batch = place
-        a, b = Float32(0.0), Float32(1.0)
-        if splits:
-            a, b = merge_row(row, maximum, total, self.score_scale)
-        else:
-            row[0], row[1] = maximum, total
+        mine, row = self.gA[None, opaque(self.thread), None, t], cute.make_rmem_tensor((VECTOR,), Float32)
+        a, b = self.merge_row(mine, row, *state, splits)
         empty, reciprocal, of_row = finish_row(row[0], row[1], self.score_scale)
         my_row = tile * ROWS + self.thread
         if my_row < self.len_q:
@@ -532,8 +538,8 @@ class ForwardSm100(ForwardSm90):
         if self.thread < WARP_SIZE:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.meet()  # the tile before has left sO
-        load, tO = self.parts(self.tOtO[t], True)
-        for p in cutlass.range_constexpr(self.head_size // PART):
+        load, tO = self.parts(self.output_of(t), True)
+        for p in cutlass.range(self.head_size // PART, unroll=1):
             output = cute.make_rmem_tensor(self.part_layout(), Float32)
             cute.copy(load, tO[None, None, None, p], output)
             cute.arch.fence_view_async_tmem_load()
@@ -594,7 +600,7 @@ def boxes(atom: cute.CopyAtom, shared: cute.Tensor, matrix: cute.Tensor) -> tupl
 
 @compiled
 def forward_sm100(arch: str, spec: ForwardSpec, config: ForwardSm100Config) -> Program:
-    """As ``forward_sm90``, with a workspace (CTAs, ``config.workspace_numbers``) for rows of several splits."""
+    """As ``forward_sm90``, with a workspace ``merged`` (CTAs, ``workspace_numbers``) of fp32 for rows of several splits."""
     dtype, d = cutlass_dtype(spec.dtype), spec.head_size
     batch, len_q, len_k, heads, pairs, ctas = (cute.sym_int() for _ in range(6))
 
@@ -610,7 +616,7 @@ def forward_sm100(arch: str, spec: ForwardSpec, config: ForwardSm100Config) -> P
         operand(len_q, heads),
         cute.runtime.make_fake_compact_tensor(Float32, (batch, heads, len_q), stride_order=(2, 1, 0), assumed_align=4),
         cute.runtime.make_fake_compact_tensor(
-            Float32, (ctas, TILES * ROWS * d), stride_order=(1, 0), assumed_align=16
+            Float32, (ctas, workspace_numbers(d)), stride_order=(1, 0), assumed_align=16
         ),
         Float32(1.0),
         Int32(1),
