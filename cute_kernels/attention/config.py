@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
+LOG2E = math.log2(math.e)
 HEAD_SIZES = (64, 128)
 WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
 # Bytes of keys and values that are walked over together: they shall stay in the 50 MB of an H100's L2
 L2_BYTES = 32 << 20
+UNBOUNDED = 2**30 - 2**16  # of a window: farther than any sequence is long
 THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
 
 
@@ -22,11 +25,13 @@ class Grid(NamedTuple):
     split: int
 
 
-def grid_for(head_size: int) -> Grid:
-    """The grid of a head size. It follows from nothing else: another grid gives other bits."""
-    if head_size > 128:
-        raise ValueError(f"there is no grid of head size {head_size} yet")
-    return Grid(128, 2048)
+def grid_for(head_size: int, head_size_v: int | None = None) -> Grid:
+    """The grid of a head size of q and k, and of v. It follows from nothing else: another grid gives other bits."""
+    if head_size <= 128 and (head_size_v or head_size) <= 128:
+        return Grid(128, 2048)
+    if head_size <= 192 and (head_size_v or head_size) <= 128:
+        return Grid(128, 4096)
+    return Grid(64, 4096)
 
 
 class ForwardSpec(NamedTuple):
@@ -92,6 +97,20 @@ def forward_sm100_config(spec: ForwardSpec) -> ForwardSm100Config:
 def workspace_numbers(head_size: int) -> int:
     """fp32 numbers of a CTA's workspace on SM100: 16 bytes and an output of each of its rows."""
     return 256 * (head_size + 4)
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """(What a score is multiplied with before its tanh, 0 without a softcap; what is to be the exponent of 2 then).
+
+    With a softcap the kernels' scores are tanh(s scale / softcap), their scale is softcap.
+    """
+    return (scale / softcap, softcap * LOG2E) if softcap else (0.0, scale * LOG2E)
+
+
+def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """(left, right): a row at place p sees keys from p - left to p + right; ``UNBOUNDED`` where there is no bound."""
+    left, right = (UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None))
+    return left, 0 if causal else right
 
 
 def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:

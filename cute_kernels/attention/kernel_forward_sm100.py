@@ -600,7 +600,7 @@ def boxes(atom: cute.CopyAtom, shared: cute.Tensor, matrix: cute.Tensor) -> tupl
 
 @compiled
 def forward_sm100(arch: str, spec: ForwardSpec, config: ForwardSm100Config) -> Program:
-    """As ``forward_sm90``, with a workspace ``merged`` (CTAs, ``workspace_numbers``) of fp32 for rows of several splits."""
+    """As ``forward_sm90``; ``merged``, fp32, is a workspace of rows of several splits: a row of it a CTA."""
     dtype, d = cutlass_dtype(spec.dtype), spec.head_size
     batch, len_q, len_k, heads, pairs, ctas = (cute.sym_int() for _ in range(6))
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention import reference
-from cute_kernels.attention.config import ForwardConfig, ForwardSpec, forward_config, heads_together
+from cute_kernels.attention.config import LOG2E, ForwardConfig, ForwardSpec, forward_config, heads_together
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
 from cute_kernels.runtime.operators import empties, functional_operator
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
-
-LOG2E = math.log2(math.e)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:

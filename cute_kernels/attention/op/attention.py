@@ -7,11 +7,13 @@ from torch import Tensor
 
 from cute_kernels.attention import reference
 from cute_kernels.attention.checks import (
+    DENSE,
     KERNEL_DTYPES,
+    Lengths,
     Window,
-    check_absent,
     check_attention,
     check_layout,
+    check_out,
     check_supported,
 )
 from cute_kernels.attention.launch import attention_forward
@@ -98,18 +100,40 @@ def attention(
     """
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_k is not None or out is not None:
-        check_absent(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, out=out)
-    if max_seqlen_q is not None or max_seqlen_k is not None:
-        check_absent(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if uses_reference("attention", q, backend):
-        options = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
-        return reference.attention(q, k, v, **options, return_lse=return_lse)
+        return reference.attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            seqused_k=seqused_k,
+            return_lse=return_lse,
+            out=out,
+        )
     softcap = as_float(softcap)
     if scale is not None:
         scale = as_float(scale)
-    check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES)
-    check_supported(q, v, window, softcap, sinks)
+    lengths = DENSE
+    if (
+        cu_seqlens_q is not None
+        or cu_seqlens_k is not None
+        or max_seqlen_q is not None
+        or max_seqlen_k is not None
+        or seqused_k is not None
+    ):
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES, lengths)
+    if out is not None:
+        check_out(out, q, v)
+    check_supported(q, v, window, softcap, sinks, lengths, out)
     if is_eager(q, k, v):
         check_layout(q, k, v)
     if differentiates(q, k, v):
