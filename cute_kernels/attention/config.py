@@ -94,6 +94,11 @@ def forward_sm100_config(spec: ForwardSpec) -> ForwardSm100Config:
     return ForwardSm100Config(4 if spec.head_size <= 64 else 2)
 
 
+def config_for(arch: str, spec: ForwardSpec) -> ForwardConfig | ForwardSm100Config:
+    """The config of the kernel that an architecture has."""
+    return forward_config(spec) if arch == "sm_90a" else forward_sm100_config(spec)
+
+
 def workspace_numbers(head_size: int) -> int:
     """fp32 numbers of a CTA's workspace on SM100: 16 bytes and an output of each of its rows."""
     return 256 * (head_size + 4)

@@ -4,11 +4,10 @@ A CTA walks over pairs of tiles of 128 queries of one head, the longest first. B
 for both. One warp loads, one issues all products, a warpgroup a tile has its softmax, a thread a row, and one
 warpgroup has the outputs of both: it rescales, merges and writes them.
 
-    gmem q --TMA--> sQ (q_full / q_empty)  \
-    gmem k --TMA--> sK (k_full / k_empty)  --tcgen05.mma--> S in tensor memory (s_full)
-    S --softmax--> p in S's place (p_full) \        \--> factor, or (m, l) of a split, in smem (row_full / row_empty)
-    gmem v --TMA--> sV (v_full / v_empty)  --tcgen05.mma--> O in tensor memory (o_full / o_empty)
-    O --rescaled--> O;  O --at the end of a split--> A in gmem;  O, A --> sO --TMA--> gmem out
+    gmem q, k --TMA--> sQ (q_full / q_empty), sK (k_full / k_empty) --tcgen05.mma--> S in tensor memory (s_full)
+    S --softmax--> p in S's place (p_full), and what becomes of O in sRows (row_full / row_empty)
+    p, gmem v --TMA--> sV (v_full / v_empty) --tcgen05.mma--> O in tensor memory (o_full / o_empty)
+    O --> O rescaled, or at the end of a split --> A in gmem;   O, A --> sO --TMA--> gmem out
 
 The contract is ``kv_grid`` with SM100's own order of sums: kernel_row_sm100.py has the arithmetic of a row, a
 tcgen05.mma adds 16 products as the hardware does. So the promises are those of SM90, the bits are not.
@@ -273,6 +272,11 @@ class ForwardSm100(ForwardSm90):
                 self.load_block(tma_k, gK, tKsK, n, count + n, self.k_full, self.k_empty)
                 self.load_block(tma_v, gV, tVsV, n, count + n, self.v_full, self.v_empty)
             count += blocks
+        # Products still signal this CTA's barriers: it stays until every slot has been given back
+        for i in cutlass.range_constexpr(self.stages):
+            slot, phase = self.place_in_ring(count + i)
+            cute.arch.mbarrier_wait(self.k_empty + slot, phase ^ 1)
+            cute.arch.mbarrier_wait(self.v_empty + slot, phase ^ 1)
 
     # ---- the warp that issues products
 

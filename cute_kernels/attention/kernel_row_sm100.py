@@ -5,7 +5,6 @@ ascending, and the row's sum is l_0 + l_1. Two columns are one operation on a pa
 as the single operation does.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -35,7 +34,6 @@ def row_maximum(scores: cute.Tensor) -> Float32:
     return cute.arch.fmax(*chains)
 
 
-@cute.jit
 def move_maximum(scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, score_scale: Float32) -> Float32:
     """``maximum`` and ``total`` follow the scores of a block. Returns what O is to be multiplied with."""
     old, new = maximum[0], row_maximum(scores)
@@ -44,17 +42,16 @@ def move_maximum(scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, 
     factor = choose(empty, Float32(0.0), exp2(multiply(add(old, -new), score_scale)))
     factor = choose(moves, factor, Float32(1.0))
     maximum[0] = choose(moves, new, old)
-    for i in cutlass.range_constexpr(CHAINS):
+    for i in range(CHAINS):
         total[i] = multiply(total[i], factor)
     return factor
 
 
-@cute.jit
 def weigh(scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, score_scale: Float32):
     """Scores become p, and are added to ``total``."""
     zeroed = choose(maximum[0] == -infinity(), Float32(0.0), maximum[0])
     shift = -multiply(zeroed, score_scale)
-    for i in cutlass.range_constexpr(0, cute.size(scores), CHAINS):
+    for i in range(0, cute.size(scores), CHAINS):
         pair = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (score_scale, score_scale), (shift, shift))
         scores[i], scores[i + 1] = exp2(pair[0]), exp2(pair[1])
         total[0], total[1] = cute.arch.add_packed_f32x2((total[0], total[1]), (scores[i], scores[i + 1]))
@@ -64,7 +61,6 @@ def row_sum(total: cute.Tensor) -> Float32:
     return add(total[0], total[1])
 
 
-@cute.jit
 def merge_row(merged: cute.Tensor, maximum: Float32, total: Float32, score_scale: Float32):
     """A split's (m, l) into ``merged``, (M, L). Returns what A and what O are multiplied with."""
     before = merged[0]

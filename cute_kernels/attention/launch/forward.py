@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention import reference
-from cute_kernels.attention.config import LOG2E, ForwardConfig, ForwardSpec, forward_config, heads_together
+from cute_kernels.attention.config import (
+    LOG2E,
+    ForwardConfig,
+    ForwardSm100Config,
+    ForwardSpec,
+    config_for,
+    grid_for,
+    heads_together,
+    workspace_numbers,
+)
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
 from cute_kernels.runtime.operators import empties, functional_operator
-from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
+from cute_kernels.runtime.targets import Target
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,23 +63,21 @@ class ForwardLaunch(NamedTuple):
     """A kernel, and on how many SMs it walks over its tiles."""
 
     function: Callable[..., None]
-    config: ForwardConfig
+    config: ForwardConfig | ForwardSm100Config
     num_sms: int
+    workspace: bool  # of rows of several splits
 
     @staticmethod
-    def of(target: Target, spec: ForwardSpec, config: ForwardConfig) -> ForwardLaunch:
-        """Raises:
-        UnsupportedDeviceError: a GPU other than a Hopper.
-        """
-        if target.arch != "sm_90a":
-            raise UnsupportedDeviceError(
-                f"attention: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-                "Pass backend='reference' to run plain torch"
-            )
-        from cute_kernels.attention import kernel_forward_sm90
+    def of(target: Target, spec: ForwardSpec, config: ForwardConfig | ForwardSm100Config) -> ForwardLaunch:
+        if isinstance(config, ForwardSm100Config):
+            from cute_kernels.attention import kernel_forward_sm100
 
-        function = launches.load(kernel_forward_sm90.forward_sm90, target.arch, spec, config)
-        return ForwardLaunch(function, config, target.num_sms)
+            function = launches.load(kernel_forward_sm100.forward_sm100, target.arch, spec, config)
+        else:
+            from cute_kernels.attention import kernel_forward_sm90
+
+            function = launches.load(kernel_forward_sm90.forward_sm90, target.arch, spec, config)
+        return ForwardLaunch(function, config, target.num_sms, isinstance(config, ForwardSm100Config))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
         """Write out and lse."""
@@ -81,7 +88,12 @@ class ForwardLaunch(NamedTuple):
         num_ctas = min(tiles, self.num_sms)
         if batch == 1 or heads == 1 or len_q == 1 or len_k == 1 or pairs == 1:
             q, k, v = regular(q), regular(k), regular(v)
-        self.function(q, k, v, out, lse, scale * LOG2E, together, num_ctas)
+        results = out, lse
+        if self.workspace:
+            splits = len_k > grid_for(d).split
+            merged = lse.new_empty((num_ctas if splits else 1, workspace_numbers(d)))
+            results = out, lse, merged
+        self.function(q, k, v, *results, scale * LOG2E, together, num_ctas)
 
 
 def regular(t: Tensor) -> Tensor:
@@ -93,7 +105,7 @@ def regular(t: Tensor) -> Tensor:
 
 
 def _make_forward(target: Target, spec: ForwardSpec) -> ForwardLaunch:
-    return ForwardLaunch.of(target, spec, forward_config(spec))
+    return ForwardLaunch.of(target, spec, config_for(target.arch, spec))
 
 
 _forward = LaunchCache(_make_forward)
