@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cute_kernels import UnsupportedDeviceError, attention
+from cute_kernels import attention
 from cute_kernels.attention import launch, prewarm
 from cute_kernels.attention.config import L2_BYTES, forward_config, heads_together
 from cute_kernels.attention.launch.forward import regular
-from cute_kernels.runtime import launches
-from cute_kernels.runtime.targets import Target
-from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, exact, make_inputs, same_bits
+from tests.attention.cases import BF16, FP16, HEAD_SIZES, SPLIT, Case, exact, make_inputs, same_bits
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
 
@@ -43,13 +41,14 @@ def test_another_batch_and_length_compile_nothing(jobs, generator):
     assert len({repr(job) for job in jobs}) == 1
 
 
-def test_a_model_finds_its_kernels_precompiled(jobs, generator):
-    for dtype in (BF16, FP16):
-        for head_size in HEAD_SIZES:
-            for causal in (False, True):
-                attention(*make_inputs(Case(1, 3, 3, 2, 1, head_size, causal, dtype), generator), causal=causal)
-    assert set(jobs) == set(prewarm.specializations("sm_90a"))
-    assert list(prewarm.specializations("sm_100a")) == []
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_model_finds_its_kernels_precompiled(arch, generator):
+    with fake_kernels(arch) as jobs:
+        for dtype in (BF16, FP16):
+            for head_size in HEAD_SIZES:
+                for causal in (False, True):
+                    attention(*make_inputs(Case(1, 3, 3, 2, 1, head_size, causal, dtype), generator), causal=causal)
+        assert set(jobs) == set(prewarm.specializations(arch))
 
 
 def test_nothing_to_do(jobs):
@@ -103,10 +102,14 @@ def test_under_autocast(generator):
     assert out.dtype is BF16 and same_bits(out, attention(*(t.to(BF16) for t in inputs)))
 
 
-def test_a_gpu_without_kernels(generator, monkeypatch):
-    monkeypatch.setattr(launches, "target_of", lambda index: Target("sm_100a", 148))
-    with pytest.raises(UnsupportedDeviceError, match="attention: has kernels for compute"):
-        attention(*make_inputs(Case(1, 2, 2, 1, 1), generator))
+@pytest.mark.parametrize("len_k", [9, SPLIT + 1])
+def test_on_sm100(len_k, generator):
+    """Tiles of two times 128 rows; a workspace where rows have several splits."""
+    inputs = make_inputs(Case(2, 257, len_k, 4, 2, 64), generator)
+    wanted = attention(*inputs, causal=True, return_lse=True)
+    with fake_kernels("sm_100a", num_sms=5):
+        for a, b in zip(attention(*inputs, causal=True, return_lse=True), wanted, strict=True):
+            assert same_bits(a, b)
 
 
 def test_threads_that_make_the_first_call_together(generator):

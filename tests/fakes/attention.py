@@ -5,6 +5,7 @@ import math
 import torch
 
 from cute_kernels.attention import reference
+from cute_kernels.attention.config import grid_for
 
 
 def forward_sm90(static, q, k, v, out, lse, score_scale, heads_together, num_ctas) -> None:
@@ -18,3 +19,9 @@ def forward_sm90(static, q, k, v, out, lse, score_scale, heads_together, num_cta
     found = reference.attention(q, k, v, causal=spec.causal, scale=scale, return_lse=True, compute_dtype=torch.float64)
     out.copy_(found[0])
     lse.copy_(found[1])
+
+
+def forward_sm100(static, q, k, v, out, lse, merged, *scalars) -> None:
+    splits = k.shape[1] > grid_for(q.shape[3]).split
+    assert merged.shape[0] == (scalars[2] if splits else 1)
+    forward_sm90(static, q, k, v, out, lse, *scalars)
