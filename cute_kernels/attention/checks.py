@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.config import HEAD_SIZES
 from cute_kernels.runtime.checks import expect_floats, expect_tensor, fail
 
 OP = "attention"
@@ -127,7 +126,7 @@ def check_lengths(q: Tensor, k: Tensor, lengths: Lengths) -> None:
                 fail(OP, f"max_seqlen_{name}", f"be given with cu_seqlens_{name}", maximum)
         elif maximum is not None:
             fail(OP, f"max_seqlen_{name}", f"be None without cu_seqlens_{name}", maximum)
-        if maximum is not None and type(maximum) is not int:
+        if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, (int, torch.SymInt))):
             fail(OP, f"max_seqlen_{name}", "be an int", repr(maximum), TypeError)
         if maximum is not None and maximum < 0:
             fail(OP, f"max_seqlen_{name}", "be at least 0", maximum)
@@ -204,33 +203,12 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> 
                 fail(OP, name, "have strides of multiples of 16 bytes", f"strides {t.stride()} of {t.dtype}")
 
 
-def check_supported(
-    q: Tensor,
-    v: Tensor,
-    window: Window | None,
-    softcap: float,
-    sinks: Tensor | None,
-    lengths: Lengths = DENSE,
-    out: Tensor | None = None,
-) -> None:
-    """Raise NotImplementedError for what the kernels cannot compute yet, ValueError for what they never will."""
-    for name, value in (*zip(Lengths._fields, lengths, strict=True), ("out", out)):
-        if value is not None:
-            _later(name)
-    (batch, len_q, heads, d), (_, len_k, _, dv) = q.shape, v.shape
-    if d not in HEAD_SIZES or dv != d:
-        _later(f"head sizes other than {', '.join(map(str, HEAD_SIZES))}, got {d} of q and {dv} of v")
-    if window is not None and any(distance not in (None, -1) for distance in window):
-        _later(f"window, got {window}")
-    if softcap:
-        _later(f"softcap, got {softcap}")
-    if sinks is not None:
-        _later("sinks")
+def check_sizes(q: Tensor, k: Tensor, lengths: Lengths) -> None:
+    """Raise ValueError for more rows or tiles than the kernels count."""
+    len_q, heads, _ = q.shape[-3:]
+    batch, len_k = (q.shape[0] if len(q.shape) == 4 else 1), k.shape[-3]
     if len_q > MAX_LENGTH or len_k > MAX_LENGTH:
-        fail(OP, "q", f"and k have at most {MAX_LENGTH} rows a sequence", f"{len_q} and {len_k}")
-    if batch * heads * -(-len_q // 64) > MAX_TILES:
+        fail(OP, "q", f"and k have at most {MAX_LENGTH} rows", f"{len_q} and {len_k}")
+    sequences = 0 if lengths.cu_seqlens_q is None else lengths.cu_seqlens_q.shape[0]
+    if heads * (batch * -(-len_q // 64) + sequences) > MAX_TILES:
         fail(OP, "q", f"have at most {MAX_TILES} tiles of 64 rows of a head", tuple(q.shape))
-
-
-def _later(what: str) -> None:
-    raise NotImplementedError(f"attention: has no kernel yet for {what}. backend='reference' runs plain torch")

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 LOG2E = math.log2(math.e)
-HEAD_SIZES = (64, 128)
+# Head sizes of q and k, and of v, that kernels have; others run as the first one that is as large
+HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
-# Bytes of keys and values that are walked over together: they shall stay in the 50 MB of an H100's L2
-L2_BYTES = 32 << 20
+SM100_ROWS = 128  # rows of queries of a tile on SM100: the lanes of tensor memory
 UNBOUNDED = 2**30 - 2**16  # of a window: farther than any sequence is long
 THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
 
@@ -25,21 +25,51 @@ class Grid(NamedTuple):
     split: int
 
 
+def kernel_sizes(head_size: int, head_size_v: int) -> tuple[int, int]:
+    """The head sizes that a kernel computes with; channels that are not there are zero."""
+    return next(sizes for sizes in HEAD_SIZES if head_size <= sizes[0] and head_size_v <= sizes[1])
+
+
 def grid_for(head_size: int, head_size_v: int | None = None) -> Grid:
     """The grid of a head size of q and k, and of v. It follows from nothing else: another grid gives other bits."""
-    if head_size <= 128 and (head_size_v or head_size) <= 128:
+    d, dv = kernel_sizes(head_size, head_size_v or head_size)
+    if d <= 128:
         return Grid(128, 2048)
-    if head_size <= 192 and (head_size_v or head_size) <= 128:
-        return Grid(128, 4096)
-    return Grid(64, 4096)
+    return Grid(128 if dv <= 128 else 64, 4096)
 
 
 class ForwardSpec(NamedTuple):
-    """The forward of heads of ``head_size`` channels. Lengths, batch, heads and strides are run-time values."""
+    """What a kernel of the forward is made for. Lengths, batch, heads and strides are run-time values.
+
+    Attributes:
+        dtype: of q, k, v and out.
+        head_size: of q and k, one of HEAD_SIZES.
+        causal: rows see no key behind their place, and all before.
+        head_size_v: of v and out; 0: that of q.
+        window: rows see from one run-time distance before their place to another one behind it; not causal then.
+        softcap: scores go through tanh.
+        sinks: each head has one more logit.
+        packed_q: sequences of queries are packed, cu_seqlens_q says where.
+        packed_k: sequences of keys are packed, cu_seqlens_k says where.
+        used_k: seqused_k says how many keys there are.
+        padded: tensors have fewer channels than the kernel computes with.
+    """
 
     dtype: torch.dtype
     head_size: int
     causal: bool
+    head_size_v: int = 0
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    used_k: bool = False
+    padded: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
 
 
 @dataclass(frozen=True)
@@ -60,48 +90,67 @@ class ForwardConfig:
     def tile_rows(self) -> int:
         return self.warpgroups * WARPGROUP_ROWS
 
-
-def forward_config(spec: ForwardSpec) -> ForwardConfig:
-    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160."""
-    return FORWARD_CONFIGS[spec.head_size][0]
-
-
-# Of each head size, the first one first
-FORWARD_CONFIGS = {
-    64: (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
-    128: (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
-}
+    def workspace_numbers(self, spec: ForwardSpec) -> int:
+        """fp32 numbers of a CTA's merged splits in global memory."""
+        return self.tile_rows * spec.sizes[1] if merges_in_workspace(spec.head_size) else 0
 
 
 @dataclass(frozen=True)
 class ForwardSm100Config:
-    """Choices on SM100 that change no bit.
+    """The same of SM100.
 
     Attributes:
+        tiles: of 128 rows of queries each, which share blocks of keys.
         stages: blocks of keys, and of values, in flight.
     """
 
+    tiles: int
     stages: int
 
     @property
     def tile_rows(self) -> int:
-        """Two tiles of 128 rows, which take turns."""
-        return 256
+        return self.tiles * SM100_ROWS
 
-
-def forward_sm100_config(spec: ForwardSpec) -> ForwardSm100Config:
-    """As many stages as leave room for q of both tiles and a tile's out in 227 KB."""
-    return ForwardSm100Config(4 if spec.head_size <= 64 else 2)
+    def workspace_numbers(self, spec: ForwardSpec) -> int:
+        """fp32 numbers of a CTA's merged splits in global memory: 16 bytes and an output of each row."""
+        return self.tile_rows * (spec.sizes[1] + 4)
 
 
 def config_for(arch: str, spec: ForwardSpec) -> ForwardConfig | ForwardSm100Config:
     """The config of the kernel that an architecture has."""
-    return forward_config(spec) if arch == "sm_90a" else forward_sm100_config(spec)
+    return forward_config(spec) if arch == "sm_90a" else FORWARD_SM100_CONFIGS[spec.sizes]
 
 
-def workspace_numbers(head_size: int) -> int:
-    """fp32 numbers of a CTA's workspace on SM100: 16 bytes and an output of each of its rows."""
-    return 256 * (head_size + 4)
+def forward_config(spec: ForwardSpec) -> ForwardConfig:
+    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160."""
+    return FORWARD_CONFIGS[spec.sizes][0]
+
+
+# Of each pair of head sizes, the first one first
+FORWARD_CONFIGS = {
+    (64, 64): (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
+    (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2)),
+    (128, 128): (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+    (192, 128): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+}
+
+
+# Tensor memory has 512 columns for S and O of all tiles, shared memory 227 KB for their q, the stages, one tile's out
+FORWARD_SM100_CONFIGS = {
+    (64, 64): ForwardSm100Config(2, 4),
+    (96, 96): ForwardSm100Config(2, 3),
+    (128, 128): ForwardSm100Config(2, 2),
+    (192, 128): ForwardSm100Config(2, 1),
+    (192, 192): ForwardSm100Config(2, 1),
+    (256, 256): ForwardSm100Config(1, 1),
+}
+
+
+def merges_in_workspace(head_size: int) -> bool:
+    """Whether a CTA's merged splits have no place in shared memory."""
+    return head_size > 128
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -116,9 +165,3 @@ def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) ->
     """(left, right): a row at place p sees keys from p - left to p + right; ``UNBOUNDED`` where there is no bound."""
     left, right = (UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None))
     return left, 0 if causal else right
-
-
-def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:
-    """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
-    pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)
-    return max(pairs, 1) * group

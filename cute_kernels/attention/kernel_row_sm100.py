@@ -20,10 +20,13 @@ def reset(maximum: cute.Tensor, total: cute.Tensor):
     total.fill(0.0)
 
 
-def hide(scores: cute.Tensor, last: Int32):
-    """Scores of invisible keys become -inf; ``last``: the last visible column."""
+def hide(scores: cute.Tensor, last: Int32, first: Int32 | None = None):
+    """Scores of invisible keys become -inf; ``first``, ``last``: visible columns."""
     for i in range(cute.size(scores)):
-        scores[i] = choose(last >= i, scores[i], -infinity())
+        seen = last >= i
+        if first is not None:
+            seen = seen & (first <= i)
+        scores[i] = choose(seen, scores[i], -infinity())
 
 
 def row_maximum(scores: cute.Tensor) -> Float32:

@@ -1,4 +1,4 @@
-"""The kernels of attention that an installation needs: bf16 and fp16, causal and full, every head size."""
+"""The kernels of attention that an installation needs: bf16 and fp16, every head size, what models combine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ import torch
 from cute_kernels.attention.config import HEAD_SIZES, ForwardSpec, config_for
 from cute_kernels.runtime.targets import expect_arch
 
+# Masks of all head sizes, dense and packed
+MASKS = ({"causal": True}, {"causal": False}, {"causal": False, "window": True})
+PACKINGS = ({}, {"packed_q": True, "packed_k": True})
+# And, with a causal mask or a window, of the sizes that models have them with
+SINKS, SOFTCAP = (64,), (128, 256)
+
+
+def forward_specs(dtype: torch.dtype) -> Iterator[ForwardSpec]:
+    """Those of one dtype."""
+    for d, dv in HEAD_SIZES:
+        for packing in PACKINGS:
+            for mask in MASKS:
+                yield ForwardSpec(dtype, d, head_size_v=dv, **mask, **packing)
+            for mask in (MASKS[0], MASKS[2]):
+                if d in SINKS:
+                    yield ForwardSpec(dtype, d, head_size_v=dv, sinks=True, **mask, **packing)
+                if d in SOFTCAP:
+                    yield ForwardSpec(dtype, d, head_size_v=dv, softcap=True, **mask, **packing)
+
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel."""
@@ -20,7 +39,5 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         from cute_kernels.attention.kernel_forward_sm100 import forward_sm100 as forward
 
     for dtype in (torch.bfloat16, torch.float16):
-        for head_size in HEAD_SIZES:
-            for causal in (True, False):
-                spec = ForwardSpec(dtype, head_size, causal)
-                yield forward, (arch, spec, config_for(arch, spec))
+        for spec in forward_specs(dtype):
+            yield forward, (arch, spec, config_for(arch, spec))

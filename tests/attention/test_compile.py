@@ -5,18 +5,39 @@ import re
 import pytest
 
 from cute_kernels.attention import prewarm
-from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec
-from tests.attention.cases import BF16, BLOCK, HEAD_SIZES
+from cute_kernels.attention.config import (
+    FORWARD_CONFIGS,
+    FORWARD_SM100_CONFIGS,
+    HEAD_SIZES,
+    ForwardSpec,
+    config_for,
+    grid_for,
+)
+from cute_kernels.attention.kernel_forward_sm100 import REGISTERS
+from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
 JOBS = [job for arch in ("sm_90a", "sm_100a") for job in prewarm.specializations(arch)]
+# One of each size and of each option; all the others take the same code
+QUICK = [
+    ForwardSpec(BF16, 64, False, 64, window=True, sinks=True, packed_q=True, packed_k=True),
+    *(ForwardSpec(BF16, d, True, dv) for d, dv in HEAD_SIZES),
+]
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: repr(job[1]))
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=() if job[1][1] in QUICK else pytest.mark.slow) for job in JOBS],
+    ids=lambda job: repr(job[1]),
+)
 def test_compiles_without_spills(job):
     builder, arguments = job
     check_record(builder.obtain(*arguments).record)
+
+
+def test_quick_ones_are_prewarmed():
+    assert set(QUICK) <= {arguments[1] for _, arguments in JOBS}
 
 
 @pytest.mark.slow
@@ -24,7 +45,16 @@ def test_compiles_without_spills(job):
 def test_other_configs_compile_without_spills(config):
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
-    check_record(forward_sm90.obtain("sm_90a", ForwardSpec(BF16, config[0], True), config[1]).record)
+    (d, dv), config = config
+    check_record(forward_sm90.obtain("sm_90a", ForwardSpec(BF16, d, True, dv), config).record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("options", [{"used_k": True}, {"packed_q": True, "used_k": True}, {"padded": True}], ids=str)
+def test_what_is_not_prewarmed_compiles_without_spills(options, arch):
+    builder, spec = next(prewarm.specializations(arch))[0], ForwardSpec(BF16, 128, True, 128, **options)
+    check_record(builder.obtain(arch, spec, config_for(arch, spec)).record)
 
 
 def test_instructions(tmp_path):
@@ -47,12 +77,12 @@ assert builder.obtain(*arguments).origin == "compiled"
     assert not re.search(r"\b(atom|red)\.", kernel)
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_instructions_of_sm100(head_size, tmp_path):
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_instructions_of_sm100(sizes, tmp_path):
     """The same on SM100; P comes from tensor memory, of which a CTA has a power of two of columns."""
     program = f"""
 from cute_kernels.attention import prewarm
-builder, arguments = next(j for j in prewarm.specializations("sm_100a") if j[1][1].head_size == {head_size})
+builder, arguments = next(j for j in prewarm.specializations("sm_100a") if j[1][1].sizes == {sizes})
 assert builder.obtain(*arguments).origin == "compiled"
 """
     compile_in(tmp_path, program)
@@ -64,13 +94,22 @@ assert builder.obtain(*arguments).origin == "compiled"
         "rcp.approx.ftz.f32",
     }
     products = re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f16\S* \[%r\d+\], (\[?)", kernel)
-    of_scores, of_values = products.count(""), products.count("[")
-    assert of_scores == 2 * (head_size // 16)  # of a CTA's first blocks, and of all others
-    assert of_values == 1 + BLOCK // 16  # the first one from zero or onto O
+    assert products.count("") == sizes[0] // 16  # q k^T
+    assert products.count("[") == 2 * (1 + grid_for(*sizes).block // 16)  # p v; its first step onto O or from zero
     (columns,) = re.findall(r"tcgen05\.alloc\S*\s+\[%r\d+\], (%r\d+)", kernel)
     assert re.search(rf"mov\.b32\s+{columns}, 512;", kernel)
     assert len(re.findall(r"tcgen05\.(?:dealloc|relinquish)", kernel)) == 2
     assert "cp.async.bulk.tensor.4d.shared::cta.global" in kernel
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in kernel
-    assert sorted(map(int, re.findall(r"setmaxnreg\.\S+\s+(\d+)", kernel))) == [48, 80, 192]  # and 192 once more: 512
     assert ".local" not in kernel and not re.search(r"\b(atom|red)\.", kernel)
+
+
+def test_registers_and_columns_of_sm100():
+    """What the warps of a CTA have after setmaxnreg, and what S and O take of tensor memory, is there."""
+    for sizes, config in FORWARD_SM100_CONFIGS.items():
+        threads = 128 * (config.tiles + 2)
+        of_softmax, *others = REGISTERS[config.tiles]
+        launched = 64 * 1024 // threads // 8 * 8
+        assert 128 * (config.tiles * of_softmax + sum(others)) <= launched * threads
+        assert all(number % 8 == 0 and 24 <= number <= launched for number in others) and launched <= of_softmax <= 256
+        assert config.tiles * (grid_for(*sizes).block + sizes[1]) <= 512

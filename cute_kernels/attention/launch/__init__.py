@@ -1,5 +1,5 @@
 """Launches of attention: a Spec of the call's tensors, what launches it, and the operator of the same name."""
 
-from cute_kernels.attention.launch.forward import attention_forward
+from cute_kernels.attention.launch.forward import attention_forward, attention_into
 
-__all__ = ["attention_forward"]
+__all__ = ["attention_forward", "attention_into"]

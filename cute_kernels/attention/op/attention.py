@@ -14,9 +14,9 @@ from cute_kernels.attention.checks import (
     check_attention,
     check_layout,
     check_out,
-    check_supported,
+    check_sizes,
 )
-from cute_kernels.attention.launch import attention_forward
+from cute_kernels.attention.launch import attention_forward, attention_into
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -43,52 +43,58 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` of each head, the bits of a row independent of all but its own keys and values.
 
-    The kernels compute forwards of dense batches so far. An argument, or a gradient, that they have no code for raises
-    NotImplementedError; each says so below.
+    The kernels have no backward yet: a wanted gradient raises NotImplementedError.
 
     Args:
-        q: (B, Lq, H, D) bf16 or fp16; D 64 or 128 (other sizes: not yet). Any strides that are multiples of 16 bytes,
-            the last dimension contiguous, the first element on 16 bytes.
-        k: (B, Lk, Hkv, D) like q; Hkv divides H, and H / Hkv query heads in a row share a head of keys and values.
-        v: (B, Lk, Hkv, D) like k.
+        q: (B, Lq, H, D) bf16 or fp16, with ``cu_seqlens_q`` (all queries, H, D); D a multiple of 8 up to 256 (64, 96,
+            128, 192 and 256 are computed as they are, others as the next larger). Any strides that are multiples of 16
+            bytes, the last dimension contiguous, the first element on 16 bytes.
+        k: (B, Lk, Hkv, D) like q, with ``cu_seqlens_k`` (all keys, Hkv, D); Hkv divides H, and H / Hkv query heads in a
+            row share a head of keys and values.
+        v: (B, Lk, Hkv, Dv) like k; Dv a multiple of 8 up to 256.
         causal: a query sees no key behind its place. The last query has the place of the last key: query i sees keys
             j <= i + Lk - Lq.
-        window: (left, right): a query at place p sees keys from p - left to p + right; None or -1: no bound. Not yet
-            in the kernels.
-        softcap: scores become softcap * tanh(score / softcap); 0: they stay. Not yet in the kernels.
-        sinks: (H,) one more logit of each head, without a value. Not yet in the kernels.
+        window: (left, right): a query at place p sees keys from p - left to p + right; None or -1: no bound.
+        softcap: scores become softcap * tanh(score / softcap), in the hardware's tanh (a relative error of 2^-11); 0:
+            they stay.
+        sinks: (H,) one more logit of each head, without a value; of any float dtype.
         scale: what scores are multiplied with, positive; D ** -0.5 if None.
-        cu_seqlens_q: where packed sequences of queries begin; not yet.
-        cu_seqlens_k: where packed sequences of keys begin; not yet.
-        max_seqlen_q: the longest packed sequence of queries; not yet.
-        max_seqlen_k: the longest packed sequence of keys; not yet.
-        seqused_k: how many keys of each sequence there are; not yet.
+        cu_seqlens_q: (B + 1,) int32 on q's device: packed sequence i has queries cu_seqlens_q[i] to
+            cu_seqlens_q[i + 1] - 1. Values are not checked. Rows behind the last one: 0, lse -inf.
+        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        max_seqlen_q: of at least the longest packed sequence of queries; needed with cu_seqlens_q.
+        max_seqlen_k: of at least the longest packed sequence of keys; needed with cu_seqlens_k.
+        seqused_k: (B,) int32: how many of a sequence's keys there are. What lies behind them, NaN or not, changes
+            nothing.
         return_lse: also return the logarithm of each row's sum of exponentials.
-        out: what to write to; not yet.
+        out: (like q, with v's head size) what to write to. It must not overlap k or v.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which also
-            computes windows, softcaps, sinks, every head size and gradients.
+            computes gradients.
 
     Returns:
-        (B, Lq, H, D) of q's dtype, contiguous; with ``return_lse`` also lse (B, H, Lq) fp32, in natural logarithms. A
-        query that sees no key has 0 and -inf.
+        ``out``, or (B, Lq, H, Dv) or (all queries, H, Dv) of q's dtype, contiguous; with ``return_lse`` also lse
+        (B, H, Lq) or (H, all queries) fp32, in natural logarithms. A query that sees no key has 0 and -inf, or the
+        sink's logit.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        NotImplementedError: no kernel has this yet, or a gradient is wanted of one.
+        NotImplementedError: a gradient of a kernel is wanted.
         UnsupportedDeviceError: a GPU without kernels: neither a Hopper.
 
     Numerics:
         The contract ``kv_grid``. Keys have places 0, 1, 2, ... in their sequence. Blocks of 128 keys, at multiples of
         128, are the steps of an online softmax: both products in the tensor core's steps of 16, ascending, in fp32; a
         row is rescaled where its maximum grows by more than 2^8. Splits of 2048 keys, at multiples of 2048, start from
-        nothing and are merged in ascending order, in fp32. The weights are rounded to q's dtype before they meet v. So
-        a row of the result, and its lse, has the same bits whatever the batch, its place in it, the other rows, the
-        number of queries beside it, causal keys behind it, and the GPU's number of SMs. NaN or infinity in a row of v
-        may reach rows of the same sequence and head that do not see it; other sequences and heads never.
+        nothing and are merged in ascending order, in fp32. (D beyond 128: splits of 4096 keys; of these with Dv beyond
+        128: blocks of 64.) The weights are rounded to q's dtype before they meet v. So a row of the result, and its
+        lse, has the same bits whatever the batch, its place in it, the other rows, the number of queries beside it,
+        causal keys behind it, packed or not, and the GPU's number of SMs. NaN or infinity in a row of v may reach rows
+        of the same sequence and head that do not see it; other sequences and heads never.
         Under autocast q, k and v are cast to its dtype, as by torch's own attention.
 
     Source:
-        Dao et al., FlashAttention, arXiv 2205.14135; Shah et al., FlashAttention-3, arXiv 2407.08608.
+        Dao et al., FlashAttention, arXiv 2205.14135; Shah et al., FlashAttention-3, arXiv 2407.08608. Sinks: Xiao et
+        al., arXiv 2309.17453.
 
     Example:
         >>> import torch
@@ -133,15 +139,29 @@ def attention(
     check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES, lengths)
     if out is not None:
         check_out(out, q, v)
-    check_supported(q, v, window, softcap, sinks, lengths, out)
-    if is_eager(q, k, v):
-        check_layout(q, k, v)
-    if differentiates(q, k, v):
+    check_sizes(q, k, lengths)
+    eager = is_eager(q, k, v, sinks, *lengths, out)
+    if eager:
+        check_layout(q, k, v, out)
+    if differentiates(q, k, v, sinks):
+        if out is not None:
+            raise ValueError("attention: out must be None where a gradient is wanted, got a tensor")
         raise NotImplementedError(
             "attention: has no backward yet. Call it under torch.no_grad(), or pass backend='reference' to run plain "
             "torch"
         )
-    results = attention_forward(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sinks is not None:
+        sinks = sinks.float()
+    left, right = (-1 if distance is None else distance for distance in window or (-1, -1))
+    options = causal, scale, left, right, softcap, sinks, *lengths
+    if out is None:
+        results = attention_forward(q, k, v, *options)
+    elif eager:
+        results = out, attention_into(out, q, k, v, *options)
+    else:
+        found, lse = attention_forward(q, k, v, *options)
+        results = out.copy_(found), lse
     return results if return_lse else results[0]
 
 
