@@ -102,6 +102,31 @@ assert builder.obtain(*arguments).origin == "compiled"
     assert "cp.async.bulk.tensor.4d.shared::cta.global" in kernel
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in kernel
     assert ".local" not in kernel and not re.search(r"\b(atom|red)\.", kernel)
+    assert used_too_early(kernel) == []
+
+
+def used_too_early(kernel: str) -> list[str]:
+    """Instructions with a register that tcgen05.ld has still to write: before a tcgen05.wait::ld. A mov has no date."""
+    pending, found = set(), []
+    for line in kernel.splitlines():
+        registers = re.findall(r"%rd?\d+", line)
+        if match := re.search(r"tcgen05\.ld\.\S+\s+\{(.*)\}", line):
+            pending |= set(re.findall(r"%r\d+", match[1]))
+        elif "tcgen05.wait::ld" in line:
+            pending.clear()
+        elif pending & set(registers):
+            if match := re.match(r"\s*mov\.b64\s+(%rd\d+), \{", line):
+                pending.add(match[1])
+            else:
+                found.append(line.strip())
+    return found
+
+
+def test_a_use_before_its_wait_is_found():
+    load, wait = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r3];", "tcgen05.wait::ld.sync.aligned;"
+    move, use = "mov.b64 %rd1, {%r1, %r2};", "mul.rn.f32x2 %rd2, %rd1, %rd1;"
+    assert used_too_early("\n".join([load, move, wait, use])) == []
+    assert used_too_early("\n".join([load, move, use, wait])) == [use]
 
 
 def test_registers_and_columns_of_sm100():
