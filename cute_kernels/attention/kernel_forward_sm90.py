@@ -279,8 +279,9 @@ class ForwardSm90:
         )
         if const_expr(self.in_workspace):
             bidx, _, _ = cute.arch.block_idx()
-            merged = workspace.iterator + Int64(bidx) * (numbers * self.warpgroups)
-            self.A = cute.make_tensor(merged.align(16), layout)
+            address = (workspace.iterator + Int64(bidx) * (numbers * self.warpgroups)).toint()
+            merged = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+            self.A = cute.make_tensor(merged, layout)
             memory, of_warpgroup = self.sQ.iterator, WARPGROUP_ROWS * self.head_size
         else:
             memory = smem.allocate(4 * numbers * self.warpgroups, byte_alignment=1024)
@@ -300,11 +301,11 @@ class ForwardSm90:
         self.len_q, self.heads, self.len_k = mQ.shape[0], mQ.shape[2], mK.shape[0]
         self.group = self.heads // mK.shape[2]
         self.m_tiles = cute.ceil_div(self.len_q, self.tile_rows)
-        self.all_heads = num_tiles // self.m_tiles
+        self.all_heads = self.heads * mQ.shape[3]
         self.longest_first = self.causal and not self.spec.packed_q
         rounds, rest = num_tiles // grid, num_tiles % grid
         self.turns = rounds + Int32(select_(self.place(rounds) < rest, Int32(1), Int32(0)))
-        if const_expr(self.longest_first):
+        if const_expr(self.longest_first and not self.in_workspace):
             units = cute.ceil_div(self.m_tiles, 2) * self.all_heads
             of_pairs = 2 * (units // grid + Int32(select_(bidx < units % grid, Int32(1), Int32(0))))
             self.turns = Int32(select_(paired != 0, of_pairs, self.turns))
@@ -348,7 +349,11 @@ class ForwardSm90:
     def causal_tile(self, turn: Int32):
         """(Sequence, head, tile; -1: none)"""
         head, m = Int32(0), Int32(0)
-        if self.paired != 0:
+        if const_expr(self.in_workspace):  # there are no registers for a choice
+            paired = False
+        else:
+            paired = self.paired != 0
+        if paired:
             pairs = cute.ceil_div(self.m_tiles, 2)
             index = turn // 2 * self.grid + self.bidx
             head, m = index // pairs, index % pairs
@@ -536,6 +541,8 @@ class ForwardSm90:
                 self.add_values(tensors, slot)
                 warpgroup.wait_group(0)
                 self.release(self.v_empty + slot)
+                if const_expr(self.in_workspace):  # registers are few: found again, not kept
+                    tile = self.tile_at(opaque(turn))
                 self.finish(tensors, state, tile, blocks, tma_o, mO, lse, sinks)
                 count += blocks.end - blocks.first
                 tiles += 1
@@ -545,9 +552,8 @@ class ForwardSm90:
     @cute.jit
     def walk(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
         """All but the last product with values: blocks ascending, split by split."""
-        my_row = first_row + row_of_thread(self.thread)
         first, last = blocks.first, blocks.end
-        self.first_block(tensors, state, tile, my_row, blocks, start)
+        self.first_block(tensors, state, tile, first_row, blocks, start)
         first_split, end_split = first // self.split_blocks, cute.ceil_div(last, self.split_blocks)
         for split in cutlass.range(first_split, end_split, unroll=1):
             begin = cutlass.max(split * self.split_blocks, first) + 1
@@ -555,18 +561,18 @@ class ForwardSm90:
             if const_expr(self.window):
                 seen_first = cutlass.min(cutlass.max(blocks.seen_first, begin), end)
                 for n in cutlass.range(begin, seen_first, unroll=1):
-                    self.next_block(tensors, state, tile, my_row, n, start, True)
+                    self.next_block(tensors, state, tile, first_row, n, start, True)
                 begin = seen_first
             seen_end = cutlass.min(cutlass.max(blocks.seen_end, begin), end)
             for n in cutlass.range(begin, seen_end, unroll=1):
-                self.next_block(tensors, state, tile, my_row, n, start, False)
+                self.next_block(tensors, state, tile, first_row, n, start, False)
             for n in cutlass.range(seen_end, end, unroll=1):
-                self.next_block(tensors, state, tile, my_row, n, start, True)
+                self.next_block(tensors, state, tile, first_row, n, start, True)
             if end < last:
-                self.border_block(tensors, state, tile, my_row, end, start, split == first_split)
+                self.border_block(tensors, state, tile, first_row, end, start, split == first_split)
 
     @cute.jit
-    def first_block(self, tensors: tuple, state: tuple, tile: tuple, my_row: Int32, blocks: tuple, start: Int32):
+    def first_block(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
         """Scores and p of a tile's first block."""
         output, weights = tensors
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)  # of a block alone: nothing is carried to the next
@@ -579,7 +585,7 @@ class ForwardSm90:
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
         if (blocks.first < blocks.seen_first) | (blocks.first >= blocks.seen_end):
-            self.hide_keys(scores, tile, my_row, blocks.first)
+            self.hide_keys(scores, tile, first_row, blocks.first)
         reset(state[0], state[1])
         softmax_step(scores, state[0], state[1], state[2], self.score_scale)
         self.round_weights(scores, weights)
@@ -591,7 +597,7 @@ class ForwardSm90:
         tensors: tuple,
         state: tuple,
         tile: tuple,
-        my_row: Int32,
+        first_row: Int32,
         n: Int32,
         start: Int32,
         masked: cutlass.Constexpr[bool],
@@ -604,7 +610,7 @@ class ForwardSm90:
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
         if const_expr(masked):
-            self.hide_keys(scores, tile, my_row, n)
+            self.hide_keys(scores, tile, first_row, n)
         # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it
         if cute.arch.vote_any_sync(softmax_step(scores, maximum, total, rescale, self.score_scale)):
             warpgroup.wait_group(0)
@@ -616,7 +622,7 @@ class ForwardSm90:
 
     @cute.jit
     def border_block(
-        self, tensors: tuple, state: tuple, tile: tuple, my_row: Int32, n: Int32, start: Int32, is_first: Boolean
+        self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, n: Int32, start: Int32, is_first: Boolean
     ):
         """``next_block`` where block n - 1 ends a split, of this tile the first one or not."""
         output, weights = tensors
@@ -628,7 +634,7 @@ class ForwardSm90:
         self.end_split(output, maximum, total, is_first)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
-        self.hide_keys(scores, tile, my_row, n)
+        self.hide_keys(scores, tile, first_row, n)
         softmax_step(scores, maximum, total, rescale, self.score_scale)
         self.round_weights(scores, weights)
 
@@ -667,9 +673,11 @@ class ForwardSm90:
         flat = cute.make_tensor(weights.iterator, cute.make_layout(cute.size(scores)))
         flat.store(cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores))).load().to(self.dtype))
 
-    def hide_keys(self, scores: cute.Tensor, tile: Tile, my_row: Int32, n: Int32):
+    def hide_keys(self, scores: cute.Tensor, tile: Tile, first_row: Int32, n: Int32):
         """Scores of keys that a row does not see."""
-        origin = n * self.block + first_column(self.lane)
+        thread = opaque(self.thread)
+        origin = n * self.block + first_column(thread)
+        my_row = first_row + row_of_thread(thread)
         firsts, lasts = [], []
         for r in range(ROWS):
             place, last = my_row + 8 * r + tile.len_k - tile.len_q, tile.len_k - 1
@@ -693,10 +701,13 @@ class ForwardSm90:
                     vector[e] = output[i * VECTOR + e]
                 cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
         else:
-            merged_maximum, merged_total = self.kept_rows(thread)
+            merged_maximum, merged_total = per_row(), per_row()
+            self.load_rows(merged_maximum, merged_total, thread)
             a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
             self.keep_rows(merged_maximum, merged_total, thread)
             for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                if const_expr(self.in_workspace and i % 4 == 0):  # no registers for more loads in flight
+                    self.meet()
                 cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
                 for e in cutlass.range_constexpr(VECTOR):
                     r = row_of(e)
@@ -717,12 +728,11 @@ class ForwardSm90:
             cute.autovec_copy(pair, self.kept_row(thread, r))
 
     @cute.jit
-    def kept_rows(self, thread: Int32):
-        maximum, total, pair = per_row(), per_row(), cute.make_rmem_tensor((2,), Float32)
+    def load_rows(self, maximum: cute.Tensor, total: cute.Tensor, thread: Int32):
+        pair = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             cute.autovec_copy(self.kept_row(thread, r), pair)
             maximum[r], total[r] = pair[0], pair[1]
-        return maximum, total
 
     @cute.jit
     def finish(
@@ -741,19 +751,7 @@ class ForwardSm90:
         maximum, total, _ = state
         thread = opaque(self.thread)
         my_row = tile.m * self.tile_rows + self.wg * WARPGROUP_ROWS + row_of_thread(thread)
-        for r in cutlass.range_constexpr(ROWS):
-            total[r] = quad_sum(total[r])
-        if (blocks.end - 1) // self.split_blocks > blocks.first // self.split_blocks:
-            merged_maximum, merged_total = self.kept_rows(thread)
-            a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
-            vector = cute.make_rmem_tensor((VECTOR,), Float32)
-            for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
-                cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
-                for e in cutlass.range_constexpr(VECTOR):
-                    r = row_of(e)
-                    output[i * VECTOR + e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
-            for r in cutlass.range_constexpr(ROWS):
-                maximum[r], total[r] = merged_maximum[r], merged_total[r]
+        self.merge_last(output, maximum, total, thread, blocks)
 
         sink = sinks[tile.head] if const_expr(self.spec.sinks) else None
         line = lse.iterator + self.first_of_lse(lse, tile)
@@ -785,6 +783,39 @@ class ForwardSm90:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(self.in_workspace):
             self.release(self.q_empty)
+
+    @cute.jit
+    def merge_last(self, output: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, thread: Int32, blocks: tuple):
+        """(M, L, A) of all splits into (maximum, total, output)."""
+        merged_maximum, merged_total = per_row(), per_row()
+        vector = cute.make_rmem_tensor((VECTOR,), Float32)
+        crosses = (blocks.end - 1) // self.split_blocks > blocks.first // self.split_blocks
+        if const_expr(self.in_workspace):
+            if crosses:  # by way of A: with both in registers there would be too few
+                self.end_split(output, maximum, total, False)
+                self.load_rows(merged_maximum, merged_total, thread)
+                for r in cutlass.range_constexpr(ROWS):
+                    maximum[r], total[r] = merged_maximum[r], merged_total[r]
+                for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                    cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        output[i * VECTOR + e] = vector[e]
+            else:
+                for r in cutlass.range_constexpr(ROWS):
+                    total[r] = quad_sum(total[r])
+        else:
+            for r in cutlass.range_constexpr(ROWS):
+                total[r] = quad_sum(total[r])
+            if crosses:
+                self.load_rows(merged_maximum, merged_total, thread)
+                a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
+                for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                    cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        r = row_of(e)
+                        output[i * VECTOR + e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
+                for r in cutlass.range_constexpr(ROWS):
+                    maximum[r], total[r] = merged_maximum[r], merged_total[r]
 
     def output_of(self, mO: cute.Tensor, tile: Tile) -> cute.Tensor:
         """A sequence's rows of out; behind its end nothing is written."""
