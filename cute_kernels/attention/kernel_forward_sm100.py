@@ -1,24 +1,25 @@
-"""Attention forward for SM100: persistent, warp-specialised, TMA in and out, tcgen05 MMA, dense batches.
+"""Attention forward for SM100: persistent, warp-specialised, TMA in and out, tcgen05 MMA.
 
-A CTA walks over pairs of tiles of 128 queries of one head, the longest first. Blocks of keys and values are loaded once
-for both. One warp loads, one issues all products, a warpgroup a tile has its softmax, a thread a row, and one
-warpgroup has the outputs of both: it rescales, merges and writes them.
+A CTA walks over tiles of queries of one head, two of 128 rows at a time (one at 256 channels), which share each block
+of keys and values. One warp loads. One warp issues all products. Each tile has a warpgroup for its softmax, a thread a
+row. One more warpgroup has the outputs of all tiles: it rescales, merges and writes them.
 
     gmem q, k --TMA--> sQ (q_full / q_empty), sK (k_full / k_empty) --tcgen05.mma--> S in tensor memory (s_full)
     S --softmax--> p in S's place (p_full), and what becomes of O in sRows (row_full / row_empty)
     p, gmem v --TMA--> sV (v_full / v_empty) --tcgen05.mma--> O in tensor memory (o_full / o_empty)
     O --> O rescaled, or at the end of a split --> A in gmem;   O, A --> sO --TMA--> gmem out
 
-The contract is ``kv_grid`` with SM100's own order of sums: kernel_row_sm100.py has the arithmetic of a row, a
-tcgen05.mma adds 16 products as the hardware does. So the promises are those of SM90, the bits are not.
+The contract is ``kv_grid`` with orders of sums of its own: the row sum's is in kernel_row_sm100.py, and a tcgen05.mma
+adds its 16 products as the hardware does. So a row has the same promises as on SM90, and other bits.
 
-Two tiles of S and of O at 128 channels are all of tensor memory. A is in a workspace, which stays in L2: a thread's
-part is its own, so it needs no barrier, and a row of one split never gets there.
+S and O of two tiles of 128 channels are all of tensor memory. A is in a workspace of the CTA, which is small enough for
+L2. A thread's part of A is its own, so A needs no barrier. A row of one split never gets there.
 
-S has no barrier that says it is empty: the products of one thread are computed in the order in which it issues them, so
-that the next scores come when the product with p, in their place, is done.
+S has no barrier that says it is empty: the tensor core computes products of one thread in the order in which they are
+issued, so the next scores come after the product with p, in whose place they are written. PTX promises this order for
+products of one shape and accumulator; that it holds for these two is what CUTLASS's own kernels rely on, too.
 
-Compiled and inspected only: no SM100 has run it yet.
+Compiled and inspected only: no SM100 has run it yet. tests/attention/test_roles_sm100.py runs its barriers in Python.
 """
 
 import cutlass
@@ -41,8 +42,15 @@ from cute_kernels.attention.kernel_forward_sm90 import (
     ragged,
     transposed,
 )
-from cute_kernels.attention.kernel_row import cap, finish_element, finish_row, merge_element, rescale_element
-from cute_kernels.attention.kernel_row_sm100 import CHAINS, hide, merge_row, move_maximum, reset, row_sum, weigh
+from cute_kernels.attention.kernel_row import (
+    cap,
+    finish_element,
+    finish_row,
+    merge_element,
+    merge_row,
+    rescale_element,
+)
+from cute_kernels.attention.kernel_row_sm100 import CHAINS, follow, hide, reset, row_sum, weigh
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.gemm_sm100 import tensor_memory_fence
 from jit_cache import Program, compiled
@@ -144,7 +152,7 @@ class ForwardSm100(ForwardSm90):
         )
 
     def layouts(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma) -> tuple:
-        """Swizzled shared memory of both tiles' q, the rings of k and v, as the MMA reads them, and a tile's out."""
+        """Swizzled shared memory of the tiles' q, the rings of k and v, as the MMA reads them, and a tile's out."""
         kinds, dv = tcgen05.SmemLayoutAtomKind, self.head_size_v
         along = tcgen05.make_smem_layout_atom(kinds.K_SW64 if dv % 64 else kinds.K_SW128, self.dtype)
         return (
@@ -471,7 +479,7 @@ class ForwardSm100(ForwardSm90):
             cap(scores, self.before_tanh)
         if const_expr(masked):
             self.hide_row(scores, tile, first_row + self.thread, n)
-        factor = move_maximum(scores, maximum, total, self.score_scale)
+        factor = follow(scores, maximum, total, self.score_scale)
         if not begins:
             self.tell(t, factor, Float32(0.0), count - 1)
         for p in cutlass.range_constexpr(self.block // (2 * PART)):
@@ -589,7 +597,7 @@ class ForwardSm100(ForwardSm90):
         a, b = Float32(0.0), Float32(1.0)
         if merges:
             cute.autovec_copy(mine[None, 0], row)
-            a, b = merge_row(row, maximum, total, self.score_scale)
+            row[0], row[1], a, b = merge_row(row[0], row[1], maximum, total, self.score_scale)
         else:  # merged into nothing it is what it was
             row[0], row[1] = maximum, total
         return a, b

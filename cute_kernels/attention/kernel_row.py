@@ -111,6 +111,19 @@ def row_maximum(scores: cute.Tensor, row: int) -> Float32:
     return found
 
 
+def move_maximum(old: Float32, new: Float32, score_scale: Float32) -> tuple:
+    """A row's m from ``old`` and a block's maximum: (m, what its sums are multiplied with, whether m moves)."""
+    empty = old == -infinity()
+    moves = empty | (multiply(add(new, -old), score_scale) > Float32(THRESHOLD))
+    factor = choose(empty, Float32(0.0), exp2(multiply(add(old, -new), score_scale)))
+    return choose(moves, new, old), choose(moves, factor, Float32(1.0)), moves
+
+
+def shift_of(maximum: Float32, score_scale: Float32) -> Float32:
+    """What is added to a score times its scale before its exponential: -m, or 0 while a row has seen nothing."""
+    return -multiply(choose(maximum == -infinity(), Float32(0.0), maximum), score_scale)
+
+
 @cute.jit
 def softmax_step(
     scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, rescale: cute.Tensor, score_scale: Float32
@@ -122,15 +135,9 @@ def softmax_step(
     """
     moved, shift = [], []
     for row in cutlass.range_constexpr(ROWS):
-        old, new = maximum[row], row_maximum(scores, row)
-        empty = old == -infinity()
-        moves = empty | (multiply(add(new, -old), score_scale) > Float32(THRESHOLD))
-        factor = choose(empty, Float32(0.0), exp2(multiply(add(old, -new), score_scale)))
-        rescale[row] = choose(moves, factor, Float32(1.0))
+        maximum[row], rescale[row], moves = move_maximum(maximum[row], row_maximum(scores, row), score_scale)
         total[row] = multiply(total[row], rescale[row])
-        maximum[row] = choose(moves, new, old)
-        zeroed = choose(maximum[row] == -infinity(), Float32(0.0), maximum[row])
-        shift.append(-multiply(zeroed, score_scale))
+        shift.append(shift_of(maximum[row], score_scale))
         moved.append(moves)
     for i in cutlass.range_constexpr(cute.size(scores)):  # columns ascending
         row = row_of(i)
@@ -150,6 +157,17 @@ def quad_sum(total: Float32) -> Float32:
     return total
 
 
+def merge_row(
+    merged_maximum: Float32, merged_total: Float32, maximum: Float32, total: Float32, score_scale: Float32
+) -> tuple:
+    """A split's (m, l), l of the whole row, into (M, L). Returns those, and what A and what O are multiplied with."""
+    after = cute.arch.fmax(merged_maximum, maximum)
+    empty = after == -infinity()
+    a = choose(empty, Float32(1.0), exp2(multiply(add(merged_maximum, -after), score_scale)))
+    b = choose(empty, Float32(0.0), exp2(multiply(add(maximum, -after), score_scale)))
+    return after, multiply_add(merged_total, a, multiply(total, b)), a, b
+
+
 @cute.jit
 def merge_rows(
     merged_maximum: cute.Tensor,
@@ -161,13 +179,8 @@ def merge_rows(
     """A split's (m, l), l of the whole row, into (M, L). Returns what A and what O are multiplied with, by row."""
     of_merged, of_split = [], []
     for row in cutlass.range_constexpr(ROWS):
-        before, split = merged_maximum[row], maximum[row]
-        after = cute.arch.fmax(before, split)
-        empty = after == -infinity()
-        a = choose(empty, Float32(1.0), exp2(multiply(add(before, -after), score_scale)))
-        b = choose(empty, Float32(0.0), exp2(multiply(add(split, -after), score_scale)))
-        merged_total[row] = multiply_add(merged_total[row], a, multiply(total[row], b))
-        merged_maximum[row] = after
+        found = merge_row(merged_maximum[row], merged_total[row], maximum[row], total[row], score_scale)
+        merged_maximum[row], merged_total[row], a, b = found
         of_merged.append(a)
         of_split.append(b)
     return tuple(of_merged), tuple(of_split)
