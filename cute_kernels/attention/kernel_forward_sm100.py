@@ -80,6 +80,7 @@ class ForwardSm100(ForwardSm90):
         self.tiles, self.stages = config.tiles, config.stages
         self.tile_rows = config.tile_rows
         self.warpgroups = 1  # that write
+        self.in_workspace = False  # for the schedule: A, which always is, takes none of its registers
         self.columns = 1 << (self.tiles * (self.block + self.head_size_v) - 1).bit_length()  # a power of two
         # A warp reaches the 32 lanes of tensor memory of its index modulo 4, and no others. The softmax's are the first
         self.correction_warp = 4 * self.tiles
