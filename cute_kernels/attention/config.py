@@ -15,6 +15,7 @@ HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)
 WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
 SM100_ROWS = 128  # rows of queries of a tile on SM100: the lanes of tensor memory
 UNBOUNDED = 2**30 - 2**16  # of a window: farther than any sequence is long
+SHORT = 1024  # keys
 THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
 
 
@@ -116,14 +117,32 @@ class ForwardSm100Config:
         return self.tile_rows * (spec.sizes[1] + 4)
 
 
-def config_for(arch: str, spec: ForwardSpec) -> ForwardConfig | ForwardSm100Config:
-    """The config of the kernel that an architecture has."""
-    return forward_config(spec) if arch == "sm_90a" else FORWARD_SM100_CONFIGS[spec.sizes]
+def configs_for(arch: str, spec: ForwardSpec) -> tuple[ForwardConfig | ForwardSm100Config, ...]:
+    """The configs that calls on an architecture may take."""
+    if arch == "sm_90a":
+        return tuple(dict.fromkeys((forward_config(spec), forward_config(spec, SHORT))))
+    return (FORWARD_SM100_CONFIGS[spec.sizes],)
 
 
-def forward_config(spec: ForwardSpec) -> ForwardConfig:
-    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160."""
-    return FORWARD_CONFIGS[spec.sizes][0]
+def forward_config(spec: ForwardSpec, len_k: int = UNBOUNDED) -> ForwardConfig:
+    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
+
+    Of 64 channels a tile of 128 rows is faster than one of 192 where causal sequences are short (H200, 16k tokens, 1024
+    keys: 288 and 253 TFLOP/s).
+    """
+    configs = FORWARD_CONFIGS[spec.sizes]
+    return configs[1] if spec.head_size == 64 and spec.causal and len_k <= SHORT else configs[0]
+
+
+def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, len_k: int) -> bool:
+    """Whether a CTA takes tiles of a head in pairs, so that few heads at a time are in L2, or the longest of all first.
+
+    H200, 16k tokens, 16 heads of 128, causal: 656 and 633 TFLOP/s at 8192 keys, 553 and 455 at 2048; at 16384, where
+    more CTAs share a head either way, 605 and 622. ``kv_heads``: of all sequences.
+    """
+    if not spec.causal or num_tiles < 4 * num_sms:
+        return False
+    return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
 # Of each pair of head sizes, the first one first

@@ -35,12 +35,12 @@ from cute_kernels.attention.kernel_forward_sm90 import (
     Blocks,
     ForwardSm90,
     Tile,
+    by_columns,
     by_rows,
     entry_of,
     opaque,
     partition,
     ragged,
-    transposed,
 )
 from cute_kernels.attention.kernel_row import (
     cap,
@@ -112,14 +112,11 @@ class ForwardSm100(ForwardSm90):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sQ_layout, sK_layout, sV_layout, sO_layout = self.layouts(qk_mma, pv_mma)
         one_q, one_k, one_v = (cute.slice_(s, (None, None, None, 0)) for s in (sQ_layout, sK_layout, sV_layout))
-        matrix_v, matrix_out, alone = by_rows(v), by_rows(out), (1, 1, 1, 1)
-        if const_expr(self.spec.packed_k or self.spec.used_k):
-            matrix_v = ragged(matrix_v)
-        if const_expr(self.spec.packed_q):
-            matrix_out = ragged(matrix_out)
+        matrix_out = ragged(by_rows(out)) if const_expr(self.spec.packed_q) else by_rows(out)
+        alone = (1, 1, 1, 1)
         tma_q, mQ = cute.nvgpu.make_tiled_tma_atom_A(load, by_rows(q), one_q, self.qk_tile(), qk_mma, alone)
         tma_k, mK = cute.nvgpu.make_tiled_tma_atom_B(load, by_rows(k), one_k, self.qk_tile(), qk_mma, alone)
-        tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, transposed(matrix_v), one_v, self.pv_tile(), pv_mma, alone)
+        tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, by_columns(v), one_v, self.pv_tile(), pv_mma, alone)
         tma_o, mO = cpasync.make_tiled_tma_atom(store, matrix_out, sO_layout, (ROWS, self.head_size_v))
         self.kernel(
             qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, sinks, cu_seqlens_q, cu_seqlens_k,
@@ -317,7 +314,7 @@ class ForwardSm100(ForwardSm90):
                 pair = tile.head // self.group
                 q = cute.domain_offset((tile.first_q, 0), mQ[None, None, tile.head, tile.batch_q])
                 k = cute.domain_offset((tile.first_k, 0), mK[None, None, pair, tile.batch_k])
-                v = self.values_of(mV, tile, pair)
+                v = cute.domain_offset((0, tile.first_k), mV[None, None, pair, tile.batch_k])
                 tQsQ, tQgQ = boxes(tma_q, self.sQ, qk_slice.partition_A(cute.local_tile(q, (ROWS, d), (None, None))))
                 tKsK, tKgK = boxes(
                     tma_k, self.sK, qk_slice.partition_B(cute.local_tile(k, (self.block, d), (None, None)))
@@ -363,22 +360,24 @@ class ForwardSm100(ForwardSm90):
             (self.pv_next, True),
         ):
             atom.set(tcgen05.Field.ACCUMULATE, accumulates)
-        # Of the last block whose values are still to be added: whether onto O
-        accumulates = Int32(0)
+        # Of the block whose values are still to be added: whether onto O; its keys
+        accumulates, keys = Int32(0), Int32(0)
         count, tiles = Int32(0), Int32(0)
         for turn in cutlass.range(self.turns):
-            blocks = Blocks(*self.blocks_of(self.tile_at(turn), Int32(0)))
+            tile = self.tile_at(turn)
+            blocks = Blocks(*self.blocks_of(tile, Int32(0)))
             for n in cutlass.range(blocks.first, blocks.end, unroll=1):
                 for t in cutlass.range(self.tiles, unroll=1):
                     if count > 0:
-                        self.add_values(t, accumulates != 0, count - 1)
+                        self.add_values(t, accumulates != 0, keys, count - 1)
                     self.score(t, n == blocks.end - 1, count, tiles)
                 accumulates = Int32(select_((n > blocks.first) & (n % self.split_blocks != 0), Int32(1), Int32(0)))
+                keys = tile.len_k - n * self.block
                 count += 1
             tiles += Int32(select_(blocks.end > 0, Int32(1), Int32(0)))
         if count > 0:
             for t in cutlass.range(self.tiles, unroll=1):
-                self.add_values(t, accumulates != 0, count - 1)
+                self.add_values(t, accumulates != 0, keys, count - 1)
 
     @cute.jit
     def score(self, t: Int32, last: Boolean, count: Int32, tiles: Int32):
@@ -399,10 +398,13 @@ class ForwardSm100(ForwardSm90):
                 tcgen05.commit(self.q_empty + t)
 
     @cute.jit
-    def add_values(self, t: Int32, accumulates: Boolean, count: Int32):
-        """O += p v of a block, ``serial_k16``, onto O or, at a split's beginning, from zero."""
+    def add_values(self, t: Int32, accumulates: Boolean, keys: Int32, count: Int32):
+        """O += p v of a block, ``serial_k16``, onto O or, at a split's beginning, from zero; ``keys``: in the block."""
         slot, phase = self.place_in_ring(count)
         cute.arch.mbarrier_wait(self.v_full + slot, phase)
+        if const_expr(self.spec.packed_k or self.spec.used_k):
+            if (t == 0) & (keys < self.block):
+                self.clear_keys(slot, cutlass.max(keys, 0))
         cute.arch.mbarrier_wait(self.o_empty + t, count % 2 ^ 1)
         cute.arch.mbarrier_wait(self.p_full + t, count % 2)
         tensor_memory_fence("after")
@@ -417,6 +419,19 @@ class ForwardSm100(ForwardSm90):
             tcgen05.commit(self.o_full + t)
             if t == self.tiles - 1:
                 tcgen05.commit(self.v_empty + slot)
+
+    @cute.jit
+    def clear_keys(self, slot: Int32, keys: Int32):
+        """Values behind a sequence's last become 0: p is 0 there, but what is there may be NaN."""
+        chunks = const_expr(self.head_size_v // CHUNK)
+        zeros = cute.make_rmem_tensor((CHUNK,), self.dtype)
+        zeros.fill(0)
+        for i in cutlass.range(keys * chunks + self.lane, self.block * chunks, WARP_SIZE, unroll=1):
+            key = i // chunks
+            values = self.sV[(None, key % 16), 0, key // 16, slot]
+            cute.autovec_copy(zeros, cute.local_tile(values, (CHUNK,), (i % chunks,)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
 
     # ---- the warpgroups of the softmax
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.config import HEAD_SIZES, ForwardSpec, config_for
+from cute_kernels.attention.config import HEAD_SIZES, ForwardSpec, configs_for
 from cute_kernels.runtime.targets import expect_arch
 
 # Masks of all head sizes, dense and packed
@@ -40,4 +40,5 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 
     for dtype in (torch.bfloat16, torch.float16):
         for spec in forward_specs(dtype):
-            yield forward, (arch, spec, config_for(arch, spec))
+            for config in configs_for(arch, spec):
+                yield forward, (arch, spec, config)
