@@ -13,6 +13,7 @@ LOG2E = math.log2(math.e)
 # Head sizes of q and k, and of v, that kernels have; others run as the first one that is as large
 HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
+SM100_ROWS = 128  # rows of queries of a tile on SM100: the lanes of tensor memory
 UNBOUNDED = 2**30 - 2**16  # of a window: farther than any sequence is long
 SHORT = 1024  # keys
 THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
@@ -95,6 +96,38 @@ class ForwardConfig:
     def tile_rows(self) -> int:
         return self.warpgroups * WARPGROUP_ROWS
 
+    def workspace_numbers(self, spec: ForwardSpec) -> int:
+        """fp32 numbers of a CTA's merged splits in global memory."""
+        return self.tile_rows * spec.sizes[1] if merges_in_workspace(spec.head_size) else 0
+
+
+@dataclass(frozen=True)
+class ForwardSm100Config:
+    """The same of SM100.
+
+    Attributes:
+        tiles: of 128 rows of queries each, which share blocks of keys.
+        stages: blocks of keys, and of values, in flight.
+    """
+
+    tiles: int
+    stages: int
+
+    @property
+    def tile_rows(self) -> int:
+        return self.tiles * SM100_ROWS
+
+    def workspace_numbers(self, spec: ForwardSpec) -> int:
+        """fp32 numbers of a CTA's merged splits in global memory: 16 bytes and an output of each row."""
+        return self.tile_rows * (spec.sizes[1] + 4)
+
+
+def configs_for(arch: str, spec: ForwardSpec) -> tuple[ForwardConfig | ForwardSm100Config, ...]:
+    """The configs that calls on an architecture may take."""
+    if arch == "sm_90a":
+        return tuple(dict.fromkeys((forward_config(spec), forward_config(spec, SHORT))))
+    return (FORWARD_SM100_CONFIGS[spec.sizes],)
+
 
 def forward_config(spec: ForwardSpec, len_k: int = UNBOUNDED) -> ForwardConfig:
     """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
@@ -125,6 +158,17 @@ FORWARD_CONFIGS = {
     (192, 128): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
     (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
     (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+}
+
+
+# Tensor memory has 512 columns for S and O of all tiles, shared memory 227 KB for their q, the stages, one tile's out
+FORWARD_SM100_CONFIGS = {
+    (64, 64): ForwardSm100Config(2, 4),
+    (96, 96): ForwardSm100Config(2, 3),
+    (128, 128): ForwardSm100Config(2, 2),
+    (192, 128): ForwardSm100Config(2, 1),
+    (192, 192): ForwardSm100Config(2, 1),
+    (256, 256): ForwardSm100Config(1, 1),
 }
 
 

@@ -102,6 +102,8 @@ class Blocks(NamedTuple):
 class ForwardSm90:
     """See the module; arguments as in the builder ``forward_sm90``."""
 
+    rows = WARPGROUP_ROWS  # of queries of a warpgroup
+
     def __init__(self, dtype: type[cutlass.Numeric], spec: ForwardSpec, config: ForwardConfig):
         self.dtype = dtype
         self.spec = spec
@@ -388,7 +390,7 @@ class ForwardSm90:
     def blocks_of(self, tile: tuple, first_row: Int32) -> tuple:
         """Blocks that a tile walks over, none or one at least, which all its rows may not see; see ``Blocks``.
 
-        ``first_row``: of the 64 rows of a warpgroup.
+        ``first_row``: of a warpgroup.
         """
         offset = tile.len_k - tile.len_q  # a row's place is its number and this
         first, end = Int32(0), tile.len_k  # in keys
@@ -403,7 +405,7 @@ class ForwardSm90:
         if const_expr(self.window):
             first = cutlass.max(tile.m * self.tile_rows + offset - self.left, 0) // self.block
             first = cutlass.min(first, end - 1)
-            seen_first = cutlass.max(first_row + WARPGROUP_ROWS - 1 + offset - self.left, 0)
+            seen_first = cutlass.max(first_row + self.rows - 1 + offset - self.left, 0)
             seen_first = cute.ceil_div(seen_first, self.block)
         if tile.m < 0:
             first, end = Int32(0), Int32(0)
@@ -948,6 +950,12 @@ def forward_sm90(arch: str, spec: ForwardSpec, config: ForwardConfig) -> Program
     ``before_tanh``: see ``score_factors``. ``left``, ``right``: see ``window_bounds``. ``num_tiles``: of tiles of all
     heads; of packed sequences at most that many. ``paired``: see ``ForwardSm90.tile_at``.
     """
+    in_workspace = merges_in_workspace(spec.head_size)
+    return Program(ForwardSm90(cutlass_dtype(spec.dtype), spec, config), *entry_of(spec, in_workspace))
+
+
+def entry_of(spec: ForwardSpec, in_workspace: bool) -> tuple:
+    """What a kernel of the forward takes."""
     dtype, (d, dv) = cutlass_dtype(spec.dtype), spec.sizes
     if spec.padded:
         d, dv = (cute.sym_int(divisibility=8) for _ in range(2))
@@ -963,8 +971,7 @@ def forward_sm90(arch: str, spec: ForwardSpec, config: ForwardConfig) -> Program
         return cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if present else None
 
     lse = (heads, len_q) if spec.packed_q else (batch_q, heads, len_q)
-    return Program(
-        ForwardSm90(dtype, spec, config),
+    return (
         operand(batch_q, len_q, heads, d),
         operand(batch_k, len_k, pairs, d),
         operand(batch_k, len_k, pairs, dv),
@@ -974,9 +981,7 @@ def forward_sm90(arch: str, spec: ForwardSpec, config: ForwardConfig) -> Program
         integers(spec.packed_q),
         integers(spec.packed_k),
         integers(spec.used_k),
-        cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16)
-        if merges_in_workspace(spec.head_size)
-        else None,
+        cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16) if in_workspace else None,
         Float32(1.0),
         Float32(1.0),
         Int32(1),

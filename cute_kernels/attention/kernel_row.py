@@ -111,6 +111,19 @@ def row_maximum(scores: cute.Tensor, row: int) -> Float32:
     return found
 
 
+def move_maximum(old: Float32, new: Float32, score_scale: Float32) -> tuple:
+    """A row's m from ``old`` and a block's maximum: (m, what its sums are multiplied with, whether m moves)."""
+    empty = old == -infinity()
+    moves = empty | (multiply(add(new, -old), score_scale) > Float32(THRESHOLD))
+    factor = choose(empty, Float32(0.0), exp2(multiply(add(old, -new), score_scale)))
+    return choose(moves, new, old), choose(moves, factor, Float32(1.0)), moves
+
+
+def shift_of(maximum: Float32, score_scale: Float32) -> Float32:
+    """What is added to a score times its scale before its exponential: -m, or 0 while a row has seen nothing."""
+    return -multiply(choose(maximum == -infinity(), Float32(0.0), maximum), score_scale)
+
+
 @cute.jit
 def softmax_step(
     scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, rescale: cute.Tensor, score_scale: Float32
@@ -122,15 +135,9 @@ def softmax_step(
     """
     moved, shift = [], []
     for row in cutlass.range_constexpr(ROWS):
-        old, new = maximum[row], row_maximum(scores, row)
-        empty = old == -infinity()
-        moves = empty | (multiply(add(new, -old), score_scale) > Float32(THRESHOLD))
-        factor = choose(empty, Float32(0.0), exp2(multiply(add(old, -new), score_scale)))
-        rescale[row] = choose(moves, factor, Float32(1.0))
+        maximum[row], rescale[row], moves = move_maximum(maximum[row], row_maximum(scores, row), score_scale)
         total[row] = multiply(total[row], rescale[row])
-        maximum[row] = choose(moves, new, old)
-        zeroed = choose(maximum[row] == -infinity(), Float32(0.0), maximum[row])
-        shift.append(-multiply(zeroed, score_scale))
+        shift.append(shift_of(maximum[row], score_scale))
         moved.append(moves)
     for i in cutlass.range_constexpr(cute.size(scores)):  # columns ascending
         row = row_of(i)

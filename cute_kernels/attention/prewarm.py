@@ -12,12 +12,11 @@ import torch
 
 from cute_kernels.attention.config import (
     HEAD_SIZES,
-    SHORT,
     AppendSpec,
     DecodeConfig,
     DecodeSpec,
     ForwardSpec,
-    forward_config,
+    configs_for,
 )
 from cute_kernels.runtime.targets import expect_arch
 
@@ -43,18 +42,23 @@ def forward_specs(dtype: torch.dtype) -> Iterator[ForwardSpec]:
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel; none for an architecture that has no kernels yet."""
+    """(builder, arguments) of each kernel."""
     expect_arch(arch)
+    if arch == "sm_90a":
+        from cute_kernels.attention.kernel_forward_sm90 import forward_sm90 as forward
+    else:
+        from cute_kernels.attention.kernel_forward_sm100 import forward_sm100 as forward
+
+    for dtype in (torch.bfloat16, torch.float16):
+        for spec in forward_specs(dtype):
+            for config in configs_for(arch, spec):
+                yield forward, (arch, spec, config)
     if arch != "sm_90a":
         return
     from cute_kernels.attention.kernel_append import append
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
-    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     for dtype in (torch.bfloat16, torch.float16):
-        for spec in forward_specs(dtype):
-            for config in dict.fromkeys((forward_config(spec), forward_config(spec, SHORT))):
-                yield forward_sm90, (arch, spec, config)
         for d, dv in CACHED:
             for packed in (False, True):
                 for rows in (0, 16):

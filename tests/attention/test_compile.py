@@ -1,16 +1,24 @@
-"""The kernels of attention compile for SM90 without a GPU, and what came out."""
+"""The kernels of attention compile for SM90 and SM100 without a GPU, and what came out."""
 
 import re
 
 import pytest
 
 from cute_kernels.attention import prewarm
-from cute_kernels.attention.config import FORWARD_CONFIGS, HEAD_SIZES, ForwardSpec, forward_config
+from cute_kernels.attention.config import (
+    FORWARD_CONFIGS,
+    FORWARD_SM100_CONFIGS,
+    HEAD_SIZES,
+    ForwardSpec,
+    configs_for,
+    grid_for,
+)
+from cute_kernels.attention.kernel_forward_sm100 import REGISTERS
 from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
-JOBS = list(prewarm.specializations("sm_90a"))
+JOBS = [job for arch in ("sm_90a", "sm_100a") for job in prewarm.specializations(arch)]
 # One of each size and of each option; all the others take the same code
 QUICK = [
     ForwardSpec(BF16, 64, False, 64, window=True, sinks=True, packed_q=True, packed_k=True),
@@ -21,7 +29,7 @@ QUICK = [
 @pytest.mark.parametrize(
     "job",
     [pytest.param(job, marks=() if job[1][1] in QUICK else pytest.mark.slow) for job in JOBS],
-    ids=lambda job: repr(job[1][1:]),
+    ids=lambda job: repr(job[1]),
 )
 def test_compiles_without_spills(job):
     builder, arguments = job
@@ -42,12 +50,11 @@ def test_other_configs_compile_without_spills(config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("options", [{"used_k": True}, {"packed_q": True, "used_k": True}, {"padded": True}], ids=str)
-def test_what_is_not_prewarmed_compiles_without_spills(options):
-    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
-
-    spec = ForwardSpec(BF16, 128, True, 128, **options)
-    check_record(forward_sm90.obtain("sm_90a", spec, forward_config(spec)).record)
+def test_what_is_not_prewarmed_compiles_without_spills(options, arch):
+    builder, spec = next(prewarm.specializations(arch))[0], ForwardSpec(BF16, 128, True, 128, **options)
+    check_record(builder.obtain(arch, spec, configs_for(arch, spec)[0]).record)
 
 
 def test_instructions(tmp_path):
@@ -68,3 +75,66 @@ assert builder.obtain(*arguments).origin == "compiled"
     assert len(re.findall(r"wgmma\.mma_async[\w.]+ \{[^}]*\}, \{[^}]*\}", kernel)) == 3 * 8
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in kernel and ".local" not in kernel
     assert not re.search(r"\b(atom|red)\.", kernel)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_instructions_of_sm100(sizes, tmp_path):
+    """The same on SM100; P comes from tensor memory, of which a CTA has a power of two of columns."""
+    program = f"""
+from cute_kernels.attention import prewarm
+builder, arguments = next(j for j in prewarm.specializations("sm_100a") if j[1][1].sizes == {sizes})
+assert builder.obtain(*arguments).origin == "compiled"
+"""
+    compile_in(tmp_path, program)
+    (kernel,) = kernels_in(tmp_path)
+    assert not re.search(r"\b(add|sub|mul|fma|mad)(\.ftz)?\.f32(x2)?\b", kernel) and left_to_ptxas(kernel) == []
+    assert {m for m in re.findall(r"\b(?:ex2|lg2|rcp)\.[\w.]+", kernel)} == {
+        "ex2.approx.ftz.f32",
+        "lg2.approx.ftz.f32",
+        "rcp.approx.ftz.f32",
+    }
+    products = re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f16\S* \[%r\d+\], (\[?)", kernel)
+    assert products.count("") == sizes[0] // 16  # q k^T
+    assert products.count("[") == 2 * (1 + grid_for(*sizes).block // 16)  # p v; its first step onto O or from zero
+    (columns,) = re.findall(r"tcgen05\.alloc\S*\s+\[%r\d+\], (%r\d+)", kernel)
+    assert re.search(rf"mov\.b32\s+{columns}, 512;", kernel)
+    assert len(re.findall(r"tcgen05\.(?:dealloc|relinquish)", kernel)) == 2
+    assert "cp.async.bulk.tensor.4d.shared::cta.global" in kernel
+    assert "cp.async.bulk.tensor.4d.global.shared::cta" in kernel
+    assert ".local" not in kernel and not re.search(r"\b(atom|red)\.", kernel)
+    assert used_too_early(kernel) == []
+
+
+def used_too_early(kernel: str) -> list[str]:
+    """Instructions with a register that tcgen05.ld has still to write: before a tcgen05.wait::ld. A mov has no date."""
+    pending, found = set(), []
+    for line in kernel.splitlines():
+        registers = re.findall(r"%rd?\d+", line)
+        if match := re.search(r"tcgen05\.ld\.\S+\s+\{(.*)\}", line):
+            pending |= set(re.findall(r"%r\d+", match[1]))
+        elif "tcgen05.wait::ld" in line:
+            pending.clear()
+        elif pending & set(registers):
+            if match := re.match(r"\s*mov\.b64\s+(%rd\d+), \{", line):
+                pending.add(match[1])
+            else:
+                found.append(line.strip())
+    return found
+
+
+def test_a_use_before_its_wait_is_found():
+    load, wait = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r3];", "tcgen05.wait::ld.sync.aligned;"
+    move, use = "mov.b64 %rd1, {%r1, %r2};", "mul.rn.f32x2 %rd2, %rd1, %rd1;"
+    assert used_too_early("\n".join([load, move, wait, use])) == []
+    assert used_too_early("\n".join([load, move, use, wait])) == [use]
+
+
+def test_registers_and_columns_of_sm100():
+    """What the warps of a CTA have after setmaxnreg, and what S and O take of tensor memory, is there."""
+    for sizes, config in FORWARD_SM100_CONFIGS.items():
+        threads = 128 * (config.tiles + 2)
+        of_softmax, *others = REGISTERS[config.tiles]
+        launched = 64 * 1024 // threads // 8 * 8
+        assert 128 * (config.tiles * of_softmax + sum(others)) <= launched * threads
+        assert all(number % 8 == 0 and 24 <= number <= launched for number in others) and launched <= of_softmax <= 256
+        assert config.tiles * (grid_for(*sizes).block + sizes[1]) <= 512

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cute_kernels import UnsupportedDeviceError, attention
+from cute_kernels import attention
 from cute_kernels.attention import config, launch, prewarm, reference
 from cute_kernels.attention.launch.forward import regular
-from cute_kernels.runtime import launches
-from cute_kernels.runtime.targets import Target
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, Inputs, exact, make_inputs, make_packed, same_bits
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
@@ -42,30 +40,31 @@ def test_another_batch_and_length_compile_nothing(jobs, generator):
     assert len({repr(job) for job in jobs}) == 1
 
 
-def test_a_model_finds_its_kernels_precompiled(jobs, generator):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_model_finds_its_kernels_precompiled(arch, generator):
     window = (16, 0)
     masks = ({"causal": True}, {}, {"causal": True, "window": window})
-    for dtype in (BF16, FP16):
-        for d, dv in config.HEAD_SIZES:
-            dense = make_inputs(Case(1, 3, 3, 2, 1, d, True, dtype, dv), generator)
-            tensors, lengths = make_packed(Case(1, 3, 3, 2, 1, d, True, dtype, dv), (1, 2), (2, 1), generator)
-            for mask in masks:
-                attention(*dense, **mask)
-                attention(*tensors, **mask, **lengths)
-                if d == 64 and mask:
-                    attention(*dense, **mask, sinks=torch.zeros(2))
-                    attention(*tensors, **mask, **lengths, sinks=torch.zeros(2, dtype=dtype))
-                if d in (128, 256) and mask:
-                    attention(*dense, **mask, softcap=3)
-                    attention(*tensors, **mask, **lengths, softcap=3)
-        long = make_inputs(Case(1, 1, 1025, 1, 1, 64, True, dtype), generator)
-        attention(*long, causal=True)
-        attention(*long, causal=True, sinks=torch.zeros(1))
-        long, lengths = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
-        attention(*long, causal=True, **lengths)
-        attention(*long, causal=True, **lengths, sinks=torch.zeros(1))
-    assert set(jobs) == {job for job in prewarm.specializations("sm_90a") if job[0] is jobs[0][0]}  # others: of caches
-    assert list(prewarm.specializations("sm_100a")) == []
+    with fake_kernels(arch) as jobs:
+        for dtype in (BF16, FP16):
+            for d, dv in config.HEAD_SIZES:
+                dense = make_inputs(Case(1, 3, 3, 2, 1, d, True, dtype, dv), generator)
+                tensors, lengths = make_packed(Case(1, 3, 3, 2, 1, d, True, dtype, dv), (1, 2), (2, 1), generator)
+                for mask in masks:
+                    attention(*dense, **mask)
+                    attention(*tensors, **mask, **lengths)
+                    if d == 64 and mask:
+                        attention(*dense, **mask, sinks=torch.zeros(2))
+                        attention(*tensors, **mask, **lengths, sinks=torch.zeros(2, dtype=dtype))
+                    if d in (128, 256) and mask:
+                        attention(*dense, **mask, softcap=3)
+                        attention(*tensors, **mask, **lengths, softcap=3)
+            long = make_inputs(Case(1, 1, 1025, 1, 1, 64, True, dtype), generator)
+            attention(*long, causal=True)
+            attention(*long, causal=True, sinks=torch.zeros(1))
+            long, lengths = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
+            attention(*long, causal=True, **lengths)
+            attention(*long, causal=True, **lengths, sinks=torch.zeros(1))
+    assert set(jobs) == {job for job in prewarm.specializations(arch) if job[0] is jobs[0][0]}  # others: of caches
 
 
 OPTIONS = [
@@ -178,10 +177,18 @@ def test_under_autocast(generator):
     assert out.dtype is BF16 and same_bits(out, attention(*(t.to(BF16) for t in inputs)))
 
 
-def test_a_gpu_without_kernels(generator, monkeypatch):
-    monkeypatch.setattr(launches, "target_of", lambda index: Target("sm_100a", 148))
-    with pytest.raises(UnsupportedDeviceError, match="attention: has kernels for compute"):
-        attention(*make_inputs(Case(1, 2, 2, 1, 1), generator))
+@pytest.mark.parametrize("sizes", [(64, 64), (72, 40), (256, 256)], ids=str)
+def test_on_sm100(sizes, generator):
+    """Other tiles, and a workspace for all."""
+    d, dv = sizes
+    case = Case(2, 257, 9, 4, 2, d, True, BF16, dv)
+    inputs, (packed, lengths) = make_inputs(case, generator), make_packed(case, (1, 257), (9, 3), generator)
+    calls = ((inputs, {}), (packed, lengths))
+    wanted = [attention(*tensors, causal=True, return_lse=True, **options) for tensors, options in calls]
+    with fake_kernels("sm_100a", num_sms=3):
+        found = [attention(*tensors, causal=True, return_lse=True, **options) for tensors, options in calls]
+    for a, b in zip(sum(found, ()), sum(wanted, ()), strict=True):
+        assert same_bits(a, b)
 
 
 def test_threads_that_make_the_first_call_together(generator):

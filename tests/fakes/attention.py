@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
-from cute_kernels.attention.config import LOG2E, UNBOUNDED, grid_for, merges_in_workspace
+from cute_kernels.attention.config import LOG2E, UNBOUNDED, grid_for
 
 
 def forward_sm90(
@@ -39,8 +39,7 @@ def forward_sm90(
     needed = sum(math.ceil(n / rows) for _, n in tiles) * heads
     assert num_tiles >= needed if spec.packed_q else num_tiles == needed
     assert 1 <= num_ctas <= num_tiles and paired in (0, 1)
-    if merges_in_workspace(spec.head_size):
-        assert workspace.numel() == num_ctas * rows * spec.sizes[1]
+    assert (workspace.numel() if workspace is not None else 0) == num_ctas * config.workspace_numbers(spec)
     assert bool(before_tanh) == spec.softcap
     softcap = score_scale / LOG2E if spec.softcap else 0.0
     scale = before_tanh * softcap if spec.softcap else score_scale / LOG2E
@@ -63,6 +62,9 @@ def forward_sm90(
     )
     (out[0] if spec.packed_q else out).copy_(found[0])
     lse.copy_(found[1])
+
+
+forward_sm100 = forward_sm90
 
 
 def append(static, k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen) -> None:

@@ -15,14 +15,14 @@ from torch.compiler import is_compiling
 
 from cute_kernels.attention import reference
 from cute_kernels.attention.config import (
+    FORWARD_SM100_CONFIGS,
     UNBOUNDED,
-    WARPGROUP_ROWS,
     ForwardConfig,
+    ForwardSm100Config,
     ForwardSpec,
     contract_of,
     forward_config,
     kernel_sizes,
-    merges_in_workspace,
     pairs_tiles,
     score_factors,
     window_bounds,
@@ -30,7 +30,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, observe, observers
 from cute_kernels.runtime.operators import empties, empty, functional_operator
-from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
+from cute_kernels.runtime.targets import Target
 
 
 def outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ class ForwardLaunch(NamedTuple):
 
     function: Callable[..., None]
     spec: ForwardSpec
-    config: ForwardConfig
+    config: ForwardConfig | ForwardSm100Config
     num_sms: int
 
     @property
@@ -249,19 +249,13 @@ class ForwardLaunch(NamedTuple):
         return f"attention_forward (tile rows {self.config.tile_rows}{turns})"
 
     @staticmethod
-    def of(target: Target, spec: ForwardSpec, config: ForwardConfig) -> ForwardLaunch:
-        """Raises:
-        UnsupportedDeviceError: a GPU other than a Hopper.
-        """
-        if target.arch != "sm_90a":
-            raise UnsupportedDeviceError(
-                f"attention: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-                "Pass backend='reference' to run plain torch"
-            )
-        from cute_kernels.attention import kernel_forward_sm90
+    def of(target: Target, spec: ForwardSpec, config: ForwardConfig | ForwardSm100Config) -> ForwardLaunch:
+        if target.arch == "sm_90a":
+            from cute_kernels.attention.kernel_forward_sm90 import forward_sm90 as forward
+        else:
+            from cute_kernels.attention.kernel_forward_sm100 import forward_sm100 as forward
 
-        function = launches.load(kernel_forward_sm90.forward_sm90, target.arch, spec, config)
-        return ForwardLaunch(function, spec, config, target.num_sms)
+        return ForwardLaunch(launches.load(forward, target.arch, spec, config), spec, config, target.num_sms)
 
     def run(
         self,
@@ -298,11 +292,10 @@ class ForwardLaunch(NamedTuple):
             sequences = cu_seqlens_q.shape[0] - 1 if spec.packed_q else batch
             longest = max_seqlen_q if spec.packed_q else len_q
             observe(self, (sequences, heads, longest, k.shape[1], q.shape[3]), q.get_device())
-        workspace = None
-        if merges_in_workspace(spec.head_size):
+        workspace, numbers = None, self.config.workspace_numbers(spec)
+        if numbers:
             num_ctas = min(num_tiles, self.num_sms)
-            size = num_ctas * self.config.warpgroups * WARPGROUP_ROWS * spec.sizes[1]
-            workspace = empty(q, (size,), torch.float32)
+            workspace = empty(q, (num_ctas * numbers,), torch.float32)
         kv_heads = max(batch, k.shape[0]) * k.shape[2]
         paired = not spec.packed_q and pairs_tiles(spec, num_tiles, self.num_sms, kv_heads, k.shape[1])
         score_scale, before_tanh = score_factors(scale, softcap)[::-1]
@@ -338,7 +331,8 @@ def regular(t: Tensor) -> Tensor:
 
 
 def _make_forward(target: Target, key: tuple[ForwardSpec, ForwardConfig]) -> ForwardLaunch:
-    return ForwardLaunch.of(target, *key)
+    spec, config = key
+    return ForwardLaunch.of(target, spec, config if target.arch == "sm_90a" else FORWARD_SM100_CONFIGS[spec.sizes])
 
 
 _forward = LaunchCache(_make_forward)

@@ -80,7 +80,7 @@ def attention(
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         NotImplementedError: a gradient of a kernel is wanted.
-        UnsupportedDeviceError: a GPU without kernels: neither a Hopper.
+        UnsupportedDeviceError: a GPU without kernels: neither a Hopper nor a data-centre Blackwell.
 
     Numerics:
         The contract ``kv_grid``. Keys have places 0, 1, 2, ... in their sequence. Blocks of 128 keys, at multiples of
