@@ -72,3 +72,52 @@ def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int
     """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
     pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)
     return max(pairs, 1) * group
+
+
+class BackwardSpec(NamedTuple):
+    """The backward of heads of ``head_size`` channels; ``grouped``: query heads share heads of keys and values."""
+
+    dtype: torch.dtype
+    head_size: int
+    causal: bool
+    grouped: bool
+
+
+class DeltaSpec(NamedTuple):
+    """What the backward needs of each row of the output."""
+
+    dtype: torch.dtype
+    head_size: int
+    has_lse_grad: bool
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Choices that change no bit.
+
+    Attributes:
+        tile_rows: queries of a step, 64 or 128.
+        stages: tiles of q, and of the output's gradient, in flight.
+        dv_first: p dout is issued before ds is found, which then runs beside it.
+    """
+
+    tile_rows: int
+    stages: int
+    dv_first: bool = True
+
+
+def backward_config(spec: BackwardSpec) -> BackwardConfig:
+    return BACKWARD_CONFIGS[spec.head_size][0]
+
+
+# At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries
+BACKWARD_CONFIGS = {64: (BackwardConfig(128, 2, False), BackwardConfig(64, 2)), 128: (BackwardConfig(64, 2),)}
+PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
+# Bytes of queries, their gradients and the sums of dq that the backward walks over together
+BACKWARD_L2_BYTES = 40 << 20
+
+
+def backward_heads_together(head_size: int, itemsize: int, len_q: int, group: int) -> int:
+    """Query heads, of all sequences, whose rows the backward walks over at the same time; a multiple of a group."""
+    heads = BACKWARD_L2_BYTES // max(len_q * head_size * (2 * itemsize + 4), 1)
+    return max(heads // group, 1) * group
