@@ -99,11 +99,13 @@ class BackwardConfig:
         tile_rows: queries of a step, 64 or 128.
         stages: tiles of q, and of the output's gradient, in flight.
         dv_first: p dout is issued before ds is found, which then runs beside it.
+        scores_ahead: scores of the next tile are issued before this one's dk is waited for.
     """
 
     tile_rows: int
     stages: int
     dv_first: bool = True
+    scores_ahead: bool = False
 
 
 def backward_config(spec: BackwardSpec) -> BackwardConfig:
@@ -111,7 +113,20 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
 
 
 # At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries
-BACKWARD_CONFIGS = {64: (BackwardConfig(128, 2, False), BackwardConfig(64, 2)), 128: (BackwardConfig(64, 2),)}
+BACKWARD_CONFIGS = {
+    64: (
+        BackwardConfig(128, 2, False),
+        BackwardConfig(128, 2, False, True),
+        BackwardConfig(64, 4, True, True),
+        BackwardConfig(64, 2),
+    ),
+    128: (
+        BackwardConfig(64, 2),
+        BackwardConfig(64, 2, True, True),
+        BackwardConfig(64, 2, False, False),
+        BackwardConfig(64, 3, True, True),
+    ),
+}
 PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together
 BACKWARD_L2_BYTES = 40 << 20

@@ -1,4 +1,4 @@
-"""Attention backward for SM90: persistent, warp-specialised, five products a step, sums in a fixed order, dense batches.
+"""Attention backward for SM90: persistent, warp-specialised, five products a step, sums in a fixed order.
 
 A CTA takes a block of 128 keys of one head at a time and walks over the tiles of queries that see it, ascending. One
 warp loads, one thread adds dq; two warpgroups of 64 keys each compute. Scores lie across: rows are keys.
@@ -65,7 +65,8 @@ class BackwardSm90:
         self.causal = causal
         self.grouped = grouped
         self.block = grid_for(head_size).block
-        self.tile_rows, self.stages, self.dv_first = config.tile_rows, config.stages, config.dv_first
+        self.tile_rows, self.stages = config.tile_rows, config.stages
+        self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
 
     @cute.jit
     def __call__(
@@ -448,7 +449,8 @@ class BackwardSm90:
         dk, dv = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         shape = key_mma.partition_shape_A((self.block, self.tile_rows))
         weights, gradients = (key_mma.make_fragment_A(shape) for _ in range(2))
-        tensors = dk, dv, weights, gradients
+        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        tensors = dk, dv, weights, gradients, scores
 
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         self.store_ds, self.store_dkv = (cute.make_tiled_copy_C(store, mma) for mma in (score_mma, key_mma))
@@ -460,9 +462,13 @@ class BackwardSm90:
             dk.fill(0.0)
             dv.fill(0.0)
             cute.arch.mbarrier_wait(self.k_full, turn % 2)
+            if const_expr(self.scores_ahead):
+                self.score(scores, count)
+                warpgroup.wait_group(0)
             # There is one tile at least; did the compiler not know, ptxas would have every product waited for
             for m in cutlass.range(first, cutlass.max(self.m_tiles, first + 1), unroll=1):
                 self.step(tensors, n, m, m < whole, count + m - first, turn)
+            warpgroup.wait_group(0)
             count += self.m_tiles - first
             self.finish(tensors, atoms, matrices, dkv_sums, scale, n, head, batch)
             turn += 1
@@ -473,17 +479,18 @@ class BackwardSm90:
     @cute.jit
     def step(self, tensors: tuple, n: Int32, m: Int32, masked, count: Int32, turn: Int32):
         """A tile of queries: its part of dk and dv, and its partial of dq."""
-        dk, dv, weights, gradients = tensors
+        dk, dv, weights, gradients, scores = tensors
         slot, phase = self.place_in_ring(count)
-        scores, dp = (cute.make_rmem_tensor(self.scores_shape, Float32) for _ in range(2))
-        cute.arch.mbarrier_wait(self.q_full + slot, phase)
-        warpgroup.fence()
-        self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)
+        dp = cute.make_rmem_tensor(self.scores_shape, Float32)
+        if const_expr(not self.scores_ahead):
+            self.score(scores, count)
         cute.arch.mbarrier_wait(self.v_full, turn % 2)
         cute.arch.mbarrier_wait(self.dout_full + slot, phase)
+        warpgroup.fence()
         self.multiply_rows(dp, self.tSrV, self.tSrDout, slot)
 
-        warpgroup.wait_group(1)
+        if const_expr(not self.scores_ahead):
+            warpgroup.wait_group(1)
         if masked:
             self.hide_queries(scores, n, m)
         self.find_weights(scores, slot)
@@ -510,10 +517,30 @@ class BackwardSm90:
         warpgroup.wait_group(2)
         self.release(self.dout_empty + slot)
 
-        warpgroup.wait_group(1)
+        if const_expr(self.scores_ahead):
+            # Of the last tile's successor, which is none, whatever the slot holds: nothing is made of these scores
+            following, phase = self.place_in_ring(count + 1)
+            if m + 1 < self.m_tiles:
+                cute.arch.mbarrier_wait(self.q_full + following, phase)
+            ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
+            warpgroup.fence()
+            self.multiply_rows(ahead, self.tSrK, self.tSrQ, following)
+            warpgroup.wait_group(2)
+        else:
+            warpgroup.wait_group(1)
         self.put_dq(partial, count)
         warpgroup.wait_group(0)
         self.release(self.q_empty + slot)
+        if const_expr(self.scores_ahead):
+            scores.store(ahead.load())
+
+    @cute.jit
+    def score(self, scores: cute.Tensor, count: Int32):
+        """Issue the scores of a tile."""
+        slot, phase = self.place_in_ring(count)
+        cute.arch.mbarrier_wait(self.q_full + slot, phase)
+        warpgroup.fence()
+        self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)
 
     def multiply_rows(self, target: cute.Tensor, of_keys: cute.Tensor, of_queries: cute.Tensor, slot: Int32):
         """Issue keys times queries, over the head size: ``serial_k16`` from zero."""
@@ -606,7 +633,7 @@ class BackwardSm90:
         batch: Int32,
     ):
         """dk and dv of a block: added to those of the heads before, or rounded and on their way."""
-        dk, dv, _, _ = tensors
+        dk, dv, *_ = tensors
         *_, tma_dk, tma_dv = atoms
         *_, mDk, mDv = matrices
         pair, member = head // self.group, head % self.group
@@ -724,8 +751,8 @@ def load_sums(source: cute.Pointer) -> tuple:
 
 @compiled
 def backward_sm90(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Program:
-    """dk and dv (B, Lk, Hkv, D), and the sums of dq, of q and dout (B, Lq, H, D) and k, v (B, Lk, Hkv, D), whose strides
-    are multiples of 16 bytes, and row_lse and delta (B, H, Lq padded).
+    """dk and dv (B, Lk, Hkv, D), and the sums of dq, of q and dout (B, Lq, H, D), k and v (B, Lk, Hkv, D), whose
+    strides are multiples of 16 bytes, and row_lse and delta (B, H, Lq padded).
 
     ``dq_sums``: fp32, tile_rows * D numbers of each tile of queries, of each head, as the accumulators have them.
     ``dkv_sums``: fp32, 256 * D numbers of each block of keys, of each of their heads; used where it is ``grouped``.

@@ -2,8 +2,7 @@
 
 Scores lie across: a thread holds two rows, of keys, of a block whose columns are queries. The backward's kernels
 compute with scores, sums and gradients nowhere else, each step outside of the products one named operation, as
-``kernel_row`` has them. What crosses kernels in fp32 (the sums of dq) is flushed where it is subnormal: adding in global
-memory does that.
+``kernel_row`` has them. Sums of dq are flushed where they are subnormal, as adding in global memory does.
 """
 
 import math
