@@ -1,6 +1,7 @@
 """The kernels' path of attention on the CPU, plain torch in place of the kernel."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import UnsupportedDeviceError, attention
 from cute_kernels.attention import launch, prewarm
-from cute_kernels.attention.config import L2_BYTES, forward_config, heads_together
+from cute_kernels.attention.config import L2_BYTES, ForwardSpec, forward_config, heads_together
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
-from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, exact, make_inputs, same_bits
+from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, exact, gradients_of, make_inputs, same_bits
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
 
@@ -47,7 +48,11 @@ def test_a_model_finds_its_kernels_precompiled(jobs, generator):
     for dtype in (BF16, FP16):
         for head_size in HEAD_SIZES:
             for causal in (False, True):
-                attention(*make_inputs(Case(1, 3, 3, 2, 1, head_size, causal, dtype), generator), causal=causal)
+                for pairs in (1, 2):
+                    inputs = make_inputs(Case(1, 3, 3, 2, pairs, head_size, causal, dtype), generator)
+                    function, dout = partial(attention, causal=causal, return_lse=True), torch.zeros(1, 3, 2, head_size)
+                    for dlse in (None, torch.zeros(1, 2, 3)):
+                        gradients_of(function, inputs, dout, dlse)
     assert set(jobs) == set(prewarm.specializations("sm_90a"))
     assert list(prewarm.specializations("sm_100a")) == []
 
@@ -127,5 +132,6 @@ def test_heads_that_fit_into_the_cache_come_together():
 
 
 def test_the_config_follows_from_the_head_size_alone():
-    found = {forward_config(arguments[1]) for _, arguments in prewarm.specializations("sm_90a")}
+    specs = {arguments[1] for _, arguments in prewarm.specializations("sm_90a")}
+    found = {forward_config(spec) for spec in specs if type(spec) is ForwardSpec}
     assert len(found) <= len(HEAD_SIZES)

@@ -15,6 +15,7 @@ from cute_kernels.attention.checks import (
     check_supported,
 )
 from cute_kernels.attention.launch import attention_forward
+from cute_kernels.attention.op.gradients import differentiable_attention
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -41,8 +42,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` of each head, the bits of a row independent of all but its own keys and values.
 
-    The kernels compute forwards of dense batches so far. An argument, or a gradient, that they have no code for raises
-    NotImplementedError; each says so below.
+    Differentiable in q, k and v, through lse, too; no second derivative. The kernels compute dense batches so far. An
+    argument that they have no code for raises NotImplementedError; each says so below.
 
     Args:
         q: (B, Lq, H, D) bf16 or fp16; D 64 or 128 (other sizes: not yet). Any strides that are multiples of 16 bytes,
@@ -64,7 +65,7 @@ def attention(
         return_lse: also return the logarithm of each row's sum of exponentials.
         out: what to write to; not yet.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which also
-            computes windows, softcaps, sinks, every head size and gradients.
+            computes windows, softcaps, sinks and every head size.
 
     Returns:
         (B, Lq, H, D) of q's dtype, contiguous; with ``return_lse`` also lse (B, H, Lq) fp32, in natural logarithms. A
@@ -72,7 +73,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        NotImplementedError: no kernel has this yet, or a gradient is wanted of one.
+        NotImplementedError: no kernel has this yet.
         UnsupportedDeviceError: a GPU without kernels: neither a Hopper.
 
     Numerics:
@@ -83,6 +84,15 @@ def attention(
         a row of the result, and its lse, has the same bits whatever the batch, its place in it, the other rows, the
         number of queries beside it, causal keys behind it, and the GPU's number of SMs. NaN or infinity in a row of v
         may reach rows of the same sequence and head that do not see it; other sequences and heads never.
+
+        The backward computes the weights again, from lse, and rounds them and the scores' gradients to q's dtype. A row
+        of q's gradient gets one sum of each block of 128 keys, in fp32, added from its last visible block to the first
+        where ``causal``, else from the first to the last: its bits depend on what a row of the output depends on, and
+        on the row's own gradient. Gradients of k and v are summed over a query head's rows in ascending order, then
+        over the heads that share them, in fp32: their bits depend on their sequence alone, and on no other one of the
+        batch. It takes 4 bytes of workspace an element of q, and with shared heads 8 an element of k, padded to 128
+        rows. An incoming gradient whose rows do not start on 16 bytes is copied.
+
         Under autocast q, k and v are cast to its dtype, as by torch's own attention.
 
     Source:
@@ -112,12 +122,8 @@ def attention(
     check_supported(q, v, window, softcap, sinks)
     if is_eager(q, k, v):
         check_layout(q, k, v)
-    if differentiates(q, k, v):
-        raise NotImplementedError(
-            "attention: has no backward yet. Call it under torch.no_grad(), or pass backend='reference' to run plain "
-            "torch"
-        )
-    results = attention_forward(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
+    run = differentiable_attention if differentiates(q, k, v) else attention_forward
+    results = run(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
     return results if return_lse else results[0]
 
 
