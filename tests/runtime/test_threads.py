@@ -11,7 +11,7 @@ from cute_kernels import mhc, reduction
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import OPS, first_calls
 
-# The first two call what they are given; the third has no backward yet (its threads: tests/attention/test_dispatch.py)
+# The first two call what they are given; the third has kernels for one architecture (its threads: tests/attention)
 NO_OPS = {"check_invariance", "provenance", "attention"}
 
 
