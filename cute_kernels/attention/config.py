@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
-HEAD_SIZES = (64, 128)
+LOG2E = math.log2(math.e)
+# Head sizes of q and k, and of v, that kernels have; others run as the first one that is as large
+HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 WARPGROUP_ROWS = 64  # rows of queries of a warpgroup
-# Bytes of keys and values that are walked over together: they shall stay in the 50 MB of an H100's L2
-L2_BYTES = 32 << 20
+UNBOUNDED = 2**30 - 2**16  # of a window: farther than any sequence is long
 THRESHOLD = 8.0  # a row's maximum moves, and its sums are rescaled, when a score exceeds it by more than 2^8
 
 
@@ -22,19 +24,51 @@ class Grid(NamedTuple):
     split: int
 
 
-def grid_for(head_size: int) -> Grid:
-    """The grid of a head size. It follows from nothing else: another grid gives other bits."""
-    if head_size > 128:
-        raise ValueError(f"there is no grid of head size {head_size} yet")
-    return Grid(128, 2048)
+def kernel_sizes(head_size: int, head_size_v: int) -> tuple[int, int]:
+    """The head sizes that a kernel computes with; channels that are not there are zero."""
+    return next(sizes for sizes in HEAD_SIZES if head_size <= sizes[0] and head_size_v <= sizes[1])
+
+
+def grid_for(head_size: int, head_size_v: int | None = None) -> Grid:
+    """The grid of a head size of q and k, and of v. It follows from nothing else: another grid gives other bits."""
+    d, dv = kernel_sizes(head_size, head_size_v or head_size)
+    if d <= 128:
+        return Grid(128, 2048)
+    return Grid(128 if dv <= 128 else 64, 4096)
 
 
 class ForwardSpec(NamedTuple):
-    """The forward of heads of ``head_size`` channels. Lengths, batch, heads and strides are run-time values."""
+    """What a kernel of the forward is made for. Lengths, batch, heads and strides are run-time values.
+
+    Attributes:
+        dtype: of q, k, v and out.
+        head_size: of q and k, one of HEAD_SIZES.
+        causal: rows see no key behind their place, and all before.
+        head_size_v: of v and out; 0: that of q.
+        window: rows see from one run-time distance before their place to another one behind it; not causal then.
+        softcap: scores go through tanh.
+        sinks: each head has one more logit.
+        packed_q: sequences of queries are packed, cu_seqlens_q says where.
+        packed_k: sequences of keys are packed, cu_seqlens_k says where.
+        used_k: seqused_k says how many keys there are.
+        padded: tensors have fewer channels than the kernel computes with.
+    """
 
     dtype: torch.dtype
     head_size: int
     causal: bool
+    head_size_v: int = 0
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    used_k: bool = False
+    padded: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
 
 
 @dataclass(frozen=True)
@@ -58,37 +92,72 @@ class ForwardConfig:
 
 def forward_config(spec: ForwardSpec) -> ForwardConfig:
     """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160."""
-    return FORWARD_CONFIGS[spec.head_size][0]
+    return FORWARD_CONFIGS[spec.sizes][0]
 
 
-# Of each head size, the first one first
+# Of each pair of head sizes, the first one first
 FORWARD_CONFIGS = {
-    64: (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
-    128: (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+    (64, 64): (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
+    (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2)),
+    (128, 128): (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+    (192, 128): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
 }
 
 
-def heads_together(head_size: int, itemsize: int, len_k: int, group: int) -> int:
-    """Query heads, of all sequences, whose keys and values are walked over at the same time; ``group``: of one pair."""
-    pairs = L2_BYTES // max(2 * len_k * head_size * itemsize, 1)
-    return max(pairs, 1) * group
+def merges_in_workspace(head_size: int) -> bool:
+    """Whether a CTA's merged splits have no place in shared memory."""
+    return head_size > 128
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """(What a score is multiplied with before its tanh, 0 without a softcap; what is to be the exponent of 2 then).
+
+    With a softcap the kernels' scores are tanh(s scale / softcap), their scale is softcap.
+    """
+    return (scale / softcap, softcap * LOG2E) if softcap else (0.0, scale * LOG2E)
+
+
+def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """(left, right): a row at place p sees keys from p - left to p + right; ``UNBOUNDED`` where there is no bound."""
+    left, right = (UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None))
+    return left, 0 if causal else right
 
 
 class BackwardSpec(NamedTuple):
-    """The backward of heads of ``head_size`` channels; ``grouped``: query heads share heads of keys and values."""
+    """What a kernel of the backward is made for; see ``ForwardSpec``.
+
+    Attributes:
+        head_size: 64 or 128; tensors of fewer channels are ``padded``, those of v, too.
+        grouped: query heads share heads of keys and values.
+    """
 
     dtype: torch.dtype
     head_size: int
     causal: bool
     grouped: bool
+    window: bool = False
+    softcap: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    used_k: bool = False
+    padded: bool = False
 
 
 class DeltaSpec(NamedTuple):
-    """What the backward needs of each row of the output."""
+    """What is found of each row before the backward: of rows of the output, and of their gradients."""
 
     dtype: torch.dtype
     head_size: int
     has_lse_grad: bool
+    packed_q: bool = False
+    padded: bool = False
+
+
+def backward_head_size(head_size: int, head_size_v: int) -> int | None:
+    """What the backward's kernels compute with; None: there are none."""
+    return next((size for size in BACKWARD_CONFIGS if max(head_size, head_size_v) <= size), None)
 
 
 @dataclass(frozen=True)
@@ -105,27 +174,19 @@ class BackwardConfig:
     tile_rows: int
     stages: int
     dv_first: bool = True
-    scores_ahead: bool = False
+    scores_ahead: bool = True
 
 
 def backward_config(spec: BackwardSpec) -> BackwardConfig:
-    return BACKWARD_CONFIGS[spec.head_size][0]
+    """A softcap takes p's rounded values before ds is found, for which tiles of 128 queries leave no registers."""
+    configs = BACKWARD_CONFIGS[spec.head_size]
+    return next(config for config in configs if config.dv_first or not spec.softcap)
 
 
 # At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries
 BACKWARD_CONFIGS = {
-    64: (
-        BackwardConfig(128, 2, False),
-        BackwardConfig(128, 2, False, True),
-        BackwardConfig(64, 4, True, True),
-        BackwardConfig(64, 2),
-    ),
-    128: (
-        BackwardConfig(64, 2),
-        BackwardConfig(64, 2, True, True),
-        BackwardConfig(64, 2, False, False),
-        BackwardConfig(64, 3, True, True),
-    ),
+    64: (BackwardConfig(128, 2, False, False), BackwardConfig(128, 2, False), BackwardConfig(64, 4)),
+    128: (BackwardConfig(64, 2), BackwardConfig(64, 2, True, False), BackwardConfig(64, 3)),
 }
 PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together

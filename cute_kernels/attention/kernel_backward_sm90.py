@@ -13,9 +13,10 @@ warp loads, one thread adds dq; two warpgroups of 64 keys each compute. Scores l
 
 The contract ``kv_grid``: kernel_row_backward.py has its arithmetic; here are the products and the order.
 
-dq: a row gets one partial of each block of keys, in fp32, in a fixed order: causal from its last block down, full from
-the first up. A tile's counter says how many have been added. The thread that adds waits until that is its own turn,
-adds, waits until the sum is in memory, and counts. The first one stores instead, so nothing is cleared before.
+dq: a row gets one partial of each block of keys, in fp32, in a fixed order: with a causal mask or a window from its
+last block down, else from the first up. A tile's counter says how many have been added. The thread that adds waits
+until that is its own turn, adds, waits until the sum is in memory, and counts. The first one stores instead, so nothing
+is cleared before.
 
 dk, dv: a query head's sums are in registers from its first query to its last. Where heads share a head of keys
 (``grouped``) each adds its sums to those of the heads before it, in ascending order, by a counter, too; the last one
@@ -30,18 +31,28 @@ Queries of a step, stages and CTAs change no bit.
 Profile: ncu --clock-control none -k regex:BackwardSm90 python -m bench.bench_attention --filter bwd.*8192.*causal
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.attention.config import WARPGROUP_ROWS, BackwardConfig, BackwardSpec, grid_for
-from cute_kernels.attention.kernel_forward_sm90 import by_rows, opaque, partition, row_of_thread
-from cute_kernels.attention.kernel_row import ROWS, column_of, first_column
-from cute_kernels.attention.kernel_row_backward import add_head, hide_from_earlier, scaled, score_gradient, weight
+from cute_kernels.attention.config import PADDED_ROWS, WARPGROUP_ROWS, BackwardConfig, BackwardSpec, grid_for
+from cute_kernels.attention.kernel_forward_sm90 import by_rows, opaque, partition, ragged, row_of_thread
+from cute_kernels.attention.kernel_row import ROWS, cap, column_of, first_column
+from cute_kernels.attention.kernel_row_backward import (
+    add_head,
+    hide_queries,
+    scaled,
+    score_gradient,
+    through_tanh,
+    weight,
+)
+from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
 
@@ -54,17 +65,38 @@ VECTOR = 4  # fp32 numbers of sums that move together
 HIDDEN = 1 << 30  # a column behind all
 
 
+class Block(NamedTuple):
+    """A block of keys of a head, and its sequence.
+
+    Attributes:
+        n: which block of the sequence.
+        head: of q.
+        sequence: which one.
+        len_q, len_k: its rows.
+        first, end: tiles of queries that see the block.
+        exists: whether the sequence has it.
+    """
+
+    n: Int32
+    head: Int32
+    sequence: Int32
+    len_q: Int32
+    len_k: Int32
+    first: Int32
+    end: Int32
+    exists: Boolean
+
+
 class BackwardSm90:
     """See the module; arguments as in the builder ``backward_sm90``."""
 
-    def __init__(
-        self, dtype: type[cutlass.Numeric], head_size: int, causal: bool, grouped: bool, config: BackwardConfig
-    ):
+    def __init__(self, dtype: type[cutlass.Numeric], spec: BackwardSpec, config: BackwardConfig):
         self.dtype = dtype
-        self.head_size = head_size
-        self.causal = causal
-        self.grouped = grouped
-        self.block = grid_for(head_size).block
+        self.spec = spec
+        self.head_size = spec.head_size
+        self.descends = spec.causal or spec.window
+        self.ragged_q, self.ragged_k = spec.packed_q, spec.packed_k or spec.used_k
+        self.block = grid_for(self.head_size).block
         self.tile_rows, self.stages = config.tile_rows, config.stages
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
 
@@ -82,8 +114,16 @@ class BackwardSm90:
         dq_sums: cute.Tensor,
         dkv_sums: cute.Tensor,
         counters: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
         score_scale: Float32,
+        before_tanh: Float32,
         scale: Float32,
+        left: Int32,
+        right: Int32,
+        num_tiles: Int32,
+        num_blocks: Int32,
         heads_together: Int32,
         num_ctas: Int32,
         stream,
@@ -92,15 +132,21 @@ class BackwardSm90:
         sK_layout, sQ_layout, *_ = self.layouts()
         rows, keys = (self.tile_rows, self.head_size), (self.block, self.head_size)
         of_tile = cute.slice_(sQ_layout, (None, None, 0))
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, by_rows(q), of_tile, rows)
-        tma_dout, mDout = cpasync.make_tiled_tma_atom(load, by_rows(dout), of_tile, rows)
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, by_rows(k), sK_layout, keys)
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, by_rows(v), sK_layout, keys)
-        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, by_rows(dk), sK_layout, keys)
-        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, by_rows(dv), sK_layout, keys)
+        of_q, of_dout = (ragged(by_rows(t)) if self.ragged_q else by_rows(t) for t in (q, dout))
+        of_k, of_v = (ragged(by_rows(t)) if self.ragged_k else by_rows(t) for t in (k, v))
+        of_dk, of_dv = (ragged(by_rows(t)) if self.ragged_k else by_rows(t) for t in (dk, dv))
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, of_q, of_tile, rows)
+        tma_dout, mDout = cpasync.make_tiled_tma_atom(load, of_dout, of_tile, rows)
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, of_k, sK_layout, keys)
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, of_v, sK_layout, keys)
+        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, of_dk, sK_layout, keys)
+        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, of_dv, sK_layout, keys)
+        sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+        options = score_scale, before_tanh, scale, left, right
         self.kernel(
             *self.tiled_mmas(), (tma_q, tma_k, tma_v, tma_dout, tma_dk, tma_dv), (mQ, mK, mV, mDout, mDk, mDv),
-            row_lse, delta, dq_sums, dkv_sums, counters, score_scale, scale, heads_together,
+            row_lse, delta, dq_sums, dkv_sums, counters, sizes, lengths, options, num_tiles, num_blocks, heads_together,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[COMPUTE + WARPGROUP, 1, 1],
@@ -157,8 +203,11 @@ class BackwardSm90:
         dq_sums: cute.Tensor,
         dkv_sums: cute.Tensor,
         counters: cute.Tensor,
-        score_scale: Float32,
-        scale: Float32,
+        sizes: tuple,
+        lengths: tuple,
+        options: tuple,
+        num_tiles: Int32,
+        num_blocks: Int32,
         heads_together: Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -187,7 +236,8 @@ class BackwardSm90:
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier()
 
-        self.schedule(matrices[0], matrices[1], counters, heads_together)
+        self.score_scale, self.before_tanh, self.scale, self.left, self.right = options
+        self.schedule(sizes, lengths, counters, num_tiles, num_blocks, heads_together)
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
@@ -197,9 +247,7 @@ class BackwardSm90:
                     self.add_dq(dq_sums)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.compute(
-                score_mma, key_mma, dq_mma, atoms, matrices, dkv_sums, score_scale, scale, tidx - WARPGROUP
-            )  # fmt: skip
+            self.compute(score_mma, key_mma, dq_mma, atoms, matrices, dkv_sums, tidx - WARPGROUP)
 
     def allocate(self, smem):
         """Barriers, the ticket, k and v, the rings, ds, and dq's partial."""
@@ -236,52 +284,78 @@ class BackwardSm90:
 
     # ---- which block, which tiles
 
-    def schedule(self, mQ: cute.Tensor, mK: cute.Tensor, counters: cute.Tensor, heads_together: Int32):
+    def schedule(
+        self, sizes: tuple, lengths: tuple, counters: cute.Tensor, num_tiles: Int32, num_blocks: Int32, together: Int32
+    ):
         """Lengths and heads; counters: the ticket, those of dq's tiles, those of dk's blocks."""
-        self.len_q, self.heads, self.len_k = mQ.shape[0], mQ.shape[2], mK.shape[0]
-        self.pairs = mK.shape[2]
+        batch, len_q, self.heads, len_k, self.pairs = sizes
+        starts_q, starts_k, used_k = lengths
+        if const_expr(starts_q is not None):
+            batch = starts_q.shape[0] - 1
+        self.queries = Sequences(len_q, batch, starts_q, None)
+        self.keys = Sequences(len_k, batch, starts_k, used_k)
         self.group = self.heads // self.pairs
-        self.m_tiles = cute.ceil_div(self.len_q, self.tile_rows)
-        self.n_blocks = cute.ceil_div(self.len_k, self.block)
-        self.all_heads = self.heads * mQ.shape[3]
-        self.heads_together = heads_together
-        self.tickets = self.n_blocks * self.all_heads
+        self.num_tiles, self.heads_together = num_tiles, together
+        self.tickets = num_blocks * self.heads
         self.counters = counters.iterator
-        self.behind = self.len_k - self.len_q  # query i has the place i + behind
 
     @cute.jit
-    def block_at(self, ticket: Int32):
-        """(Block of keys, head, batch). Heads that fit into L2 come together; of these, blocks in the order of adding;
-        of a block, heads ascending.
+    def block_of(self, ticket: Int32) -> tuple:
+        """A ticket's ``Block``. Of a head blocks come in the order of adding, of a block heads in ascending order.
+
+        Heads that fit into L2 come together; of packed keys all heads of a sequence.
         """
-        of_section = self.n_blocks * self.heads_together
-        section = ticket // of_section
-        first = section * self.heads_together
-        heads = cutlass.min(self.heads_together, self.all_heads - first)
-        index = ticket - section * of_section
-        n, head = index // heads, first + index % heads
-        if const_expr(self.causal):
-            n = self.n_blocks - 1 - n
-        return n, head % self.heads, head // self.heads
+        if const_expr(self.spec.packed_k):
+            line, head = ticket // self.heads, ticket % self.heads
+            sequence, n = find_tile(self.keys, line, self.block)
+            blocks = self.keys.first_tile(sequence + 1, self.block) - self.keys.first_tile(sequence, self.block)
+        else:
+            blocks = cute.ceil_div(self.keys.length, self.block)
+            of_section = blocks * self.heads_together
+            section = ticket // of_section
+            first = section * self.heads_together
+            heads = cutlass.min(self.heads_together, self.heads * self.keys.number - first)
+            index = ticket - section * of_section
+            n, head = index // heads, first + index % heads
+            sequence, head = head // self.heads, head % self.heads
+        if const_expr(self.descends):
+            n = blocks - 1 - n
+        len_q, len_k = self.queries.rows(sequence), self.keys.rows(sequence)
+        exists = n * self.block < len_k
+
+        behind = len_k - len_q  # query i has the place i + behind
+        first, end = Int32(0), cute.ceil_div(len_q, self.tile_rows)
+        if const_expr(self.spec.causal):
+            first = cutlass.max(n * self.block - behind, 0) // self.tile_rows
+        if const_expr(self.spec.window):
+            first = cutlass.max(n * self.block - self.right - behind, 0) // self.tile_rows
+            last_row = cutlass.min((n + 1) * self.block, len_k) - 1 + self.left - behind
+            end = cutlass.min(cutlass.max(last_row + self.tile_rows, 0) // self.tile_rows, end)
+        if not exists:
+            end = first
+        return n, head, sequence, len_q, len_k, first, end, exists
 
     @cute.jit
-    def tiles_of(self, n: Int32):
-        """(First tile of queries that sees a block, the first one that sees all of it). The last tile sees all."""
-        first, whole = Int32(0), Int32(0)
-        if const_expr(self.causal):
-            first = cutlass.max(n * self.block - self.behind, 0) // self.tile_rows
-            whole = cute.ceil_div(cutlass.max((n + 1) * self.block - 1 - self.behind, 0), self.tile_rows)
-        if (n + 1) * self.block > self.len_k:
-            whole = self.m_tiles
-        return first, whole
+    def sees_whole(self, block: tuple, m: Int32):
+        """Whether all queries of a tile see all of a block, and it is full."""
+        first_place = m * self.tile_rows + block.len_k - block.len_q
+        whole = (block.n + 1) * self.block <= block.len_k
+        if const_expr(self.spec.causal):
+            whole = whole & (first_place >= (block.n + 1) * self.block - 1)
+        if const_expr(self.spec.window):
+            last_place = first_place + self.tile_rows - 1
+            whole = whole & (first_place + self.right >= (block.n + 1) * self.block - 1)
+            whole = whole & (last_place - self.left <= block.n * self.block)
+        return whole
 
     @cute.jit
-    def turn_of(self, n: Int32, m: Int32):
+    def turn_of(self, block: tuple, m: Int32):
         """How many blocks of keys are added to a tile of dq before this one."""
-        turn = n
-        if const_expr(self.causal):
-            last_row = cutlass.min((m + 1) * self.tile_rows, self.len_q)
-            turn = cute.ceil_div(cutlass.min(last_row + self.behind, self.len_k), self.block) - 1 - n
+        turn = block.n
+        if const_expr(self.descends):
+            right = self.right if self.spec.window else 0
+            end = cutlass.min((m + 1) * self.tile_rows, block.len_q) + block.len_k - block.len_q + right
+            turn = (cutlass.min(end, block.len_k) - 1) // self.block - block.n
         return turn
 
     @cute.jit
@@ -313,40 +387,60 @@ class BackwardSm90:
     @cute.jit
     def load(self, atoms: tuple, matrices: tuple, row_lse: cute.Tensor, delta: cute.Tensor):
         """k and v of each block, q and dout of its tiles. Rows that do not exist are 0."""
-        rows, keys = (self.tile_rows, self.head_size), (self.block, self.head_size)
+        rows, keys = const_expr((self.tile_rows, self.head_size)), const_expr((self.block, self.head_size))
         tma_q, tma_k, tma_v, tma_dout, _, _ = atoms
         mQ, mK, mV, mDout, _, _ = matrices
-        tQsQ, tQgQ = partition(tma_q, self.sQ, mQ, rows)
-        tOsO, tOgO = partition(tma_dout, self.sDout, mDout, rows)
-        tKsK, tKgK = partition(tma_k, self.sK, mK, keys)
-        tVsV, tVgV = partition(tma_v, self.sV, mV, keys)
-        padded = delta.shape[2]
-        count, turn = Int32(0), Int32(0)
+        num_bytes = const_expr(2 * self.block * self.head_size)
+        count, blocks, turn = Int32(0), Int32(0), Int32(0)
         ticket = self.take_ticket(turn)
         while ticket < self.tickets:
-            n, head, batch = self.block_at(ticket)
-            first, _ = self.tiles_of(n)
-            pair = head // self.group
-            gQ, gDout = tQgQ[None, None, 0, head, batch], tOgO[None, None, 0, head, batch]
-            line = Int64(batch * self.heads + head) * padded
-            of_q = tma_q, gQ, tQsQ, row_lse.iterator + line, self.sLse, self.q_full, self.q_empty
-            of_dout = tma_dout, gDout, tOsO, delta.iterator + line, self.sDelta, self.dout_full, self.dout_empty
+            block = Block(*self.block_of(ticket))
+            if block.exists:
+                first, end = block.first, block.end
+                q, dout = (self.queries_of(t, block) for t in (mQ, mDout))
+                k, v = (self.keys_of(t, block) for t in (mK, mV))
+                tQsQ, tQgQ = partition(tma_q, self.sQ, q, rows)
+                tOsO, tOgO = partition(tma_dout, self.sDout, dout, rows)
+                tKsK, tKgK = partition(tma_k, self.sK, k, keys)
+                tVsV, tVgV = partition(tma_v, self.sV, v, keys)
+                line = Int64(block.head) * delta.shape[1]
+                line += self.queries.first_tile(block.sequence, PADDED_ROWS) * PADDED_ROWS
+                of_q = tma_q, tQgQ[None, None, 0], tQsQ, row_lse.iterator + line, self.sLse, self.q_full, self.q_empty
+                of_dout = (
+                    tma_dout, tOgO[None, None, 0], tOsO, delta.iterator + line, self.sDelta, self.dout_full,
+                    self.dout_empty,
+                )  # fmt: skip
 
-            self.load_tile(*of_q, first, count)
-            cute.arch.mbarrier_wait(self.kv_empty, turn % 2 ^ 1)
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.k_full, self.block * self.head_size * 2)
-            cute.copy(tma_k, tKgK[None, n, 0, pair, batch], tKsK, tma_bar_ptr=self.k_full)
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.v_full, self.block * self.head_size * 2)
-            cute.copy(tma_v, tVgV[None, n, 0, pair, batch], tVsV, tma_bar_ptr=self.v_full)
-            self.load_tile(*of_dout, first, count)
-            for m in cutlass.range(first + 1, self.m_tiles, unroll=1):
-                self.load_tile(*of_q, m, count + m - first)
-                self.load_tile(*of_dout, m, count + m - first)
-            count += self.m_tiles - first
+                if first < end:
+                    self.load_tile(*of_q, first, count)
+                cute.arch.mbarrier_wait(self.kv_empty, blocks % 2 ^ 1)
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.k_full, num_bytes)
+                cute.copy(tma_k, tKgK[None, block.n, 0], tKsK, tma_bar_ptr=self.k_full)
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.v_full, num_bytes)
+                cute.copy(tma_v, tVgV[None, block.n, 0], tVsV, tma_bar_ptr=self.v_full)
+                if first < end:
+                    self.load_tile(*of_dout, first, count)
+                for m in cutlass.range(first + 1, end, unroll=1):
+                    self.load_tile(*of_q, m, count + m - first)
+                    self.load_tile(*of_dout, m, count + m - first)
+                count += end - first
+                blocks += 1
             turn += 1
             ticket = self.take_ticket(turn)
+
+    def queries_of(self, matrix: cute.Tensor, block: Block) -> cute.Tensor:
+        """A sequence's rows of a matrix of queries."""
+        i = block.sequence
+        where = self.queries.matrix(i), self.queries.first(i), block.len_q
+        return rows_of(matrix, self.ragged_q, block.head, *where)
+
+    def keys_of(self, matrix: cute.Tensor, block: Block) -> cute.Tensor:
+        """A sequence's rows of a matrix of keys."""
+        i = block.sequence
+        where = self.keys.matrix(i), self.keys.first(i), block.len_k
+        return rows_of(matrix, self.ragged_k, block.head // self.group, *where)
 
     @cute.jit
     def load_tile(
@@ -380,14 +474,14 @@ class BackwardSm90:
         count, turn = Int32(0), Int32(0)
         ticket = self.read_ticket(turn, True)
         while ticket < self.tickets:
-            n, head, batch = self.block_at(ticket)
-            first, _ = self.tiles_of(n)
-            line = (batch * self.heads + head) * self.m_tiles
-            for m in cutlass.range(first, self.m_tiles, unroll=1):
-                counter = self.counters + (1 + line + m)
-                before = self.turn_of(n, m)
+            block = Block(*self.block_of(ticket))
+            first_tile = self.queries.first_tile(block.sequence, self.tile_rows)
+            for m in cutlass.range(block.first, block.end, unroll=1):
+                line = (first_tile + m) * self.heads + block.head
+                counter = self.counters + (1 + line)
+                before = self.turn_of(block, m)
                 wait_for(counter, before)
-                target = dq_sums.iterator + Int64(line + m) * (WARPGROUPS * self.dq_numbers)
+                target = dq_sums.iterator + Int64(line) * (WARPGROUPS * self.dq_numbers)
                 for wg in cutlass.range_constexpr(WARPGROUPS):
                     cute.arch.mbarrier_wait(self.dq_full + wg, count % 2)
                     source = self.sDq[None, 0, 0, wg].iterator
@@ -417,12 +511,9 @@ class BackwardSm90:
         atoms: tuple,
         matrices: tuple,
         dkv_sums: cute.Tensor,
-        score_scale: Float32,
-        scale: Float32,
         tidx: Int32,
     ):
         """``tidx``: among the threads that compute."""
-        self.score_scale = score_scale
         self.tidx = tidx
         self.wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         self.thread = tidx % WARPGROUP
@@ -454,48 +545,62 @@ class BackwardSm90:
 
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         self.store_ds, self.store_dkv = (cute.make_tiled_copy_C(store, mma) for mma in (score_mma, key_mma))
-        count, turn = Int32(0), Int32(0)
+        count, blocks, turn = Int32(0), Int32(0), Int32(0)
         ticket = self.read_ticket(turn, False)
         while ticket < self.tickets:
-            n, head, batch = self.block_at(ticket)
-            first, whole = self.tiles_of(n)
-            dk.fill(0.0)
-            dv.fill(0.0)
-            cute.arch.mbarrier_wait(self.k_full, turn % 2)
-            if const_expr(self.scores_ahead):
-                self.score(scores, count)
-                warpgroup.wait_group(0)
-            # There is one tile at least; did the compiler not know, ptxas would have every product waited for
-            for m in cutlass.range(first, cutlass.max(self.m_tiles, first + 1), unroll=1):
-                self.step(tensors, n, m, m < whole, count + m - first, turn)
-            warpgroup.wait_group(0)
-            count += self.m_tiles - first
-            self.finish(tensors, atoms, matrices, dkv_sums, scale, n, head, batch)
+            block = Block(*self.block_of(ticket))
+            if block.exists:
+                dk.fill(0.0)
+                dv.fill(0.0)
+                cute.arch.mbarrier_wait(self.k_full, blocks % 2)
+                if const_expr(self.spec.window or self.spec.packed_q):
+                    cute.arch.mbarrier_wait(self.v_full, blocks % 2)
+                    if block.first < block.end:
+                        self.walk(tensors, block, count, blocks)
+                else:
+                    self.walk(tensors, block, count, blocks)
+                count += block.end - block.first
+                blocks += 1
+                self.finish(tensors, atoms, matrices, dkv_sums, block)
             turn += 1
             ticket = self.read_ticket(turn, False)
         if self.tidx < WARP_SIZE:
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def step(self, tensors: tuple, n: Int32, m: Int32, masked, count: Int32, turn: Int32):
+    def walk(self, tensors: tuple, block: tuple, count: Int32, blocks: Int32):
+        """Over the tiles of queries that see a block."""
+        if const_expr(self.scores_ahead):
+            self.score(tensors[-1], count)
+            warpgroup.wait_group(0)
+        # There is one tile at least; did the compiler not know, ptxas would have every product waited for
+        for m in cutlass.range(block.first, cutlass.max(block.end, block.first + 1), unroll=1):
+            self.step(tensors, block, m, count + m - block.first, blocks)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def step(self, tensors: tuple, block: tuple, m: Int32, count: Int32, blocks: Int32):
         """A tile of queries: its part of dk and dv, and its partial of dq."""
         dk, dv, weights, gradients, scores = tensors
         slot, phase = self.place_in_ring(count)
         dp = cute.make_rmem_tensor(self.scores_shape, Float32)
         if const_expr(not self.scores_ahead):
             self.score(scores, count)
-        cute.arch.mbarrier_wait(self.v_full, turn % 2)
+        cute.arch.mbarrier_wait(self.v_full, blocks % 2)
         cute.arch.mbarrier_wait(self.dout_full + slot, phase)
         warpgroup.fence()
         self.multiply_rows(dp, self.tSrV, self.tSrDout, slot)
 
         if const_expr(not self.scores_ahead):
             warpgroup.wait_group(1)
-        if masked:
-            self.hide_queries(scores, n, m)
-        self.find_weights(scores, slot)
+        if const_expr(self.spec.softcap):
+            cap(scores, self.before_tanh)
+        if not self.sees_whole(block, m):
+            self.hide_queries(scores, block, m)
+        self.find_weights(scores, weights, slot)
         if const_expr(self.dv_first):
-            self.round(scores, weights)
+            if const_expr(not self.spec.softcap):
+                self.round(scores, weights)
             warpgroup.fence()
             self.add_keys(dv, weights, self.tKrDout, slot)
             warpgroup.wait_group(1)
@@ -520,7 +625,7 @@ class BackwardSm90:
         if const_expr(self.scores_ahead):
             # Of the last tile's successor, which is none, whatever the slot holds: nothing is made of these scores
             following, phase = self.place_in_ring(count + 1)
-            if m + 1 < self.m_tiles:
+            if m + 1 < block.end:
                 cute.arch.mbarrier_wait(self.q_full + following, phase)
             ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
             warpgroup.fence()
@@ -564,16 +669,20 @@ class BackwardSm90:
             cute.gemm(atom, target, self.tQrDs[None, None, k16, slot], self.tQrK[None, None, k16], target)
         warpgroup.commit_group()
 
-    def hide_queries(self, scores: cute.Tensor, n: Int32, m: Int32):
+    def hide_queries(self, scores: cute.Tensor, block: Block, m: Int32):
         """Scores of queries that do not see a key, or of keys that do not exist."""
-        key = n * self.block + self.wg * WARPGROUP_ROWS + row_of_thread(self.thread)
-        first = []
+        key = block.n * self.block + self.wg * WARPGROUP_ROWS + row_of_thread(self.thread)
+        first_place = m * self.tile_rows + first_column(self.lane) + block.len_k - block.len_q
+        first, last = [], []
         for r in range(ROWS):
             column = Int32(-HIDDEN)
-            if self.causal:
-                column = key + 8 * r - self.behind - m * self.tile_rows - first_column(self.lane)
-            first.append(Int32(select_(key + 8 * r < self.len_k, column, Int32(HIDDEN))))
-        hide_from_earlier(scores, tuple(first))
+            if self.descends:
+                column = key + 8 * r - first_place
+            if self.spec.window:
+                last.append(column + self.left)
+                column -= self.right
+            first.append(Int32(select_(key + 8 * r < block.len_k, column, Int32(HIDDEN))))
+        hide_queries(scores, tuple(first), tuple(last) if self.spec.window else None)
 
     def values_of(self, values: cute.Tensor, slot: Int32, columns: int) -> cute.Tensor:
         """Those of the lane's pair of queries in 8 columns."""
@@ -581,12 +690,19 @@ class BackwardSm90:
         cute.autovec_copy(values[None, self.lane % 4, columns, slot], pair)
         return pair
 
-    def find_weights(self, scores: cute.Tensor, slot: Int32):
-        """Scores become p."""
+    def find_weights(self, scores: cute.Tensor, weights: cute.Tensor, slot: Int32):
+        """Scores become p; with a softcap p times the tanh's derivative, and p is rounded already."""
         for columns in range(self.tile_rows // 8):
             row_lse = self.values_of(self.sLse, slot, columns)
-            for i in range(4 * columns, 4 * columns + 4):
-                scores[i] = weight(scores[i], self.score_scale, row_lse[column_of(i) % 2])
+            found = cute.make_rmem_tensor((4,), Float32)
+            for e in range(4):
+                i = 4 * columns + e
+                capped = scores[i]
+                found[e] = weight(capped, self.score_scale, row_lse[column_of(i) % 2])
+                scores[i] = through_tanh(found[e], capped) if self.spec.softcap else found[e]
+            if self.spec.softcap:
+                rounded = cute.make_tensor(weights.iterator + 4 * columns, cute.make_layout(4))
+                rounded.store(found.load().to(self.dtype))
 
     def find_gradients(self, weights: cute.Tensor, dp: cute.Tensor, slot: Int32):
         """dp becomes ds."""
@@ -627,25 +743,22 @@ class BackwardSm90:
         atoms: tuple,
         matrices: tuple,
         dkv_sums: cute.Tensor,
-        scale: Float32,
-        n: Int32,
-        head: Int32,
-        batch: Int32,
+        block: tuple,
     ):
         """dk and dv of a block: added to those of the heads before, or rounded and on their way."""
         dk, dv, *_ = tensors
         *_, tma_dk, tma_dv = atoms
         *_, mDk, mDv = matrices
-        pair, member = head // self.group, head % self.group
+        pair, member = block.head // self.group, block.head % self.group
         is_last = True
-        if const_expr(self.grouped):
-            line = (batch * self.pairs + pair) * self.n_blocks + n
+        if const_expr(self.spec.grouped):
+            line = (self.keys.first_tile(block.sequence, self.block) + block.n) * self.pairs + pair
             self.add_heads(dk, dv, dkv_sums, line, member)
             is_last = member == self.group - 1
         self.meet()  # both have read k and v
         if is_last:
             for i in cutlass.range_constexpr(cute.size(dk)):
-                dk[i] = scaled(dk[i], scale)
+                dk[i] = scaled(dk[i], self.scale)
             copy = self.store_dkv
             for total, shared in ((dv, self.sV), (dk, self.sK)):
                 rounded = cute.make_rmem_tensor(total.shape, self.dtype)
@@ -656,8 +769,8 @@ class BackwardSm90:
             if self.tidx < WARP_SIZE:
                 keys = const_expr((self.block, self.head_size))
                 for atom, shared, matrix in ((tma_dv, self.sV, mDv), (tma_dk, self.sK, mDk)):
-                    source, target = partition(atom, shared, matrix, keys)
-                    cute.copy(atom, source, target[None, n, 0, pair, batch])
+                    source, target = partition(atom, shared, self.keys_of(matrix, block), keys)
+                    cute.copy(atom, source, target[None, block.n, 0])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
@@ -667,7 +780,7 @@ class BackwardSm90:
     @cute.jit
     def add_heads(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
         """The sums of the group's heads before, plus this one's: in registers for the last, else for the next one."""
-        counter = self.counters + (1 + self.m_tiles * self.all_heads + line)
+        counter = self.counters + (1 + self.num_tiles * self.heads + line)
         numbers = const_expr(WARPGROUP_ROWS * self.head_size)
         first = (Int64(line) * (2 * WARPGROUPS) + self.wg) * numbers + opaque(self.thread) * VECTOR
         sums = dkv_sums.iterator + cute.assume(first, divby=VECTOR)
@@ -751,42 +864,51 @@ def load_sums(source: cute.Pointer) -> tuple:
 
 @compiled
 def backward_sm90(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Program:
-    """dk and dv (B, Lk, Hkv, D), and the sums of dq, of q and dout (B, Lq, H, D), k and v (B, Lk, Hkv, D), whose
-    strides are multiples of 16 bytes, and row_lse and delta (B, H, Lq padded).
+    """dk (B, Lk, Hkv, D) and dv (B, Lk, Hkv, Dv), and the sums of dq, of q (B, Lq, H, D), dout (B, Lq, H, Dv), k and v,
+    whose strides are multiples of 16 bytes, and row_lse and delta (H, all rows padded). Packed sequences: B of 1.
 
-    ``dq_sums``: fp32, tile_rows * D numbers of each tile of queries, of each head, as the accumulators have them.
-    ``dkv_sums``: fp32, 256 * D numbers of each block of keys, of each of their heads; used where it is ``grouped``.
-    ``counters``: int32 zeros: the ticket, one of each tile of dq_sums, one of each block of dkv_sums.
-    ``score_scale``: what scores are multiplied with, times log2(e). ``scale``: without that. ``heads_together``: heads
-    whose rows are walked over together, a multiple of a group.
+    ``dq_sums``: fp32, tile_rows * head_size numbers of each tile of queries of each head, as accumulators have them.
+    ``dkv_sums``: fp32, 256 * head_size numbers of each block of keys of each of their heads; used where it is
+    ``grouped``. ``counters``: int32 zeros: the ticket, one of each tile of dq_sums, one of each block of dkv_sums.
+    ``score_scale``, ``before_tanh``: see ``score_factors``; ``scale``: what scores are multiplied with. ``left``,
+    ``right``: see ``window_bounds``. ``num_tiles``, ``num_blocks``: of queries and keys of all sequences, of one head,
+    see ``Sequences``. ``heads_together``: heads whose rows are walked over together, a multiple of a group.
     """
-    dtype, d = cutlass_dtype(spec.dtype), spec.head_size
-    batch, len_q, len_k, heads, pairs, padded = (cute.sym_int() for _ in range(6))
+    dtype, d, dv = cutlass_dtype(spec.dtype), spec.head_size, spec.head_size
+    if spec.padded:
+        d, dv = (cute.sym_int(divisibility=8) for _ in range(2))
+    batch_q, batch_k, len_q, len_k, heads, pairs, padded = (cute.sym_int() for _ in range(7))
+    if not spec.packed_q and not spec.packed_k:
+        batch_k = batch_q
 
-    def operand(length, number):
+    def operand(batch, length, number, size):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        return cute.runtime.make_fake_tensor(dtype, (batch, length, number, d), (*strides, 1), assumed_align=16)
+        return cute.runtime.make_fake_tensor(dtype, (batch, length, number, size), (*strides, 1), assumed_align=16)
 
-    def compact(kind, *shape):
+    def compact(kind, *shape, align=16):
         order = tuple(range(len(shape)))[::-1]
-        return cute.runtime.make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=16)
+        return cute.runtime.make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=align)
+
+    def integers(present):
+        return compact(Int32, cute.sym_int(), align=4) if present else None
 
     return Program(
-        BackwardSm90(dtype, d, spec.causal, spec.grouped, config),
-        operand(len_q, heads),
-        operand(len_k, pairs),
-        operand(len_k, pairs),
-        operand(len_q, heads),
-        compact(Float32, batch, heads, padded),
-        compact(Float32, batch, heads, padded),
-        operand(len_k, pairs),
-        operand(len_k, pairs),
+        BackwardSm90(dtype, spec, config),
+        operand(batch_q, len_q, heads, d),
+        operand(batch_k, len_k, pairs, d),
+        operand(batch_k, len_k, pairs, dv),
+        operand(batch_q, len_q, heads, dv),
+        compact(Float32, heads, padded),
+        compact(Float32, heads, padded),
+        operand(batch_k, len_k, pairs, d),
+        operand(batch_k, len_k, pairs, dv),
         compact(Float32, cute.sym_int64()),
         compact(Float32, cute.sym_int64()),
         compact(Int32, cute.sym_int()),
-        Float32(1.0),
-        Float32(1.0),
-        Int32(1),
-        Int32(1),
+        integers(spec.packed_q),
+        integers(spec.packed_k),
+        integers(spec.used_k),
+        *(Float32(1.0) for _ in range(3)),
+        *(Int32(1) for _ in range(6)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

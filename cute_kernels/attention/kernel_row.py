@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.math import RoundingMode
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.attention.config import THRESHOLD
+from cute_kernels.attention.config import LOG2E, THRESHOLD
 
 ROWS = 2  # of a thread
 QUAD = 4  # lanes that share a row
@@ -42,6 +42,10 @@ def exp2(x: Float32) -> Float32:
 
 def log2(x: Float32) -> Float32:
     return cute.math.log2(x, fastmath=True)
+
+
+def tanh(x: Float32) -> Float32:
+    return cute.math.tanh(x, fastmath=True)
 
 
 def choose(condition: Boolean, a: Float32, b: Float32) -> Float32:
@@ -78,11 +82,21 @@ def reset(maximum: cute.Tensor, total: cute.Tensor):
     total.fill(0.0)
 
 
+def cap(scores: cute.Tensor, before_tanh: Float32):
+    """Softcap: scores become their tanh; what they are a part of, softcap, is in the scale that follows."""
+    for i in range(cute.size(scores)):
+        scores[i] = tanh(multiply(scores[i], before_tanh))
+
+
 @cute.jit
-def hide(scores: cute.Tensor, last: tuple):
-    """Scores of invisible keys become -inf; ``last``: of each row, the last visible column from its lane's first."""
+def hide(scores: cute.Tensor, last: tuple, first: tuple | None = None):
+    """Scores of invisible keys become -inf. ``first``, ``last``: of each row, visible columns from its lane's first."""
     for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = choose(last[row_of(i)] >= column_of(i), scores[i], -infinity())
+        row, column = row_of(i), column_of(i)
+        seen = last[row] >= column
+        if cutlass.const_expr(first is not None):
+            seen = seen & (first[row] <= column)
+        scores[i] = choose(seen, scores[i], -infinity())
 
 
 def row_maximum(scores: cute.Tensor, row: int) -> Float32:
@@ -163,11 +177,21 @@ def merge_element(merged: Float32, of_merged: Float32, output: Float32, of_split
     return multiply_add(merged, of_merged, multiply(output, of_split))
 
 
-def finish_row(maximum: Float32, total: Float32, score_scale: Float32) -> tuple:
-    """(Whether the row has seen no key, 1 / L, its logsumexp)."""
+def finish_row(maximum: Float32, total: Float32, score_scale: Float32, sink: Float32 | None = None) -> tuple:
+    """(Whether the row has seen no key, 1 / L, its logsumexp); ``sink``: one more logit, which has no value."""
     empty = total == Float32(0.0)
-    found = multiply_add(multiply(maximum, score_scale), Float32(LN2), multiply(log2(total), Float32(LN2)))
-    return empty, cute.arch.rcp_approx(total), choose(empty, -infinity(), found)
+    shift = multiply(maximum, score_scale)
+    if sink is None:
+        found = multiply_add(shift, Float32(LN2), multiply(log2(total), Float32(LN2)))
+        return empty, cute.arch.rcp_approx(total), choose(empty, -infinity(), found)
+    # Sums are relative to the sink where it is above the maximum: its exponential may overflow
+    excess = multiply_add(sink, Float32(LOG2E), -shift)
+    above = excess > Float32(0.0)
+    factor = choose(above, exp2(-excess), Float32(1.0))
+    total = multiply_add(total, factor, choose(above, Float32(1.0), exp2(excess)))
+    of_total = multiply(log2(total), Float32(LN2))
+    found = choose(above, add(sink, of_total), multiply_add(shift, Float32(LN2), of_total))
+    return empty, multiply(factor, cute.arch.rcp_approx(total)), choose(empty, sink, found)
 
 
 def finish_element(merged: Float32, empty: Boolean, reciprocal: Float32) -> Float32:

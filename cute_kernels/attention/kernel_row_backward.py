@@ -5,29 +5,36 @@ compute with scores, sums and gradients nowhere else, each step outside of the p
 ``kernel_row`` has them. Sums of dq are flushed where they are subnormal, as adding in global memory does.
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
+from cute_kernels.attention.config import LOG2E
 from cute_kernels.attention.kernel_row import add, choose, column_of, exp2, infinity, multiply, multiply_add, row_of
-
-LOG2E = math.log2(math.e)
 
 
 @cute.jit
-def hide_from_earlier(scores: cute.Tensor, first: tuple):
-    """Scores of queries that do not see a key become -inf; ``first``: of each row, the first query that does, as a
-    column counted from its lane's first.
+def hide_queries(scores: cute.Tensor, first: tuple, last: tuple | None = None):
+    """Scores of queries that do not see a key become -inf. ``first``, ``last``: of each row, those that do, as columns
+    counted from its lane's first.
     """
     for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = choose(first[row_of(i)] <= column_of(i), scores[i], -infinity())
+        row, column = row_of(i), column_of(i)
+        seen = first[row] <= column
+        if cutlass.const_expr(last is not None):
+            seen = seen & (last[row] >= column)
+        scores[i] = choose(seen, scores[i], -infinity())
 
 
 def weight(score: Float32, score_scale: Float32, row_lse: Float32) -> Float32:
     """p of a score, from its row's logsumexp in powers of two."""
     return exp2(multiply_add(score, score_scale, -row_lse))
+
+
+def through_tanh(p: Float32, capped: Float32) -> Float32:
+    """p times the derivative of a softcap at what its tanh gave; 0 where the score is hidden."""
+    derivative = multiply_add(-capped, capped, Float32(1.0))
+    return choose(capped == -infinity(), Float32(0.0), multiply(p, derivative))
 
 
 def score_gradient(p: Float32, dp: Float32, delta: Float32) -> Float32:

@@ -1,4 +1,4 @@
-"""The kernels of attention that an installation needs: bf16 and fp16, causal and full, every head size, gradients."""
+"""The kernels of attention that an installation needs: bf16 and fp16, every head size, what models combine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.config import (
+    BACKWARD_CONFIGS,
     HEAD_SIZES,
     BackwardSpec,
     DeltaSpec,
@@ -16,6 +17,25 @@ from cute_kernels.attention.config import (
     forward_config,
 )
 from cute_kernels.runtime.targets import expect_arch
+
+# Masks of all head sizes, dense and packed
+MASKS = ({"causal": True}, {"causal": False}, {"causal": False, "window": True})
+PACKINGS = ({}, {"packed_q": True, "packed_k": True})
+# And, with a causal mask or a window, of the sizes that models have them with
+SINKS, SOFTCAP = (64,), (128, 256)
+
+
+def forward_specs(dtype: torch.dtype) -> Iterator[ForwardSpec]:
+    """Those of one dtype."""
+    for d, dv in HEAD_SIZES:
+        for packing in PACKINGS:
+            for mask in MASKS:
+                yield ForwardSpec(dtype, d, head_size_v=dv, **mask, **packing)
+            for mask in (MASKS[0], MASKS[2]):
+                if d in SINKS:
+                    yield ForwardSpec(dtype, d, head_size_v=dv, sinks=True, **mask, **packing)
+                if d in SOFTCAP:
+                    yield ForwardSpec(dtype, d, head_size_v=dv, softcap=True, **mask, **packing)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -26,25 +46,23 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     for dtype in (torch.bfloat16, torch.float16):
-        for head_size in HEAD_SIZES:
-            for causal in (True, False):
-                spec = ForwardSpec(dtype, head_size, causal)
-                yield forward_sm90, (arch, spec, forward_config(spec))
-    yield from _backward(arch)
+        for spec in forward_specs(dtype):
+            yield forward_sm90, (arch, spec, forward_config(spec))
+        yield from _backward(arch, dtype)
 
 
-def _backward(arch: str) -> Iterator[tuple[Any, tuple]]:
+def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
     from cute_kernels.attention.kernel_delta import delta
     from cute_kernels.attention.kernel_finish_dq import finish_dq
 
-    for dtype in (torch.bfloat16, torch.float16):
-        for head_size in HEAD_SIZES:
+    for d in BACKWARD_CONFIGS:
+        for packing in PACKINGS:
             for has_lse_grad in (False, True):
-                yield delta, (arch, DeltaSpec(dtype, head_size, has_lse_grad))
-            for causal in (True, False):
+                yield delta, (arch, DeltaSpec(dtype, d, has_lse_grad, bool(packing)))
+            for mask in MASKS:
                 for grouped in (False, True):
-                    spec = BackwardSpec(dtype, head_size, causal, grouped)
+                    spec = BackwardSpec(dtype, d, grouped=grouped, **mask, **packing)
                     yield backward_sm90, (arch, spec, backward_config(spec))
-                spec = BackwardSpec(dtype, head_size, causal, False)
+                spec = BackwardSpec(dtype, d, grouped=False, **mask, **packing)
                 yield finish_dq, (arch, spec, backward_config(spec))

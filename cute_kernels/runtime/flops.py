@@ -80,10 +80,27 @@ def _expand_combine_backward(dout, f, bias, post: Shape, x: Shape, res, seed, dx
     return _expand_combine(f, bias, post, x) * ((dx is not None) + (dres is not None))
 
 
-def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """Both products of all queries and keys, as torch counts its own, causal or not."""
-    batch, len_q, heads, d = q
-    return 2 * batch * heads * len_q * k[1] * (d + v[3])
+def _attention(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    causal=None,
+    scale=None,
+    left=None,
+    right=None,
+    softcap=None,
+    sinks=None,
+    cu_seqlens_q: Shape | None = None,
+    cu_seqlens_k: Shape | None = None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Both products of all queries and keys, as torch counts its own, causal or not.
+
+    Packed sequences count as of the mean length: where they begin is not a shape.
+    """
+    keys = k[1] if cu_seqlens_k is None else k[0] // max(cu_seqlens_k[0] - 1, 1)
+    return 2 * math.prod(q[:-1]) * keys * (q[-1] + v[-1])
 
 
 def _attention_backward(dout, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:

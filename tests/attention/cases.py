@@ -1,5 +1,6 @@
 """Cases of attention: inputs, errors against fp64, bits."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,21 +35,46 @@ class Case:
     head_size: int = 128
     causal: bool = True
     dtype: torch.dtype = BF16
+    head_size_v: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
 
     def __str__(self) -> str:
-        sizes = f"{self.batch}x{self.len_q}x{self.len_k}-{self.heads}of{self.pairs}-{self.head_size}"
+        of_head = "x".join(map(str, dict.fromkeys(self.sizes)))
+        sizes = f"{self.batch}x{self.len_q}x{self.len_k}-{self.heads}of{self.pairs}-{of_head}"
         return f"{sizes}-{'causal' if self.causal else 'full'}-{str(self.dtype).removeprefix('torch.')}"
 
 
 def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
     """Scores have a spread that leaves some weights large and many small."""
 
-    def randn(length: int, heads: int, spread: float) -> Tensor:
-        shape = case.batch, length, heads, case.head_size
+    def randn(length: int, heads: int, size: int, spread: float) -> Tensor:
+        shape = case.batch, length, heads, size
         return (spread * torch.randn(shape, generator=generator, device=generator.device)).to(case.dtype)
 
+    d, dv = case.sizes
     return Inputs(
-        randn(case.len_q, case.heads, 2.0), randn(case.len_k, case.pairs, 1.0), randn(case.len_k, case.pairs, 1.0)
+        randn(case.len_q, case.heads, d, 2.0),
+        randn(case.len_k, case.pairs, d, 1.0),
+        randn(case.len_k, case.pairs, dv, 1.0),
+    )
+
+
+def make_packed(
+    case: Case, lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], generator: torch.Generator
+) -> tuple[Inputs, dict]:
+    """Packed sequences of these lengths, and the arguments that tell them apart; ``case`` has all else."""
+    one = dataclasses.replace(case, batch=1, len_q=sum(lengths_q), len_k=sum(lengths_k))
+    tensors = Inputs(*(t[0] for t in make_inputs(one, generator)))
+    starts = (torch.tensor([0, *n], device=generator.device).cumsum(0).int() for n in (lengths_q, lengths_k))
+    return tensors, dict(
+        zip(
+            ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+            (*starts, max(lengths_q), max(lengths_k)),
+            strict=True,
+        )
     )
 
 

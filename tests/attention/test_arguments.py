@@ -18,6 +18,14 @@ def tensors(batch=2, len_q=4, len_k=6, heads=4, pairs=2, d=64, dtype=BF16):
 
 
 Q, K, V = tensors()
+CU = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+def packed(**others):
+    arguments = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 4, "max_seqlen_k": 4, **others}
+    return attention(torch.cat([Q[0], Q[1, :2]]), K[0], V[0], **arguments)
+
+
 BAD = [
     (lambda: attention([1.0], K, V), TypeError, "attention: q must be a torch.Tensor, got list"),
     (lambda: attention(Q, None, V), TypeError, "attention: k must be a torch.Tensor, got NoneType"),
@@ -55,12 +63,36 @@ BAD = [
         r"attention: sinks must have shape \(4,\), got \(3,\)",
     ),
     (lambda: attention(Q, K, V, backend="cuda"), ValueError, "attention: backend must be None or 'reference'"),
-    (lambda: attention(Q, K, V, cu_seqlens_q=Q), NotImplementedError, "attention: has no kernel yet for cu_seqlens_q"),
-    (lambda: attention(Q, K, V, cu_seqlens_k=Q), NotImplementedError, "for cu_seqlens_k"),
-    (lambda: attention(Q, K, V, max_seqlen_q=4), NotImplementedError, "for max_seqlen_q"),
-    (lambda: attention(Q, K, V, max_seqlen_k=4), NotImplementedError, "for max_seqlen_k"),
-    (lambda: attention(Q, K, V, seqused_k=Q), NotImplementedError, "for seqused_k"),
-    (lambda: attention(Q, K, V, out=Q), NotImplementedError, "for out"),
+    (lambda: attention(Q, K, V, cu_seqlens_q=CU), ValueError, r"attention: q must have shape \(all queries, heads"),
+    (lambda: attention(Q, K, V, cu_seqlens_k=CU), ValueError, r"attention: k must have shape \(all keys, heads"),
+    (lambda: attention(Q[0], K, V, cu_seqlens_q=CU), ValueError, "max_seqlen_q must be given with cu_seqlens_q"),
+    (
+        lambda: packed(cu_seqlens_q=CU.long()),
+        TypeError,
+        "attention: cu_seqlens_q must have dtype int32, got torch.int64",
+    ),
+    (lambda: packed(cu_seqlens_k=[0, 2, 6]), TypeError, "attention: cu_seqlens_k must be a torch.Tensor, got list"),
+    (lambda: packed(cu_seqlens_k=CU[None]), ValueError, r"cu_seqlens_k must be a vector, got shape \(1, 3\)"),
+    (lambda: packed(cu_seqlens_k=CU.repeat(2)[::2]), ValueError, "cu_seqlens_k must be contiguous, got stride 2"),
+    (lambda: packed(cu_seqlens_k=CU.to("meta")), ValueError, "cu_seqlens_k must be on cpu, got meta"),
+    (lambda: packed(cu_seqlens_k=CU[:2]), ValueError, "cu_seqlens_k must be of cu_seqlens_q's 2 sequences, got 1"),
+    (lambda: packed(cu_seqlens_q=CU[:0]), ValueError, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(0,\)"),
+    (lambda: packed(max_seqlen_k=None), ValueError, "max_seqlen_k must be given with cu_seqlens_k, got None"),
+    (lambda: packed(max_seqlen_q=2.0), TypeError, "max_seqlen_q must be an int, got 2.0"),
+    (lambda: packed(max_seqlen_q=-1), ValueError, "max_seqlen_q must be at least 0, got -1"),
+    (lambda: packed(seqused_k=CU), ValueError, "seqused_k must be of cu_seqlens_q's 2 sequences, got 3"),
+    (lambda: attention(Q, K, V, max_seqlen_q=4), ValueError, "max_seqlen_q must be None without cu_seqlens_q, got 4"),
+    (lambda: attention(Q, K, V, seqused_k=CU), ValueError, "seqused_k must be of q's 2 sequences, got 3"),
+    (lambda: attention(Q, K, V, seqused_k=Q), TypeError, "attention: seqused_k must have dtype int32"),
+    (lambda: attention(Q, K, V, out=1), TypeError, "attention: out must be a torch.Tensor, got int"),
+    (lambda: attention(Q, K, V, out=Q.half()), TypeError, "attention: out must have q's dtype torch.bfloat16"),
+    (
+        lambda: attention(Q, K, V, out=Q[0]),
+        ValueError,
+        r"attention: out must have shape \(2, 4, 4, 64\), got \(4, 4, 64\)",
+    ),
+    (lambda: attention(Q, K, V, out=Q.to("meta")), ValueError, "attention: out must be on cpu, got meta"),
+    (lambda: attention(Q, K, V, out=Q.mT.contiguous().mT), ValueError, "out must have a contiguous last dimension"),
 ]
 # What plain torch takes
 OF_KERNELS = [
@@ -70,14 +102,10 @@ OF_KERNELS = [
         "attention: q must have dtype bfloat16, float16, got",
     ),
     (
-        lambda: attention(*tensors(d=96)),
+        lambda: attention(*(t.requires_grad_() for t in tensors(d=192))),
         NotImplementedError,
-        "for head sizes other than 64, 128, got 96 of q and 96 of v",
+        "attention: has no backward yet for head sizes beyond 128, got 192 of q and 192 of v",
     ),
-    (lambda: attention(Q, K, V.repeat(1, 1, 1, 2)), NotImplementedError, "got 64 of q and 128 of v"),
-    (lambda: attention(Q, K, V, window=(1, 0)), NotImplementedError, r"for window, got \(1, 0\)"),
-    (lambda: attention(Q, K, V, softcap=2), NotImplementedError, "for softcap, got 2.0"),
-    (lambda: attention(Q, K, V, sinks=torch.zeros(4)), NotImplementedError, "for sinks"),
     (
         lambda: attention(Q.new_zeros(Q.numel() + 1)[1:].view(Q.shape), K, V),
         ValueError,
@@ -87,6 +115,16 @@ OF_KERNELS = [
         lambda: attention(Q, K.new_zeros(2, 6, 2, 68)[..., :64], V),
         ValueError,
         "attention: k must have strides of multiples of 16 bytes",
+    ),
+    (
+        lambda: attention(Q, K, V, out=Q.new_zeros(2, 4, 4, 68)[..., :64]),
+        ValueError,
+        "attention: out must have strides of multiples of 16 bytes",
+    ),
+    (
+        lambda: attention(Q, K, V, sinks=torch.zeros(4, requires_grad=True)),
+        NotImplementedError,
+        "attention: has no backward yet",
     ),
 ]
 

@@ -17,7 +17,18 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
-from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, gradients_of, make_inputs, rms, same_bits
+from tests.attention.cases import (
+    BF16,
+    FP16,
+    HEAD_SIZES,
+    Case,
+    Inputs,
+    gradients_of,
+    make_inputs,
+    make_packed,
+    rms,
+    same_bits,
+)
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
 
@@ -53,7 +64,7 @@ def errors(found, wanted):
 def test_the_formulas_are_autograds(case, generator):
     inputs = [t.double() for t in make_inputs(case, generator)]
     out, lse, dout, dlse = incoming(case, inputs, generator)
-    found = reference_backward.attention_backward(
+    *found, _ = reference_backward.attention_backward(
         dout, *inputs, out, lse, dlse, case.causal, case.head_size**-0.5
     )  # fmt: skip
     assert max(errors(found, exact(case, inputs, dout, dlse))) < 1e-12
@@ -98,6 +109,60 @@ def test_gradients(case, through_lse, jobs, generator):
     found = gradients_of(lambda *t: attention(*t, causal=case.causal, return_lse=True), inputs, dout, dlse)
     assert all(a.dtype is case.dtype and a.is_contiguous() for a in found)
     assert max(errors(found, exact(case, inputs, dout, dlse))) < 4 * torch.finfo(case.dtype).eps
+
+
+OPTIONS = [
+    {"window": (20, 0)},
+    {"window": (3, 5)},
+    {"causal": True, "softcap": 2.0},
+    {"causal": True, "sinks": True},
+    {"window": (None, 7), "softcap": 3.0, "sinks": True},
+]
+
+
+def through(call, tensors, sinks, dout, dlse):
+    """Gradients of q, k, v and, where there are some, sinks."""
+    leaves = (*tensors, sinks) if sinks is not None else tuple(tensors)
+    return gradients_of(lambda q, k, v, *rest: call(q, k, v, sinks=rest[0] if rest else None), leaves, dout, dlse)
+
+
+@pytest.mark.parametrize("lengths", [None, ((70, 0, 33), (200, 5, 33)), "used"], ids=["dense", "packed", "used"])
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 72)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option(options, sizes, lengths, jobs, generator):
+    """Against autograd through the reference in fp64. Rows that are no sequence's have no gradient."""
+    case, options = Case(2, 70, 200, 4, 2, sizes[0], False, BF16, sizes[1]), dict(options)
+    sinks = torch.randn(4, generator=generator) if options.pop("sinks", False) else None
+    inputs, places = make_inputs(case, generator), {}
+    if lengths == "used":
+        places = {"seqused_k": torch.tensor([130, 0], dtype=torch.int32)}
+    elif lengths:
+        inputs, places = make_packed(case, *lengths, generator)
+        inputs = Inputs(*(torch.cat([t, t.new_zeros(5, *t.shape[1:])]) for t in inputs))
+    out, lse = reference.attention(*inputs, **options, **places, sinks=sinks, return_lse=True)
+    dout = torch.randn(out.shape, generator=generator).to(BF16)
+    dlse = torch.randn(lse.shape, generator=generator).masked_fill(lse == -math.inf, 0.0)
+
+    def call(function):
+        return lambda q, k, v, sinks: function(q, k, v, sinks=sinks, **options, **places, return_lse=True)
+
+    wide = [t.double() for t in inputs]
+    wanted = through(call(reference.attention), wide, None if sinks is None else sinks.double(), dout, dlse)
+    found = through(call(attention), inputs, sinks, dout, dlse)
+    assert max(errors(found, wanted)) < 0.03
+    by_formulas = reference_backward.attention_backward(
+        dout.double(),
+        *wide,
+        *reference.attention(*wide, **options, **places, sinks=sinks, return_lse=True),
+        dlse.double(),
+        options.get("causal", False),
+        sizes[0] ** -0.5,
+        *(-1 if distance is None else distance for distance in options.get("window", (-1, -1))),
+        options.get("softcap", 0.0),
+        sinks,
+        **places,
+    )
+    assert max(errors(by_formulas[: len(wanted)], wanted)) < 1e-6
 
 
 def test_of_lse_alone(jobs, generator):

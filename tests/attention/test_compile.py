@@ -5,16 +5,31 @@ import re
 import pytest
 
 from cute_kernels.attention import prewarm
-from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec
+from cute_kernels.attention.config import FORWARD_CONFIGS, HEAD_SIZES, ForwardSpec, forward_config
 from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
+JOBS = list(prewarm.specializations("sm_90a"))
+# One of each size and of each option; all the others take the same code
+QUICK = [
+    ForwardSpec(BF16, 64, False, 64, window=True, sinks=True, packed_q=True, packed_k=True),
+    *(ForwardSpec(BF16, d, True, dv) for d, dv in HEAD_SIZES),
+]
 
-@pytest.mark.parametrize("job", list(prewarm.specializations("sm_90a")), ids=lambda job: repr(job[1][1:]))
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=() if job[1][1] in QUICK else pytest.mark.slow) for job in JOBS],
+    ids=lambda job: repr(job[1][1:]),
+)
 def test_compiles_without_spills(job):
     builder, arguments = job
     check_record(builder.obtain(*arguments).record)
+
+
+def test_quick_ones_are_prewarmed():
+    assert set(QUICK) <= {arguments[1] for _, arguments in JOBS}
 
 
 @pytest.mark.slow
@@ -22,7 +37,17 @@ def test_compiles_without_spills(job):
 def test_other_configs_compile_without_spills(config):
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
-    check_record(forward_sm90.obtain("sm_90a", ForwardSpec(BF16, config[0], True), config[1]).record)
+    (d, dv), config = config
+    check_record(forward_sm90.obtain("sm_90a", ForwardSpec(BF16, d, True, dv), config).record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"used_k": True}, {"packed_q": True, "used_k": True}, {"padded": True}], ids=str)
+def test_what_is_not_prewarmed_compiles_without_spills(options):
+    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
+
+    spec = ForwardSpec(BF16, 128, True, 128, **options)
+    check_record(forward_sm90.obtain("sm_90a", spec, forward_config(spec)).record)
 
 
 def test_instructions(tmp_path):

@@ -8,12 +8,22 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import UnsupportedDeviceError, attention
-from cute_kernels.attention import launch, prewarm
-from cute_kernels.attention.config import L2_BYTES, ForwardSpec, forward_config, heads_together
+from cute_kernels.attention import config, launch, prewarm, reference
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
-from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, exact, gradients_of, make_inputs, same_bits
+from tests.attention.cases import (
+    BF16,
+    FP16,
+    HEAD_SIZES,
+    Case,
+    Inputs,
+    exact,
+    gradients_of,
+    make_inputs,
+    make_packed,
+    same_bits,
+)
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
 
@@ -45,16 +55,88 @@ def test_another_batch_and_length_compile_nothing(jobs, generator):
 
 
 def test_a_model_finds_its_kernels_precompiled(jobs, generator):
+    window = (16, 0)
+    masks = ({"causal": True}, {}, {"causal": True, "window": window})
     for dtype in (BF16, FP16):
-        for head_size in HEAD_SIZES:
-            for causal in (False, True):
-                for pairs in (1, 2):
-                    inputs = make_inputs(Case(1, 3, 3, 2, pairs, head_size, causal, dtype), generator)
-                    function, dout = partial(attention, causal=causal, return_lse=True), torch.zeros(1, 3, 2, head_size)
-                    for dlse in (None, torch.zeros(1, 2, 3)):
-                        gradients_of(function, inputs, dout, dlse)
+        for d, dv in config.HEAD_SIZES:
+            dense = make_inputs(Case(1, 3, 3, 2, 1, d, True, dtype, dv), generator)
+            tensors, lengths = make_packed(Case(1, 3, 3, 2, 1, d, True, dtype, dv), (1, 2), (2, 1), generator)
+            for mask in masks:
+                attention(*dense, **mask)
+                attention(*tensors, **mask, **lengths)
+                if d == 64 and mask:
+                    attention(*dense, **mask, sinks=torch.zeros(2))
+                    attention(*tensors, **mask, **lengths, sinks=torch.zeros(2, dtype=dtype))
+                if d in (128, 256) and mask:
+                    attention(*dense, **mask, softcap=3)
+                    attention(*tensors, **mask, **lengths, softcap=3)
+        for d in config.BACKWARD_CONFIGS:
+            for pairs in (1, 2):
+                case = Case(1, 3, 3, 2, pairs, d, True, dtype)
+                dense = make_inputs(case, generator)
+                tensors, lengths = make_packed(case, (1, 2), (2, 1), generator)
+                for mask in masks:
+                    function = partial(attention, **mask, return_lse=True)
+                    gradients_of(function, dense, torch.zeros(1, 3, 2, d), torch.zeros(1, 2, 3))
+                    function = partial(function, **lengths)
+                    gradients_of(function, tensors, torch.zeros(3, 2, d), torch.zeros(2, 3))
     assert set(jobs) == set(prewarm.specializations("sm_90a"))
     assert list(prewarm.specializations("sm_100a")) == []
+
+
+OPTIONS = [
+    {"window": (3, 0)},
+    {"window": (None, 2)},
+    {"causal": True, "window": (2, 5), "softcap": 3.0, "sinks": torch.tensor([0.0, 1.0, -1.0, 5.0])},
+    {"softcap": 2.0},
+    {"causal": True, "window": (-1, 7)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (72, 40), (192, 128), (200, 8)], ids=str)
+def test_options(sizes, options, generator):
+    """Dense, with fewer keys used, packed; into given memory."""
+    d, dv = sizes
+    case = Case(2, 5, 9, 4, 2, d, options.get("causal", False), BF16, dv)
+    inputs = make_inputs(case, generator)
+    wanted = reference.attention(*(t.double() for t in inputs), **options, return_lse=True)
+    out, lse = attention(*inputs, **options, return_lse=True)
+    assert out.shape == (2, 5, 4, dv) and out.is_contiguous()
+    torch.testing.assert_close(out.double(), wanted[0], atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted[1], atol=1e-5, rtol=1e-5)
+    longer = Inputs(inputs.q, *(torch.cat([t, t], 1) for t in inputs[1:]))
+    used = torch.tensor([9, 9], dtype=torch.int32)
+    assert same_bits(attention(*longer, **options, seqused_k=used), out)
+    target = torch.empty(5, 2, 4, dv, dtype=BF16).transpose(0, 1)
+    found = attention(*inputs, **options, out=target, return_lse=True)
+    assert found[0] is target and same_bits(target, out) and same_bits(found[1], lse)
+    cu_q, cu_k = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 9, 18], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 9}
+    rest = torch.ones(3, 4, d, dtype=BF16)
+    found = attention(
+        torch.cat([inputs.q.flatten(0, 1), rest]), *(t.flatten(0, 1) for t in inputs[1:]), **options, **lengths,
+        return_lse=True,
+    )  # fmt: skip
+    assert same_bits(found[0][:10], out.flatten(0, 1)) and (found[0][10:] == 0).all()
+    assert same_bits(found[1][:, :10], lse.transpose(0, 1).flatten(1)) and (found[1][:, 10:] == -math.inf).all()
+
+
+def test_packed_lengths_compile_nothing(jobs, generator):
+    for lengths in ((1, 2), (5,), (7, 0, 3)):
+        tensors, of_lengths = make_packed(Case(1, 3, 3, 2, 1), lengths, lengths, generator)
+        attention(*tensors, causal=True, **of_lengths)
+    assert len({repr(job) for job in jobs}) == 1
+
+
+def test_no_keys_at_all(jobs):
+    q, k, cu = torch.ones(4, 2, 64, dtype=BF16), torch.zeros(0, 2, 64, dtype=BF16), torch.tensor([0, 1, 3])
+    lengths = {"cu_seqlens_q": cu.int(), "cu_seqlens_k": cu.int() * 0, "max_seqlen_q": 2, "max_seqlen_k": 0}
+    out, lse = attention(q, k, k, **lengths, sinks=torch.tensor([1.0, 2.0]), return_lse=True)
+    assert (out == 0).all() and lse.tolist() == [[1.0] * 3 + [-math.inf], [2.0] * 3 + [-math.inf]]
+    out, lse = attention(q[None], k[None], k[None], sinks=torch.tensor([1.0, 2.0]), return_lse=True)
+    assert (out == 0).all() and lse.tolist() == [[[1.0] * 4, [2.0] * 4]]
+    assert not jobs
 
 
 def test_nothing_to_do(jobs):
@@ -96,6 +178,10 @@ def test_as_an_operator(generator):
     with FlopCounterMode(display=False) as counter:
         attention(q, k, v)
     assert counter.get_total_flops() == 4 * 2 * 4 * 5 * 9 * 64
+    tensors, lengths = make_packed(Case(1, 5, 9, 4, 2, 64), (2, 3), (4, 5), generator)
+    with FlopCounterMode(display=False) as counter:
+        attention(*tensors, **lengths)
+    assert counter.get_total_flops() == 4 * 5 * 4 * 4 * 64
     torch.library.opcheck(
         launch.attention_forward.registered, (q, k, v, True, 0.125), test_utils=("test_schema", "test_faketensor")
     )
@@ -126,12 +212,7 @@ def test_no_grad_is_enough(generator):
         assert not attention(q, k, v).requires_grad
 
 
-def test_heads_that_fit_into_the_cache_come_together():
-    assert heads_together(128, 2, 8192, 4) == 4 * (L2_BYTES // (2 * 8192 * 128 * 2))
-    assert heads_together(128, 2, 2**20, 4) == 4 and heads_together(64, 2, 1, 1) > 1000
-
-
 def test_the_config_follows_from_the_head_size_alone():
-    specs = {arguments[1] for _, arguments in prewarm.specializations("sm_90a")}
-    found = {forward_config(spec) for spec in specs if type(spec) is ForwardSpec}
-    assert len(found) <= len(HEAD_SIZES)
+    jobs = [arguments for _, arguments in prewarm.specializations("sm_90a") if type(arguments[1]) is config.ForwardSpec]
+    found = {(spec.sizes, chosen) for _, spec, chosen in jobs}
+    assert len(found) == len(config.HEAD_SIZES)

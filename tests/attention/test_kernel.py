@@ -5,37 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_kernels import attention
-from cute_kernels.attention import prewarm, reference
+from cute_kernels.attention import reference
 from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec, forward_config
 from cute_kernels.attention.launch.forward import ForwardLaunch
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cases import (
-    BF16,
-    BLOCK,
-    FP16,
-    HEAD_SIZES,
-    LENGTHS,
-    SPLIT,
-    Case,
-    Inputs,
-    exact,
-    make_inputs,
-    rms,
-    same_bits,
-)
+from tests.attention.cases import BF16, BLOCK, FP16, HEAD_SIZES, LENGTHS, SPLIT, Case, Inputs, exact, make_inputs, rms
+from tests.attention.on_gpu import HOPPER, assert_same, forward_job, run, torch_error
 from tests.precompiled import precompile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm90,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = HOPPER
 HEADS = pytest.mark.parametrize("head_size", HEAD_SIZES)
 MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -44,39 +24,9 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.fixture(scope="module", autouse=True)
 def precompiled():
     """One after the other the kernels take some seconds each."""
-    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
-
-    others = [
-        (forward_sm90, ("sm_90a", ForwardSpec(BF16, d, causal), config))
-        for d in HEAD_SIZES
-        for causal in (True, False)
-        for config in FORWARD_CONFIGS[d]
-    ]
-    precompile([*prewarm.specializations("sm_90a"), *others])
-
-
-def run(inputs: Inputs, causal: bool, **options) -> tuple[Tensor, Tensor]:
-    return attention(*inputs, causal=causal, return_lse=True, **options)
-
-
-def assert_same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """The bits of out and lse."""
-    for name, a, b in zip(("out", "lse"), found, wanted, strict=True):
-        assert same_bits(a, b), f"{name}: {(a != b).sum().item()} of {a.numel()} elements differ"
-
-
-def torch_error(inputs: Inputs, wanted: Tensor, causal: bool) -> float:
-    """The best rms error of torch's own kernels. Their causal mask is top-left: only where that is the same."""
-    q, k, v = (t.transpose(1, 2) for t in inputs)
-    errors = []
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        try:
-            with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-            errors.append(rms(out.transpose(1, 2).double() - wanted))
-        except RuntimeError:  # a backend that does not take the case
-            continue
-    return min(errors)
+    specs = [ForwardSpec(BF16, d, causal, d) for d in HEAD_SIZES for causal in (True, False)]
+    others = [forward_job(spec, config) for spec in specs for config in FORWARD_CONFIGS[spec.sizes]]
+    precompile([*(forward_job(spec._replace(dtype=FP16)) for spec in specs), *others])
 
 
 # ---- errors
@@ -225,8 +175,8 @@ def test_every_config_and_number_of_ctas(causal, head_size, generator):
     ):
         inputs = make_inputs(case, generator)
         wanted = run(inputs, causal)
-        spec = ForwardSpec(BF16, head_size, causal)
-        for config in FORWARD_CONFIGS[head_size]:
+        spec = ForwardSpec(BF16, head_size, causal, head_size)
+        for config in FORWARD_CONFIGS[spec.sizes]:
             launch = ForwardLaunch.of(target_of(0), spec, config)
             for num_sms in (1, 7, 66, 132) if config == forward_config(spec) else (132, 50):
                 found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
@@ -369,7 +319,7 @@ def test_keys_expanded_over_heads(generator):
 def test_rows_beyond_the_last_are_not_written(generator):
     """A tile's rows behind the sequence's are another sequence's."""
     inputs = make_inputs(Case(1, 65, 65, 2, 1, 128), generator)
-    spec = ForwardSpec(BF16, 128, True)
+    spec = ForwardSpec(BF16, 128, True, 128)
     memory = torch.full((2, 200, 2, 128), 7.0, dtype=BF16, device="cuda")
     rows = torch.full((3, 2, 65), 7.0, device="cuda")
     ForwardLaunch.of(target_of(0), spec, forward_config(spec)).run(*inputs, memory[:1, :65], rows[1:2], 0.1)

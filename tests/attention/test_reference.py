@@ -56,6 +56,53 @@ def test_window_softcap_and_sinks(generator):
     torch.testing.assert_close(capped, wide, atol=1e-6, rtol=1e-6)
 
 
+def packed(lengths, heads, d, generator):
+    total = sum(lengths)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return torch.randn(total + 2, heads, d, generator=generator, dtype=torch.float64), cu_seqlens
+
+
+def test_packed_sequences_are_dense_ones(generator):
+    """Sequences of any length, none among them; fewer keys than there are; rows that are no sequence's."""
+    lengths_q, lengths_k, used = (3, 0, 1, 5), (3, 4, 0, 7), (2, 4, 0, 7)
+    (q, cu_q), (k, cu_k) = packed(lengths_q, 2, 8, generator), packed(lengths_k, 1, 8, generator)
+    v = torch.randn(16, 1, 16, generator=generator, dtype=torch.float64)
+    options = {"causal": True, "window": (2, None), "softcap": 3.0, "sinks": torch.randn(2, generator=generator)}
+    maxima = {"max_seqlen_q": 5, "max_seqlen_k": 7}
+    seqused_k = torch.tensor(used, dtype=torch.int32)
+    out, lse = reference.attention(
+        q, k, v, **options, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **maxima, seqused_k=seqused_k, return_lse=True
+    )
+    assert out.shape == (11, 2, 16) and lse.shape == (2, 11)
+    assert (out[9:] == 0).all() and (lse[:, 9:] == -math.inf).all()
+    for i, (n, m) in enumerate(zip(lengths_q, used, strict=True)):
+        rows, keys = slice(cu_q[i], cu_q[i] + n), slice(cu_k[i], cu_k[i] + m)
+        one, of_one = reference.attention(q[None, rows], k[None, keys], v[None, keys], **options, return_lse=True)
+        assert torch.equal(out[rows], one[0]) and torch.equal(lse[:, rows], of_one[0])
+    padded = torch.zeros(4, 7, 1, 8, dtype=torch.float64), torch.zeros(4, 7, 1, 16, dtype=torch.float64)
+    for i, n in enumerate(lengths_k):
+        for target, source in zip(padded, (k, v), strict=True):
+            target[i, :n] = source[cu_k[i] : cu_k[i] + n]
+    again, of_again = reference.attention(
+        q, *padded, **options, cu_seqlens_q=cu_q, max_seqlen_q=5, seqused_k=seqused_k, return_lse=True
+    )
+    assert torch.equal(again, out) and torch.equal(of_again, lse)
+    target = torch.empty_like(out)
+    assert reference.attention(q, *padded, cu_seqlens_q=cu_q, max_seqlen_q=5, out=target) is target
+
+
+def test_gradients_of_packed_sequences(generator):
+    (q, cu_q), (k, cu_k) = packed((2, 3), 2, 8, generator), packed((4, 1), 1, 8, generator)
+    tensors = [t.requires_grad_() for t in (q, k, torch.randn_like(k), torch.randn(2, dtype=torch.float64))]
+
+    def call(q, k, v, sinks):
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 3, "max_seqlen_k": 4}
+        out, lse = reference.attention(q, k, v, causal=True, sinks=sinks, **lengths, return_lse=True)
+        return out, lse[:, :5]  # of rows that are no sequence's: -inf
+
+    assert torch.autograd.gradcheck(call, tensors)
+
+
 def test_gradients():
     tensors = [torch.randn(1, n, h, 8, dtype=torch.float64, requires_grad=True) for n, h in ((3, 2), (5, 1), (5, 1))]
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
@@ -67,25 +114,38 @@ def test_gradients():
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "options"),
     [
-        Case(2, 100, 100, 4, 2, 64),
-        Case(1, 65, SPLIT + 130, 2, 1, 128),
-        Case(1, 9, 2 * SPLIT + 1, 2, 2, 64, False, FP16),
-        Case(1, 12, 5, 2, 1, 64),
+        (Case(2, 100, 100, 4, 2, 64), {}),
+        (Case(1, 65, SPLIT + 130, 2, 1, 128), {}),
+        (Case(1, 9, 2 * SPLIT + 1, 2, 2, 64, False, FP16), {}),
+        (Case(1, 12, 5, 2, 1, 64), {}),
+        (Case(1, 65, SPLIT + 130, 2, 1, 64), {"window": (100, None)}),
+        (Case(1, 65, 300, 2, 1, 64, False), {"window": (None, 3), "softcap": 5.0}),
+        (Case(1, 20, 10, 4, 1, 64), {"sinks": torch.tensor([-math.inf, 0.0, 3.0, 200.0])}),
+        (Case(1, 3, 4096 + 10, 1, 1, 256, False), {}),
     ],
     ids=str,
 )
-def test_the_contract_is_attention(case, generator):
+def test_the_contract_is_attention(case, options, generator):
     """It is what rounding makes of it: of the weights, once to their dtype, and of the result."""
     inputs = make_inputs(case, generator)
-    wanted, of_rows = exact(case, inputs)
-    found = reference.kv_grid(*inputs, causal=case.causal)
+    wanted, of_rows = exact(case, inputs, **options)
+    found = reference.kv_grid(*inputs, causal=case.causal, **options)
     rounded = wanted.to(case.dtype).double()
     assert rms(found.out.double() - wanted) <= 2.5 * rms(rounded - wanted) + 1e-12
     empty = of_rows == -math.inf
     assert torch.equal(found.lse == -math.inf, empty)
     torch.testing.assert_close(found.lse[~empty].double(), of_rows[~empty], atol=1e-5, rtol=1e-5)
+
+
+def test_the_contract_without_options_is_that_with_options_that_do_nothing(generator):
+    case = Case(1, 40, 300, 2, 1, 64)
+    inputs = make_inputs(case, generator)
+    wanted = reference.kv_grid(*inputs, causal=True)
+    for options in ({"window": (300, 5)}, {"sinks": torch.full((2,), -math.inf)}, {"softcap": 0.0}):
+        for a, b in zip(reference.kv_grid(*inputs, causal=True, **options), wanted, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_the_contract_rescales_where_a_maximum_grows_by_more_than_256():

@@ -5,60 +5,165 @@ import math
 import torch
 
 from cute_kernels.attention import reference
-from cute_kernels.attention.config import PADDED_ROWS, grid_for
+from cute_kernels.attention.config import LOG2E, PADDED_ROWS, UNBOUNDED, grid_for, merges_in_workspace
 
 
-def forward_sm90(static, q, k, v, out, lse, score_scale, heads_together, num_ctas) -> None:
+def forward_sm90(
+    static,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sinks,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    workspace,
+    score_scale,
+    before_tanh,
+    left,
+    right,
+    num_tiles,
+    paired,
+    num_ctas,
+) -> None:
     spec, config = static["spec"], static["config"]
     batch, len_q, heads, d = q.shape
-    assert spec == (q.dtype, d, spec.causal) and len_q and k.shape[1]
-    assert 1 <= num_ctas <= batch * heads * math.ceil(len_q / config.tile_rows)
-    assert heads_together >= 1 and heads_together % (heads // k.shape[2]) == 0
+    rows, dv = config.tile_rows, v.shape[3]
+    assert spec.dtype is q.dtype and len_q and k.shape[1] and (d, dv) <= spec.sizes
+    assert spec.padded == ((d, dv) != spec.sizes)
+    assert not (spec.causal and spec.window) and not (spec.packed_q and batch > 1)
+    tiles = [(start, n) for start, n in _sequences(cu_seqlens_q, batch, len_q)]
+    needed = sum(math.ceil(n / rows) for _, n in tiles) * heads
+    assert num_tiles >= needed if spec.packed_q else num_tiles == needed
+    assert 1 <= num_ctas <= num_tiles and paired in (0, 1)
+    if merges_in_workspace(spec.head_size):
+        assert workspace.numel() == num_ctas * rows * spec.sizes[1]
+    assert bool(before_tanh) == spec.softcap
+    softcap = score_scale / LOG2E if spec.softcap else 0.0
+    scale = before_tanh * softcap if spec.softcap else score_scale / LOG2E
     # fp64: what torch's sums owe to the number of rows is then gone with the rounding
-    scale = score_scale / reference.LOG2E
-    found = reference.attention(q, k, v, causal=spec.causal, scale=scale, return_lse=True, compute_dtype=torch.float64)
-    out.copy_(found[0])
+    found = reference.attention(
+        q[0] if spec.packed_q else q,
+        *((t[0] if spec.packed_k else t) for t in (k, v)),
+        causal=spec.causal,
+        window=tuple(-1 if distance == UNBOUNDED else distance for distance in (left, right)) if spec.window else None,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=len_q if spec.packed_q else None,
+        max_seqlen_k=k.shape[1] if spec.packed_k else None,
+        seqused_k=seqused_k,
+        return_lse=True,
+        compute_dtype=torch.float64,
+    )
+    (out[0] if spec.packed_q else out).copy_(found[0])
     lse.copy_(found[1])
 
 
-def delta(static, out, dout, lse, dlse, delta, row_lse, counters) -> None:
-    spec, length = static["spec"], lse.shape[2]
-    assert spec == (out.dtype, out.shape[3], dlse is not None)
-    assert delta.shape[2] == -(-length // PADDED_ROWS) * PADDED_ROWS
+def _sequences(cu_seqlens, batch, length):
+    """(First row, rows) of each."""
+    if cu_seqlens is None:
+        return [(i * length, length) for i in range(batch)]
+    starts = cu_seqlens.tolist()
+    return [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def _first_tile(cu_seqlens, i, length, rows):
+    """The first of a sequence's tiles."""
+    return i * math.ceil(length / rows) if cu_seqlens is None else cu_seqlens[i].item() // rows + i
+
+
+def delta(static, out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters) -> None:
+    spec, (batch, length, heads, d) = static["spec"], out.shape
+    assert spec[2:4] == (dlse is not None, cu_seqlens_q is not None) and d <= spec.head_size and delta.shape[0] == heads
+    assert spec.padded or d == spec.head_size
     delta.zero_()
     row_lse.fill_(math.inf)
-    delta[..., :length] = (out.float() * dout.float()).sum(-1).transpose(1, 2)
+    found = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     if dlse is not None:
-        delta[..., :length] -= dlse
-    row_lse[..., :length] = (lse * reference.LOG2E).masked_fill(lse == -math.inf, math.inf)
+        found -= dlse
+    known = (lse * LOG2E).masked_fill(lse == -math.inf, math.inf)
+    for i, (start, n) in enumerate(_sequences(cu_seqlens_q, batch, length)):
+        first = _first_tile(cu_seqlens_q, i, length, PADDED_ROWS) * PADDED_ROWS
+        matrix, rows = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
+        delta[:, first : first + n], row_lse[:, first : first + n] = found[matrix][:, rows], known[matrix][:, rows]
     counters.zero_()
 
 
 def backward_sm90(
-    static, q, k, v, dout, row_lse, delta, dk, dv, dq_sums, dkv_sums, counters, score_scale, scale, together, num_ctas
+    static,
+    q,
+    k,
+    v,
+    dout,
+    row_lse,
+    delta,
+    dk,
+    dv,
+    dq_sums,
+    dkv_sums,
+    counters,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    score_scale,
+    before_tanh,
+    scale,
+    left,
+    right,
+    num_tiles,
+    num_blocks,
+    together,
+    num_ctas,
 ) -> None:
     """``dq_sums`` are left in the order of dq: their own is between the kernels."""
     spec, config = static["spec"], static["config"]
     (batch, len_q, heads, d), (_, len_k, pairs, _) = q.shape, k.shape
-    group, blocks = heads // pairs, math.ceil(len_k / grid_for(d).block)
-    tiles = math.ceil(len_q / config.tile_rows) * batch * heads
-    assert spec == (q.dtype, d, spec.causal, group > 1) and len_q and len_k
-    assert dq_sums.numel() == tiles * config.tile_rows * d
-    summed = blocks * batch * pairs if spec.grouped else 0
-    assert dkv_sums.numel() == summed * 256 * d and counters.numel() == 1 + tiles + summed and not counters.any()
-    assert 1 <= num_ctas <= blocks * batch * heads and together % group == 0
-    wide = (t.transpose(1, 2).float() for t in (q, k, v, dout))
-    queries, keys, values, gradient = (t.repeat_interleave(heads // t.shape[1], 1) for t in wide)
-    seen = reference.visible(len_q, len_k, spec.causal, None, q.device)
-    scores = (queries @ keys.mT * score_scale).masked_fill(~seen, -math.inf)
-    p = torch.exp2(scores - row_lse[..., :len_q, None])
-    ds = p * (gradient @ values.mT - delta[..., :len_q, None])
-    dq_sums[: q.numel()] = (ds @ keys).flatten()
-    for target, found in ((dk, ds.mT @ queries * scale), (dv, p.mT @ gradient)):
-        target.copy_(found.unflatten(1, (pairs, group)).sum(2).transpose(1, 2))
+    group, block, rows = heads // pairs, grid_for(spec.head_size).block, config.tile_rows
+    assert spec.dtype is q.dtype and spec.grouped == (group > 1) and bool(before_tanh) == spec.softcap
+    assert (cu_seqlens_q is not None, cu_seqlens_k is not None, seqused_k is not None) == spec[6:9]
+    assert spec.padded == ((d, v.shape[3]) != (spec.head_size, spec.head_size))
+    queries, keys = _sequences(cu_seqlens_q, batch, len_q), _sequences(cu_seqlens_k, k.shape[0], len_k)
+    for starts, found, length, tile, number in (
+        (cu_seqlens_q, queries, len_q, rows, num_tiles),
+        (cu_seqlens_k, keys, len_k, block, num_blocks),
+    ):
+        last = len(found) - 1
+        assert number >= _first_tile(starts, last, length, tile) + math.ceil(found[last][1] / tile)
+    assert dq_sums.numel() == num_tiles * heads * rows * spec.head_size
+    summed = num_blocks * pairs if spec.grouped else 0
+    assert dkv_sums.numel() == summed * 2 * block * spec.head_size
+    assert counters.numel() == 1 + num_tiles * heads + summed and not counters.any()
+    assert 1 <= num_ctas <= num_blocks * heads and together % group == 0
+    sums = dq_sums[: q.numel()].view(q.shape)
+    for i in range(len(queries)):
+        (start, n), (start_k, n_k) = queries[i], keys[i]
+        first = _first_tile(cu_seqlens_q, i, len_q, PADDED_ROWS) * PADDED_ROWS
+        of_q = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
+        used = n_k if seqused_k is None else min(seqused_k[i].item(), n_k)
+        of_k = (i, slice(used)) if cu_seqlens_k is None else (0, slice(start_k, start_k + used))
+        rows_q, gradient = (t[of_q].transpose(0, 1).float() for t in (q, dout))
+        rows_k, rows_v = (t[of_k].transpose(0, 1).float().repeat_interleave(group, 0) for t in (k, v))
+        window = tuple(-1 if distance == UNBOUNDED else distance for distance in (left, right)) if spec.window else None
+        seen = reference.visible(n, used, spec.causal, window, q.device)
+        scores = rows_q @ rows_k.mT
+        scores = torch.tanh(scores * before_tanh) if spec.softcap else scores
+        p = torch.exp2(scores.masked_fill(~seen, -math.inf) * score_scale - row_lse[:, first : first + n, None])
+        slope = 1 - scores.square() if spec.softcap else 1.0
+        ds = p * slope * (gradient @ rows_v.mT - delta[:, first : first + n, None])
+        sums[of_q] = (ds @ rows_k).transpose(0, 1)
+        for target, found in ((dk, ds.mT @ rows_q * scale), (dv, p.mT @ gradient)):
+            target[of_k] = found.unflatten(0, (pairs, group)).sum(1).transpose(0, 1).to(target.dtype)
 
 
-def finish_dq(static, dq_sums, dq, scale, len_k) -> None:
-    batch, len_q, heads, d = dq.shape
-    assert not static["spec"].grouped and len_k
-    dq.copy_((dq_sums[: dq.numel()] * scale).view(batch, heads, len_q, d).transpose(1, 2))
+def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale, right, len_k, num_tiles) -> None:
+    spec, (batch, len_q, heads, _) = static["spec"], dq.shape
+    assert not spec.grouped and not spec.softcap
+    assert dq_sums.numel() == num_tiles * heads * static["config"].tile_rows * spec.head_size
+    for i, (start, n) in enumerate(_sequences(cu_seqlens_q, batch, len_q)):
+        of_q = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
+        dq[of_q] = (dq_sums[: dq.numel()].view(dq.shape)[of_q] * scale).to(dq.dtype)

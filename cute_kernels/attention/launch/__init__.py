@@ -1,6 +1,6 @@
 """Launches of attention: a Spec of the call's tensors, what launches it, and the operator of the same name."""
 
 from cute_kernels.attention.launch.backward import attention_backward
-from cute_kernels.attention.launch.forward import attention_forward
+from cute_kernels.attention.launch.forward import attention_forward, attention_into
 
-__all__ = ["attention_backward", "attention_forward"]
+__all__ = ["attention_backward", "attention_forward", "attention_into"]

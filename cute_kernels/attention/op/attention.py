@@ -7,15 +7,17 @@ from torch import Tensor
 
 from cute_kernels.attention import reference
 from cute_kernels.attention.checks import (
+    DENSE,
     KERNEL_DTYPES,
+    Lengths,
     Window,
-    check_absent,
     check_attention,
     check_layout,
-    check_supported,
+    check_out,
+    check_sizes,
 )
-from cute_kernels.attention.launch import attention_forward
-from cute_kernels.attention.op.gradients import differentiable_attention
+from cute_kernels.attention.launch import attention_forward, attention_into
+from cute_kernels.attention.op.gradients import check_differentiable, differentiable_attention
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -42,61 +44,68 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` of each head, the bits of a row independent of all but its own keys and values.
 
-    Differentiable in q, k and v, through lse, too; no second derivative. The kernels compute dense batches so far. An
-    argument that they have no code for raises NotImplementedError; each says so below.
+    Differentiable in q, k, v and sinks, through lse, too, for D and Dv up to 128; no second derivative.
 
     Args:
-        q: (B, Lq, H, D) bf16 or fp16; D 64 or 128 (other sizes: not yet). Any strides that are multiples of 16 bytes,
-            the last dimension contiguous, the first element on 16 bytes.
-        k: (B, Lk, Hkv, D) like q; Hkv divides H, and H / Hkv query heads in a row share a head of keys and values.
-        v: (B, Lk, Hkv, D) like k.
+        q: (B, Lq, H, D) bf16 or fp16, with ``cu_seqlens_q`` (all queries, H, D); D a multiple of 8 up to 256 (64, 96,
+            128, 192 and 256 are computed as they are, others as the next larger). Any strides that are multiples of 16
+            bytes, the last dimension contiguous, the first element on 16 bytes.
+        k: (B, Lk, Hkv, D) like q, with ``cu_seqlens_k`` (all keys, Hkv, D); Hkv divides H, and H / Hkv query heads in a
+            row share a head of keys and values.
+        v: (B, Lk, Hkv, Dv) like k; Dv a multiple of 8 up to 256.
         causal: a query sees no key behind its place. The last query has the place of the last key: query i sees keys
             j <= i + Lk - Lq.
-        window: (left, right): a query at place p sees keys from p - left to p + right; None or -1: no bound. Not yet
-            in the kernels.
-        softcap: scores become softcap * tanh(score / softcap); 0: they stay. Not yet in the kernels.
-        sinks: (H,) one more logit of each head, without a value. Not yet in the kernels.
+        window: (left, right): a query at place p sees keys from p - left to p + right; None or -1: no bound.
+        softcap: scores become softcap * tanh(score / softcap), in the hardware's tanh (a relative error of 2^-11); 0:
+            they stay.
+        sinks: (H,) one more logit of each head, without a value; of any float dtype.
         scale: what scores are multiplied with, positive; D ** -0.5 if None.
-        cu_seqlens_q: where packed sequences of queries begin; not yet.
-        cu_seqlens_k: where packed sequences of keys begin; not yet.
-        max_seqlen_q: the longest packed sequence of queries; not yet.
-        max_seqlen_k: the longest packed sequence of keys; not yet.
-        seqused_k: how many keys of each sequence there are; not yet.
+        cu_seqlens_q: (B + 1,) int32 on q's device: packed sequence i has queries cu_seqlens_q[i] to
+            cu_seqlens_q[i + 1] - 1. Values are not checked. Rows behind the last one: 0, lse -inf.
+        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        max_seqlen_q: of at least the longest packed sequence of queries; needed with cu_seqlens_q.
+        max_seqlen_k: of at least the longest packed sequence of keys; needed with cu_seqlens_k.
+        seqused_k: (B,) int32: how many of a sequence's keys there are. What lies behind them, NaN or not, changes
+            nothing.
         return_lse: also return the logarithm of each row's sum of exponentials.
-        out: what to write to; not yet.
+        out: (like q, with v's head size) what to write to. It must not overlap k or v.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which also
-            computes windows, softcaps, sinks and every head size.
+            computes gradients of larger heads.
 
     Returns:
-        (B, Lq, H, D) of q's dtype, contiguous; with ``return_lse`` also lse (B, H, Lq) fp32, in natural logarithms. A
-        query that sees no key has 0 and -inf.
+        ``out``, or (B, Lq, H, Dv) or (all queries, H, Dv) of q's dtype, contiguous; with ``return_lse`` also lse
+        (B, H, Lq) or (H, all queries) fp32, in natural logarithms. A query that sees no key has 0 and -inf, or the
+        sink's logit.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        NotImplementedError: no kernel has this yet.
+        NotImplementedError: a gradient of heads beyond 128 channels is wanted of a kernel.
         UnsupportedDeviceError: a GPU without kernels: neither a Hopper.
 
     Numerics:
         The contract ``kv_grid``. Keys have places 0, 1, 2, ... in their sequence. Blocks of 128 keys, at multiples of
         128, are the steps of an online softmax: both products in the tensor core's steps of 16, ascending, in fp32; a
         row is rescaled where its maximum grows by more than 2^8. Splits of 2048 keys, at multiples of 2048, start from
-        nothing and are merged in ascending order, in fp32. The weights are rounded to q's dtype before they meet v. So
-        a row of the result, and its lse, has the same bits whatever the batch, its place in it, the other rows, the
-        number of queries beside it, causal keys behind it, and the GPU's number of SMs. NaN or infinity in a row of v
-        may reach rows of the same sequence and head that do not see it; other sequences and heads never.
+        nothing and are merged in ascending order, in fp32. (D beyond 128: splits of 4096 keys; of these with Dv beyond
+        128: blocks of 64.) The weights are rounded to q's dtype before they meet v. So a row of the result, and its
+        lse, has the same bits whatever the batch, its place in it, the other rows, the number of queries beside it,
+        causal keys behind it, packed or not, and the GPU's number of SMs. NaN or infinity in a row of v may reach rows
+        of the same sequence and head that do not see it; other sequences and heads never.
 
         The backward computes the weights again, from lse, and rounds them and the scores' gradients to q's dtype. A row
         of q's gradient gets one sum of each block of 128 keys, in fp32, added from its last visible block to the first
-        where ``causal``, else from the first to the last: its bits depend on what a row of the output depends on, and
-        on the row's own gradient. Gradients of k and v are summed over a query head's rows in ascending order, then
-        over the heads that share them, in fp32: their bits depend on their sequence alone, and on no other one of the
-        batch. It takes 4 bytes of workspace an element of q, and with shared heads 8 an element of k, padded to 128
-        rows. An incoming gradient whose rows do not start on 16 bytes is copied.
+        under ``causal`` or a window, else from the first to the last: its bits depend on what a row of the output
+        depends on, and on the row's own gradient. Gradients of k and v are summed over a query head's rows in ascending
+        order, then over the heads that share them, in fp32: their bits depend on their sequence alone, and on no other
+        one of the batch. Those of sinks are reproducible run to run. Workspace: 4 bytes for each element of q, and with
+        shared heads 8 for each element of k, rows padded to 128, channels to 64 or 128. An incoming gradient whose rows
+        do not start on 16 bytes is copied.
 
         Under autocast q, k and v are cast to its dtype, as by torch's own attention.
 
     Source:
-        Dao et al., FlashAttention, arXiv 2205.14135; Shah et al., FlashAttention-3, arXiv 2407.08608.
+        Dao et al., FlashAttention, arXiv 2205.14135; Shah et al., FlashAttention-3, arXiv 2407.08608. Sinks: Xiao et
+        al., arXiv 2309.17453.
 
     Example:
         >>> import torch
@@ -108,22 +117,60 @@ def attention(
     """
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_k is not None or out is not None:
-        check_absent(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, out=out)
-    if max_seqlen_q is not None or max_seqlen_k is not None:
-        check_absent(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if uses_reference("attention", q, backend):
-        options = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
-        return reference.attention(q, k, v, **options, return_lse=return_lse)
+        return reference.attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            seqused_k=seqused_k,
+            return_lse=return_lse,
+            out=out,
+        )
     softcap = as_float(softcap)
     if scale is not None:
         scale = as_float(scale)
-    check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES)
-    check_supported(q, v, window, softcap, sinks)
-    if is_eager(q, k, v):
-        check_layout(q, k, v)
-    run = differentiable_attention if differentiates(q, k, v) else attention_forward
-    results = run(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
+    lengths = DENSE
+    if (
+        cu_seqlens_q is not None
+        or cu_seqlens_k is not None
+        or max_seqlen_q is not None
+        or max_seqlen_k is not None
+        or seqused_k is not None
+    ):
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES, lengths)
+    if out is not None:
+        check_out(out, q, v)
+    check_sizes(q, k, lengths)
+    eager = is_eager(q, k, v, sinks, *lengths, out)
+    if eager:
+        check_layout(q, k, v, out)
+    wants_gradient = differentiates(q, k, v, sinks)
+    if wants_gradient:
+        check_differentiable(q, v, out)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sinks is not None:
+        sinks = sinks.float()
+    left, right = (-1 if distance is None else distance for distance in window or (-1, -1))
+    options = causal, scale, left, right, softcap, sinks, *lengths
+    if wants_gradient:
+        results = differentiable_attention(q, k, v, *options)
+    elif out is None:
+        results = attention_forward(q, k, v, *options)
+    elif eager:
+        results = out, attention_into(out, q, k, v, *options)
+    else:
+        found, lse = attention_forward(q, k, v, *options)
+        results = out.copy_(found), lse
     return results if return_lse else results[0]
 
 
