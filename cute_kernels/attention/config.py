@@ -261,3 +261,77 @@ def page_rows(page_size: int, block: int) -> int:
 def decode_config(tiles: int, splits: int, num_sms: int) -> DecodeConfig:
     """A CTA for all splits of a tile where tiles alone are several for each SM."""
     return DecodeConfig(sequential=splits > 1 and tiles >= 4 * num_sms)
+
+
+class BackwardSpec(NamedTuple):
+    """What a kernel of the backward is made for; see ``ForwardSpec``.
+
+    Attributes:
+        head_size: 64 or 128; tensors of fewer channels are ``padded``, those of v, too.
+        grouped: query heads share heads of keys and values.
+    """
+
+    dtype: torch.dtype
+    head_size: int
+    causal: bool
+    grouped: bool
+    window: bool = False
+    softcap: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    used_k: bool = False
+    padded: bool = False
+
+
+class DeltaSpec(NamedTuple):
+    """What is found of each row before the backward: of rows of the output, and of their gradients."""
+
+    dtype: torch.dtype
+    head_size: int
+    has_lse_grad: bool
+    packed_q: bool = False
+    padded: bool = False
+
+
+def backward_head_size(head_size: int, head_size_v: int) -> int | None:
+    """What the backward's kernels compute with; None: there are none."""
+    return next((size for size in BACKWARD_CONFIGS if max(head_size, head_size_v) <= size), None)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Choices that change no bit.
+
+    Attributes:
+        tile_rows: queries of a step, 64 or 128.
+        stages: tiles of q, and of the output's gradient, in flight.
+        dv_first: p dout is issued before ds is found, which then runs beside it.
+        scores_ahead: scores of the next tile are issued before this one's dk is waited for.
+    """
+
+    tile_rows: int
+    stages: int
+    dv_first: bool = True
+    scores_ahead: bool = True
+
+
+def backward_config(spec: BackwardSpec) -> BackwardConfig:
+    """A softcap takes p's rounded values before ds is found, for which tiles of 128 queries leave no registers."""
+    configs = BACKWARD_CONFIGS[spec.head_size]
+    return next(config for config in configs if config.dv_first or not spec.softcap)
+
+
+# At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries
+BACKWARD_CONFIGS = {
+    64: (BackwardConfig(128, 2, False, False), BackwardConfig(128, 2, False), BackwardConfig(64, 4)),
+    128: (BackwardConfig(64, 2), BackwardConfig(64, 2, True, False), BackwardConfig(64, 3)),
+}
+PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
+# Bytes of queries, their gradients and the sums of dq that the backward walks over together
+BACKWARD_L2_BYTES = 40 << 20
+
+
+def backward_heads_together(head_size: int, itemsize: int, len_q: int, group: int) -> int:
+    """Query heads, of all sequences, whose rows the backward walks over at the same time; a multiple of a group."""
+    heads = BACKWARD_L2_BYTES // max(len_q * head_size * (2 * itemsize + 4), 1)
+    return max(heads // group, 1) * group

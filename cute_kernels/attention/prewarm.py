@@ -11,11 +11,15 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.config import (
+    BACKWARD_CONFIGS,
     HEAD_SIZES,
     AppendSpec,
+    BackwardSpec,
     DecodeConfig,
     DecodeSpec,
+    DeltaSpec,
     ForwardSpec,
+    backward_config,
     configs_for,
 )
 from cute_kernels.runtime.targets import expect_arch
@@ -64,3 +68,21 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
                 for rows in (0, 16):
                     yield decode_sm90, (arch, DecodeSpec(dtype, d, dv, packed, rows), DecodeConfig())
                     yield append, (arch, AppendSpec(dtype, d, dv, packed, rows > 0))
+        yield from _backward(arch, dtype)
+
+
+def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
+    from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
+    from cute_kernels.attention.kernel_delta import delta
+    from cute_kernels.attention.kernel_finish_dq import finish_dq
+
+    for d in BACKWARD_CONFIGS:
+        for packing in PACKINGS:
+            for has_lse_grad in (False, True):
+                yield delta, (arch, DeltaSpec(dtype, d, has_lse_grad, bool(packing)))
+            for mask in MASKS:
+                for grouped in (False, True):
+                    spec = BackwardSpec(dtype, d, grouped=grouped, **mask, **packing)
+                    yield backward_sm90, (arch, spec, backward_config(spec))
+                spec = BackwardSpec(dtype, d, grouped=False, **mask, **packing)
+                yield finish_dq, (arch, spec, backward_config(spec))

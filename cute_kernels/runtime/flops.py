@@ -103,7 +103,14 @@ def _attention(
     return 2 * math.prod(q[:-1]) * keys * (q[-1] + v[-1])
 
 
+def _attention_backward(dout, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Scores and the gradients of q and k are products over the head size of q, the two others over that of v."""
+    batch, len_q, heads, d = q
+    return 2 * batch * heads * len_q * k[1] * (3 * d + 2 * v[3])
+
+
 FORMULAS = {
+    "attention_backward": _attention_backward,
     "attention_forward": _attention,
     "gemm": _gemm,
     "log_prob_forward": _log_prob,

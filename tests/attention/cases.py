@@ -95,3 +95,13 @@ def bits(t: Tensor) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def gradients_of(function, inputs, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of what returns out, or (out, lse), for incoming gradients."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    wanted = [(t, g.to(t.dtype)) for t, g in zip(results, (dout, dlse), strict=False) if g is not None]
+    outputs, gradients = zip(*wanted, strict=True)
+    return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)

@@ -1,6 +1,7 @@
 """The kernels' path of attention on the CPU, plain torch in place of the kernel."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import attention
 from cute_kernels.attention import config, launch, prewarm, reference
 from cute_kernels.attention.launch.forward import regular
-from tests.attention.cases import BF16, FP16, HEAD_SIZES, Case, Inputs, exact, make_inputs, make_packed, same_bits
+from tests.attention.cases import (
+    BF16,
+    FP16,
+    HEAD_SIZES,
+    Case,
+    Inputs,
+    exact,
+    gradients_of,
+    make_inputs,
+    make_packed,
+    same_bits,
+)
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
 
@@ -64,7 +76,21 @@ def test_a_model_finds_its_kernels_precompiled(arch, generator):
             long, lengths = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
             attention(*long, causal=True, **lengths)
             attention(*long, causal=True, **lengths, sinks=torch.zeros(1))
-    assert set(jobs) == {job for job in prewarm.specializations(arch) if job[0] is jobs[0][0]}  # others: of caches
+            for d in config.BACKWARD_CONFIGS if arch == "sm_90a" else ():
+                for pairs in (1, 2):
+                    case = Case(1, 3, 3, 2, pairs, d, True, dtype)
+                    dense = make_inputs(case, generator)
+                    tensors, lengths = make_packed(case, (1, 2), (2, 1), generator)
+                    for mask in masks:
+                        function = partial(attention, **mask, return_lse=True)
+                        gradients_of(function, dense, torch.zeros(1, 3, 2, d), torch.zeros(1, 2, 3))
+                        function = partial(function, **lengths)
+                        gradients_of(function, tensors, torch.zeros(3, 2, d), torch.zeros(2, 3))
+    assert set(jobs) == {
+        job
+        for job in prewarm.specializations(arch)
+        if not isinstance(job[1][1], (config.DecodeSpec, config.AppendSpec))
+    }
 
 
 OPTIONS = [

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
-from cute_kernels.attention.config import LOG2E, UNBOUNDED, grid_for
+from cute_kernels.attention.config import LOG2E, PADDED_ROWS, UNBOUNDED, grid_for
 
 
 def forward_sm90(
@@ -151,3 +151,100 @@ def _sequences(cu_seqlens, batch, length):
         return [(i * length, length) for i in range(batch)]
     starts = cu_seqlens.tolist()
     return [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def _first_tile(cu_seqlens, i, length, rows):
+    """The first of a sequence's tiles."""
+    return i * math.ceil(length / rows) if cu_seqlens is None else cu_seqlens[i].item() // rows + i
+
+
+def delta(static, out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters) -> None:
+    spec, (batch, length, heads, d) = static["spec"], out.shape
+    assert spec[2:4] == (dlse is not None, cu_seqlens_q is not None) and d <= spec.head_size and delta.shape[0] == heads
+    assert spec.padded or d == spec.head_size
+    delta.zero_()
+    row_lse.fill_(math.inf)
+    found = (out.float() * dout.float()).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        found -= dlse
+    known = (lse * LOG2E).masked_fill(lse == -math.inf, math.inf)
+    for i, (start, n) in enumerate(_sequences(cu_seqlens_q, batch, length)):
+        first = _first_tile(cu_seqlens_q, i, length, PADDED_ROWS) * PADDED_ROWS
+        matrix, rows = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
+        delta[:, first : first + n], row_lse[:, first : first + n] = found[matrix][:, rows], known[matrix][:, rows]
+    counters.zero_()
+
+
+def backward_sm90(
+    static,
+    q,
+    k,
+    v,
+    dout,
+    row_lse,
+    delta,
+    dk,
+    dv,
+    dq_sums,
+    dkv_sums,
+    counters,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    score_scale,
+    before_tanh,
+    scale,
+    left,
+    right,
+    num_tiles,
+    num_blocks,
+    together,
+    num_ctas,
+) -> None:
+    """``dq_sums`` are left in the order of dq: their own is between the kernels."""
+    spec, config = static["spec"], static["config"]
+    (batch, len_q, heads, d), (_, len_k, pairs, _) = q.shape, k.shape
+    group, block, rows = heads // pairs, grid_for(spec.head_size).block, config.tile_rows
+    assert spec.dtype is q.dtype and spec.grouped == (group > 1) and bool(before_tanh) == spec.softcap
+    assert (cu_seqlens_q is not None, cu_seqlens_k is not None, seqused_k is not None) == spec[6:9]
+    assert spec.padded == ((d, v.shape[3]) != (spec.head_size, spec.head_size))
+    queries, keys = _sequences(cu_seqlens_q, batch, len_q), _sequences(cu_seqlens_k, k.shape[0], len_k)
+    for starts, found, length, tile, number in (
+        (cu_seqlens_q, queries, len_q, rows, num_tiles),
+        (cu_seqlens_k, keys, len_k, block, num_blocks),
+    ):
+        last = len(found) - 1
+        assert number >= _first_tile(starts, last, length, tile) + math.ceil(found[last][1] / tile)
+    assert dq_sums.numel() == num_tiles * heads * rows * spec.head_size
+    summed = num_blocks * pairs if spec.grouped else 0
+    assert dkv_sums.numel() == summed * 2 * block * spec.head_size
+    assert counters.numel() == 1 + num_tiles * heads + summed and not counters.any()
+    assert 1 <= num_ctas <= num_blocks * heads and together % group == 0
+    sums = dq_sums[: q.numel()].view(q.shape)
+    for i in range(len(queries)):
+        (start, n), (start_k, n_k) = queries[i], keys[i]
+        first = _first_tile(cu_seqlens_q, i, len_q, PADDED_ROWS) * PADDED_ROWS
+        of_q = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
+        used = n_k if seqused_k is None else min(seqused_k[i].item(), n_k)
+        of_k = (i, slice(used)) if cu_seqlens_k is None else (0, slice(start_k, start_k + used))
+        rows_q, gradient = (t[of_q].transpose(0, 1).float() for t in (q, dout))
+        rows_k, rows_v = (t[of_k].transpose(0, 1).float().repeat_interleave(group, 0) for t in (k, v))
+        window = tuple(-1 if distance == UNBOUNDED else distance for distance in (left, right)) if spec.window else None
+        seen = reference.visible(n, used, spec.causal, window, q.device)
+        scores = rows_q @ rows_k.mT
+        scores = torch.tanh(scores * before_tanh) if spec.softcap else scores
+        p = torch.exp2(scores.masked_fill(~seen, -math.inf) * score_scale - row_lse[:, first : first + n, None])
+        slope = 1 - scores.square() if spec.softcap else 1.0
+        ds = p * slope * (gradient @ rows_v.mT - delta[:, first : first + n, None])
+        sums[of_q] = (ds @ rows_k).transpose(0, 1)
+        for target, found in ((dk, ds.mT @ rows_q * scale), (dv, p.mT @ gradient)):
+            target[of_k] = found.unflatten(0, (pairs, group)).sum(1).transpose(0, 1).to(target.dtype)
+
+
+def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale, right, len_k, num_tiles) -> None:
+    spec, (batch, len_q, heads, _) = static["spec"], dq.shape
+    assert not spec.grouped and not spec.softcap
+    assert dq_sums.numel() == num_tiles * heads * static["config"].tile_rows * spec.head_size
+    for i, (start, n) in enumerate(_sequences(cu_seqlens_q, batch, len_q)):
+        of_q = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
+        dq[of_q] = (dq_sums[: dq.numel()].view(dq.shape)[of_q] * scale).to(dq.dtype)

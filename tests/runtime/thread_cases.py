@@ -146,7 +146,7 @@ OPS: dict[str, Build] = {
     "batch_invariant": _in_a_block,
 }
 
-FORWARD_ONLY = {"attention", "attention_with_kv_cache"}  # the latter for good
+FORWARD_ONLY = {"attention_with_kv_cache"}
 CALLS = [(op, autograd) for op in OPS for autograd in (False, True) if not autograd or op not in FORWARD_ONLY]
 
 

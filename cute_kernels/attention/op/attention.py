@@ -17,6 +17,7 @@ from cute_kernels.attention.checks import (
     check_sizes,
 )
 from cute_kernels.attention.launch import attention_forward, attention_into
+from cute_kernels.attention.op.gradients import check_differentiable, differentiable_attention
 from cute_kernels.runtime.autograd import autocasts
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
@@ -44,7 +45,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` of each head, the bits of a row independent of all but its own keys and values.
 
-    The kernels have no backward yet: a wanted gradient raises NotImplementedError.
+    Differentiable in q, k, v and sinks, through lse, too, for D and Dv up to 128; no second derivative.
 
     Args:
         q: (B, Lq, H, D) bf16 or fp16, with ``cu_seqlens_q`` (all queries, H, D); D a multiple of 8 up to 256 (64, 96,
@@ -70,7 +71,7 @@ def attention(
         return_lse: also return the logarithm of each row's sum of exponentials.
         out: (like q, with v's head size) what to write to. It must not overlap k or v.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which also
-            computes gradients.
+            computes gradients of larger heads.
 
     Returns:
         ``out``, or (B, Lq, H, Dv) or (all queries, H, Dv) of q's dtype, contiguous; with ``return_lse`` also lse
@@ -79,7 +80,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        NotImplementedError: a gradient of a kernel is wanted.
+        NotImplementedError: a gradient of heads beyond 128 channels is wanted of a kernel.
         UnsupportedDeviceError: a GPU without kernels: neither a Hopper nor a data-centre Blackwell.
 
     Numerics:
@@ -91,6 +92,16 @@ def attention(
         lse, has the same bits whatever the batch, its place in it, the other rows, the number of queries beside it,
         causal keys behind it, packed or not, and the GPU's number of SMs. NaN or infinity in a row of v may reach rows
         of the same sequence and head that do not see it; other sequences and heads never.
+
+        The backward computes the weights again, from lse, and rounds them and the scores' gradients to q's dtype. A row
+        of q's gradient gets one sum of each block of 128 keys, in fp32, added from its last visible block to the first
+        under ``causal`` or a window, else from the first to the last: its bits depend on what a row of the output
+        depends on, and on the row's own gradient. Gradients of k and v are summed over a query head's rows in ascending
+        order, then over the heads that share them, in fp32: their bits depend on their sequence alone, and on no other
+        one of the batch. Those of sinks are reproducible run to run. Workspace: 4 bytes for each element of q, and with
+        shared heads 8 for each element of k, rows padded to 128, channels to 64 or 128. An incoming gradient whose rows
+        do not start on 16 bytes is copied.
+
         Under autocast q, k and v are cast to its dtype, as by torch's own attention.
 
     Source:
@@ -144,19 +155,17 @@ def attention(
     eager = is_eager(q, k, v, sinks, *lengths, out)
     if eager:
         check_layout(q, k, v, out)
-    if differentiates(q, k, v, sinks):
-        if out is not None:
-            raise ValueError("attention: out must be None where a gradient is wanted, got a tensor")
-        raise NotImplementedError(
-            "attention: has no backward yet. Call it under torch.no_grad(), or pass backend='reference' to run plain "
-            "torch"
-        )
+    wants_gradient = differentiates(q, k, v, sinks)
+    if wants_gradient:
+        check_differentiable(q, v, out)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:
         sinks = sinks.float()
     left, right = (-1 if distance is None else distance for distance in window or (-1, -1))
     options = causal, scale, left, right, softcap, sinks, *lengths
-    if out is None:
+    if wants_gradient:
+        results = differentiable_attention(q, k, v, *options)
+    elif out is None:
         results = attention_forward(q, k, v, *options)
     elif eager:
         results = out, attention_into(out, q, k, v, *options)

@@ -1,0 +1,140 @@
+"""The last step of attention's backward: dq of its sums in fp32, scaled and rounded.
+
+gmem sums (as accumulators hold them) --> registers --> smem --TMA--> gmem dq; a CTA a tile of queries of a head.
+
+Profile: ncu --clock-control none -k regex:FinishDqSm90 python -m bench.bench_attention --filter bwd.*8192.*causal
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.attention.config import BackwardConfig, BackwardSpec
+from cute_kernels.attention.kernel_backward_sm90 import COMPUTE, VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS, BackwardSm90
+from cute_kernels.attention.kernel_forward_sm90 import by_rows, partition, ragged
+from cute_kernels.attention.kernel_row_backward import scaled_and_flushed
+from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
+from cute_kernels.common.dtypes import cutlass_dtype
+from jit_cache import Program, compiled
+
+
+class FinishDqSm90:
+    """See the module; arguments as in the builder ``finish_dq``."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: BackwardSpec, config: BackwardConfig):
+        self.dtype = dtype
+        self.spec = spec
+        self.rows, self.head_size = config.tile_rows, spec.head_size
+        self.summed = BackwardSm90(dtype, spec, config)  # whose accumulators they are
+
+    @cute.jit
+    def __call__(
+        self,
+        dq_sums: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scale: Float32,
+        right: Int32,
+        len_k: Int32,
+        num_tiles: Int32,
+        stream,
+    ):
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        of_dq = ragged(by_rows(dq)) if self.spec.packed_q else by_rows(dq)
+        tma_dq, mDq = cpasync.make_tiled_tma_atom(store, of_dq, self.layout(), (self.rows, self.head_size))
+        batch, length, heads, _ = dq.shape
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+        self.kernel(
+            self.summed.tiled_mmas()[2], tma_dq, mDq, dq_sums, (batch, length, heads, len_k), lengths, scale, right
+        ).launch(grid=[num_tiles * heads, 1, 1], block=[COMPUTE, 1, 1], stream=stream, use_pdl=True)
+
+    def layout(self):
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, (self.rows, self.head_size), order=(0, 1))
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        tma_dq: cute.CopyAtom,
+        mDq: cute.Tensor,
+        dq_sums: cute.Tensor,
+        sizes: tuple,
+        lengths: tuple,
+        scale: Float32,
+        right: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        layout = self.layout()
+        sDq = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        cute.arch.griddepcontrol_wait()
+
+        batch, length, heads, len_k = sizes
+        starts_q, starts_k, used_k = lengths
+        if const_expr(starts_q is not None):
+            batch = starts_q.shape[0] - 1
+        queries, keys = Sequences(length, batch, starts_q, None), Sequences(len_k, batch, starts_k, used_k)
+        head, tile = bidx % heads, bidx // heads
+        sequence, m = find_tile(queries, tile, self.rows)
+        len_q, len_k = queries.rows(sequence), keys.rows(sequence)
+        if m * self.rows < len_q:
+            totals = cute.make_rmem_tensor(mma.partition_shape_C((self.rows, self.head_size)), Float32)
+            totals.fill(0.0)
+            sees_any = len_k > 0
+            if const_expr(self.spec.causal or self.spec.window):
+                ahead = right if self.spec.window else 0
+                sees_any = sees_any & (cutlass.min((m + 1) * self.rows, len_q) + len_k - len_q + ahead > 0)
+            if sees_any:
+                numbers = const_expr(self.rows * self.head_size)
+                thread = tidx // WARPGROUP * (numbers // WARPGROUPS) + tidx % WARPGROUP * VECTOR
+                source = dq_sums.iterator + cute.assume(Int64(bidx) * numbers + thread, divby=VECTOR)
+                vectors = const_expr(cute.size(totals) // VECTOR)
+                of_thread = cute.make_layout((VECTOR, vectors), stride=(1, WARPGROUP * VECTOR))
+                flat = cute.make_tensor(totals.iterator, cute.make_layout((VECTOR, vectors)))
+                cute.autovec_copy(cute.make_tensor(source, of_thread), flat)
+                for i in cutlass.range_constexpr(cute.size(totals)):
+                    totals[i] = scaled_and_flushed(totals[i], scale)
+            rounded = cute.make_rmem_tensor(totals.shape, self.dtype)
+            rounded.store(totals.load().to(self.dtype))
+            atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            copy = cute.make_tiled_copy_C(atom, mma)
+            cute.copy(copy, copy.retile(rounded), copy.get_slice(tidx).partition_D(sDq))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier()
+            if tidx < WARP_SIZE:
+                first = queries.first(sequence)
+                target = rows_of(mDq, self.spec.packed_q, head, queries.matrix(sequence), first, len_q)
+                source, target = partition(tma_dq, sDq, target, (self.rows, self.head_size))
+                cute.copy(tma_dq, source, target[None, m, 0])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@compiled
+def finish_dq(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Program:
+    """dq (B, L, H, D) of ``dq_sums``, arguments as of ``backward_sm90``; ``len_k``: keys of a sequence, or of all."""
+    dtype, d = cutlass_dtype(spec.dtype), spec.head_size
+    if spec.padded:
+        d = cute.sym_int(divisibility=8)
+    batch, length, heads = (cute.sym_int() for _ in range(3))
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+
+    def integers(present):
+        return cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if present else None
+
+    return Program(
+        FinishDqSm90(dtype, spec, config),
+        cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16),
+        cute.runtime.make_fake_tensor(dtype, (batch, length, heads, d), (*strides, 1), assumed_align=16),
+        integers(spec.packed_q),
+        integers(spec.packed_k),
+        integers(spec.used_k),
+        Float32(1.0),
+        *(Int32(1) for _ in range(3)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,227 @@
+"""The backward of attention.
+
+The operator is ``cute_kernels::attention_backward``, which returns its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.attention import reference_backward
+from cute_kernels.attention.config import (
+    LOG2E,
+    PADDED_ROWS,
+    UNBOUNDED,
+    BackwardConfig,
+    BackwardSpec,
+    DeltaSpec,
+    backward_config,
+    backward_head_size,
+    backward_heads_together,
+    grid_for,
+    score_factors,
+    window_bounds,
+)
+from cute_kernels.attention.launch.forward import regular
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.launches import LaunchCache
+from cute_kernels.runtime.operators import empties, functional_operator
+from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def gradients_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Gradients:
+    """(dq, dk, dv, dsinks) as they are allocated."""
+    of_sinks = (0 if sinks is None else sinks.shape[0],), torch.float32
+    dq, dk, dv, dsinks = empties(q, (q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype), of_sinks)
+    return dq, dk, dv, dsinks
+
+
+def _fake(dout, q, k, v, out, lse, dlse, causal, scale, left=-1, right=-1, softcap=0.0, sinks=None, *_, **__):
+    return gradients_of(q, k, v, sinks)
+
+
+@functional_operator(
+    "attention_backward",
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, bool causal, float scale, "
+    "int left=-1, int right=-1, float softcap=0., Tensor? sinks=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? seqused_k=None",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    cpu=reference_backward.attention_backward,
+)
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    causal: bool,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+) -> Gradients:
+    """(dq, dk, dv, dsinks), contiguous, arguments as of ``attention_forward``; ``out`` and ``lse`` are its results.
+
+    ``dlse`` is contiguous. dsinks is fp32, without sinks of no elements.
+    """
+    gradients = gradients_of(q, k, v, sinks)
+    if not q.numel() or (not k.numel() and sinks is None) or (cu_seqlens_q is not None and len(cu_seqlens_q) == 1):
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    left, right = window_bounds(causal, (left, right))
+    window = left != UNBOUNDED or right not in (0, UNBOUNDED)
+    size = backward_head_size(q.shape[-1], v.shape[-1])
+    spec = BackwardSpec(
+        q.dtype,
+        size,
+        right == 0 and not window,
+        q.shape[-2] != k.shape[-2],
+        window,
+        softcap != 0.0,
+        cu_seqlens_q is not None,
+        cu_seqlens_k is not None,
+        seqused_k is not None,
+        (q.shape[-1], v.shape[-1]) != (size, size),
+    )
+    launch = _backward.get(q.get_device(), spec)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+    launch.run(dout, q, k, v, out, lse, dlse, gradients, scale, left, right, softcap, sinks, *lengths)
+    return gradients
+
+
+class BackwardLaunch(NamedTuple):
+    """The kernels of a backward, and on how many SMs the second one hands out its blocks.
+
+    Attributes:
+        delta: what is known of each row; without and with a gradient of lse.
+        backward: dk, dv and the sums of dq.
+        finish_dq: dq of these.
+    """
+
+    delta: tuple[Callable[..., None], Callable[..., None]]
+    backward: Callable[..., None]
+    finish_dq: Callable[..., None]
+    spec: BackwardSpec
+    config: BackwardConfig
+    num_sms: int
+
+    @staticmethod
+    def of(target: Target, spec: BackwardSpec, config: BackwardConfig) -> BackwardLaunch:
+        """Raises:
+        UnsupportedDeviceError: a GPU other than a Hopper.
+        """
+        if target.arch != "sm_90a":
+            raise UnsupportedDeviceError(
+                f"attention: has a backward for compute capability 9.0 alone, got {target.arch}. "
+                "Pass backend='reference' to run plain torch"
+            )
+        from cute_kernels.attention import kernel_backward_sm90, kernel_delta, kernel_finish_dq
+
+        arch = target.arch
+        of_delta = (DeltaSpec(spec.dtype, spec.head_size, has, spec.packed_q, spec.padded) for has in (False, True))
+        return BackwardLaunch(
+            tuple(launches.load(kernel_delta.delta, arch, found) for found in of_delta),
+            launches.load(kernel_backward_sm90.backward_sm90, arch, spec, config),
+            launches.load(kernel_finish_dq.finish_dq, arch, finish_spec(spec), config),
+            spec,
+            config,
+            target.num_sms,
+        )
+
+    def run(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        gradients: Gradients,
+        scale: float,
+        left: int = UNBOUNDED,
+        right: int = UNBOUNDED,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+    ) -> None:
+        """Write dq, dk, dv and dsinks; ``left`` and ``right`` as of ``window_bounds``."""
+        spec, rows, d = self.spec, self.config.tile_rows, self.spec.head_size
+        *gradients, dsinks = gradients
+        if spec.packed_q:  # rows that are no sequence's
+            gradients[0].zero_()
+        if spec.packed_k or spec.used_k:
+            for gradient in gradients[1:]:
+                gradient.zero_()
+        q, out, dout, dq = (as_batch(t, spec.packed_q) for t in (q, out, dout, gradients[0]))
+        k, v, dk, dv = (as_batch(t, spec.packed_k) for t in (k, v, *gradients[1:]))
+        if spec.packed_q:
+            lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
+        heads, pairs, block = q.shape[2], k.shape[2], grid_for(d).block
+        sequences = cu_seqlens_q.shape[0] - 1 if spec.packed_q else q.shape[0]
+        padded = number_of_tiles(q, PADDED_ROWS, spec.packed_q, sequences) * PADDED_ROWS
+        tiles = number_of_tiles(q, rows, spec.packed_q, sequences)
+        blocks = number_of_tiles(k, block, spec.packed_k, sequences)
+        summed = blocks * pairs if spec.grouped else 0
+        lines, f32 = (heads, padded), torch.float32
+        delta, row_lse, dq_sums, dkv_sums, counters = empties(
+            q,
+            (lines, f32),
+            (lines, f32),
+            ((tiles * heads * rows * d,), f32),
+            ((summed * 2 * block * d,), f32),
+            ((1 + tiles * heads + summed,), torch.int32),
+        )
+        together = min(backward_heads_together(d, q.itemsize, q.shape[1], heads // pairs), sequences * heads)
+        before_tanh, score_scale = score_factors(scale, softcap)
+        self.delta[dlse is not None](out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters)
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+        if blocks:
+            self.backward(
+                q, k, v, dout, row_lse, delta, dk, dv, dq_sums, dkv_sums, counters, *lengths, score_scale, before_tanh,
+                scale, left, right, tiles, blocks, together, min(blocks * heads, self.num_sms),
+            )  # fmt: skip
+        self.finish_dq(dq_sums, dq, *lengths, scale, right, k.shape[1], tiles)
+        if sinks is not None:
+            of_sinks = torch.exp2((sinks * LOG2E).unsqueeze(1) - row_lse)
+            torch.sum(of_sinks.mul_(delta), 1, out=dsinks).neg_()
+
+
+def as_batch(t: Tensor, packed: bool) -> Tensor:
+    """Packed sequences as a batch of one; strides as TMA's descriptor takes them."""
+    return regular(t.unsqueeze(0) if packed else t)
+
+
+def number_of_tiles(t: Tensor, rows: int, packed: bool, sequences: int) -> int:
+    """Of all sequences, of a head; see ``kernel_sequences``."""
+    return t.shape[1] // rows + sequences if packed else -(-t.shape[1] // rows) * sequences
+
+
+def finish_spec(spec: BackwardSpec) -> BackwardSpec:
+    """That of ``finish_dq``, which does not depend on the rest."""
+    return spec._replace(grouped=False, softcap=False)
+
+
+def _make_backward(target: Target, spec: BackwardSpec) -> BackwardLaunch:
+    return BackwardLaunch.of(target, spec, backward_config(spec))
+
+
+_backward = LaunchCache(_make_backward)

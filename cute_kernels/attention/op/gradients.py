@@ -1,0 +1,65 @@
+"""attention where autograd follows it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.attention.config import BACKWARD_CONFIGS, backward_head_size
+from cute_kernels.attention.launch import attention_backward, attention_forward
+from cute_kernels.runtime.autograd import apply, first_derivative_only
+from cute_kernels.runtime.operators import is_eager
+
+
+def check_differentiable(q: Tensor, v: Tensor, out: Tensor | None) -> None:
+    """Raise ValueError for an ``out``, NotImplementedError for heads that are too large for the backward's kernels."""
+    if out is not None:
+        raise ValueError("attention: out must be None where a gradient is wanted, got a tensor")
+    if backward_head_size(q.shape[-1], v.shape[-1]) is None:
+        raise NotImplementedError(
+            f"attention: has no backward yet for head sizes beyond {max(BACKWARD_CONFIGS)}, got {q.shape[-1]} of q and "
+            f"{v.shape[-1]} of v. Call it under torch.no_grad(), or pass backend='reference' to run plain torch"
+        )
+
+
+def differentiable_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    """(out, lse), arguments as of ``attention_forward``."""
+    causal, scale, left, right, softcap, sinks, *lengths = options
+    return apply(_Attention, q, k, v, sinks, (causal, scale, left, right, softcap), *lengths)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k):
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+        out, lse = attention_forward(q, k, v, *options, sinks, *lengths)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        ctx.options, ctx.longest = options, (max_seqlen_q, max_seqlen_k)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, sinks, *starts, used_k = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 10
+        dout = torch.zeros_like(out) if dout is None else _gradient_rows(dout)
+        if dlse is not None:
+            dlse = dlse.contiguous().resolve_neg()
+        lengths = *starts, *ctx.longest, used_k
+        gradients = attention_backward(dout, q, k, v, out, lse, dlse, *ctx.options, sinks, *lengths)
+        needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
+        return *(gradient if needs else None for gradient, needs in needed), *(None,) * 6
+
+
+def _gradient_rows(t: Tensor) -> Tensor:
+    """An incoming gradient as TMA can address it; a copy if its rows do not start on 16 bytes (an expanded scalar)."""
+    if not is_eager(t):
+        return t.contiguous()
+    *outer, last = zip(t.shape, t.stride(), strict=True)
+    addresses = [stride * t.itemsize for size, stride in outer if size > 1]
+    good = last[1] == 1 and not t.data_ptr() & 15 and not t.is_neg()
+    if good and all(address and not address & 15 for address in addresses):
+        return t
+    return t.clone(memory_format=torch.contiguous_format).resolve_neg()

@@ -1,0 +1,327 @@
+"""The backward of attention on a GPU: errors against fp64, and bits that depend on a row, or on a sequence, alone."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cute_kernels import attention
+from cute_kernels.attention import prewarm, reference, reference_backward
+from cute_kernels.attention.config import BACKWARD_CONFIGS, BackwardSpec, backward_config
+from cute_kernels.attention.launch.backward import BackwardLaunch
+from cute_kernels.runtime.targets import target_of
+from tests.attention.cases import BF16, BLOCK, FP16, HEAD_SIZES, Case, Inputs, gradients_of, make_inputs, rms, same_bits
+from tests.precompiled import precompile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+HEADS = pytest.mark.parametrize("head_size", HEAD_SIZES)
+MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+GROUPS = pytest.mark.parametrize("pairs", [4, 2, 1], ids="pairs{}".format)
+NAMES = "dq", "dk", "dv"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def precompiled():
+    """One after the other the kernels take some seconds each."""
+    from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
+    from cute_kernels.attention.kernel_finish_dq import finish_dq
+
+    others = [
+        (builder, ("sm_90a", BackwardSpec(BF16, d, causal, grouped and builder is backward_sm90), config))
+        for d in HEAD_SIZES
+        for causal in (True, False)
+        for grouped in (True, False)
+        for config in BACKWARD_CONFIGS[d]
+        for builder in (backward_sm90, finish_dq)
+    ]
+    precompile([*prewarm.specializations("sm_90a"), *others])
+
+
+class Saved:
+    """What a backward takes: the forward's inputs and results, and incoming gradients."""
+
+    def __init__(self, case: Case, generator: torch.Generator, through_lse: bool = False):
+        self.case, self.inputs = case, make_inputs(case, generator)
+        self.out, self.lse = attention(*self.inputs, causal=case.causal, return_lse=True)
+        self.dout = torch.randn(self.out.shape, generator=generator, device="cuda").to(case.dtype)
+        self.dlse = torch.randn(self.lse.shape, generator=generator, device="cuda") if through_lse else None
+
+    def run(self, config=None, num_sms: int | None = None, inputs=None, **changed) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients; of other tensors, with another config, on as many CTAs."""
+        q, k, v = self.inputs if inputs is None else inputs
+        of = {"dout": self.dout, "out": self.out, "lse": self.lse, "dlse": self.dlse} | changed
+        spec = BackwardSpec(q.dtype, q.shape[3], self.case.causal, q.shape[2] != k.shape[2])
+        target = target_of(0)
+        launch = BackwardLaunch.of(target, spec, config or backward_config(spec))
+        gradients = tuple(torch.full(t.shape, math.nan, dtype=t.dtype, device="cuda") for t in (q, k, v))
+        launch = launch._replace(num_sms=num_sms or target.num_sms)
+        launch.run(of["dout"], q, k, v, of["out"], of["lse"], of["dlse"], gradients, self.case.head_size**-0.5)
+        return gradients
+
+    def exact(self) -> tuple[Tensor, Tensor, Tensor]:
+        def call(q, k, v):
+            return reference.attention(q, k, v, causal=self.case.causal, return_lse=True)
+
+        return gradients_of(call, [t.double() for t in self.inputs], self.dout, self.dlse)
+
+
+def assert_same(found, wanted, names=NAMES) -> None:
+    for name, a, b in zip(names, found, wanted, strict=True):
+        different = (a != b).nonzero()
+        assert same_bits(a, b), (
+            f"{name}: {len(different)} of {a.numel()} elements differ, first {different[:1].tolist()}"
+        )
+
+
+def torch_errors(saved: Saved, wanted: tuple) -> list[float]:
+    """The best rms errors of torch's own kernels. Their causal mask is top-left: only where that is the same."""
+    found = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+        def call(q, k, v):
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=saved.case.causal, enable_gqa=True).transpose(1, 2)
+
+        try:
+            with sdpa_kernel(backend):
+                gradients = gradients_of(call, saved.inputs, saved.dout)
+        except RuntimeError:  # a backend that does not take the case
+            continue
+        found.append([rms(a.double() - b) for a, b in zip(gradients, wanted, strict=True)])
+    return [min(errors) for errors in zip(*found, strict=True)]
+
+
+# ---- errors
+
+
+ACCURACY = [
+    *(Case(2, n, n, 4, 4, d, c) for n in (64, 128, 200, 1000) for d in HEAD_SIZES for c in (True, False)),
+    *(Case(2, n, n, 4, 2, d, c) for n in (129, 500) for d in HEAD_SIZES for c in (True, False)),
+    *(Case(1, n, n, 2, 1, d, True, FP16) for n in (129, 700) for d in HEAD_SIZES),
+]
+
+
+@pytest.mark.parametrize("case", ACCURACY, ids=str)
+def test_error(case, generator):
+    """No more than 1.2 times that of the best of torch's own."""
+    saved = Saved(case, generator)
+    wanted, found = saved.exact(), saved.run()
+    for name, a, b, limit in zip(NAMES, found, wanted, torch_errors(saved, wanted), strict=True):
+        error = rms(a.double() - b)
+        assert a.isfinite().all() and error <= 1.2 * limit + 1e-9, f"{name}: {error:.3e}, torch {limit:.3e}"
+
+
+CONTRACT = [
+    *(Case(1, n, n, 2, 1, d, c) for n in (1, 100, BLOCK + 1, 600) for d in HEAD_SIZES for c in (True, False)),
+    Case(2, 70, 400, 4, 2, 128, True, FP16),
+    Case(2, 70, 40, 2, 2, 64, True),
+    Case(1, 300, 40, 3, 1, 128, True),
+]
+
+
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("case", CONTRACT, ids=str)
+def test_is_the_contract_within_rounding(case, through_lse, generator):
+    """The contract in torch differs in the order of sums within products alone."""
+    saved = Saved(case, generator, through_lse)
+    dlse = None if saved.dlse is None else saved.dlse.masked_fill(saved.lse == -math.inf, 0.0)
+    saved.dlse = dlse
+    wanted = reference_backward.kv_grid_backward(
+        saved.dout, *saved.inputs, saved.out, saved.lse, dlse, causal=case.causal
+    )
+    exact = saved.exact()
+    for name, a, b, full in zip(NAMES, saved.run(), wanted, exact, strict=True):
+        error, rounding = rms(a.double() - b.double()), rms(full - b.double())
+        assert error <= 0.7 * rounding + 1e-9, f"{name}: {error:.3e} of {rounding:.3e}"
+
+
+# ---- bits
+
+
+BITS = [Case(2, 333, 333, 4, 2, d, c) for d in HEAD_SIZES for c in (True, False)]
+BITS += [Case(2, 200, 517, 4, 4, d, True) for d in HEAD_SIZES] + [Case(1, 517, 200, 4, 1, 128, True)]
+EACH = pytest.mark.parametrize("case", BITS, ids=str)
+
+
+@EACH
+def test_every_config_and_number_of_ctas(case, generator):
+    saved = Saved(case, generator, True)
+    wanted = saved.run()
+    for config in BACKWARD_CONFIGS[case.head_size]:
+        for num_sms in (1, 7, 66, None):
+            assert_same(saved.run(config, num_sms), wanted)
+
+
+@EACH
+def test_batch_and_place(case, generator):
+    """A sequence has the bits that it has alone, wherever it is, whatever the others hold, NaN, too."""
+    saved = Saved(case, generator)
+    tensors = [*saved.inputs, saved.dout, saved.out, saved.lse]
+    alone = [t[:1] for t in tensors]
+
+    def run(tensors):
+        q, k, v, dout, out, lse = tensors
+        return saved.run(inputs=(q, k, v), dout=dout, out=out, lse=lse)
+
+    wanted = run(alone)
+    for batch, place in ((2, 0), (3, 1), (9, 8)):
+        for filler in (0.5, math.nan, math.inf):
+            others = [torch.full((batch, *t.shape[1:]), filler, dtype=t.dtype, device="cuda") for t in tensors]
+            for t, one in zip(others, alone, strict=True):
+                t[place] = one[0]
+            assert_same([t[place : place + 1] for t in run(others)], wanted)
+
+
+@HEADS
+@MASKS
+def test_other_heads_do_not_matter(causal, head_size, generator):
+    """dq and, of heads of their own, dk and dv: any order of heads, any number of them."""
+    saved = Saved(Case(1, 300, 300, 6, 6, head_size, causal), generator)
+    wanted = saved.run()
+    order = [4, 0, 5, 1]
+    inputs = tuple(t[:, :, order] for t in saved.inputs)
+    found = saved.run(inputs=inputs, dout=saved.dout[:, :, order], out=saved.out[:, :, order], lse=saved.lse[:, order])
+    assert_same(found, [t[:, :, order] for t in wanted])
+
+
+@HEADS
+@MASKS
+@GROUPS
+def test_shared_heads(pairs, causal, head_size, generator):
+    """dq is that of repeated heads; dk and dv are their sums in fp32, heads ascending, as far as rounding shows."""
+    case = Case(2, 257, 300, 4, pairs, head_size, causal)
+    saved = Saved(case, generator)
+    found = saved.run()
+    q, k, v = saved.inputs
+    repeated = (q, *(t.repeat_interleave(4 // pairs, 2) for t in (k, v)))
+    wanted = saved.run(inputs=repeated)
+    assert_same(found[:1], wanted[:1], ("dq",))
+    for a, b in zip(found[1:], wanted[1:], strict=True):
+        total = b.double().unflatten(2, (pairs, -1)).sum(3)
+        assert rms(a.double() - total) <= 2.0**-8 * rms(total)
+
+
+@HEADS
+def test_a_causal_row_does_not_move_when_the_sequence_grows(head_size, generator):
+    """Rows of dq see the keys before them; the rows' own outputs and gradients are the same."""
+    saved = Saved(Case(1, 700, 700, 2, 1, head_size, True), generator)
+    wanted = saved.run()[0]
+    for length in (1, 64, 128, 129, 500):
+        q, k, v, dout, out = (t[:, :length] for t in (*saved.inputs, saved.dout, saved.out))
+        found = saved.run(inputs=(q, k, v), dout=dout, out=out.contiguous(), lse=saved.lse[..., :length].contiguous())
+        assert_same(found[:1], [wanted[:, :length]], ("dq",))
+
+
+@HEADS
+def test_rows_of_queries_in_chunks(head_size, generator):
+    """The last rows alone, as a chunk behind a prefix, have the bits of all rows' dq."""
+    saved = Saved(Case(1, 500, 500, 2, 1, head_size, True), generator)
+    wanted = saved.run()[0]
+    q, k, v = saved.inputs
+    for first in (499, 384, 250, 37):
+        rows = slice(first, None)
+        found = saved.run(
+            inputs=(q[:, rows], k, v),
+            dout=saved.dout[:, rows],
+            out=saved.out[:, rows],
+            lse=saved.lse[..., rows].contiguous(),
+        )
+        assert_same(found[:1], [wanted[:, rows]], ("dq",))
+
+
+@HEADS
+@MASKS
+def test_memory_behind_the_tensors(causal, head_size, generator):
+    """NaN before and behind each sequence's rows, and any strides."""
+    saved = Saved(Case(2, 201, 130, 2, 1, head_size, causal), generator)
+    wanted = saved.run()
+
+    def padded(t: Tensor) -> Tensor:
+        wide = torch.full((t.shape[0], t.shape[1] + 260, *t.shape[2:]), math.nan, dtype=t.dtype, device="cuda")
+        wide[:, 130 : 130 + t.shape[1]] = t
+        return wide[:, 130 : 130 + t.shape[1]]
+
+    tensors = Inputs(*(padded(t) for t in saved.inputs))
+    assert_same(saved.run(inputs=tensors, dout=padded(saved.dout), out=padded(saved.out)), wanted)
+    heads_first = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in saved.inputs)
+    assert_same(saved.run(inputs=heads_first, dout=saved.dout.transpose(1, 2).contiguous().transpose(1, 2)), wanted)
+
+
+@HEADS
+def test_nan_stays_where_it_is(head_size, generator):
+    """A row's own NaN reaches its own dq; that of another head or sequence no one's."""
+    saved = Saved(Case(2, 300, 300, 2, 2, head_size, True), generator)
+    wanted = saved.run()
+    dout = saved.dout.clone()
+    dout[1, 77, 1] = math.nan
+    dq, dk, dv = saved.run(dout=dout)
+    assert dq[1, 77, 1].isnan().all()
+    dq[1, 77, 1] = wanted[0][1, 77, 1]
+    assert_same([dq], wanted[:1], ("dq",))
+    for t, b in ((dk, wanted[1]), (dv, wanted[2])):
+        assert same_bits(t[0], b[0]) and same_bits(t[1, :, 0], b[1, :, 0])
+
+
+# ---- through autograd, streams, graphs, other work
+
+
+@HEADS
+@MASKS
+def test_autograd_and_compiled(causal, head_size, generator):
+    saved = Saved(Case(2, 300, 300, 4, 2, head_size, causal), generator, True)
+    wanted = saved.run()
+
+    def call(q, k, v):
+        return attention(q, k, v, causal=causal, return_lse=True)
+
+    assert_same(gradients_of(call, saved.inputs, saved.dout, saved.dlse), wanted)
+    compiled = torch.compile(call, fullgraph=True)
+    assert_same(gradients_of(compiled, saved.inputs, saved.dout, saved.dlse), wanted)
+
+
+def test_graph_and_stream(generator):
+    saved = Saved(Case(2, 500, 500, 4, 2, 128), generator)
+    wanted = saved.run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = saved.run()
+    stream.synchronize()
+    assert_same(found, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = saved.run()
+    other = Saved(Case(2, 500, 500, 4, 2, 128), generator)
+    names = "dout", "out", "lse"
+    for source in (saved, other):
+        kept = [t.clone() for t in (*saved.inputs, *(getattr(saved, name) for name in names))]
+        targets = [*saved.inputs, *(getattr(saved, name) for name in names)]
+        for target, t in zip(targets, [*source.inputs, *(getattr(source, name) for name in names)], strict=True):
+            target.copy_(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(found, saved.run())
+        for target, t in zip(targets, kept, strict=True):
+            target.copy_(t)
+
+
+@GROUPS
+def test_beside_other_work(pairs, generator):
+    """Other kernels occupy some of the SMs: 200 runs, and no deadlock."""
+    saved = Saved(Case(2, 1500, 1500, 4, pairs, 128), generator)
+    wanted = saved.run()
+    a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
+    side = torch.cuda.Stream()
+    for i in range(200):
+        with torch.cuda.stream(side):
+            a @ a[:, : 128 * (i % 16 + 1)]
+        assert_same(saved.run(num_sms=None if i % 2 else i % 131 + 1), wanted)
