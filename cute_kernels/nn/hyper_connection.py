@@ -255,10 +255,10 @@ class HyperConnection(FloatModule):
         Returns:
             (layer_input, mix): layer_input (..., C) in x's dtype is the sublayer's, mix is for ``combine``.
         """
-        expect_whole(OP, self.phi, self.alpha, self.beta)
-        expect_manager(OP, recompute)
-        expect_residual(OP, x, self.config, self.variant)
         v, parameters = self.variant, (self.phi, self.alpha, self.beta)
+        expect_whole(OP, *parameters)
+        expect_manager(OP, recompute)
+        expect_residual(OP, x, self.config, v)
         if uses_reference(OP, x, self.backend):
             function, arguments = functools.partial(_reference_pre, v), (x, *parameters)
             results = function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)

@@ -40,8 +40,18 @@ class LaunchCache(Generic[S, E]):
         """
         entry = self._entries.get((device_index, spec))
         if entry is None:
-            entry = self._entries[device_index, spec] = self._make(target_of(device_index), spec)
+            entry = self._entries[device_index, spec] = self._make(target_of(device_index), _plain(spec))
         return entry
+
+
+def _plain(value: Any) -> Any:
+    """A Spec whose strings are no members of a StrEnum: these would be other keys of a kernel."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if not isinstance(value, tuple):
+        return value
+    values = map(_plain, value)
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
 
 
 class bounded(dict):

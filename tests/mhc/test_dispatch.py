@@ -84,7 +84,7 @@ def test_a_first_call_amid_another(op, autograd, generator, monkeypatch):
     case = Case(4, 24, (5,), BF16)
     inputs = make_inputs(case, generator)
     wanted = call(reference, op, case, inputs)
-    combine, calls, threads = launch.expand_combine_forward, [], iter([2])
+    combine, calls, threads = launch.expand_combine_forward.function, [], iter([2])
 
     def another_thread_is_here(*arguments):
         if next(threads, None):
@@ -92,7 +92,7 @@ def test_a_first_call_amid_another(op, autograd, generator, monkeypatch):
                 calls.append(call(mhc, op, case, inputs))
         combine(*arguments)
 
-    monkeypatch.setattr(launch, "expand_combine_forward", another_thread_is_here)
+    monkeypatch.setattr(launch.expand_combine_forward, "function", another_thread_is_here)
     with torch.set_grad_enabled(autograd):
         calls += [call(mhc, op, case, inputs) for _ in range(3)]
     assert len(calls) == 4

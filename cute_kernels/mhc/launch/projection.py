@@ -33,7 +33,7 @@ from cute_kernels.mhc.launch.streams import aggregate_forward
 from cute_kernels.mhc.variants import Constants
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import empties, operator
+from cute_kernels.runtime.operators import Mode, empty, operator
 from cute_kernels.runtime.targets import Target
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -178,7 +178,7 @@ def pre_forward(
         function, resident, coefficients = _clusters.get(x.get_device(), spec)
         if function is not None:
             if keeps_h and H is None:
-                H, mean_square = empties(x, ((tokens, columns), FP32), ((tokens,), FP32))
+                H, mean_square = empty(x, (tokens, columns), FP32), empty(x, (tokens,), FP32)
             clusters = min(-(-tokens // BLOCK_TOKENS), resident)
             function(x, phi, norm_weight, alpha, beta, H, mean_square, pre if is_head else None, layer_input, clusters)
             if coefficients is not None:
@@ -187,7 +187,7 @@ def pre_forward(
     partials, options = _project_parts(x, phi, norm_weight, precision), {"n": n, "is_head": is_head}
     outputs = pre, post, res
     reduce_parts(partials, H, mean_square, k, parameters=(alpha, beta), outputs=outputs, constants=constants, **options)
-    aggregate_forward(x, pre, layer_input, layout, 1.0)
+    aggregate_forward.function(x, pre, layer_input, layout, 1.0)
 
 
 def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:
@@ -197,12 +197,13 @@ def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision
     spec = ProjectionSpec(columns, k, x.dtype, phi.dtype, dtype_of(norm_weight), precision, tma)
     function, config, num_sms = _projection.get(x.get_device(), spec)
     tokens = x.shape[0]
-    (partials,) = empties(x, ((config.splits, columns + 1, tokens), FP32))
+    partials = empty(x, (config.splits, columns + 1, tokens), FP32)
     function(x, phi, norm_weight, partials, config.grid(tokens, num_sms))
     return partials
 
 
 def projection_backward(
+    mode: Mode,
     x: Tensor,
     phi: Tensor,
     norm_weight: Tensor | None,
@@ -230,7 +231,8 @@ def projection_backward(
     incoming = dH, dmean_square, dout, res, dlayer, pre
     options = n, layout, orientation, precision, accumulate_phi, accumulate_norm_weight
     sums_of = sums, dbeta, dalpha, accumulate_beta, accumulate_alpha
-    _projection_gradients(x, phi, norm_weight, *incoming, dx, dphi, dnorm_weight, *options, *sums_of)
+    run = mode.of(_projection_gradients)
+    run(x, phi, norm_weight, *incoming, dx, dphi, dnorm_weight, *options, *sums_of)
 
 
 @operator(
@@ -297,12 +299,12 @@ def _projection_gradients(
     partials, per_group = None, 1
     if isinstance(config, WarpgroupBackwardConfig):
         if needs_dphi:
-            (partials,) = empties(x, ((config.chunks(tokens), columns, k), FP32))
+            partials = empty(x, (config.chunks(tokens), columns, k), FP32)
         grid = (config.grid(tokens, num_sms),)
     else:
         chunks, num_ctas = grid = config.schedule(tokens, num_sms)
         if needs_dphi:
-            (partials,) = empties(x, ((config.partials(tokens, chunks), columns, k), FP32))
+            partials = empty(x, (config.partials(tokens, chunks), columns, k), FP32)
             per_group = config.group // chunks
     function(x, phi, norm_weight, dH, dmean_square, dout, res, dlayer, pre, dx, partials, *grid)
     if needs_dphi:
