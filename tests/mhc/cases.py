@@ -40,6 +40,15 @@ OPERATIONS = {
     "pre": (("x", "phi", "alpha", "beta", "norm_weight"), ("layer_input", "post", "res")),
     "hyper_connection": (("x", "phi", "alpha", "beta", "norm_weight", "bias"), ("out",)),
 }
+# op -> its parameters, each of which may have a main_grad
+WITH_PARAMETERS = {
+    "projection": ("phi", "norm_weight"),
+    "coefficients": ("alpha", "beta"),
+    "expand_combine": ("bias",),
+    "head": ("fn", "base", "scale", "norm_weight"),
+    "pre": ("phi", "alpha", "beta", "norm_weight"),
+    "hyper_connection": ("phi", "alpha", "beta", "norm_weight", "bias"),
+}
 
 
 # Cases and inputs
@@ -321,3 +330,19 @@ def product_margins(op: str, case: Case, exact: Mapping[str, Exact], precision: 
         return {}
     relative = 6 * min(case.n * case.channels, 4096) / 16 * 2.0**-24 + (2.0**-13 if precision == "tf32" else 0.0)
     return {name: relative * e.value.abs().max().item() for name, e in exact.items() if e.value.numel()}
+
+
+def randn64(*shape, generator, scale=1.0):
+    return (torch.randn(*shape, generator=generator, dtype=FP64) * scale).requires_grad_()
+
+
+def in_fp64(tensors):
+    return {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+
+
+def run_all(case, generator, ops=tuple(OPERATIONS)):
+    """(op, found, exact) of each op with one set of inputs."""
+    inputs = make_inputs(case, generator)
+    for op in ops:
+        upstream = make_upstream(op, case, generator)
+        yield op, differentiate(reference, op, case, inputs, upstream), oracle(op, case, inputs, upstream)

@@ -15,6 +15,7 @@ from tests.mhc.cases import (
     FP32,
     OPERATIONS,
     SEED,
+    WITH_PARAMETERS,
     Case,
     call,
     check,
@@ -26,14 +27,6 @@ from tests.mhc.cases import (
     sublayer,
 )
 
-WITH_PARAMETERS = {
-    "projection": ("phi", "norm_weight"),
-    "coefficients": ("alpha", "beta"),
-    "expand_combine": ("bias",),
-    "head": ("fn", "base", "scale", "norm_weight"),
-    "pre": ("phi", "alpha", "beta", "norm_weight"),
-    "hyper_connection": ("phi", "alpha", "beta", "norm_weight", "bias"),
-}
 FULL = Case(4, 64, (130,), norm_weight=True, bias=True)
 WIDE = replace(FULL, dtype=FP32)
 
