@@ -158,7 +158,7 @@ def check_expand_combine(
 
 
 def result_of(op: str) -> str:
-    """What an error names f: ``hyper_connection`` has no argument of that name."""
+    """The name of f in errors: ``hyper_connection`` has no argument of that name."""
     return "the sublayer's output" if op == "hyper_connection" else "f"
 
 

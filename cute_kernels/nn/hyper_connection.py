@@ -146,7 +146,7 @@ def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
 
 
 class Mix(NamedTuple):
-    """What ``HyperConnection.forward`` hands to ``combine``.
+    """The result of ``HyperConnection.forward`` that ``combine`` needs.
 
     post (..., n) and res (..., n, n) are fp32. The rest is for ``combine`` alone: ``residual``, what forward got; where
     that is an alias by which the gradient comes back to forward, to be multiplied by its res there, that res; and in

@@ -1,4 +1,4 @@
-"""What modules need beside the public ops: checks of options, and a norm that is made again."""
+"""For modules, beside the public ops: checks of options, and a norm that is made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the families' operators share of matrices of rows and of gradients."""
+"""Matrices of rows and gradients, as all families treat them."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ _caches: weakref.WeakValueDictionary[int, bounded] = weakref.WeakValueDictionary
 
 
 class LaunchCache(Generic[S, E]):
-    """What launches a call, by its Spec and device. An entry is whole when it is stored, so threads need no lock:
-    two that make the same one at once store equal ones.
+    """Entries by Spec and device: each launches a kernel. An entry is whole when it is stored, so threads need no
+    lock: two that make the same one at once store equal ones.
 
     Args:
         make: (target, spec) -> entry: picks the config, compiles or loads the kernel.

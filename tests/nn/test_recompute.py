@@ -16,7 +16,7 @@ def double(x):
     return 2 * x
 
 
-def turned(x):
+def transposed(x):
     return x.t().contiguous()
 
 
@@ -172,7 +172,7 @@ def test_gradients_keep_their_layout():
         h = x * 1
         h.register_hook(lambda g: strides.append(g.stride()))
         manager = RecomputeManager()
-        y = manager.checkpoint(turned, h) if checkpoints else turned(h)
+        y = manager.checkpoint(transposed, h) if checkpoints else transposed(h)
         end = y.sin()
         if checkpoints:
             manager.end_block(end)

@@ -1,4 +1,4 @@
-"""What the launches have in common: alignments, room for partial sums, the arguments of dropout."""
+"""The launches share these: alignments, room for partial sums, the arguments of dropout."""
 
 from __future__ import annotations
 

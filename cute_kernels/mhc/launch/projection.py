@@ -191,7 +191,7 @@ def pre_forward(
 
 
 def _project_parts(x: Tensor, phi: Tensor, norm_weight: Tensor | None, precision: str) -> Tensor:
-    """What the parts of K add up to, (parts, N + 1, M): N products and the sum of squares for each token."""
+    """Sums over the parts of K, (parts, N + 1, M): N products and the sum of squares for each token."""
     columns, k = phi.shape
     tma = columns > 1 and x.stride()[0] >= k and all_on_16(k, x, phi)  # no boxes of a matrix of one row
     spec = ProjectionSpec(columns, k, x.dtype, phi.dtype, dtype_of(norm_weight), precision, tma)

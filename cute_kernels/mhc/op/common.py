@@ -1,4 +1,4 @@
-"""What the hyper-connections' operators share: matrices of tokens, room for results."""
+"""The hyper-connections' operators share these: matrices of tokens, room for results."""
 
 from __future__ import annotations
 

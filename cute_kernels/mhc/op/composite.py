@@ -1,4 +1,4 @@
-"""What ``pre``, ``head`` and ``hyper_connection`` have in common: projection, coefficients and aggregate as one."""
+"""Projection, coefficients and aggregate as one: for ``pre``, ``head`` and ``hyper_connection``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP32 = torch.float32
 
 
 class Options(NamedTuple):
-    """Of a call. ``orientation``, "io" or "oi": of ``hyper_connection``, whose residual's gradient comes back here."""
+    """Options of a call. ``orientation``: "io" or "oi" for ``hyper_connection``, whose dout comes here; else None."""
 
     op: str
     constants: Constants

@@ -121,7 +121,7 @@ def combine(
 
 
 class Options(NamedTuple):
-    """Of a call."""
+    """The options of a call."""
 
     op: str
     dropout_p: float
