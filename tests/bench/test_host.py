@@ -13,7 +13,7 @@ from tests.bench.test_harness import rows as table_rows
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What the empty kernel was launched with."""
+    """The arguments that the empty kernel was launched with."""
     calls = []
     monkeypatch.setattr(bench_host, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,4 +1,4 @@
-"""What the tests of check_invariance check: functions and modules with and without a fault."""
+"""Functions and modules with and without a fault, for the tests of check_invariance."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What check_invariance returns: the report, its table and its JSON."""
+"""The report of check_invariance: its table and its JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What the tests of the hyper-connections share: cases, inputs, the fp64 oracle and the bounds of a result's error."""
+"""Shared by the tests of the hyper-connections: cases, inputs, the fp64 oracle and the bounds of a result's error."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def saturated_logits(n: int, tokens: int, generator: torch.Generator, size: floa
 
 
 def sublayer(layer_input: Tensor) -> Tensor:
-    """What the tests wrap: not linear, different for each channel, and the same for each layout."""
+    """The sublayer of the tests: not linear, different for each channel, and the same for each layout."""
     return torch.tanh(layer_input) + 0.5 * layer_input.roll(1, -1)
 
 
@@ -321,7 +321,7 @@ def precision_of(op: str, precision: str) -> dict:
 
 
 def product_margins(op: str, case: Case, exact: Mapping[str, Exact], precision: str = "fp32") -> dict[str, float]:
-    """What results may be off by beside the bound of ``check``, where there is a product on tensor cores.
+    """Margins beside the bound of ``check``, where there is a product on tensor cores.
 
     These cut off what they add below 2^-24 of the sum, at every 16 elements of a part of K, for each of up to six
     products of terms; "tf32" also leaves out terms below 2^-16 of an operand. Relative to the largest of each result.

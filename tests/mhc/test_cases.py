@@ -1,4 +1,4 @@
-"""What the tests of the hyper-connections are made of: their data, their oracle, their bounds."""
+"""The tests of the hyper-connections themselves: their data, their oracle, their bounds."""
 
 import pytest
 import torch

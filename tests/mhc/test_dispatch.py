@@ -161,7 +161,7 @@ def test_packed_coefficients(start, generator):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_numbers_that_torch_negates_when_it_reads_them(tokens, generator):
-    """Of one stream such coefficients, and their gradients, count as rows of contiguous numbers, which they are not."""
+    """One stream's coefficients, and their gradients, count as rows of contiguous numbers, which they are not."""
     case = dataclasses.replace(FULL, n=1, tokens=(tokens,))
     plain = make_inputs(case, generator)
 
@@ -319,7 +319,7 @@ def test_what_is_not_for_warpgroups(kernels, generator):
 
 @pytest.mark.parametrize("n, channels, layout", [(2, 32, "channels"), (4, 16, "channels"), (8, 8, "streams")])
 def test_tokens_that_one_box_holds(n, channels, layout, kernels, generator):
-    """Of the projection's backward do not come by TMA: the matrix has no second box, whose coordinate would be told.
+    """The projection's backward does not read them by TMA: the matrix has no second box to name a coordinate of.
 
     Streams-major it has one for each stream.
     """

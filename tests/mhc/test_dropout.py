@@ -88,7 +88,7 @@ def test_dropout_mask_keeps_its_share():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_of_expand_combine(layout, generator):
-    """Of the added part alone, each stream with a mask of its own; backward with the same mask."""
+    """The added part alone is masked, each stream with a mask of its own; backward with the same mask."""
     case = Case(4, 16, (2, 3), FP32, layout=layout, bias=True, dropout_p=0.3)
     t = make_inputs(case, generator)
     nothing = torch.zeros_like(t["x"])

@@ -429,7 +429,7 @@ def test_bad_main_grad(main_grad, generator):
 @pytest.mark.parametrize("module", [reference, mhc], ids=["reference", "kernels"])
 @pytest.mark.parametrize("op", ["projection", "coefficients", "expand_combine", "head", "pre", "hyper_connection"])
 def test_a_main_grad_beside_a_tensor_hook_is_refused(op, module, generator):
-    """Of each parameter; its hook would be called with None."""
+    """For each parameter; its hook would be called with None."""
     case = Case(4, 16, (5,), norm_weight=True, bias=True)
     for name in PARAMETERS.intersection(OPERATIONS[op][0]):
         inputs = make_inputs(case, generator)

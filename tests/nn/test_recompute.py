@@ -105,7 +105,7 @@ def test_blocks_replay_one_after_the_other():
 
 
 def test_what_a_block_ends_in_is_kept():
-    """Of a checkpoint the graph is still made again; a refill is left out."""
+    """The graph of a checkpoint is still made again; a refill is left out."""
     x = torch.randn(16, requires_grad=True)
     manager = RecomputeManager()
     y = manager.checkpoint(torch.sin, x)

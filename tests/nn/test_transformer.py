@@ -355,7 +355,7 @@ def test_recompute_changes_no_bit(layers, name, path):
 
 
 def test_recompute_with_main_grad(path):
-    """Of the norms on the kernels alone."""
+    """For the norms on the kernels alone."""
     config = make_config()
     results = []
     for recompute in (False, True):

@@ -116,7 +116,7 @@ def test_no_rows_need_no_kernel(jobs):
 
 
 def test_another_number_of_rows_of_a_strided_batch(jobs):
-    """Of rows of one stride the leading dimensions are no part of the Spec."""
+    """The leading dimensions of rows of one stride are no part of the Spec."""
     for rows in (3, 4, 1000):
         x, residual = torch.zeros(2, 2, rows, 80, dtype=BF16)[..., :64].unbind()
         public_norm("rms", x, residual=residual)

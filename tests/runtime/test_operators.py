@@ -121,7 +121,7 @@ class OfDevice(torch.Tensor):
 
 @pytest.mark.parametrize("index, current, fast_path", [(0, 0, True), (1, 1, True), (0, 1, False), (-1, 0, False)])
 def test_allocates_on_the_device_of_its_tensor(index, current, fast_path, monkeypatch):
-    """What is past the dispatcher takes the current device."""
+    """The allocation past the dispatcher takes the current device."""
     monkeypatch.setattr(operators, "_ORDINARY", frozenset((OfDevice, type(None))))
     monkeypatch.setattr(operators, "_current_device", lambda: current)
     monkeypatch.setattr(operators, "_empty_strided_cuda", fast := mock.Mock())
@@ -142,7 +142,7 @@ NO_BACKWARD |= {"dequantize", "reduction.sum", "reduction.mean"}  # the last two
 
 @pytest.mark.parametrize("op", sorted(OPS.keys() - NO_LAUNCH))
 def test_a_forward_asks_once_how_it_goes_on_and_a_backward_once(op, generator, monkeypatch):
-    """Of hyper_connection there are two each, before and behind the sublayer."""
+    """hyper_connection has two each, before and behind the sublayer."""
     function, tensors = OPS[op](generator, 40)
     asked = mock.Mock(return_value=0)
     monkeypatch.setattr(operators, "_len_torch_dispatch_stack", asked)

@@ -1,4 +1,4 @@
-"""What torch offers around an operator, on the kernels' path with plain torch in place of the kernels."""
+"""Torch's features around an operator, on the kernels' path with plain torch in place of the kernels."""
 
 import enum
 import functools
@@ -231,7 +231,7 @@ def test_what_a_frozen_weight_does_not_need_is_not_kept(op, path):
 
 
 def test_options_that_are_members_of_an_enum():
-    """Of one key with the plain strings, under which kernels are prewarmed."""
+    """They have one key with the plain strings, under which kernels are prewarmed."""
 
     class Option(str, enum.Enum):
         SILU = "silu"

@@ -124,7 +124,7 @@ OPS: dict[str, Build] = {
 
 
 def together(work: Callable[[int], object]) -> list:
-    """What ``work(thread)`` returns in each of THREADS threads, which begin at the same moment."""
+    """The results of ``work(thread)`` in each of THREADS threads, which begin at the same moment."""
     results: list = [None] * THREADS
     barrier = threading.Barrier(THREADS)
 
