@@ -1,4 +1,4 @@
-"""A compiled kernel's entry checks its arguments: the same here, without compiling it. And a tensor that none may get."""
+"""The checks of a compiled kernel's entry, without compiling it; a tensor that none may get."""
 
 from collections.abc import Sequence
 from typing import Any
