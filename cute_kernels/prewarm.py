@@ -244,7 +244,7 @@ def _linear(
 
 
 def _norms(model: Model) -> None:
-    """Of a stream in the activations' dtype or fp32, alone or with a residual; of heads alone."""
+    """The norms of a stream in the activations' dtype or fp32, alone or with a residual; of heads alone."""
     dtype = model.dtype
     # x, residual, y
     streams = [

@@ -1,7 +1,7 @@
 """Compile a CuTe kernel once, keep it, load it: a cache of native code for kernels in NVIDIA's CuTe Python DSL.
 
 compiled, Program     decorate a builder; its call returns the loaded function
-prewarm               compile many kernels beforehand, in parallel, without a GPU
+prewarm               compile many kernels ahead of time, in parallel, without a GPU
 load_shared           load a kernel in a process without the compiler
 recording             which kernels launch code asks for, none of them compiled
 stats                 what this process compiled and loaded

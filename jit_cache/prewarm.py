@@ -1,4 +1,4 @@
-"""Compile many kernels beforehand: in parallel, bounded by memory, without a GPU.
+"""Compile many kernels ahead of time: in parallel, bounded by memory, without a GPU.
 
 A package says what it needs in modules named `prewarm` (`<package>.<family>.prewarm`), or in the top-level module
 itself, by `specializations(arch) -> Iterable[tuple[builder, arguments]]`; the arguments include arch. What a model

@@ -1,4 +1,4 @@
-"""What all tests share. ``test_kernel*.py`` run kernels: they are marked ``gpu``, and skipped without a GPU.
+"""Shared by all tests. ``test_kernel*.py`` run kernels: they are marked ``gpu``, and skipped without a GPU.
 
 A family's ``test_dispatch.py`` runs some of the same tests on the CPU, over fake kernels: so these take ``device``,
 ``elements`` and ``compile_backend`` from fixtures.

@@ -9,7 +9,7 @@ from jit_cache.prewarm import Job, default_workers
 
 
 def precompile(jobs: Iterable[Job]) -> None:
-    """What fails to compile fails again where it is used.
+    """A kernel that fails to compile fails again where it is used.
 
     Of pytest's processes each goes through all of them in an order of its own and finds what others have compiled:
     with as many processes of its own each, as ``prewarm`` has, they would stand in each other's way.

@@ -1,4 +1,4 @@
-"""What the compiler makes of kernels, as text."""
+"""The compiler's output for kernels, as text."""
 
 import os
 import re

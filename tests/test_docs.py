@@ -35,7 +35,7 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(page):
-    """What GitHub and MyST make of a page's headings."""
+    """The anchors that GitHub and MyST make of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What may import what: architecture rules that keep `import cute_kernels` light and kernels free of torch."""
+"""Imports: architecture rules that keep `import cute_kernels` light and kernels free of torch."""
 
 import ast
 import sys
@@ -77,7 +77,7 @@ CONFIGS = [path for path in LIBRARY if path.name in ("config.py", "variants.py")
 
 @pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
 def test_configs_are_plain_python(path):
-    """What kernels, launches and references all read."""
+    """The modules that kernels, launches and references all read."""
     allowed = {"__future__", "cute_kernels", *sys.stdlib_module_names}
     assert packages(path, top_level_only=False) <= allowed
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels.")}
@@ -106,7 +106,7 @@ def test_references_are_plain_torch(path):
 
 
 def test_modules_reach_into_no_internals():
-    """Of a family they take its public ops and what its ``functional.py`` has for them."""
+    """They take a family's public ops and its ``functional.py``."""
     families = {path.parent.name for path in LIBRARY if path.name == "launch.py"} | {"mhc"}
     for path in LIBRARY:
         if path.parent.name == "nn":

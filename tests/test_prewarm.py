@@ -1,4 +1,4 @@
-"""What ``prewarm --config`` compiles is all that the model asks for: public calls on tensors of the meta device."""
+"""``prewarm --config`` compiles all that the model needs: public calls on tensors of the meta device."""
 
 import contextlib
 import itertools
@@ -318,7 +318,7 @@ def test_attention_and_losses_of_the_named_lengths(arch):
 
 @pytest.mark.parametrize("arch", NUM_SMS)
 def test_the_model_of_the_gpu_test(arch):
-    """What tests/gpu runs in mode off, and more numbers of tokens."""
+    """The GPU tests in mode off, and more numbers of tokens."""
     assert not missing(CONFIG, arch, lambda: train_and_decode("meta", [*TOKENS_OF_THE_GPU, *TOKENS[:-4]], arch))
 
 
@@ -351,7 +351,7 @@ def test_fp32_parameters_under_autocast():
 
 
 def test_rows_meet_every_choice():
-    """Of the products of a weight forward and backward, for any number of tokens up to some millions."""
+    """The kernels of a weight's products forward and backward, for any number of tokens up to some millions."""
     random.seed(1)
     for n, k in ((512, 3584), (3584, 18944)):
         for arch, num_sms in (("sm_90a", 132), ("sm_100a", 148)):

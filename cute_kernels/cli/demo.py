@@ -198,7 +198,7 @@ def _measure_log_probs(found: Findings, bench_log_prob: ModuleType) -> bool:
 
 
 def _measure_connections(found: Findings, bench_mhc: ModuleType) -> bool:
-    """What hyper-connections add to a layer: everything before and after one sublayer."""
+    """The part of a layer that hyper-connections add: everything before and after one sublayer."""
     cases = {bench_mhc.Connection("layer", *shape): model for model, shape in CONNECTIONS.items()}
     measured = bench_mhc.run(list(cases), ["cute_kernels", "torch"], repetitions=REPETITIONS, breakdown=False)
     models = {connection.shape: model for connection, model in cases.items()}

@@ -1,4 +1,4 @@
-"""What a bug report and a line of results need to know about the machine."""
+"""Facts about the machine, for a bug report and a line of results."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def check_bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, fp64: bool = 
 
 
 def _check_operands(op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, dims: int, fp64: bool) -> None:
-    """Of a product, matrices or batches of them."""
+    """The operands of a product: matrices, or batches of them."""
     inputs = FP64 if fp64 else HALVES
     expect_floats(op, "a", a, inputs)
     expect_floats(op, "b", b, inputs)

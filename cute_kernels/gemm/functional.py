@@ -1,4 +1,4 @@
-"""What modules need beside the public ops: the check of a layer's options."""
+"""For modules, beside the public ops: the check of a layer's options."""
 
 from cute_kernels.gemm.checks import Activation, check_epilogue
 

@@ -135,7 +135,7 @@ def _as_rows(t: Tensor) -> Tensor:
 
 
 def _deliver(name: str, gradient: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """What autograd gets: None where the gradient was added to main_grad."""
+    """The gradient for autograd: None where it was added to main_grad."""
     buffer, result = gradient_buffer("linear", name, parameter, main_grad)
     if result is not None:
         return gradient.to(parameter.dtype)

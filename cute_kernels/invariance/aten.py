@@ -1,4 +1,4 @@
-"""What stands in for torch's operators inside ``batch_invariant``: by name, on the tensors below autograd.
+"""Kernels in place of torch's operators inside ``batch_invariant``: by name, on the tensors below autograd.
 
 A replacement returns NotImplemented where it does not take the arguments (fp64, say).
 """
@@ -26,7 +26,7 @@ from cute_kernels.runtime.rows import contiguous_rows
 
 HALVES = (torch.bfloat16, torch.float16)
 
-# Of these a result's values are arguments' values, or each is of its own: nothing is added up
+# Non-reducing: a result's values are arguments' values, or each is computed on its own
 # fmt: off
 EXACT = frozenset([
     "_efficientzerotensor", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_has_same_storage_numel",
@@ -46,7 +46,7 @@ EXACT = frozenset([
     "topk", "tril", "triu", "uniform", "where", "zero", "zeros_like"
 ])
 # fmt: on
-# Of their operators those that reduce add over ranks, maybe in an order of the message's size; the others move data
+# Their operators that reduce add over ranks, maybe in an order of the message's size; the others move data
 COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -58,7 +58,7 @@ def is_non_reducing(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, 
     views = func.is_view or torch.Tag.inplace_view in func.tags
     if views or torch.Tag.pointwise in func.tags or func.namespace == "cute_kernels":
         return True
-    # Of one that works in place, too; or on each tensor of a list
+    # Also of an operator that works in place, or on each tensor of a list
     name = func._schema.name.rpartition("::")[2].removesuffix("_").removeprefix("_foreach_")
     if func.namespace in COLLECTIVES:
         return "reduce" not in name
@@ -75,7 +75,7 @@ def _is_elementwise(name: str) -> bool:
 
 @functools.cache
 def replacement_of(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """What to call in place of an operator, also of one that works in place or writes to ``out``; None if nothing."""
+    """The function in place of an operator, also of one that works in place or writes to ``out``; None: none."""
     if func.namespace != "aten":
         return fused_attention.OTHERS.get(f"{func._schema.name}.{func._overloadname or 'default'}")
     name = func._schema.name.rpartition("::")[2]
@@ -115,7 +115,7 @@ def _takes(*tensors: Tensor | None) -> bool:
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, dims: int = 2) -> Tensor:
-    """Of matrices, or of batches of them where ``dims`` is 3."""
+    """The product of matrices, or of batches of them where ``dims`` is 3."""
     good = a.dim() == b.dim() == dims and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
     if not good or a.dtype != b.dtype:
         return NotImplemented
@@ -178,7 +178,7 @@ def _is_float(*tensors: Tensor) -> bool:
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
-    """Of any dimension: one that is not the last, or not contiguous, is by way of a copy."""
+    """Any dimension: one that is not the last, or not contiguous, is copied first."""
     dim = canonicalize_dim(x.dim(), dim)
     if not _is_float(x) or (x.dim() and x.shape[dim] > MAX_COLUMNS):
         return NotImplemented

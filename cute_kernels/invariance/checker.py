@@ -70,7 +70,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What ``check_invariance`` found; true if nothing differs."""
+    """The findings of ``check_invariance``; true if nothing differs."""
 
     target: str
     rows: int
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def first_difference(self) -> Difference | None:
-        """Of all differences the one in the tensor that is computed first."""
+        """The difference in the tensor that is computed first."""
         found = [result.difference for result in self.results if result.difference is not None]
         return min(found, key=lambda difference: self.tensors.index(difference.tensor), default=None)
 

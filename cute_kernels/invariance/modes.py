@@ -297,7 +297,7 @@ class _Replacing(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What torch decides above its operators: by strides, or in a transform of functions."""
+    """Decisions of torch above its operators: by strides, or in a transform of functions."""
 
     def __init__(self, replacing: _Replacing) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from cute_kernels.runtime.checks import (
 from cute_kernels.runtime.rows import contiguous_dim
 
 INDICES = (torch.int64, torch.int32)
-# What divides the logits: its inverse, too, is far from the ends of fp32
+# The temperature divides the logits: its inverse, too, is far from the ends of fp32
 TEMPERATURES = 1e-6, 1e6
 
 

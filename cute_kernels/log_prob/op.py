@@ -10,7 +10,7 @@ from cute_kernels.log_prob.checks import check_log_prob
 from cute_kernels.log_prob.launch import log_prob_backward, log_prob_forward
 from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -91,10 +91,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, and what the backward needs of each row."""
     rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1).contiguous()
-    log_prob, entropy = (empty(x, target.shape, torch.float32) for _ in range(2))
-    row_statistics = empty(x, (rows.shape[0], 3), torch.float32)
+    mode = mode_of(x, weight, target)
+    log_prob, entropy = (mode.empty(x, target.shape, torch.float32) for _ in range(2))
+    row_statistics = mode.empty(x, (rows.shape[0], 3), torch.float32)
     results = log_prob.view(-1), entropy.view(-1), row_statistics
-    log_prob_forward(rows, weight, targets, *results, ignore_index, temperature)
+    mode.of(log_prob_forward)(rows, weight, targets, *results, ignore_index, temperature)
     return log_prob, entropy, row_statistics
 
 
@@ -116,13 +117,14 @@ class _LinearLogProb(torch.autograd.Function):
         needs_weight = needs_gradient(needs_weight, weight, ctx.main_grad)
         if (dlog_prob is None and dentropy is None) or not (needs_x or needs_weight):
             return None, None, None, None, None
-        dx = empty(x, x.shape, x.dtype) if needs_x else None
         dweight = result = None
         if needs_weight:
             dweight, result = gradient_buffer("linear_log_prob", "weight", weight, ctx.main_grad)
+        mode = mode_of(x, weight, target, dlog_prob, dentropy, dweight)
+        dx = mode.empty(x, x.shape, x.dtype) if needs_x else None
         if dlog_prob is None:
             dlog_prob = torch.zeros_like(dentropy)
-        log_prob_backward(
+        mode.of(log_prob_backward)(
             dlog_prob.reshape(-1).contiguous().resolve_neg(),  # of one token a sign may be left to the reader
             None if dentropy is None else dentropy.reshape(-1).contiguous().resolve_neg(),
             as_rows("linear_log_prob", "x", x),

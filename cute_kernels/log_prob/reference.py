@@ -34,13 +34,13 @@ def linear_log_prob(
     counts = is_column & (target != ignore_index)
     # The quotient's rounding is then small where probabilities are large, at any temperature
     z = (logits - logits.detach().amax(-1, keepdim=True)) / temperature
-    # What is ignored has no gradient, whatever its logits are
+    # An ignored target has no gradient, whatever its logits are
     log_p = torch.log_softmax(z.masked_fill(~counts.unsqueeze(-1), 0.0), -1)
     columns = torch.where(is_column, target, 0).unsqueeze(-1)
     log_prob = log_p.gather(-1, columns).squeeze(-1)
     p = log_p.exp()
     # A probability of 0 adds nothing, not 0 times an infinity, which would be NaN; the same for the gradient
     entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-    # What a target names that is no column has no value; what is ignored has none to speak of
+    # A target that names no column has no value; neither has an ignored one
     elsewhere = torch.where(target == ignore_index, 0.0, float("nan")).to(wide)
     return torch.where(counts, log_prob, elsewhere), torch.where(counts, entropy, elsewhere)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, NoReturn, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
 from cute_kernels.mhc.variants import LAYOUTS, LEAST_NORMAL, MAX_ITERATIONS, RES_ORIENTATIONS, SINKHORNS
 from cute_kernels.runtime.checks import FLOATS, expect_dtype, expect_floats, expect_like, expect_tensor, fail
@@ -85,7 +85,7 @@ def check_coefficients(
     _check_rows(op, "H", H)
     good = (
         isinstance(mean_square, Tensor)
-        and mean_square.layout is torch.strided
+        and mean_square.layout is strided
         and mean_square.dtype is torch.float32
         and mean_square.shape == shape[:-1]
         and mean_square.device == device
@@ -149,14 +149,16 @@ def check_expand_combine(
     leading, device = x.shape[:-2], x.device
     _check_result(op, f, x, (*leading, channels))
     _check_coefficient(op, "post", post, (*leading, n), device, compute_dtype)
-    _check_rows(op, "post", post)
+    if not post.is_contiguous():
+        _check_rows(op, "post", post)
     _check_coefficient(op, "res", res, (*leading, n, n), device, compute_dtype)
-    _check_block(op, "res", res)
+    if not res.is_contiguous():
+        _check_block(op, "res", res)
     _check_combination(op, x, channels, bias, dropout_p, seed, res_orientation, compute_dtype)
 
 
 def result_of(op: str) -> str:
-    """What an error names f: ``hyper_connection`` has no argument of that name."""
+    """The name of f in errors: ``hyper_connection`` has no argument of that name."""
     return "the sublayer's output" if op == "hyper_connection" else "f"
 
 
@@ -169,7 +171,7 @@ def check_result(op: str, f: Tensor, x: Tensor, layout: str) -> None:
 def _check_result(op: str, f: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
     good = (
         isinstance(f, Tensor)
-        and f.layout is torch.strided
+        and f.layout is strided
         and f.dtype is x.dtype
         and f.shape == shape
         and f.device == x.device
@@ -317,10 +319,10 @@ def _check_residual(op: str, x: Tensor, layout: str, compute_dtype: torch.dtype)
     """(n, C)."""
     if layout not in LAYOUTS:
         _check_layout(op, layout)
-    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.dtype not in FLOATS:
+    if not isinstance(x, Tensor) or x.layout is not strided or x.dtype not in FLOATS:
         expect_floats(op, "x", x, _allowed(FLOATS, compute_dtype))
     shape = x.shape
-    rows, columns = shape[-2:] if len(shape) >= 2 else (0, 0)
+    rows, columns = (shape[-2], shape[-1]) if len(shape) >= 2 else (0, 0)
     n, channels = (rows, columns) if layout == "streams" else (columns, rows)
     good = n in STREAMS and channels >= MIN_CHANNELS
     if not good:
@@ -328,8 +330,7 @@ def _check_residual(op: str, x: Tensor, layout: str, compute_dtype: torch.dtype)
         fail(op, "x", f"have shape {text} with n one of {STREAMS} and C >= {MIN_CHANNELS}", tuple(shape))
     if (n * n + 2 * n) * n * channels >= 2**31:
         _refuse_channels(op, "x", n, channels)
-    strides = x.stride()
-    if not (strides[-1] == 1 and strides[-2] == columns):
+    if not x.is_contiguous():
         _check_block(op, "x", x)
     return n, channels
 
@@ -389,7 +390,7 @@ def strict_tokens(op: str, **tensors: tuple[Tensor, int]) -> None:
 def _check_coefficient(op, name, t, shape, device, compute_dtype) -> None:
     good = (
         isinstance(t, Tensor)
-        and t.layout is torch.strided
+        and t.layout is strided
         and t.dtype is torch.float32
         and t.shape == shape
         and t.device == device
@@ -411,7 +412,7 @@ def _check_weight(op, name, weight, shape, n, channels, device, compute_dtype) -
 def _check_parameter(op, name, parameter, shape, device, compute_dtype) -> None:
     good = (
         isinstance(parameter, Tensor)
-        and parameter.layout is torch.strided
+        and parameter.layout is strided
         and parameter.dtype in PARAMETERS
         and parameter.shape == shape
         and parameter.device == device

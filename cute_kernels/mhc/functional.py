@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Connected(NamedTuple):
-    """What comes before a sublayer, for what comes after it.
+    """The results before a sublayer, for the part after it.
 
     ``residual``: x; where ``is_alias``, another tensor of it, by which ``after_sublayer`` leads the
     gradient of the new residual back, to be multiplied by res and added to x's gradient in one kernel.

@@ -48,7 +48,7 @@ def check_quantize(
 
 
 def check_aligned(op: str, name: str, x: Tensor) -> None:
-    """What TMA asks of an input beyond the reference: raise ValueError."""
+    """Raise ValueError unless TMA can read the input; the reference takes more."""
     if not is_aligned(x):
         expected = f"start on 16 bytes and have strides of positive multiples of {16 // x.itemsize} elements"
         fail(op, name, expected, f"strides {x.stride()} from address {x.data_ptr():#x}")

@@ -159,7 +159,7 @@ def _in_order(q: Tensor, transposed: bool) -> Tensor:
 def outputs_of(
     shape: torch.Size, dtype: torch.dtype, along_k: bool, along_n: bool, square: bool, scale_layout: str
 ) -> tuple[Output, ...]:
-    """What a quantizer returns for an input of this shape, in order."""
+    """The outputs of a quantizer for an input of this shape, in order."""
     *experts, n, k = shape
     elements = (*experts, n, k)
     gap = (n * k,) * len(experts)
@@ -222,7 +222,7 @@ def _make_quantize(target: Target, spec: QuantizeSpec, shape: torch.Size) -> Qua
 
 
 class DequantizeCall(NamedTuple):
-    """What a Spec of dequantize and the number of CTAs follow from."""
+    """The Spec of dequantize and the number of CTAs follow from this."""
 
     q: torch.dtype
     y: torch.dtype

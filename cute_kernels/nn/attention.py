@@ -182,7 +182,7 @@ class _SplitRotated(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """out (B, S, heads, D) is x, each pair of channels turned by its angle; fp32 products, the first rounded."""
+    """out (B, S, heads, D) is x, each pair of channels rotated by its angle; fp32 products, the first rounded."""
     if torch.compiler.is_compiling():  # which knows no strided out, and makes one kernel of it all
         out.copy_(x * cos)
     else:

@@ -126,7 +126,7 @@ class CapturedStep:
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What a capture of its step keeps for good, of each group: a tensor as an object, its value may change."""
+    """The settings of each group that a capture keeps for good: a tensor as an object, its value may change."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 

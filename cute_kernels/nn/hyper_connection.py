@@ -146,7 +146,7 @@ def optimal_recompute_layers(num_streams: int, num_layers: int) -> int:
 
 
 class Mix(NamedTuple):
-    """What ``HyperConnection.forward`` hands to ``combine``.
+    """The result of ``HyperConnection.forward`` that ``combine`` needs.
 
     post (..., n) and res (..., n, n) are fp32. The rest is for ``combine`` alone: ``residual``, what forward got; where
     that is an alias by which the gradient comes back to forward, to be multiplied by its res there, that res; and in
@@ -255,10 +255,10 @@ class HyperConnection(FloatModule):
         Returns:
             (layer_input, mix): layer_input (..., C) in x's dtype is the sublayer's, mix is for ``combine``.
         """
-        expect_whole(OP, self.phi, self.alpha, self.beta)
-        expect_manager(OP, recompute)
-        expect_residual(OP, x, self.config, self.variant)
         v, parameters = self.variant, (self.phi, self.alpha, self.beta)
+        expect_whole(OP, *parameters)
+        expect_manager(OP, recompute)
+        expect_residual(OP, x, self.config, v)
         if uses_reference(OP, x, self.backend):
             function, arguments = functools.partial(_reference_pre, v), (x, *parameters)
             results = function(*arguments) if recompute is None else recompute.checkpoint(function, *arguments)

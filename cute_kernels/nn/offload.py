@@ -100,7 +100,7 @@ class _Move:
             previous.start()
 
     def __del__(self) -> None:
-        """Of a backward that ended before it: the copy is waited for before its memory serves others."""
+        """After a backward that ended before its copy: wait for the copy before its memory serves others."""
         if self.back is not None:
             self.stream.wait_event(self.back)
 

@@ -204,7 +204,7 @@ def _saved_tensors_hooks() -> list[tuple[Callable, Callable]]:
 
 
 class _Inputs:
-    """What a replay reads, by name, and how often each had been modified in place."""
+    """The tensors that a replay reads, by name, and how often each had been modified in place."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = [(name, t, _version(t)) for name, t in tensors.items()]

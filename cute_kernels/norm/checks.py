@@ -38,7 +38,7 @@ def check_norm(
     rows = shape[0] if len(shape) == 2 else x.numel() // n
     if rows > MAX_ROWS:
         fail(op, "x", f"have at most {MAX_ROWS} rows", rows)
-    if n > 1 and x.stride(-1) != 1:
+    if n > 1 and x.stride()[-1] != 1:
         fail(op, "x", "have a contiguous last dimension", f"stride {x.stride(-1)}")
     if weight is not None:
         _check_column(op, "weight", weight, n, x)

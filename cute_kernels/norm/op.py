@@ -20,7 +20,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, mode_of, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 Norm = Tensor | tuple[Tensor, Tensor]
@@ -337,9 +337,9 @@ class _NormFunction(torch.autograd.Function):
         ctx.save_for_backward(saved, weight, bias, statistics)
         main_grads = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
         ctx.call = options, x.dtype, main_grads
-        ctx.set_materialize_grads(False)
         if residual is None:
             return y
+        ctx.set_materialize_grads(False)
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[4]):
             ctx.mark_non_differentiable(h)
         return y, h
@@ -356,21 +356,22 @@ class _NormFunction(torch.autograd.Function):
             return None, dx, None, None, dh_out if needs_residual else None
         needs_w = needs_gradient(needs_w, weight, w_main_grad)
         needs_b = needs_gradient(needs_b, bias, b_main_grad)
-        # One gradient of h serves x and residual; a second copy is written where their dtypes differ
-        dx = empty(saved, saved.shape, x_dtype) if needs_x else None
-        dresidual = dx
-        if needs_residual and (dx is None or saved.dtype is not x_dtype):  # the residual's dtype is that of h
-            dresidual = empty(saved, saved.shape, saved.dtype)
         dw = dw_result = db = db_result = None
         if needs_w:
             dw, dw_result = gradient_buffer(op, "weight", weight, w_main_grad)
         if needs_b:
             db, db_result = gradient_buffer(op, "bias", bias, b_main_grad)
+        mode = mode_of(saved, dy, dh_out, weight, bias, dw, db)
+        # One gradient of h serves x and residual; a second copy is written where their dtypes differ
+        dx = mode.empty(saved, saved.shape, x_dtype) if needs_x else None
+        dresidual = dx
+        if needs_residual and (dx is None or saved.dtype is not x_dtype):  # the residual's dtype is that of h
+            dresidual = mode.empty(saved, saved.shape, saved.dtype)
         first, second = (dresidual, None) if dx is None else (dx, None if dresidual is dx else dresidual)
-        norm_backward(
+        mode.of(norm_backward)(
             as_rows(op, "x", saved),
-            gradient_rows(dy),
-            None if dh_out is None else gradient_rows(dh_out),
+            gradient_rows(dy, mode.eager),
+            None if dh_out is None else gradient_rows(dh_out, mode.eager),
             weight,
             bias if save == "output" else None,
             statistics,

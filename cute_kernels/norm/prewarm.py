@@ -14,7 +14,7 @@ from cute_kernels.runtime.targets import expect_arch
 BF16, FP32 = torch.bfloat16, torch.float32
 # Hidden sizes of widely used models from 1B to 700B parameters, and head sizes of per-head norms
 WIDTHS = (64, 128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
-# Of whole models, as in mhc's MODEL_CHANNELS: rms_norm adds to main_grad, too
+# Widths of whole models, as mhc's MODEL_CHANNELS: rms_norm adds to main_grad, too
 MODEL_WIDTHS = (4096, 7168)
 
 
@@ -41,7 +41,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
                     kind,
                     "input",
                     n,
-                    # What is saved, and returned beside y, is the sum: of the residual's dtype, as its gradient is
+                    # The sum is saved, and returned beside y, in the residual's dtype, as its gradient is
                     saved=residual or BF16,
                     dy=BF16,
                     dh_out=residual,

@@ -13,7 +13,7 @@ from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
 from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows
 from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, mode_of, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 
 def softmax(
@@ -115,8 +115,9 @@ class _SoftmaxFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dy):
         (y,), (op, dtype) = ctx.saved_tensors, ctx.call
-        dx = empty(y, y.shape, dtype)
-        softmax_backward(as_rows(op, "y", y), gradient_rows(dy), as_rows(op, "dx", dx), op == "log_softmax")
+        mode = mode_of(y, dy)
+        dx, rows = mode.empty(y, y.shape, dtype), gradient_rows(dy, mode.eager)
+        mode.of(softmax_backward)(as_rows(op, "y", y), rows, as_rows(op, "dx", dx), op == "log_softmax")
         return dx, None, None
 
 
@@ -235,7 +236,7 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
             runs.append([d])
     if not runs:
         return (x.float() * scale).to(dtype)  # never x itself
-    shape = list(x.shape)
+    shape, mode = list(x.shape), mode_of(x)
     for i, run in enumerate(reversed(runs)):
         first, behind = run[0], run[-1] + 1
         sizes = [math.prod(shape[:first]), math.prod(shape[first:behind])]
@@ -245,8 +246,8 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
         if len(sizes) == 3 and sizes[2] > 1 and x.stride(2) != 1:
             x = x.contiguous()
         last = i == len(runs) - 1
-        y = empty(x, (sizes[0], *sizes[2:]), dtype if last else torch.float32)
-        sum_rows(x, y, scale if last else 1.0)
+        y = mode.empty(x, (sizes[0], *sizes[2:]), dtype if last else torch.float32)
+        mode.of(sum_rows)(x, y, scale if last else 1.0)
         del shape[first:behind]
         x = y
     return x.view(shape)

@@ -1,4 +1,4 @@
-"""What the families' operators share of matrices of rows and of gradients."""
+"""Matrices of rows and gradients, as all families treat them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from cute_kernels.runtime.checks import expect, expect_tensor
-from cute_kernels.runtime.operators import is_eager
 
 
 @functools.cache
@@ -70,10 +69,13 @@ def as_rows(op: str, name: str, t: Tensor) -> Tensor:
         raise
 
 
-def gradient_rows(t: Tensor) -> Tensor:
-    """An incoming gradient as a matrix of rows; copied if its layout is not one (an expanded scalar, say)."""
-    is_matrix = is_eager(t) and t.dim() == 2 and t.stride(-1) == 1 and t.stride(0) >= t.shape[1]
-    if not is_matrix and not (is_eager(t) and t.is_contiguous()):
+def gradient_rows(t: Tensor, eager: bool) -> Tensor:
+    """An incoming gradient as a matrix of rows; copied if its layout is not one (an expanded scalar, say).
+
+    ``eager``: of the backward's mode. In a trace the layout is not known yet.
+    """
+    is_matrix = eager and t.dim() == 2 and t.stride(-1) == 1 and t.stride(0) >= t.shape[1]
+    if not is_matrix and not (eager and t.is_contiguous()):
         t = t.contiguous()
     return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
 

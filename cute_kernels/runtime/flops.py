@@ -1,4 +1,4 @@
-"""What torch's FlopCounterMode counts of this library's operators: their products, as torch counts its own."""
+"""FlopCounterMode counts this library's products as torch's own."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ _caches: weakref.WeakValueDictionary[int, bounded] = weakref.WeakValueDictionary
 
 
 class LaunchCache(Generic[S, E]):
-    """What launches a call, by its Spec and device. An entry is whole when it is stored, so threads need no lock:
-    two that make the same one at once store equal ones.
+    """Entries by Spec and device: each launches a kernel. An entry is whole when it is stored, so threads need no
+    lock: two that make the same one at once store equal ones.
 
     Args:
         make: (target, spec) -> entry: picks the config, compiles or loads the kernel.
@@ -41,8 +41,18 @@ class LaunchCache(Generic[S, E]):
         """
         entry = self._entries.get((device_index, spec))
         if entry is None:
-            entry = self._entries[device_index, spec] = self._make(target_of(device_index), spec)
+            entry = self._entries[device_index, spec] = self._make(target_of(device_index), _plain(spec))
         return entry
+
+
+def _plain(value: Any) -> Any:
+    """A Spec whose strings are no members of a StrEnum: these would be other keys of a kernel."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if not isinstance(value, tuple):
+        return value
+    values = map(_plain, value)
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
 
 
 class bounded(dict):

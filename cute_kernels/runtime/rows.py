@@ -75,7 +75,7 @@ class RowLaunch(NamedTuple):
         return RowLaunch(function, config.rows_per_cluster, *clusters)
 
     def clusters(self, rows: int) -> int:
-        """Of so many rows."""
+        """How many clusters to launch for so many rows."""
         clusters = -(-rows // self.rows_per_cluster)
         if clusters > self.max_clusters and (rows >= RESIDENT_ROWS or clusters < self.persistent_clusters):
             return self.max_clusters

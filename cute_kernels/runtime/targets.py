@@ -52,7 +52,7 @@ class Target(NamedTuple):
 
 
 def target_of(device_index: int) -> Target:
-    """Of a CUDA device, or inside of ``meta_target`` of tensors that are on none.
+    """The target of a CUDA device; inside of ``meta_target`` that of tensors of the meta device.
 
     Raises:
         UnsupportedDeviceError: neither a Hopper (9.0) nor a data-centre Blackwell (10.x) GPU.

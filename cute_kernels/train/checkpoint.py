@@ -116,7 +116,7 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         of_model, of_optimizer = get_state_dict(model, optimizer)
         state = _state(of_model, of_optimizer)
         with _readable(checkpoint):
-            # Of metadata that it cannot read, dcp.load logs tracebacks and, in torch 2.10, does not tell the cause.
+            # For metadata that it cannot read, dcp.load logs tracebacks and, in torch 2.10, does not tell the cause.
             dcp.FileSystemReader(checkpoint).read_metadata()
             dcp.load(state, checkpoint_id=checkpoint)
         of_optimizer = {**of_optimizer, "state": state["optimizer"]}
@@ -128,7 +128,7 @@ def _all(folder: Path) -> list[Path]:
 
 
 def _state(of_model: dict[str, Any], of_optimizer: Any) -> dict[str, Any]:
-    """What learning changes: not the optimizer's settings, which are the run's."""
+    """The state that learning changes: not the optimizer's settings, which are the run's."""
     return {"model": of_model, "optimizer": of_optimizer["state"]}
 
 
@@ -178,7 +178,7 @@ def _digest(path: Path) -> str:
 
 
 def _readable(checkpoint: Path) -> contextlib.AbstractContextManager[None]:
-    """What fails is an OSError that also tells how the run goes on from the checkpoint before."""
+    """An error becomes an OSError that also tells how the run goes on from the checkpoint before."""
     name = checkpoint.name
     before = [path.name for path in _all(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
     way_on = "there is no checkpoint before it"
@@ -189,7 +189,7 @@ def _readable(checkpoint: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _named(checkpoint: Path, done: str, way_on: str = "") -> Iterator[None]:
-    """What fails is an OSError that tells the checkpoint and the first cause."""
+    """An error becomes an OSError that tells the checkpoint and the first cause."""
     try:
         yield
     except (dcp.CheckpointException, Exception) as error:  # torch's, of all ranks, is a BaseException
@@ -209,7 +209,7 @@ def _place() -> tuple[int, int]:
 
 
 def _gathered(own: _T) -> list[_T]:
-    """What every rank has, on every rank."""
+    """The values of every rank, on every rank."""
     if not dist.is_initialized():
         return [own]
     found: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON a step, a plot of the losses, a progress bar."""
+"""A run's output: a line of JSON a step, a plot of the losses, a progress bar."""
 
 from __future__ import annotations
 

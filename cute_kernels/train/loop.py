@@ -28,7 +28,7 @@ from jit_cache.command import progress
 TEST_BATCHES = 4
 FINAL_RATE = 0.1  # the learning rate at the end, of its highest
 
-# What a resumed run must have the same of; the other options may change for the rest of it
+# A resumed run must have these options as before; the others may change for the rest of it
 SAME = ("layers", "hidden", "heads", "hyper_connections", "dropout", "sequence", "batch", "seed")
 NOT_TOLD = ("data", "checkpoint", "resume")  # to the checkpoint: where a run finds things, and the text has a digest
 
@@ -75,7 +75,7 @@ def train(options: Options) -> None:
 
 
 def learning_rate(options: Options, step: int) -> float:
-    """Of the step after ``step`` steps: a linear rise, then a cosine down to a tenth."""
+    """The rate of the step after ``step`` steps: a linear rise, then a cosine down to a tenth."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
     share = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -178,7 +178,7 @@ def _expect_kernels(device: torch.device) -> None:
 
 
 def _checkpoint(options: Options) -> Path | None:
-    """What the run starts from."""
+    """The state that the run starts from."""
     folder = options.checkpoint
     expect(folder.is_dir() or not folder.exists(), "train", "--checkpoint", "be a folder", f"the file {folder}")
     newest = checkpoint.latest(folder)

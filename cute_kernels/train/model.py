@@ -1,4 +1,4 @@
-"""What learns: the transformer, its optimizer, and one step of both; whole on one device, or sharded over ranks."""
+"""The transformer, its optimizer, and one step of both; whole on one device, or sharded over ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.bench.test_harness import rows as table_rows
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What the empty kernel was launched with."""
+    """The arguments that the empty kernel was launched with."""
     calls = []
     monkeypatch.setattr(bench_host, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -39,7 +39,8 @@ def test_measured_beside_torch_and_the_floor(host, launches, capsys):
     rows = {"rms_norm": 1, "layer_norm": 2}.get(host.op, 0) if training else 0
     assert (statistics.shape == (rows, bench_host.ROWS)) if rows else statistics is None
     bench_host.print_table([found])
-    assert capsys.readouterr().out.splitlines()[1].split()[:5] == [host.op, host.variant, "3.0", "3.0", "3.0"]
+    line, goal = capsys.readouterr().out.splitlines()[1].split(), f"{bench_host.GOALS[host.variant]:.2f}"
+    assert line[:7] == [host.op, host.variant, "3.0", "3.0", "3.0", "1.00", goal]
     text = report.host_table(report.SECTIONS["host"], harness.lines(found, ENVIRONMENT))
     times = ["3.0"] * 3 + ["–"] * 3 if host.variant == "inference" else ["–"] * 3 + ["3.0"] * 3
     assert table_rows(text)[1:] == [[host.op, host.case.shape, *times]]

@@ -1,4 +1,4 @@
-"""What a compiled kernel's entry accepts, without compiling it; a tensor that none may get."""
+"""The checks of a compiled kernel's entry, without compiling it; a tensor that none may get."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -77,7 +77,7 @@ def expand_streams(static, h, x, scale) -> None:
 
 
 def _kept(static: dict, seed: Tensor | None, tokens: int, threshold: int, scale: float) -> Tensor | float:
-    """What dropout multiplies the streams (M, n, C) by."""
+    """Dropout multiplies the streams (M, n, C) by this."""
     s = static["layout"]
     assert (seed is not None) == static["spec"].has_dropout
     if seed is None:

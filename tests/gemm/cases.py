@@ -1,4 +1,4 @@
-"""What the tests of mm and linear share: inputs, raw-bit comparison, fp64 oracle, bounds, a choice of the kernel."""
+"""Shared by the tests of mm and linear: inputs, raw-bit comparison, fp64 oracle, bounds, a choice of the kernel."""
 
 from __future__ import annotations
 

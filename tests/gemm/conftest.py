@@ -47,7 +47,7 @@ def of_every_kernel(items, name):
 
 
 def each_layout(size):
-    """What test_invariance.py asks of every kernel, of a K of whole blocks of 64 or not."""
+    """The kernels of test_kernel_invariance.py, for a K of whole blocks of 64 or not."""
     a, b = torch.zeros(size, size, dtype=BF16), torch.zeros(size, size, dtype=BF16)
     for layout in LAYOUTS:
         mm(*operands(a, b, layout), out_dtype=FP32)
@@ -64,7 +64,7 @@ def each_layout(size):
 
 
 def each_batch(size):
-    """What test_bmm.py asks of every kernel, likewise."""
+    """The kernels of test_kernel_bmm.py, likewise."""
     a, b = torch.zeros(size, size, dtype=BF16), torch.zeros(size, size, dtype=BF16)
     for layout in LAYOUTS:
         for out in (FP32, BF16):

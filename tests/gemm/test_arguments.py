@@ -229,7 +229,7 @@ def test_bad_main_grad(parameter):
 
 
 def test_a_main_grad_that_is_negated_lazily():
-    """What is added to its memory would be taken away from it."""
+    """A sum that is added to its memory would be taken away from it."""
     weight, memory = zeros(N, K).requires_grad_(), zeros(N, K, dtype=FP32)
     weight.main_grad = torch._neg_view(memory)
     y = linear(zeros(M, K), weight)
@@ -348,7 +348,7 @@ def test_out_may_not_lie_on_an_operand():
 
 @contextlib.contextmanager
 def refusal(raises: bool):
-    """Of the kernels; the reference reads all before it writes."""
+    """The kernels alone: the reference reads all before it writes."""
     if raises:
         with pytest.raises(ValueError) as caught:
             yield caught

@@ -51,7 +51,7 @@ def test_every_kernel_computes(case, generator):
 
 @pytest.mark.parametrize("shape", [(20, 512, 512, 16), (300, 100, 100, 64), (3, 8, 520, 64), (2, 33, 35, 17)])
 def test_as_many_ctas_as_there_are_tiles(shape):
-    """Of all entries, but no more than SMs."""
+    """CTAs of all entries, but no more than SMs."""
     entries, m, n, k = shape
     a, b = torch.zeros(1, m, k, dtype=BF16).expand(entries, m, k), torch.zeros(entries, k, n, dtype=BF16)
     with observed() as launches:

@@ -48,7 +48,7 @@ SM100 = pytest.param("sm_100a", marks=[pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def arguments(arch: str, kernel: tuple, **changes) -> tuple:
-    """Of the builder: bf16, both operands along k, stores by TMA where the dispatcher uses them."""
+    """The builder's arguments: bf16, both operands along k, stores by TMA where the dispatcher uses them."""
     return gemm_arguments(arch, GemmSpec(BF16, BF16)._replace(**changes), BLOCK, *kernel)
 
 

@@ -113,7 +113,7 @@ def test_a_tangent_is_refused_and_not_lost():
 
 @pytest.mark.parametrize("operand", ["x", "weight"])
 def test_a_sign_that_is_not_in_memory(operand, generator):
-    """Of a conjugate's imaginary part; also where the plan is that of the same call without it."""
+    """A conjugate's imaginary part; also where the launch is that of the same call without it."""
     pairs = randn(24, 40, 2, generator=generator).to(FP16)
     given = {"x": randn(65, 40, generator=generator).to(FP16), "weight": randn(24, 40, generator=generator).to(FP16)}
     for parts, is_negated in ((pairs, False), (pairs.view(torch.complex32).conj(), True)):
@@ -174,7 +174,7 @@ def test_what_a_call_has_in_common_with_none_before(grad, generator, jobs):
 
 
 def test_any_candidate_computes(generator):
-    """Of aligned operands and of others, which go to the kernel for any stride."""
+    """Aligned operands and others, which go to the kernel for any stride."""
     a, b = randn(24, 64, generator=generator).to(FP16), randn(40, 64, generator=generator).to(FP16).t()
     wanted = mm(a, b)
     for config, transposed in kernels():

@@ -267,7 +267,7 @@ def test_output_changed_in_place(generator):
 
 
 def test_a_dead_end_has_no_gradient(generator):
-    """What follows y returns None as its gradient: then so do we, or zeros."""
+    """The function behind y returns None as its gradient: then so do we, or zeros."""
 
     class DeadEnd(torch.autograd.Function):
         @staticmethod

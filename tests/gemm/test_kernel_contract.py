@@ -1,4 +1,4 @@
-"""What only CUDA tensors show: errors at the border of devices, no fallback, kernels compiled elsewhere.
+"""Only CUDA tensors show these: errors at the border of devices, no fallback, kernels compiled elsewhere.
 
 The ten findings of the review of the origin, and what holds each off here:
 1. a CPU call that silently ran another operator: CPU tensors run the reference by contract, and nothing but the

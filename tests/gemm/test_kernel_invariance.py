@@ -157,7 +157,7 @@ def test_every_kernel_has_the_same_bits(kernel, generator, device):
 
 @pytest.mark.parametrize("kernel", kernels(), ids=kernel_name)
 def test_main_grad_to_which_nothing_is_added(kernel, generator, device):
-    """Of no tokens, by their number or by count: every bit stays, in every kernel; the sign of zeros, too."""
+    """No tokens, by their number or by count: every bit stays, in every kernel; the sign of zeros, too."""
     start = torch.tensor([-0.0, 0.0, 1.0, float("nan")], device=device).repeat(72, 34)
     x, dy = wide_range(200, 136, generator=generator), wide_range(200, 72, generator=generator)
     none = torch.zeros(1, dtype=torch.int32, device=device)
@@ -275,7 +275,7 @@ def test_micro_batches(n, k, generator):
 
 
 def test_controls(generator):
-    """What is not promised differs on this data: chunks of 100, adding products that were rounded, 8 zeros before."""
+    """Results that are not promised differ here: chunks of 100, adding products that were rounded, 8 zeros before."""
     x, dy, *starts = tokens(264, 200, generator)
     name = "main_grad of weight"
     wanted = sums([(x, dy)], *starts)[name]

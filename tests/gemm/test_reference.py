@@ -284,7 +284,7 @@ def test_wide_range_shows_the_order_of_summation(generator):
 @pytest.mark.parametrize("k", [100, 4096])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_the_gates_let_truncating_accumulation_pass(k, dtype, generator):
-    """What tensor cores do: sums of 16 products added to 24 bits, the rest cut off. One lost step of 256 fails."""
+    """As tensor cores do: sums of 16 products added to 24 bits, the rest cut off. One lost step of 256 fails."""
 
     def cut(t):
         mantissa, exponent = torch.frexp(t)

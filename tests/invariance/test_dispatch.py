@@ -17,7 +17,7 @@ def path_of_the_kernels():
 
 
 def test_tensors_that_wrap_others():
-    """What is inside of them comes by itself."""
+    """The operators inside of them come by themselves."""
     a, b = torch.randn(2, 8, 8, dtype=torch.bfloat16)
     with batch_invariant() as uncovered:
         product = TwoTensor(a.clone(), a.clone()) @ TwoTensor(b.clone(), b.clone())

@@ -92,7 +92,7 @@ def test_counters_of_their_own():
 
 
 def test_a_stronger_block_that_ends_before_a_weaker_one():
-    """What ran since the other began was not held to it."""
+    """The operators that ran since the other began were not held to it."""
     a, b = steps("strict"), steps("warn")
     next(a), next(b)
     with pytest.raises(RuntimeError, match="'strict' ends before one of mode 'warn'"):

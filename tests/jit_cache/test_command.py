@@ -175,7 +175,7 @@ def test_progress_where_there_is_no_terminal(monkeypatch, capsys):
 
 
 def on_terminal(code, answer=""):
-    """What a process prints whose standard streams are a terminal, and its status."""
+    """The output and status of a process whose standard streams are a terminal."""
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(ROOT)

@@ -393,7 +393,7 @@ def test_mode_off_loads_but_never_compiles(monkeypatch):
     ],
 )
 def test_mode_off_names_what_differs_from_the_nearest_kernel(cache, monkeypatch, field, value, line):
-    """What a serving node says whose kernels were built for another machine."""
+    """The error of a serving node whose kernels were built for another machine."""
     builder = fresh()
     if field == "arch":
         builder.obtain(value)

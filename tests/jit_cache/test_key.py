@@ -1,4 +1,4 @@
-"""What the key tells apart: arguments, types, environment, wheels, processor."""
+"""The key tells apart: arguments, types, environment, wheels, processor."""
 
 import dataclasses
 import enum

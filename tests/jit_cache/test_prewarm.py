@@ -297,7 +297,7 @@ def test_prewarm_command(command, package, monkeypatch, tmp_path):
 
 
 def test_prewarm_command_beside_a_gpu_without_kernels(command, package, monkeypatch):
-    """Of the GPUs at hand those that the package has kernels for; one that is asked for by name is an error."""
+    """The GPUs at hand that the package has kernels for; another one, named, is an error."""
 
     def specializations(arch):
         if arch == "sm_120a":

@@ -436,7 +436,7 @@ import v
 
 
 def parsed(text: str, package: list[str]) -> set[tuple[str, str | None]]:
-    """What `source._imports` finds, by Python's own parser."""
+    """The imports that `source._imports` finds, by Python's own parser."""
     found: set[tuple[str, str | None]] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

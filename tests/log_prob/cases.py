@@ -1,4 +1,4 @@
-"""What the tests of linear_log_prob share: inputs, an fp64 oracle with bounds, a choice of the kernel."""
+"""Shared by the tests of linear_log_prob: inputs, an fp64 oracle with bounds, a choice of the kernel."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_compile(generator, compile_backend):
 
 
 def test_a_gradient_that_is_negated_lazily(generator):
-    """Of one token: the imaginary part of a conjugate, whose sign is not in memory."""
+    """One token: the imaginary part of a conjugate, whose sign is not in memory."""
     case = Case(1, 264, 64)
     inputs = make_inputs(case, generator)
     wanted = run(linear_log_prob, case, inputs)

@@ -73,7 +73,7 @@ def test_reference_adds_to_main_grad(generator):
 
 
 def test_what_is_ignored(generator):
-    """Of int32 targets none but that number; its gradient is 0 whatever its logits are."""
+    """Only that number among int32 targets; its gradient is 0 whatever its logits are."""
     x, weight = torch.randn(3, 8, generator=generator, requires_grad=True), torch.randn(5, 8, generator=generator)
     x, target = x.detach().to(BF16), torch.tensor([0, 1, 2], dtype=torch.int32)
     weight = weight.to(BF16)

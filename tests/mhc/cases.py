@@ -1,4 +1,4 @@
-"""What the tests of the hyper-connections share: cases, inputs, the fp64 oracle and the bounds of a result's error."""
+"""Shared by the tests of the hyper-connections: cases, inputs, the fp64 oracle and the bounds of a result's error."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ OPERATIONS = {
     "head": (("x", "fn", "base", "scale", "norm_weight"), ("h",)),
     "pre": (("x", "phi", "alpha", "beta", "norm_weight"), ("layer_input", "post", "res")),
     "hyper_connection": (("x", "phi", "alpha", "beta", "norm_weight", "bias"), ("out",)),
+}
+# op -> its parameters, each of which may have a main_grad
+WITH_PARAMETERS = {
+    "projection": ("phi", "norm_weight"),
+    "coefficients": ("alpha", "beta"),
+    "expand_combine": ("bias",),
+    "head": ("fn", "base", "scale", "norm_weight"),
+    "pre": ("phi", "alpha", "beta", "norm_weight"),
+    "hyper_connection": ("phi", "alpha", "beta", "norm_weight", "bias"),
 }
 
 
@@ -157,7 +166,7 @@ def saturated_logits(n: int, tokens: int, generator: torch.Generator, size: floa
 
 
 def sublayer(layer_input: Tensor) -> Tensor:
-    """What the tests wrap: not linear, different for each channel, and the same for each layout."""
+    """The sublayer of the tests: not linear, different for each channel, and the same for each layout."""
     return torch.tanh(layer_input) + 0.5 * layer_input.roll(1, -1)
 
 
@@ -312,7 +321,7 @@ def precision_of(op: str, precision: str) -> dict:
 
 
 def product_margins(op: str, case: Case, exact: Mapping[str, Exact], precision: str = "fp32") -> dict[str, float]:
-    """What results may be off by beside the bound of ``check``, where there is a product on tensor cores.
+    """Margins beside the bound of ``check``, where there is a product on tensor cores.
 
     These cut off what they add below 2^-24 of the sum, at every 16 elements of a part of K, for each of up to six
     products of terms; "tf32" also leaves out terms below 2^-16 of an operand. Relative to the largest of each result.
@@ -321,3 +330,19 @@ def product_margins(op: str, case: Case, exact: Mapping[str, Exact], precision: 
         return {}
     relative = 6 * min(case.n * case.channels, 4096) / 16 * 2.0**-24 + (2.0**-13 if precision == "tf32" else 0.0)
     return {name: relative * e.value.abs().max().item() for name, e in exact.items() if e.value.numel()}
+
+
+def randn64(*shape, generator, scale=1.0):
+    return (torch.randn(*shape, generator=generator, dtype=FP64) * scale).requires_grad_()
+
+
+def in_fp64(tensors):
+    return {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+
+
+def run_all(case, generator, ops=tuple(OPERATIONS)):
+    """(op, found, exact) of each op with one set of inputs."""
+    inputs = make_inputs(case, generator)
+    for op in ops:
+        upstream = make_upstream(op, case, generator)
+        yield op, differentiate(reference, op, case, inputs, upstream), oracle(op, case, inputs, upstream)

@@ -381,7 +381,7 @@ def test_bad_arguments_of_the_mask(error, change, message):
 
 @pytest.mark.parametrize("op", ERRORS)
 def test_good_arguments(library, op):
-    """What every other test here changes is accepted as it is."""
+    """The arguments that every other test here changes are accepted as they are."""
     getattr(library, op)(**good(op))
 
 

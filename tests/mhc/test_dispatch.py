@@ -1,14 +1,13 @@
-"""The kernels' path of the hyper-connections on the CPU: Specs, launches, allocation, autograd and the torch bridge.
+"""The kernels' path of the hyper-connections on the CPU: Specs, launches, allocation, results.
 
-Fakes, plain torch, take the place of the compiled kernels; all above them is what runs on a GPU.
+Fakes, plain torch, take the place of the compiled kernels; all above them is what runs on a GPU. Gradients:
+``test_dispatch_autograd.py``; graphs and operators: ``test_dispatch_torch.py``.
 """
 
 import dataclasses
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import mhc
@@ -16,7 +15,7 @@ from cute_kernels.mhc import launch, reference
 from cute_kernels.mhc.config import ProjectionBackwardConfig, WarpgroupBackwardConfig
 from cute_kernels.mhc.op.common import rows
 from cute_kernels.mhc.variants import VARIANTS
-from cute_kernels.runtime import launches, operators
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import Target
 from tests.fakes import fake_kernels
 from tests.mhc.cases import (
@@ -29,6 +28,7 @@ from tests.mhc.cases import (
     RES_ORIENTATIONS,
     SEED,
     STREAMS,
+    WITH_PARAMETERS,
     Case,
     call,
     check,
@@ -40,16 +40,7 @@ from tests.mhc.cases import (
     sublayer,
 )
 
-WITH_PARAMETERS = {
-    "projection": ("phi", "norm_weight"),
-    "coefficients": ("alpha", "beta"),
-    "expand_combine": ("bias",),
-    "head": ("fn", "base", "scale", "norm_weight"),
-    "pre": ("phi", "alpha", "beta", "norm_weight"),
-    "hyper_connection": ("phi", "alpha", "beta", "norm_weight", "bias"),
-}
 FULL = Case(4, 16, (5,), FP32, norm_weight=True, bias=True)
-OPERATORS = {name for name in operators.OPERATORS if name.startswith("mhc_")}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +75,7 @@ def test_a_first_call_amid_another(op, autograd, generator, monkeypatch):
     case = Case(4, 24, (5,), BF16)
     inputs = make_inputs(case, generator)
     wanted = call(reference, op, case, inputs)
-    combine, calls, threads = launch.expand_combine_forward, [], iter([2])
+    combine, calls, threads = launch.expand_combine_forward.function, [], iter([2])
 
     def another_thread_is_here(*arguments):
         if next(threads, None):
@@ -92,7 +83,7 @@ def test_a_first_call_amid_another(op, autograd, generator, monkeypatch):
                 calls.append(call(mhc, op, case, inputs))
         combine(*arguments)
 
-    monkeypatch.setattr(launch, "expand_combine_forward", another_thread_is_here)
+    monkeypatch.setattr(launch.expand_combine_forward, "function", another_thread_is_here)
     with torch.set_grad_enabled(autograd):
         calls += [call(mhc, op, case, inputs) for _ in range(3)]
     assert len(calls) == 4
@@ -170,7 +161,7 @@ def test_packed_coefficients(start, generator):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_numbers_that_torch_negates_when_it_reads_them(tokens, generator):
-    """Of one stream such coefficients, and their gradients, count as rows of contiguous numbers, which they are not."""
+    """One stream's coefficients, and their gradients, count as rows of contiguous numbers, which they are not."""
     case = dataclasses.replace(FULL, n=1, tokens=(tokens,))
     plain = make_inputs(case, generator)
 
@@ -328,9 +319,9 @@ def test_what_is_not_for_warpgroups(kernels, generator):
 
 @pytest.mark.parametrize("n, channels, layout", [(2, 32, "channels"), (4, 16, "channels"), (8, 8, "streams")])
 def test_tokens_that_one_box_holds(n, channels, layout, kernels, generator):
-    """Of the projection's backward do not come by TMA: the matrix has no second box, whose coordinate would be told.
+    """The projection's backward does not read them by TMA: the matrix has no second box to name a coordinate of.
 
-    In the order of streams it has one for each stream.
+    Streams-major it has one for each stream.
     """
     for width, by_tma in ((channels, layout == "streams"), (2 * channels, True)):
         case = Case(n, width, (5,), BF16, layout=layout)
@@ -401,162 +392,12 @@ def test_another_number_of_tokens_builds_nothing(kernels, generator):
     assert len(kernels) == built
 
 
-# Gradients that are wanted, and not
-
-
-@pytest.mark.parametrize("op", WITH_PARAMETERS)
-def test_main_grad(op, generator):
-    """Added to, whatever the parameter's dtype; .grad stays None."""
-    for parameters in (FP32, BF16):
-        case = dataclasses.replace(FULL, parameters=parameters, dropout_p=0.2)
-        t = make_inputs(case, generator)
-        upstream = make_upstream(op, case, generator)
-        exact = oracle(op, case, t, upstream)
-        before = {}
-        for name in WITH_PARAMETERS[op]:
-            t[name].main_grad = torch.randn(t[name].shape, generator=generator)
-            before[name] = t[name].main_grad.clone()
-        found = differentiate(mhc, op, case, t, upstream)
-        for name in WITH_PARAMETERS[op]:
-            assert f"d{name}" not in found
-            found[f"d{name}"] = t[name].main_grad - before[name]
-        margins = {f"d{name}": 4e-7 * (1.0 + before[name].abs().max()).item() for name in before}
-        check(found, exact, margins=margins)
-
-
-@pytest.mark.parametrize("op", WITH_PARAMETERS)
-def test_main_grad_is_left_where_it_is_not_asked_for(op, generator):
-    """Gradients of the inputs alone, then of the parameters alone: each is added once."""
-    t = make_inputs(FULL, generator)
-    upstream = list(make_upstream(op, FULL, generator).values())
-    for name in WITH_PARAMETERS[op]:
-        t[name].main_grad = torch.zeros(t[name].shape)
-    outputs = call(mhc, op, FULL, t)
-    outputs = [out for out in outputs if out is not None]
-    x = next(t[name] for name in OPERATIONS[op][0] if name not in WITH_PARAMETERS[op])
-    torch.autograd.grad(outputs, x, upstream, retain_graph=True)
-    assert not any(t[name].main_grad.any() for name in WITH_PARAMETERS[op])
-    torch.autograd.backward(outputs, upstream, inputs=[t[name] for name in WITH_PARAMETERS[op]], retain_graph=True)
-    once = {name: t[name].main_grad.clone() for name in WITH_PARAMETERS[op]}
-    assert all(once[name].any() for name in once)
-    for name in once:
-        t[name].main_grad.zero_()
-    torch.autograd.backward(outputs, upstream)
-    assert all(torch.equal(t[name].main_grad, once[name]) for name in once)
-
-
-def test_a_strided_H_is_not_copied(kernels):
-    """27 numbers a token: rows start on 4 bytes, and the backward's kernel gets them as they are."""
-    H = torch.zeros(64, 27)[:, :24].requires_grad_()
-    outputs = mhc.coefficients(H, torch.ones(64), torch.ones(3), torch.zeros(24), 4, variant="deepseek_v4")
-    sum(t.sum() for t in outputs).backward()
-    (spec,) = [arguments[1] for builder, arguments in kernels if builder.__name__ == "coefficients_backward"]
-    assert spec.h_align == 1
-
-
-@pytest.mark.parametrize("op", WITH_PARAMETERS)
-def test_main_grad_of_one_parameter(op, generator):
-    """Added to where it is; the other parameters get the gradients that they get without."""
-    t = make_inputs(FULL, generator)
-    upstream = make_upstream(op, FULL, generator)
-    wanted = differentiate(mhc, op, FULL, t, upstream)
-    for name in WITH_PARAMETERS[op]:
-        t[name].main_grad = torch.ones_like(t[name])
-        found = differentiate(mhc, op, FULL, t, upstream)
-        torch.testing.assert_close(t[name].main_grad, 1.0 + wanted[f"d{name}"], rtol=1e-6, atol=1e-6)
-        del t[name].main_grad
-        assert found.keys() == wanted.keys() - {f"d{name}"}
-        assert all(torch.equal(result, wanted[key]) for key, result in found.items())
-
-
-def test_a_weighted_bf16_phi_has_the_terms_of_fp32(kernels, generator):
-    """The product of two bf16 numbers has 16 bits."""
-    case = dataclasses.replace(FULL, dtype=BF16, parameters=BF16)
-    differentiate(mhc, "pre", case, make_inputs(case, generator), make_upstream("pre", case, generator))
-    products = [job for job in kernels if job[0].__name__ in ("pre_forward", "projection_backward")]
-    terms = {builder.__name__: arguments[-1].phi_terms for builder, arguments in products}
-    assert terms == {"pre_forward": 2, "projection_backward": 2}
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_one_gradient_at_a_time(op, generator):
-    """Each input alone requires grad: its gradient is what it is with all; without any nothing is recorded."""
-    case = dataclasses.replace(FULL, dropout_p=0.2)
-    t = make_inputs(case, generator)
-    upstream = make_upstream(op, case, generator)
-    wanted = differentiate(mhc, op, case, t, upstream)
-    for name in OPERATIONS[op][0]:
-        alone = {key: tensor.detach().requires_grad_(key == name) for key, tensor in t.items()}
-        outputs = [t for t in call(mhc, op, case, alone) if t.requires_grad]
-        incoming = [u for u, o in zip(upstream.values(), call(mhc, op, case, alone), strict=True) if o.requires_grad]
-        (found,) = torch.autograd.grad(outputs, [alone[name]], incoming)
-        torch.testing.assert_close(found, wanted[f"d{name}"])
-    frozen = {key: tensor.detach() for key, tensor in t.items()}
-    assert not any(output.requires_grad for output in call(mhc, op, case, frozen))
-
-
-@pytest.mark.parametrize("op", ["projection", "coefficients", "pre"])
-def test_unused_outputs(op, generator):
-    t = make_inputs(FULL, generator)
-    upstream = make_upstream(op, FULL, generator)
-    leaves = [t[name] for name in OPERATIONS[op][0]]
-    for index, name in enumerate(OPERATIONS[op][1]):
-        found = torch.autograd.grad(call(mhc, op, FULL, t)[index], leaves, upstream[name], allow_unused=True)
-        wanted = torch.autograd.grad(call(reference, op, FULL, t)[index], leaves, upstream[name], allow_unused=True)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a if a is not None else torch.zeros_like(b), b if b is not None else a * 0)
-
-
-def test_sublayers_of_every_kind(generator):
-    """Without gradient, without parameters that learn, with all frozen but its own, under checkpointing, twice x."""
-    t = make_inputs(FULL, generator)
-    names = ("x", "phi", "alpha", "beta")
-    weight = torch.randn(16, 16, generator=generator).requires_grad_()
-    upstream = make_upstream("hyper_connection", FULL, generator)["out"]
-
-    def gradients(library, layer, frozen=()):
-        p = {name: t[name].detach().requires_grad_(name not in frozen) for name in names}
-        out = library.hyper_connection(p["x"], layer, p["phi"], p["alpha"], p["beta"])
-        leaves = [*[p[name] for name in names if name not in frozen], weight]
-        return torch.autograd.grad(out, leaves, upstream, allow_unused=True)
-
-    def linear(h):
-        return torch.tanh(h @ weight)
-
-    layers = {
-        "detached": (lambda h: h.detach() * 2.0, ()),
-        "linear": (linear, ()),
-        "all frozen": (linear, names),
-        "x frozen": (linear, ("x",)),
-        "x alone": (linear, ("phi", "alpha", "beta")),
-        "identity": (lambda h: h, ()),
-        "checkpoint": (lambda h: checkpoint(linear, h, use_reentrant=False), ()),
-        "no grad": (lambda h: h.new_ones(h.shape), ()),
-    }
-    for layer, frozen in layers.values():
-        found, wanted = gradients(mhc, layer, frozen), gradients(reference, layer, frozen)
-        for a, b in zip(found, wanted, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_a_chain_of_hyper_connections(generator):
-    """x used elsewhere, too: autograd adds what it must; the reference's gradients in the end."""
-    t = make_inputs(FULL, generator)
-
-    def loss(library):
-        h = t["h"].detach().requires_grad_()
-        x = library.expand(h, 4)
-        first = library.hyper_connection(x, sublayer, t["phi"], t["alpha"], t["beta"], norm_weight=t["norm_weight"])
-        x = library.hyper_connection(first, sublayer, t["phi"], t["alpha"], t["beta"], bias=t["bias"])
-        out = library.contract(x) + library.head(x, t["fn"], t["base"], t["scale"]) + first.mean()
-        return torch.autograd.grad(
-            out.square().sum(), [h, t["phi"], t["alpha"], t["beta"], t["norm_weight"], t["bias"]]
-        )
-
-    for a, b in zip(loss(mhc), loss(reference), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+def test_variants_that_differ_above_the_kernels_share_them(kernels, generator):
+    t = make_inputs(dataclasses.replace(FULL, dtype=BF16), generator)
+    other = dataclasses.replace(VARIANTS["deepseek_v4"], res_orientation="oi")
+    for variant in ("deepseek_v4", other):
+        mhc.pre(t["x"], t["phi"], t["alpha"], t["beta"], variant=variant)
+    assert len(kernels) == 2
 
 
 # Dropout
@@ -656,136 +497,3 @@ def test_inputs_are_left_alone(generator):
         differentiate(mhc, op, case, t, upstream)
         assert all(torch.equal(upstream[name], copies[name]) for name in upstream)
     assert all(torch.equal(t[name], before[name]) for name in t)
-
-
-# The torch bridge
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_compile(op, generator):
-    """fullgraph, without and with gradients; another number of tokens, too."""
-    torch._dynamo.reset()
-    compiled = {}
-    for tokens in ((5,), (7,)):
-        case = dataclasses.replace(FULL, tokens=tokens, dropout_p=0.2)
-        t = make_inputs(case, generator)
-        upstream = make_upstream(op, case, generator)
-
-        def run(leaves, op=op, case=case):
-            return call(mhc, op, case, leaves)
-
-        compiled.setdefault("run", torch.compile(run, fullgraph=True, backend="aot_eager"))
-        names = OPERATIONS[op][0]
-        with torch.no_grad():
-            for a, b in zip(compiled["run"](t), run(t), strict=True):
-                assert torch.equal(a, b)
-        outputs = compiled["run"](t)
-        incoming = [upstream[name] for name in OPERATIONS[op][1]]
-        found = torch.autograd.grad(outputs, [t[name] for name in names], incoming)
-        wanted = differentiate(mhc, op, case, t, upstream)
-        for name, gradient in zip(names, found, strict=True):
-            torch.testing.assert_close(gradient, wanted[f"d{name}"])
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("op", ["coefficients", "sinkhorn", "expand", "head", "hyper_connection"])
-def test_compile_of_several_layers(op, dynamic, generator):
-    """Sizes, numbers and names that differ between a process's layers, or are told to, become symbols."""
-    torch._dynamo.reset()
-
-    def run(leaves, case):
-        return call(mhc, op, case, leaves)
-
-    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
-    other = dataclasses.replace(FULL, n=2, channels=72, layout="channels", variant="transformer_engine")
-    for case in (FULL, other, dataclasses.replace(FULL, channels=72, tokens=(9,), variant="tilekernels")):
-        t = make_inputs(case, generator)
-        for a, b in zip(compiled(t, case), run(t, case), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_compile_draws_a_seed(generator):
-    torch._dynamo.reset()
-    t = make_inputs(FULL, generator)
-
-    def run(x):
-        return mhc.hyper_connection(x, sublayer, t["phi"], t["alpha"], t["beta"], dropout_p=0.5)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    out = compiled(t["x"])
-    (gradient,) = torch.autograd.grad(out, t["x"], torch.ones_like(out))
-    assert gradient.isfinite().all() and not torch.equal(out, compiled(t["x"]))
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_fake_tensors(op, kernels, generator):
-    """Shapes, dtypes and strides as those of real tensors; nothing is launched."""
-    case = dataclasses.replace(FULL, dropout_p=0.2)
-    t = make_inputs(case, generator)
-    upstream = make_upstream(op, case, generator)
-    wanted = differentiate(mhc, op, case, t, upstream)
-    kernels.clear()
-    launches.forget()
-    mode = FakeTensorMode()
-    fakes = {name: mode.from_tensor(tensor.detach()).requires_grad_() for name, tensor in t.items()}
-    incoming = {name: mode.from_tensor(tensor) for name, tensor in upstream.items()}
-    with mode:
-        found = differentiate(mhc, op, case, fakes, incoming)
-    assert not kernels
-    for name in wanted:
-        assert found[name].shape == wanted[name].shape and found[name].dtype is wanted[name].dtype
-        assert found[name].stride() == wanted[name].stride()
-
-
-def test_opcheck(generator):
-    """Every registered operator, with arguments as a training step gives them."""
-    calls = {}
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            name = function.name().removeprefix("cute_kernels::")
-            if name in OPERATORS:
-                calls.setdefault(name, args)
-            return function(*args, **(kwargs or {}))
-
-    case = dataclasses.replace(FULL, dropout_p=0.2)
-    t = make_inputs(case, generator)
-    with Record():
-        for op in OPERATIONS:
-            differentiate(mhc, op, case, t, make_upstream(op, case, generator))
-    assert calls.keys() == OPERATORS
-    for name, arguments in calls.items():
-        operator = getattr(torch.ops.cute_kernels, name).default
-        torch.library.opcheck(operator, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
-
-
-def test_the_schemas_name_what_is_written():
-    written = {}
-    for name in OPERATORS:
-        operator = getattr(torch.ops.cute_kernels, name).default
-        assert not operator._schema.returns
-        arguments = operator._schema.arguments
-        written[name] = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    assert written == {
-        "mhc_projection_forward": {"H", "mean_square"},
-        "mhc_pre_forward": {"H", "mean_square", "pre", "post", "res", "layer_input"},
-        "mhc_projection_backward": {"dx", "dphi", "dnorm_weight", "dbeta", "dalpha"},
-        "mhc_coefficients_forward": {"pre", "post", "logits"},
-        "mhc_coefficients_backward": {"dH", "dmean_square", "dbeta", "dalpha", "sums"},
-        "mhc_sinkhorn_forward": {"res"},
-        "mhc_sinkhorn_backward": {"dlogits"},
-        "mhc_aggregate_forward": {"out"},
-        "mhc_aggregate_backward": {"dx", "dpre"},
-        "mhc_expand_streams": {"x"},
-        "mhc_expand_combine_forward": {"out", "layer_input"},
-        "mhc_expand_combine_backward": {"dx", "df", "dpost", "dres"},
-        "mhc_bias_gradient": {"dbias"},
-    }
-
-
-def test_variants_that_differ_above_the_kernels_share_them(kernels, generator):
-    t = make_inputs(dataclasses.replace(FULL, dtype=BF16), generator)
-    other = dataclasses.replace(VARIANTS["deepseek_v4"], res_orientation="oi")
-    for variant in ("deepseek_v4", other):
-        mhc.pre(t["x"], t["phi"], t["alpha"], t["beta"], variant=variant)
-    assert len(kernels) == 2

@@ -1,4 +1,4 @@
-"""What only CUDA tensors show: errors at the border of devices, no host synchronisation, no fallback, memory."""
+"""Only CUDA tensors show these: errors at the border of devices, no host synchronisation, no fallback, memory."""
 
 from dataclasses import replace
 

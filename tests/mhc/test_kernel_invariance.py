@@ -82,7 +82,7 @@ def test_again(op, case, precision, generator):
 
 
 def tokens_at(tensors, index):
-    """What a batch of these tokens has, in memory of its own."""
+    """The tensors of a batch of these tokens, in memory of their own."""
     return {
         name: t if name in PARAMETERS else t.detach()[index].clone().requires_grad_(t.requires_grad)
         for name, t in tensors.items()
@@ -200,16 +200,16 @@ def test_the_whole_is_its_parts(forward_of, case, precision, generator):
 @pytest.mark.parametrize("case", [replace(case, dropout_p=0.3) for case in BATCHES], ids=str)
 @pytest.mark.parametrize("forward_of", [("expand_combine", "aggregate")])
 def test_a_residual_with_the_next_layer_input(forward_of, case, generator, monkeypatch):
-    """What recompute makes in one launch: the bits of expand_combine, and of aggregate of its result."""
+    """One launch of recompute has the bits of expand_combine, and of aggregate of its result."""
     t = {name: tensor.detach() for name, tensor in make_inputs(case, generator).items()}
     (wanted,) = call(mhc, "expand_combine", case, t)
     (wanted_input,) = call(mhc, "aggregate", case, t | {"x": wanted})
-    layer_input, launched = torch.full_like(wanted_input, float("nan")), launch.expand_combine_forward
+    layer_input, launched = torch.full_like(wanted_input, float("nan")), launch.expand_combine_forward.function
 
     def both(*arguments):
         launched(*arguments[:7], t["pre"], layer_input, *arguments[9:])
 
-    monkeypatch.setattr(launch, "expand_combine_forward", both)
+    monkeypatch.setattr(launch.expand_combine_forward, "function", both)
     (found,) = call(mhc, "expand_combine", case, t)
     assert same_bits(found, wanted) and same_bits(layer_input, wanted_input)
 
@@ -264,7 +264,7 @@ RINGS = [Case(4, channels, (640,)) for channels in (5120, 7168, 4096, 2560, 1280
 @pytest.mark.parametrize("case", RINGS, ids=str)
 @pytest.mark.parametrize("forward_of", [("projection", "pre")])
 def test_any_number_of_blocks(forward_of, case, generator, monkeypatch):
-    """Of one cluster, and of three, of which some have one more: that is what they load when, and tell each other."""
+    """Tokens of one cluster, and of three, of which some have one more: so the order of loads and arrivals differs."""
     t = {name: tensor.detach() for name, tensor in make_inputs(case, generator).items()}
     wanted = {op: call(mhc, op, case, t) for op in forward_of}
     for count in (16, 64):

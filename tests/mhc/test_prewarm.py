@@ -14,7 +14,7 @@ ARCHS = ["sm_90a", "sm_100a"]
 
 
 def of_calls(case: Case, arch: str, *ops: str) -> set:
-    """What training and inference with the ops need."""
+    """The kernels that training and inference with the ops need."""
     return set(kernels_of([(op, case, "tf32", True) for op in ops], arch))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the quantizers share: cases, inputs, byte comparison."""
+"""Shared by the tests of the quantizers: cases, inputs, byte comparison."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def poisoned(byte: int = 0xA5) -> Iterator[None]:
-    """What a launch allocates to return holds this byte."""
+    """The memory that a launch allocates to return holds this byte."""
     real = launch.empty_strided
 
     def empty_strided(like, shape, strides, dtype):

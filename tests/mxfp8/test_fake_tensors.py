@@ -92,7 +92,7 @@ def test_opcheck(operator, layout):
 
 
 def test_the_schemas_let_dtensor_tell_calls_apart():
-    """What it remembers a sharding by are the tensors and the arguments from the first integer on."""
+    """DTensor's key of a sharding are the tensors and the arguments from the first integer on."""
     for operator in (quantize.registered for quantize in QUANTIZE.values()):
         first, second, *_ = operator._schema.arguments
         assert first.name == "x" and second.name == "dtype" and isinstance(second.type, torch.IntType)
@@ -180,7 +180,7 @@ def test_what_is_another_kernel():
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=NAMES.get)
 def test_operators_on_cpu_tensors_are_the_reference(dtype):
-    """What a graph calls for CPU tensors."""
+    """A graph calls these for CPU tensors."""
     x = make_input(Case("dual", (64, 96), dtype), seeded_generator("cpu", "cpu"))
     found = launch.quantize_dual.registered(x, E5M2, True, True, False, "even", "blocked")
     wanted = reference.quantize_dual(x, mode="even", scale_layout="blocked", dtype=E5M2)

@@ -1,4 +1,4 @@
-"""What only CUDA tensors show: errors at the border of devices, other backends, kernels compiled elsewhere."""
+"""Only CUDA tensors show these: errors at the border of devices, other backends, kernels compiled elsewhere."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_errors_come_each_time_and_spoil_nothing(case, generator):
 
 @pytest.mark.parametrize("case", every_variant(SHAPE), ids=str)
 def test_errors_in_a_graph(case):
-    """Of what tracing does not see, the address: function and argument as in an eager call."""
+    """Tracing does not see the address: the error names function and argument as in an eager call."""
     torch._dynamo.reset()
     memory = torch.zeros(torch.Size(case.shape).numel() + 1, dtype=BF16, device="cuda")
     compiled = torch.compile(lambda x: call(case, x), fullgraph=True, backend="aot_eager")

@@ -149,7 +149,7 @@ def test_side_stream(case, generator):
 
 
 def in_a_thread(function):
-    """What ``function`` returns in a thread that has not used CUDA before."""
+    """The result of ``function`` in a thread that has not used CUDA before."""
     results = []
 
     def work():

@@ -141,7 +141,7 @@ def test_known_scales():
 @pytest.mark.parametrize("out", [E4M3, E5M2], ids=NAMES.get)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_integer_rule_is_exact(mode, out):
-    """What the kernels compute: all bf16 and fp16 values; all fp32 ones of the exponents where anything happens.
+    """The inputs of the kernels: all bf16 and fp16 values; all fp32 ones of the exponents where anything happens.
 
     In between the scale is the exponent minus a constant, plus what the mantissa alone decides (127 stands for all).
     """

@@ -103,7 +103,7 @@ def test_combine_wants_what_forward_got(path):
 
 
 def test_the_residual_comes_from_the_mix(path):
-    """What combine is given beside it is compared alone, and may be without a graph."""
+    """The other arguments of combine are compared alone, and may be without a graph."""
     module = connection(HyperConnectionConfig(32))
     x = torch.randn(2, 3, 4, 32).to(BF16).requires_grad_()
     found = []
@@ -114,7 +114,7 @@ def test_the_residual_comes_from_the_mix(path):
 
 
 def test_autocast_changes_nothing():
-    """Of the references: the kernels call no operator of torch that it casts for."""
+    """The references: the kernels call no operator of torch that autocast casts for."""
     module = connection(HyperConnectionConfig(32))
     x = torch.randn(2, 3, 4, 32).to(BF16)
     outs = []

@@ -161,7 +161,7 @@ def test_memory():
 
 
 def test_the_loss_holds_no_logits():
-    """Of its backward's parts and the weight's gradient alone, whatever else the model has."""
+    """Memory of its backward's parts and the weight's gradient alone, whatever else the model has."""
     config = make_config(hidden=256, layers=1, length=4096, vocab=2**17)
     logits = 4 * 2 * config.max_sequence_length * config.vocab_size
     assert peak(config) < logits / 4

@@ -1,4 +1,4 @@
-"""What is precompiled is all that a whole model of more than 256 tokens needs."""
+"""The precompiled kernels are all that a whole model of more than 256 tokens needs."""
 
 import pytest
 

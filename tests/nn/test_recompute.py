@@ -16,7 +16,7 @@ def double(x):
     return 2 * x
 
 
-def turned(x):
+def transposed(x):
     return x.t().contiguous()
 
 
@@ -105,7 +105,7 @@ def test_blocks_replay_one_after_the_other():
 
 
 def test_what_a_block_ends_in_is_kept():
-    """Of a checkpoint the graph is still made again; a refill is left out."""
+    """The graph of a checkpoint is still made again; a refill is left out."""
     x = torch.randn(16, requires_grad=True)
     manager = RecomputeManager()
     y = manager.checkpoint(torch.sin, x)
@@ -172,7 +172,7 @@ def test_gradients_keep_their_layout():
         h = x * 1
         h.register_hook(lambda g: strides.append(g.stride()))
         manager = RecomputeManager()
-        y = manager.checkpoint(turned, h) if checkpoints else turned(h)
+        y = manager.checkpoint(transposed, h) if checkpoints else transposed(h)
         end = y.sin()
         if checkpoints:
             manager.end_block(end)

@@ -79,7 +79,7 @@ def test_compile_with_recompute():
 @pytest.mark.parametrize("part", ["block", "layers"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
 def test_compile_around_recompute(kernels, part):
-    """What has a manager runs in eager mode."""
+    """A module with a manager runs in eager mode."""
     config = with_connections(make_config(layers=1), recompute=True)
     traced = []
 
@@ -143,7 +143,7 @@ def test_a_captured_step_is_of_gpus():
     ],
 )
 def test_a_captured_step_of_a_state_that_is_not_zeros(kind, options):
-    """What the warm-up made of it is put back as zeros."""
+    """The warm-up's value is put back as zeros."""
     model = torch.nn.Linear(4, 4)
     optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
     expected = f"optimizer must have a state that begins as zeros, and no dampening, got {kind}"
@@ -152,7 +152,7 @@ def test_a_captured_step_of_a_state_that_is_not_zeros(kind, options):
 
 
 def test_a_warm_up_leaves_no_gradient():
-    """Of parameters that are not the optimizer's, either: no step takes theirs away."""
+    """Also for parameters that are not the optimizer's: no step takes their gradients away."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model[0].parameters())
     model[1].bias.grad = torch.full((4,), 3.0)

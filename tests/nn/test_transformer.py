@@ -293,14 +293,14 @@ def test_rotary_embedding_knows_distances_alone():
     rotary = make_model(make_config(hidden=64, length=16)).block.rotary
     cos, sin = rotary(16)
     q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 16, 1, 16)
-    turned_q, turned_k = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(k.shape)
-    _rotate(q, cos, sin, turned_q)
-    _rotate(k, cos, sin, turned_k)
-    scores = turned_q[0, :, 0] @ turned_k[0, :, 0].T
+    rotated_q, rotated_k = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(k.shape)
+    _rotate(q, cos, sin, rotated_q)
+    _rotate(k, cos, sin, rotated_k)
+    scores = rotated_q[0, :, 0] @ rotated_k[0, :, 0].T
     for offset in range(-15, 16):
         diagonal = scores.diagonal(offset)
         assert torch.allclose(diagonal, diagonal[:1], atol=1e-4)
-    assert torch.allclose(turned_q.norm(dim=-1), q.norm(dim=-1))
+    assert torch.allclose(rotated_q.norm(dim=-1), q.norm(dim=-1))
 
 
 def test_attention_is_the_formula():
@@ -313,12 +313,12 @@ def test_attention_is_the_formula():
     qkv = torch.randn(2, length, (heads + 2 * kv_heads) * size, requires_grad=True)
     ours = _SplitRotated.apply(qkv, cos, sin, heads, kv_heads)
 
-    def turned(x):
+    def rotated(x):
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos[..., : size // 2] - b * sin, b * cos[..., : size // 2] + a * sin), -1)
 
     q, k, v = qkv.view(2, length, -1, size).split((heads, kv_heads, kv_heads), 2)
-    theirs = [turned(q), turned(k), v]
+    theirs = [rotated(q), rotated(k), v]
     upstream = [torch.randn_like(t) for t in theirs]
     for one, two in zip(ours, theirs, strict=True):
         assert torch.allclose(one, two, atol=1e-6)
@@ -375,7 +375,7 @@ def test_recompute_changes_no_bit(layers, name, path):
 
 
 def test_recompute_with_main_grad(path):
-    """Of the norms on the kernels alone."""
+    """For the norms on the kernels alone."""
     config = make_config()
     results = []
     for recompute in (False, True):

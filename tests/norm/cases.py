@@ -1,4 +1,4 @@
-"""What the tests of layer_norm and rms_norm share: cases, inputs, fp64 oracle, error bounds."""
+"""Shared by the tests of layer_norm and rms_norm: cases, inputs, fp64 oracle, error bounds."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ WIDTHS = st.integers(1, MAX_COLUMNS) | st.builds(
 
 
 def access(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -> Access:
-    """Of matrices whose addresses and strides are multiples of ``unaligned`` elements (0: any)."""
+    """For matrices whose addresses and strides are multiples of ``unaligned`` elements (0: any)."""
     vec = 16 // max(itemsizes)
     while n % vec or (unaligned and unaligned % vec):
         vec //= 2

@@ -163,7 +163,7 @@ def test_only_the_residual_stream_is_used(kind, dtype, norm, generator, device):
 
 @pytest.mark.parametrize("case", [*CASES, WITH_RESIDUAL], ids=str)
 def test_the_outputs_of_a_dead_end_have_no_gradient(case, norm, generator):
-    """What follows y returns None as its gradient: then so do we, or zeros."""
+    """The function behind y returns None as its gradient: then so do we, or zeros."""
 
     class DeadEnd(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""What only CUDA tensors show: errors at the border of devices, other backends, kernels compiled elsewhere."""
+"""Only CUDA tensors show these: errors at the border of devices, other backends, kernels compiled elsewhere."""
 
 import os
 import subprocess

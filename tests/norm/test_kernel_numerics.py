@@ -284,7 +284,7 @@ def test_a_transposed_column(norm, generator, device):
 
 @pytest.mark.parametrize("rows", [1, 77])
 def test_a_sign_that_is_not_in_memory(rows, norm, generator, device):
-    """Of one column, too: torch negates a conjugate's imaginary part where it reads it."""
+    """One column, too: torch negates a conjugate's imaginary part where it reads it."""
     pairs = torch.randn(3, rows, 1, dtype=torch.complex64, generator=generator, device=device)
     parts = [pair.imag for pair in pairs.conj()]
     assert all(part.is_neg() and part.stride() == (2, 2) for part in parts)

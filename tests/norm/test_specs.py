@@ -32,7 +32,7 @@ def jobs():
 
 
 def run(case: Case) -> None:
-    call_and_differentiate(public_norm, case, make_inputs(case, seeded_generator("plans", "cpu")))
+    call_and_differentiate(public_norm, case, make_inputs(case, seeded_generator("specs", "cpu")))
 
 
 def built(jobs: list, case: Case) -> list[str]:
@@ -88,7 +88,7 @@ def test_accumulation(jobs):
     """fp32 as the gradient would be: adding to it is another kernel all the same."""
     case = replace(BASE, weight=FP32)
     run(case)
-    inputs = make_inputs(case, seeded_generator("plans", "cpu"))
+    inputs = make_inputs(case, seeded_generator("specs", "cpu"))
     inputs.weight.main_grad = torch.zeros(64)
     y, h = public_norm("rms", inputs.x, inputs.weight, residual=inputs.residual, return_residual=True)
     before = len(jobs)
@@ -116,7 +116,7 @@ def test_no_rows_need_no_kernel(jobs):
 
 
 def test_another_number_of_rows_of_a_strided_batch(jobs):
-    """Of rows of one stride the leading dimensions are no part of the Spec."""
+    """The leading dimensions of rows of one stride are no part of the Spec."""
     for rows in (3, 4, 1000):
         x, residual = torch.zeros(2, 2, rows, 80, dtype=BF16)[..., :64].unbind()
         public_norm("rms", x, residual=residual)
@@ -130,7 +130,7 @@ def test_prewarm_has_the_kernels_of_a_model(kind, residual, jobs):
     """In training and in inference; README's first program is among them."""
     case = Case(kind, 4096, bias=BF16 if kind == "layer" else None, residual=residual, dh=residual is not None, rows=3)
     run(case)
-    inputs = make_inputs(case, seeded_generator("plans", "cpu"))
+    inputs = make_inputs(case, seeded_generator("specs", "cpu"))
     with torch.no_grad():
         public_norm(
             kind, inputs.x, inputs.weight, inputs.bias, residual=inputs.residual, return_residual=residual is not None
@@ -140,7 +140,7 @@ def test_prewarm_has_the_kernels_of_a_model(kind, residual, jobs):
 
 
 def test_inference_stores_no_statistics(jobs):
-    inputs = make_inputs(Case("layer", 64, rows=9), seeded_generator("plans", "cpu"))
+    inputs = make_inputs(Case("layer", 64, rows=9), seeded_generator("specs", "cpu"))
     public_norm("layer", inputs.x, inputs.weight)
     with torch.no_grad():
         public_norm("layer", inputs.x, inputs.weight)
@@ -189,7 +189,7 @@ def test_no_rows_of_a_wider_matrix_leave_the_kernel_of_contiguous_rows(jobs):
 
 def test_a_second_call_asks_for_no_kernel(jobs):
     """With and without autograd, the results of the first."""
-    given = make_inputs(BASE, seeded_generator("plans", "cpu"))
+    given = make_inputs(BASE, seeded_generator("specs", "cpu"))
     tensors = {"weight": given.weight, "residual": given.residual}
     for change in (
         {},

@@ -89,7 +89,7 @@ def test_hyper_connections(op):
 
 @pytest.mark.parametrize("order", ["counter outside", "block outside"])
 def test_inside_of_batch_invariant(order):
-    """What torch counts without the block."""
+    """The count of torch without the block."""
     x, weight, bias = randn(2, 3, 16), randn(24, 16), randn(24)
     q, k = randn(3, 6, 16), randn(3, 16, 5)
 

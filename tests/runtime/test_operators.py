@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.launches import LaunchCache, bounded
 from cute_kernels.runtime.targets import Target
+from tests.fakes import fake_kernels
+from tests.runtime.thread_cases import OPS
 
 
 class Spec(NamedTuple):
@@ -119,7 +121,7 @@ class OfDevice(torch.Tensor):
 
 @pytest.mark.parametrize("index, current, fast_path", [(0, 0, True), (1, 1, True), (0, 1, False), (-1, 0, False)])
 def test_allocates_on_the_device_of_its_tensor(index, current, fast_path, monkeypatch):
-    """What is past the dispatcher takes the current device."""
+    """The allocation past the dispatcher takes the current device."""
     monkeypatch.setattr(operators, "_ORDINARY", frozenset((OfDevice, type(None))))
     monkeypatch.setattr(operators, "_current_device", lambda: current)
     monkeypatch.setattr(operators, "_empty_strided_cuda", fast := mock.Mock())
@@ -131,3 +133,28 @@ def test_allocates_on_the_device_of_its_tensor(index, current, fast_path, monkey
         assert found is fast.return_value
     else:
         assert not fast.called and found.shape == (2, 3) and found.dtype is torch.bfloat16
+
+
+NO_LAUNCH = {"to_blocked", "from_blocked", "mhc.dropout_mask", "batch_invariant"}
+NO_BACKWARD = {"quantize_rowwise", "quantize_colwise", "quantize_dual", "quantize_3d_colwise", "quantize_3d_dual"}
+NO_BACKWARD |= {"dequantize", "reduction.sum", "reduction.mean"}  # the last two: torch's expand
+
+
+@pytest.mark.parametrize("op", sorted(OPS.keys() - NO_LAUNCH))
+def test_a_forward_asks_once_how_it_goes_on_and_a_backward_once(op, generator, monkeypatch):
+    """hyper_connection has two each, before and behind the sublayer."""
+    function, tensors = OPS[op](generator, 40)
+    asked = mock.Mock(return_value=0)
+    monkeypatch.setattr(operators, "_len_torch_dispatch_stack", asked)
+    halves = 2 if op == "mhc.hyper_connection" else 1
+    with fake_kernels(computes=False):
+        function(*tensors)
+        assert asked.call_count == halves
+        if op in NO_BACKWARD:
+            return
+        tensors = [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
+        results = function(*tensors)
+        assert asked.call_count == 2 * halves
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        sum(result.float().sum() for result in results if result.requires_grad).backward()
+        assert asked.call_count == 3 * halves

@@ -1,4 +1,4 @@
-"""What torch offers around an operator, on the kernels' path with plain torch in place of the kernels."""
+"""Torch's features around an operator, on the kernels' path with plain torch in place of the kernels."""
 
 import enum
 import functools
@@ -231,18 +231,20 @@ def test_what_a_frozen_weight_does_not_need_is_not_kept(op, path):
 
 
 def test_options_that_are_members_of_an_enum():
-    """Of one key with the plain strings, under which kernels are prewarmed."""
+    """They have one key with the plain strings, under which kernels are prewarmed."""
 
     class Option(str, enum.Enum):
         SILU = "silu"
         OUTPUT = "output"
+        CHANNELS = "channels"
 
     with fake_kernels() as jobs:
         linear(randn(6, 64), randn(48, 64), activation=Option.SILU)
         rms_norm(randn(6, 64), randn(64), save=Option.OUTPUT).float().sum().backward()
+        mhc.expand(randn(6, 64), 2, layout=Option.CHANNELS)
     arguments = [argument for _, found in jobs for argument in found]
     arguments += [field for spec in arguments if isinstance(spec, tuple) for field in spec]
-    assert {"silu", "output"} <= {argument for argument in arguments if type(argument) is str}
+    assert {"silu", "output", "channels"} <= {argument for argument in arguments if type(argument) is str}
     assert not any(isinstance(argument, Option) for argument in arguments)
 
 

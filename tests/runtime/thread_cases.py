@@ -151,7 +151,7 @@ CALLS = [(op, autograd) for op in OPS for autograd in (False, True) if not autog
 
 
 def together(work: Callable[[int], object]) -> list:
-    """What ``work(thread)`` returns in each of THREADS threads, which begin at the same moment."""
+    """The results of ``work(thread)`` in each of THREADS threads, which begin at the same moment."""
     results: list = [None] * THREADS
     barrier = threading.Barrier(THREADS)
 

@@ -10,7 +10,7 @@ from cute_kernels.gemm.checks import check_bmm
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, mode_of, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 
 def bmm(
@@ -82,17 +82,17 @@ class _BmmFunction(torch.autograd.Function):
         a, b = ctx.saved_tensors
         (entries, m, n), da, db = dout.shape, None, None
         dtype = (a if b is None else b).dtype
-        dout = dout.to(dtype)
+        dout, mode = dout.to(dtype), mode_of(dout, a, b)
         if ctx.needs_input_grad[0]:
-            da = empty(dout, (entries, m, b.shape[1]), dtype)
-            gemm(dout, b, da)
+            da = mode.empty(dout, (entries, m, b.shape[1]), dtype)
+            mode.of(gemm)(dout, b, da)
         if ctx.needs_input_grad[1]:
             k = a.shape[2]
             if ctx.by_columns:  # as in mm
-                db = empty(dout, (entries, n, k), dtype)
-                gemm(dout, a, db, None, None, None, None, False, True, True)
+                db = mode.empty(dout, (entries, n, k), dtype)
+                mode.of(gemm)(dout, a, db, None, None, None, None, False, True, True)
                 db = db.mT
             else:
-                db = empty(dout, (entries, k, n), dtype)
-                gemm(a, dout, db, None, None, None, None, False, True, True)
+                db = mode.empty(dout, (entries, k, n), dtype)
+                mode.of(gemm)(a, dout, db, None, None, None, None, False, True, True)
         return da, db, None

@@ -17,7 +17,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, mode_of, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.rows import contiguous_dim
 
 SAVE_PREACT = ("silu", "gelu")
@@ -124,27 +124,31 @@ class _LinearFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_weight = needs_gradient(needs_weight, weight, ctx.main_grads[0])
         needs_bias = needs_gradient(needs_bias, bias, ctx.main_grads[1])
+        into_weight = into_bias = dx = dweight = dbias = None
+        if needs_weight:
+            into_weight, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
+        if needs_bias:
+            into_bias, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
+        mode = mode_of(dy, x, weight, saved, num_valid_tokens, into_weight, into_bias)
         if num_valid_tokens is not None:
             num_valid_tokens = num_valid_tokens.view(1)
         if ctx.activation is not None:
-            dz = torch.empty_like(saved)
-            activation_backward(dy, saved, dz, ctx.activation)
+            dz = mode.empty(saved, saved.shape, saved.dtype)
+            mode.of(activation_backward)(dy, saved, dz, ctx.activation)
             dy = dz
         shape, dz = (*dy.shape[:-1], weight.shape[1]), dy.to(weight.dtype)
-        if not (dz.dim() == 2 and is_eager(dz) and contiguous_dim(dz, dz.shape)):
-            dz = gradient_rows(dz)
-        dx = dweight = dbias = None
+        if not (dz.dim() == 2 and mode.eager and contiguous_dim(dz, dz.shape)):
+            dz = gradient_rows(dz, mode.eager)
+        product = mode.of(gemm)
         if needs_x:
-            dx = empty(dz, shape, dz.dtype)
-            gemm(dz, weight, as_rows("linear", "dx", dx), None, None, None, None, False, False, True)
+            dx = mode.empty(dz, shape, dz.dtype)
+            product(dz, weight, as_rows("linear", "dx", dx), None, None, None, None, False, False, True)
         if needs_weight:
-            target, dweight = gradient_buffer("linear", "weight", weight, ctx.main_grads[0])
             rows = as_rows("linear", "x", x)
-            gemm(dz, rows, target, None, None, num_valid_tokens, None, dweight is None, True, True)
+            product(dz, rows, into_weight, None, None, num_valid_tokens, None, dweight is None, True, True)
         if needs_bias:
             # The sum over tokens is a product with a column of ones: in the same order, under the same contract
-            target, dbias = gradient_buffer("linear", "bias", bias, ctx.main_grads[1])
             tokens = dz.shape[0]
             ones = dz.new_ones((1, tokens + -tokens % 8))[:, :tokens]  # a row that TMA can read, whatever its length
-            gemm(dz, ones, target.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None, True, False)
+            product(dz, ones, into_bias.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None, True, False)
         return dx, dweight, dbias, None, None, None

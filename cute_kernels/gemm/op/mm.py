@@ -11,7 +11,7 @@ from cute_kernels.gemm.checks import check_mm, check_separate
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, mode_of, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 
 def mm(
@@ -71,11 +71,11 @@ def _mm_forward(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
 
 
 def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    eager = is_eager(a, b, out)  # a registered operator looks at the memory, and tells autograd, by itself
-    if eager:
+    mode = mode_of(a, b, out)
+    if mode.eager:  # a registered operator looks at the memory, and tells autograd, by itself
         check_separate(out, a, b)
-    gemm(a, b, out, None, None, None, None, False, False, True)
-    if eager:
+    mode.of(gemm)(a, b, out, None, None, None, None, False, False, True)
+    if mode.eager:
         increment_version(out)
     return out
 
@@ -95,17 +95,17 @@ class _MmFunction(torch.autograd.Function):
         a, b = ctx.saved_tensors
         (m, n), da, db = dout.shape, None, None
         dtype = (a if b is None else b).dtype
-        dout = dout.to(dtype)
+        dout, mode = dout.to(dtype), mode_of(dout, a, b)
         if ctx.needs_input_grad[0]:
-            da = empty(dout, (m, b.shape[0]), dtype)
-            gemm(dout, b, da)
+            da = mode.empty(dout, (m, b.shape[0]), dtype)
+            mode.of(gemm)(dout, b, da)
         if ctx.needs_input_grad[1]:
             k = a.shape[1]
             if ctx.by_columns:  # the transpose of a row-major matrix: its gradient is one, too
-                db = empty(dout, (n, k), dtype)
-                gemm(dout, a, db, None, None, None, None, False, True, True)
+                db = mode.empty(dout, (n, k), dtype)
+                mode.of(gemm)(dout, a, db, None, None, None, None, False, True, True)
                 db = db.t()
             else:
-                db = empty(dout, (k, n), dtype)
-                gemm(a, dout, db, None, None, None, None, False, True, True)
+                db = mode.empty(dout, (k, n), dtype)
+                mode.of(gemm)(a, dout, db, None, None, None, None, False, True, True)
         return da, db, None

@@ -19,13 +19,12 @@ from cute_kernels.mhc.launch.coefficients import (
     sinkhorn_backward,
     sinkhorn_forward,
 )
-from cute_kernels.mhc.launch.projection import (
+from cute_kernels.mhc.launch.projection import pre_forward, projection_forward
+from cute_kernels.mhc.launch.projection_backward import (
     LayerGradient,
     PhiGradients,
     ResidualGradient,
-    pre_forward,
     projection_backward,
-    projection_forward,
 )
 from cute_kernels.mhc.launch.streams import (
     aggregate_backward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from cute_kernels.mhc.launch.common import CONSTANTS, Launch, dtype_of, partial_
 from cute_kernels.mhc.variants import Constants
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import operator
+from cute_kernels.runtime.operators import Mode, empty, operator
 from cute_kernels.runtime.targets import Target
 
 
@@ -59,6 +60,7 @@ def coefficients_forward(
 
 
 def coefficients_backward(
+    mode: Mode,
     H: Tensor,
     mean_square: Tensor,
     alpha: Tensor,
@@ -83,7 +85,8 @@ def coefficients_backward(
         dbeta = dalpha = None
     targets = dH, dmean_square, dbeta, dalpha, sums
     options = n, has_sinkhorn, accumulate_beta, accumulate_alpha
-    _coefficients_gradients(H, mean_square, alpha, beta, dpre, dpost, dres, *targets, *options, *constants)
+    run = mode.of(_coefficients_gradients)
+    run(H, mean_square, alpha, beta, dpre, dpost, dres, *targets, *options, *constants)
 
 
 @operator(
@@ -139,9 +142,9 @@ def _coefficients_gradients(
     launch(H, mean_square, alpha, beta, dpre, dpost, dres, dH, dmean_square, sums, dbeta, dalpha)
 
 
-def coefficient_sums(H: Tensor) -> Tensor:
-    """Room for the partial sums of dbeta and dalpha."""
-    return partial_rows(H, 2, COEFFICIENT_TOKENS, H.shape[1])
+def coefficient_sums(H: Tensor, empty: Callable[..., Tensor] = empty) -> Tensor:
+    """Room for the partial sums of dbeta and dalpha. ``empty``: of the mode, outside of a launch."""
+    return partial_rows(H, 2, COEFFICIENT_TOKENS, H.shape[1], empty)
 
 
 @operator("mhc_sinkhorn_forward", "Tensor logits, Tensor(a!) res, int iterations, str variant, float eps")

@@ -1,4 +1,4 @@
-"""What the launches have in common: alignments, room for partial sums, the arguments of dropout."""
+"""The launches share these: alignments, room for partial sums, the arguments of dropout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dtype_of(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def partial_rows(like: Tensor, outputs: int, tokens: int, columns: int) -> Tensor:
+def partial_rows(like: Tensor, outputs: int, tokens: int, columns: int, empty: Callable[..., Tensor] = empty) -> Tensor:
     """Room for ``outputs`` partial rows for every ``tokens`` tokens, of whole CTAs of SumRows."""
     chunks = -(-like.shape[0] // tokens)
     return empty(like, (outputs, chunks, -(-columns // SUM_COLUMNS) * SUM_COLUMNS), torch.float32)

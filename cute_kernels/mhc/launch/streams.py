@@ -1,4 +1,4 @@
-"""What is done with the streams: aggregated, expanded, combined."""
+"""The streams are aggregated, expanded, combined."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, row
 from cute_kernels.mhc.variants import Layout
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 OP = "aggregate"
 
@@ -57,10 +57,10 @@ def aggregate(x: Tensor, pre: Tensor, *, layout: Layout = "streams", backend: Ba
 
 
 def _forward(x: Tensor, pre: Tensor, layout: str) -> Tensor:
-    n, channels = sizes(x, layout)
-    out = empty(x, (*x.shape[:-2], channels), x.dtype)
+    (n, channels), mode = sizes(x, layout), mode_of(x, pre)
+    out = mode.empty(x, (*x.shape[:-2], channels), x.dtype)
     x, pre = rows(OP, "x", x, n * channels), rows(OP, "pre", pre, n)
-    launch.aggregate_forward(x, pre, matrix_of(out, channels), layout, 1.0)
+    mode.of(launch.aggregate_forward)(x, pre, matrix_of(out, channels), layout, 1.0)
     return out
 
 
@@ -77,9 +77,10 @@ class _Aggregate(torch.autograd.Function):
         x, pre = ctx.saved_tensors
         n, channels = sizes(x, ctx.layout)
         k = n * channels
-        dx, dpre = empty_like(x, ctx.needs_input_grad[0]), empty_like(pre, ctx.needs_input_grad[1])
-        launch.aggregate_backward(
-            gradient_rows(dout, channels),
+        mode = mode_of(x, pre, dout)
+        dx, dpre = empty_like(x, mode, ctx.needs_input_grad[0]), empty_like(pre, mode, ctx.needs_input_grad[1])
+        mode.of(launch.aggregate_backward)(
+            gradient_rows(dout, channels, mode.eager),
             rows(OP, "x", x, k),
             rows(OP, "pre", pre, n),
             matrix_of(dx, k),

@@ -11,7 +11,7 @@ from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, row
 from cute_kernels.mhc.variants import Constants, Variant, variant_of
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 OP = "coefficients"
 
@@ -77,9 +77,10 @@ def coefficients(
 def _forward(
     H: Tensor, mean_square: Tensor, alpha: Tensor, beta: Tensor, n: int, constants: Constants
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape, dtype = H.shape[:-1], H.dtype
-    pre, post, logits = empty(H, (*shape, n), dtype), empty(H, (*shape, n), dtype), empty(H, (*shape, n, n), dtype)
-    launch.coefficients_forward(
+    shape, dtype, mode = H.shape[:-1], H.dtype, mode_of(H, mean_square, alpha, beta)
+    pre, post = mode.empty(H, (*shape, n), dtype), mode.empty(H, (*shape, n), dtype)
+    logits = mode.empty(H, (*shape, n, n), dtype)
+    mode.of(launch.coefficients_forward)(
         rows(OP, "H", H, H.shape[-1]),
         mean_square.resolve_neg().view(-1),  # of one token it counts as contiguous, negated or not
         alpha,
@@ -109,21 +110,22 @@ class _Coefficients(torch.autograd.Function):
         needs_H, needs_mean_square, needs_alpha, needs_beta, *_ = ctx.needs_input_grad
         needs_alpha = needs_gradient(needs_alpha, alpha, ctx.main_grads[0])
         needs_beta = needs_gradient(needs_beta, beta, ctx.main_grads[1])
-        dH, dmean_square = empty_like(H), empty_like(mean_square)
         dalpha = dalpha_result = dbeta = dbeta_result = None
         if needs_alpha:
             dalpha, dalpha_result = gradient_buffer(OP, "alpha", alpha, ctx.main_grads[0])
         if needs_beta:
             dbeta, dbeta_result = gradient_buffer(OP, "beta", beta, ctx.main_grads[1])
-        columns = H.shape[-1]
+        mode = mode_of(H, mean_square, alpha, beta, dpre, dpost, dlogits, dalpha, dbeta)
+        columns, dH, dmean_square = H.shape[-1], empty_like(H, mode), empty_like(mean_square, mode)
         launch.coefficients_backward(
+            mode,
             rows(OP, "H", H, columns),
             mean_square.resolve_neg().view(-1),
             alpha,
             beta,
-            gradient_rows(dpre, n),
-            gradient_rows(dpost, n),
-            gradient_rows(dlogits, n * n),
+            gradient_rows(dpre, n, mode.eager),
+            gradient_rows(dpost, n, mode.eager),
+            gradient_rows(dlogits, n * n, mode.eager),
             matrix_of(dH, columns),
             dmean_square.view(-1),
             n=n,

@@ -1,11 +1,11 @@
-"""What the hyper-connections' operators share: matrices of tokens, room for results."""
+"""The hyper-connections' operators share these: matrices of tokens, room for results."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from cute_kernels.mhc.checks import as_tokens
-from cute_kernels.runtime.operators import empty, is_eager
+from cute_kernels.runtime.operators import Mode
 
 
 def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
@@ -18,12 +18,15 @@ def rows(op: str, name: str, t: Tensor, width: int) -> Tensor:
     return matrix if width > 1 else _numbers(matrix)
 
 
-def gradient_rows(t: Tensor | None, width: int) -> Tensor | None:
-    """An incoming gradient as a matrix of ``width`` numbers a token; copied if its tokens have no one stride."""
+def gradient_rows(t: Tensor | None, width: int, eager: bool) -> Tensor | None:
+    """An incoming gradient as a matrix of ``width`` numbers a token; copied if its tokens have no one stride.
+
+    ``eager``: of the backward's mode.
+    """
     if t is None:
         return None
     if not t.is_contiguous():
-        if is_eager(t):
+        if eager:
             try:
                 matrix = t.view(-1, width)
             except RuntimeError:
@@ -44,9 +47,9 @@ def _numbers(matrix: Tensor) -> Tensor:
     return matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
 
 
-def empty_like(t: Tensor, wanted: bool = True) -> Tensor | None:
+def empty_like(t: Tensor, mode: Mode, wanted: bool = True) -> Tensor | None:
     """Room for a gradient of ``t``, contiguous."""
-    return empty(t, t.shape, t.dtype) if wanted else None
+    return mode.empty(t, t.shape, t.dtype) if wanted else None
 
 
 def matrix_of(t: Tensor | None, width: int) -> Tensor | None:

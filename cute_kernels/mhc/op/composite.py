@@ -1,4 +1,4 @@
-"""What ``pre``, ``head`` and ``hyper_connection`` have in common: projection, coefficients and aggregate as one."""
+"""Projection, coefficients and aggregate as one: for ``pre``, ``head`` and ``hyper_connection``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.mhc.launch import CoefficientGradients, LayerGradient, PhiGrad
 from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import Constants
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
-from cute_kernels.runtime.operators import differentiates, empties
+from cute_kernels.runtime.operators import differentiates, mode_of
 
 PARAMETERS = ("phi", "alpha", "beta", "norm_weight")
 HEAD_PARAMETERS = ("fn", "scale", "base", "norm_weight")
@@ -21,7 +21,7 @@ FP32 = torch.float32
 
 
 class Options(NamedTuple):
-    """Of a call. ``orientation``, "io" or "oi": of ``hyper_connection``, whose residual's gradient comes back here."""
+    """Options of a call. ``orientation``: "io" or "oi" for ``hyper_connection``, whose dout comes here; else None."""
 
     op: str
     constants: Constants
@@ -53,23 +53,19 @@ def _forward(
     *leading, n, channels = x.shape
     if layout == "channels":
         n, channels = channels, n
-    x = rows(op, "x", x, n * channels)
+    mode, x = mode_of(x, phi, alpha, beta, norm_weight), rows(op, "x", x, n * channels)
     tokens, columns = x.shape[0], phi.shape[0]
-    is_head = columns == n
-    wanted = [((*leading, channels), x.dtype), ((tokens, n), FP32)]
+    layer_input, pre = mode.empty(x, (*leading, channels), x.dtype), mode.empty(x, (tokens, n), FP32)
+    H = mean_square = post = res = None
     if keeps_h:
-        wanted += ((tokens, columns), FP32), ((tokens,), FP32)
-    if is_head:
+        H, mean_square = mode.empty(x, (tokens, columns), FP32), mode.empty(x, (tokens,), FP32)
+    if columns == n:  # a head
         alpha, beta = alpha.resolve_neg(), beta.resolve_neg()  # of one element they are contiguous, negated or not
     else:
-        wanted += ((*leading, n), FP32), ((*leading, n, n), FP32)
-    layer_input, pre, *more = empties(x, *wanted)
-    H, mean_square = more[:2] if keeps_h else (None, None)
-    post, res = (None, None) if is_head else more[-2:]
-    matrices = post, None if is_head else res.view(-1, n * n), layer_input
-    if len(leading) != 1:
-        matrices = matrix_of(post, n), matrices[1], layer_input.view(-1, channels)
-    launch.pre_forward(x, phi, norm_weight, alpha, beta, H, mean_square, pre, *matrices, layout, precision, *constants)
+        post, res = mode.empty(x, (*leading, n), FP32), mode.empty(x, (*leading, n, n), FP32)
+    matrices = matrix_of(post, n), None if res is None else res.view(-1, n * n), matrix_of(layer_input, channels)
+    run = mode.of(launch.pre_forward)
+    run(x, phi, norm_weight, alpha, beta, H, mean_square, pre, *matrices, layout, precision, *constants)
     return (layer_input, post, res), (H, mean_square, pre)
 
 
@@ -114,23 +110,25 @@ class Composite(torch.autograd.Function):
         into_phi, into_alpha, into_beta, into_weight = (
             target is not None and result is None for target, result in zip(targets, results, strict=True)
         )
-        dlayer, dpre = gradient_rows(dlayer, channels), None
+        mode = mode_of(x, dlayer, dpost, dres, dout, *parameters, *targets)
+        dlayer, dpre = gradient_rows(dlayer, channels, mode.eager), None
         if dlayer is not None:
-            dpre = empty_like(pre)
-            launch.aggregate_backward(dlayer, x_rows, None, None, dpre, layout)
-        dH, dmean_square, sums = empty_like(H), empty_like(mean_square), None
+            dpre = empty_like(pre, mode)
+            mode.of(launch.aggregate_backward)(dlayer, x_rows, None, None, dpre, layout)
+        dH, dmean_square, sums = empty_like(H, mode), empty_like(mean_square, mode), None
         has_dphi = dphi is not None or dweight is not None
         if has_dphi and (dbeta is not None or dalpha is not None):
-            sums = launch.coefficient_sums(H)  # which projection_backward reduces beside those of dphi
+            sums = launch.coefficient_sums(H, mode.empty)  # which projection_backward reduces beside those of dphi
         coefficients = CoefficientGradients(dbeta, dalpha, into_beta, into_alpha, sums)
         launch.coefficients_backward(
+            mode,
             H,
             mean_square,
             alpha.resolve_neg(),
             beta.resolve_neg(),
             dpre,
-            gradient_rows(dpost, n),
-            gradient_rows(dres, n * n),
+            gradient_rows(dpost, n, mode.eager),
+            gradient_rows(dres, n * n, mode.eager),
             dH,
             dmean_square,
             n=n,
@@ -138,13 +136,14 @@ class Composite(torch.autograd.Function):
             constants=constants,
             has_sinkhorn=not is_head,
         )
-        dx = empty_like(x, needs_x)
+        dx = empty_like(x, mode, needs_x)
         if needs_x or has_dphi:
             has_residual_grad, has_layer_grad = needs_x and dout is not None, needs_x and dlayer is not None
             residual = None
             if has_residual_grad:
-                residual = ResidualGradient(gradient_rows(dout, k), matrix_of(res, n * n), orientation)
+                residual = ResidualGradient(gradient_rows(dout, k, mode.eager), matrix_of(res, n * n), orientation)
             launch.projection_backward(
+                mode,
                 x_rows,
                 phi,
                 norm_weight,

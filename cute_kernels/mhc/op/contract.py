@@ -11,7 +11,7 @@ from cute_kernels.mhc.op.common import gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 OP = "contract"
 
@@ -55,9 +55,10 @@ def contract(x: Tensor, *, layout: Layout = "streams", backend: Backend | None =
 
 
 def _forward(x: Tensor, layout: str) -> Tensor:
-    n, channels = sizes(x, layout)
-    out = empty(x, (*x.shape[:-2], channels), x.dtype)
-    launch.aggregate_forward(rows(OP, "x", x, n * channels), None, matrix_of(out, channels), layout, 1.0 / n)
+    (n, channels), mode = sizes(x, layout), mode_of(x)
+    out = mode.empty(x, (*x.shape[:-2], channels), x.dtype)
+    x = rows(OP, "x", x, n * channels)
+    mode.of(launch.aggregate_forward)(x, None, matrix_of(out, channels), layout, 1.0 / n)
     return out
 
 
@@ -72,6 +73,8 @@ class _Contract(torch.autograd.Function):
     def backward(ctx, dout):
         (n, channels), layout = ctx.call
         token = (n, channels) if layout == "streams" else (channels, n)
-        dx = empty(dout, (*dout.shape[:-1], *token), dout.dtype)
-        launch.expand_streams(gradient_rows(dout, channels), matrix_of(dx, n * channels), layout, 1.0 / n)
+        mode = mode_of(dout)
+        dx = mode.empty(dout, (*dout.shape[:-1], *token), dout.dtype)
+        dout = gradient_rows(dout, channels, mode.eager)
+        mode.of(launch.expand_streams)(dout, matrix_of(dx, n * channels), layout, 1.0 / n)
         return dx, None

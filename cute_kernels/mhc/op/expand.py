@@ -11,7 +11,7 @@ from cute_kernels.mhc.op.common import gradient_rows, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 OP = "expand"
 
@@ -55,9 +55,9 @@ def expand(h: Tensor, n: int, *, layout: Layout = "streams", backend: Backend | 
 
 
 def _forward(h: Tensor, n: int, layout: str) -> Tensor:
-    channels = h.shape[-1]
-    x = empty(h, (*h.shape[:-1], n, channels) if layout == "streams" else (*h.shape, n), h.dtype)
-    launch.expand_streams(rows(OP, "h", h, channels), matrix_of(x, n * channels), layout, 1.0)
+    channels, mode = h.shape[-1], mode_of(h)
+    x = mode.empty(h, (*h.shape[:-1], n, channels) if layout == "streams" else (*h.shape, n), h.dtype)
+    mode.of(launch.expand_streams)(rows(OP, "h", h, channels), matrix_of(x, n * channels), layout, 1.0)
     return x
 
 
@@ -72,6 +72,7 @@ class _Expand(torch.autograd.Function):
     def backward(ctx, dx):
         n, layout = ctx.call
         channels = dx.shape[-1] if layout == "streams" else dx.shape[-2]
-        dh = empty(dx, (*dx.shape[:-2], channels), dx.dtype)
-        launch.aggregate_forward(gradient_rows(dx, n * channels), None, matrix_of(dh, channels), layout, 1.0)
+        mode = mode_of(dx)
+        dh, dx_rows = mode.empty(dx, (*dx.shape[:-2], channels), dx.dtype), gradient_rows(dx, n * channels, mode.eager)
+        mode.of(launch.aggregate_forward)(dx_rows, None, matrix_of(dh, channels), layout, 1.0)
         return dh, None, None

@@ -14,7 +14,7 @@ from cute_kernels.mhc.reference.dropout import draw_seed
 from cute_kernels.mhc.variants import Layout, ResOrientation
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "expand_combine"
@@ -121,7 +121,7 @@ def combine(
 
 
 class Options(NamedTuple):
-    """Of a call."""
+    """The options of a call."""
 
     op: str
     dropout_p: float
@@ -133,8 +133,9 @@ def _forward(f, post, x, res, bias, seed, options: Options) -> Tensor:
     op, dropout_p, layout, orientation = options
     shape = x.shape
     n, channels = (shape[-2], shape[-1]) if layout == "streams" else (shape[-1], shape[-2])
-    out = empty(x, shape, x.dtype)
-    launch.expand_combine_forward(
+    mode = mode_of(x, f, post, res, bias, seed)
+    out = mode.empty(x, shape, x.dtype)
+    mode.of(launch.expand_combine_forward)(
         rows(op, result_of(op), f, channels),
         bias,
         rows(op, "post", post, n),
@@ -169,12 +170,16 @@ class ExpandCombine(torch.autograd.Function):
         needs_f, needs_post, needs_x, needs_res, needs_bias, *_ = ctx.needs_input_grad
         n, channels = sizes(x, layout)
         k = n * channels
-        dout_rows, post_rows = gradient_rows(dout, k), rows(op, "post", post, n)
-        df, dx = empty_like(f, needs_f), empty_like(x, needs_x and not passes_dout)
+        dbias = dbias_result = None
+        if needs_gradient(needs_bias, bias, ctx.main_grad):
+            dbias, dbias_result = gradient_buffer(op, "bias", bias, ctx.main_grad)
+        mode = mode_of(dout, f, post, x, res, bias, seed, dbias)
+        dout_rows, post_rows = gradient_rows(dout, k, mode.eager), rows(op, "post", post, n)
+        df, dx = empty_like(f, mode, needs_f), empty_like(x, mode, needs_x and not passes_dout)
         needs_coefficients = needs_post or needs_res
-        dpost, dres = empty_like(post, needs_coefficients), empty_like(res, needs_coefficients)
+        dpost, dres = empty_like(post, mode, needs_coefficients), empty_like(res, mode, needs_coefficients)
         if df is not None or dx is not None or needs_coefficients:
-            launch.expand_combine_backward(
+            mode.of(launch.expand_combine_backward)(
                 dout_rows,
                 rows(op, result_of(op), f, channels),
                 bias,
@@ -190,10 +195,8 @@ class ExpandCombine(torch.autograd.Function):
                 layout,
                 orientation,
             )
-        dbias_result = None
-        if needs_gradient(needs_bias, bias, ctx.main_grad):
-            dbias, dbias_result = gradient_buffer(op, "bias", bias, ctx.main_grad)
-            launch.bias_gradient(dout_rows, post_rows, seed, dbias, dropout_p, layout, dbias_result is None)
+        if dbias is not None:
+            mode.of(launch.bias_gradient)(dout_rows, post_rows, seed, dbias, dropout_p, layout, dbias_result is None)
         if passes_dout and needs_x:
             dx = dout
         return df, dpost if needs_post else None, dx, dres if needs_res else None, dbias_result, None, None, None

@@ -11,7 +11,7 @@ from cute_kernels.mhc.op.common import empty_like, matrix_of, rows
 from cute_kernels.mhc.variants import Layout
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 OP = "projection"
 
@@ -78,10 +78,10 @@ def projection(
 
 def _forward(x, phi, norm_weight, layout, precision) -> tuple[Tensor, Tensor]:
     (n, channels), tokens, columns = sizes(x, layout), x.shape[:-2], phi.shape[0]
-    x = rows(OP, "x", x, n * channels)
-    H, mean_square = empty(x, (*tokens, columns), torch.float32), empty(x, tokens, torch.float32)
+    mode, x = mode_of(x, phi, norm_weight), rows(OP, "x", x, n * channels)
+    H, mean_square = mode.empty(x, (*tokens, columns), torch.float32), mode.empty(x, tokens, torch.float32)
     results = matrix_of(H, columns), mean_square.view(-1)
-    launch.projection_forward(x, phi, norm_weight, *results, n, layout, precision)
+    mode.of(launch.projection_forward)(x, phi, norm_weight, *results, n, layout, precision)
     return H, mean_square
 
 
@@ -107,13 +107,15 @@ class _Projection(torch.autograd.Function):
         dH = x.new_zeros((*tokens, columns), dtype=torch.float32) if dH is None else dH.contiguous()
         if dmean_square is None:
             dmean_square = x.new_zeros(tokens, dtype=torch.float32)
-        dx = empty_like(x, needs_x)
         dphi = dphi_result = dweight = dweight_result = None
         if needs_phi:
             dphi, dphi_result = gradient_buffer(OP, "phi", phi, ctx.main_grads[0])
         if needs_weight:
             dweight, dweight_result = gradient_buffer(OP, "norm_weight", norm_weight, ctx.main_grads[1])
+        mode = mode_of(x, phi, norm_weight, dH, dmean_square, dphi, dweight)
+        dx = empty_like(x, mode, needs_x)
         launch.projection_backward(
+            mode,
             rows(OP, "x", x, k),
             phi,
             norm_weight,

@@ -11,7 +11,7 @@ from cute_kernels.mhc.op.common import empty_like, gradient_rows, matrix_of, row
 from cute_kernels.mhc.variants import SinkhornVariant
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "sinkhorn"
@@ -73,8 +73,9 @@ def sinkhorn(
 
 
 def _forward(logits: Tensor, *options) -> Tensor:
-    res, size = empty_like(logits), logits.shape[-1] ** 2
-    launch.sinkhorn_forward(rows(OP, "logits", logits, size), matrix_of(res, size), *options)
+    mode, size = mode_of(logits), logits.shape[-1] ** 2
+    res = empty_like(logits, mode)
+    mode.of(launch.sinkhorn_forward)(rows(OP, "logits", logits, size), matrix_of(res, size), *options)
     return res
 
 
@@ -89,7 +90,8 @@ class _Sinkhorn(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dres):
         (logits,) = ctx.saved_tensors
-        dlogits, size = empty_like(logits), logits.shape[-1] ** 2
+        mode, size = mode_of(logits, dres), logits.shape[-1] ** 2
+        dlogits, dres = empty_like(logits, mode), gradient_rows(dres, size, mode.eager)
         logits = rows(OP, "logits", logits, size)
-        launch.sinkhorn_backward(logits, gradient_rows(dres, size), matrix_of(dlogits, size), *ctx.options)
+        mode.of(launch.sinkhorn_backward)(logits, dres, matrix_of(dlogits, size), *ctx.options)
         return dlogits, None, None, None
