@@ -10,7 +10,7 @@ it is imported, plain torch refuses them, too, in the kernels' words.
 import jit_cache.source  # noqa: F401  first: what is read after it is known not to be older
 
 # isort: split
-from cute_kernels import mhc, reduction
+from cute_kernels import mhc, reduction, scatter
 from cute_kernels.attention import attention
 from cute_kernels.gemm import bmm, linear, mm
 from cute_kernels.invariance import (
@@ -62,5 +62,6 @@ __all__ = [
     "quantize_rowwise",
     "reduction",
     "rms_norm",
+    "scatter",
     "to_blocked",
 ]

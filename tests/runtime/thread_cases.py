@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels import mhc, reduction
+from cute_kernels import mhc, reduction, scatter
 from tests.mhc import cases as mhc_cases
 
 THREADS, REPEATS = 8, 3
@@ -45,6 +45,21 @@ def _square(size: int) -> tuple[int, int]:
 def _log_prob(generator: torch.Generator, size: int) -> Call:
     target = torch.randint(70, (13,), generator=generator, device=generator.device)
     return cute_kernels.linear_log_prob, (randn(generator, 13, size), randn(generator, 70, size), target)
+
+
+def _embedding(generator: torch.Generator, size: int) -> Call:
+    ids = torch.randint(6, (13,), generator=generator, device=generator.device)
+    return scatter.embedding, (ids, randn(generator, 7, size))
+
+
+def _embedding_backward(generator: torch.Generator, size: int) -> Call:
+    ids, dy = _embedding(generator, size)[1][0], randn(generator, 13, size)
+    return lambda dy, ids: scatter.embedding_backward(dy, ids, 7), (dy, ids)
+
+
+def _index_sum(generator: torch.Generator, size: int) -> Call:
+    ids, x = _embedding(generator, size)[1]
+    return scatter.index_sum, (x, ids, randn(generator, 13, size))
 
 
 def _quantize(op: str, experts: tuple[int, ...] = ()) -> Build:
@@ -109,6 +124,9 @@ OPS: dict[str, Build] = {
     "reduction.log_softmax": _of_tensors(reduction.log_softmax, _rows),
     "reduction.sum": _of_tensors(lambda x: reduction.sum(x, 0), _rows),
     "reduction.mean": _of_tensors(lambda x: reduction.mean(x, 1), _rows),
+    "scatter.embedding": _embedding,
+    "scatter.embedding_backward": _embedding_backward,
+    "scatter.index_sum": _index_sum,
     "quantize_rowwise": _quantize("quantize_rowwise"),
     "quantize_colwise": _quantize("quantize_colwise"),
     "quantize_dual": _quantize("quantize_dual"),
