@@ -34,6 +34,7 @@ from cute_kernels.mxfp8 import (
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.runtime.flops import register_formulas
 from cute_kernels.runtime.targets import UnsupportedDeviceError
+from cute_kernels.sampling import sample
 from cute_kernels.version import __version__
 
 register_formulas()
@@ -62,6 +63,7 @@ __all__ = [
     "quantize_rowwise",
     "reduction",
     "rms_norm",
+    "sample",
     "scatter",
     "to_blocked",
 ]

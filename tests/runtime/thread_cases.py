@@ -47,6 +47,12 @@ def _log_prob(generator: torch.Generator, size: int) -> Call:
     return cute_kernels.linear_log_prob, (randn(generator, 13, size), randn(generator, 70, size), target)
 
 
+def _sample(generator: torch.Generator, size: int) -> Call:
+    seeds, positions = torch.randint(99, (2, 13), generator=generator, device=generator.device)
+    logits = randn(generator, 13, size)
+    return lambda x, s, p: cute_kernels.sample(x, seeds=s, positions=p, top_p=0.9), (logits, seeds, positions)
+
+
 def _embedding(generator: torch.Generator, size: int) -> Call:
     ids = torch.randint(6, (13,), generator=generator, device=generator.device)
     return scatter.embedding, (ids, randn(generator, 7, size))
@@ -124,6 +130,7 @@ OPS: dict[str, Build] = {
     "reduction.log_softmax": _of_tensors(reduction.log_softmax, _rows),
     "reduction.sum": _of_tensors(lambda x: reduction.sum(x, 0), _rows),
     "reduction.mean": _of_tensors(lambda x: reduction.mean(x, 1), _rows),
+    "sample": _sample,
     "scatter.embedding": _embedding,
     "scatter.embedding_backward": _embedding_backward,
     "scatter.index_sum": _index_sum,

@@ -52,6 +52,7 @@ def reductions(x: Tensor) -> None:
     assert_type(reduction.sum(x, (0, 1), keepdim=True), Tensor)
     reduction.mean(x, dim="rows")  # type: ignore[arg-type]
     assert_type(scatter.index_sum(x, x.long(), x), Tensor)
+    assert_type(ck.sample(x, seeds=x.long(), positions=x.long(), top_p=0.9), Tensor)
 
 
 def quantizers(x: Tensor, w: Tensor) -> None:
