@@ -8,7 +8,7 @@
 A case's name is op.direction.shape.dtype.variant, like sample.fwd.64x151936.bfloat16.top_p. The variants: plain,
 greedy, top_k (50), top_p (0.9), all three filters. The bytes are those of the logits, read once. torch's own draws
 other tokens: its results are no reference, and the error of ours is the share of tokens that plain torch on the CPU
-does not find.
+does not find. Each provider also copies its tokens to fp32, which the comparison wants.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _calls(function: Callable[[], Tensor]) -> Calls:
 
 def _cute_kernels(case: Sampling, inputs: Inputs) -> Calls:
     options = {"seeds": inputs.seeds, "positions": inputs.positions, **VARIANTS[case.variant]}
-    return _calls(lambda: sample(inputs.logits, **options))
+    return _calls(lambda: sample(inputs.logits, **options).float())
 
 
 def _torch(case: Sampling, inputs: Inputs) -> Calls:
@@ -102,7 +102,7 @@ def _torch(case: Sampling, inputs: Inputs) -> Calls:
     def call() -> Tensor:
         x = inputs.logits
         if options.get("temperature") == 0.0:
-            return x.argmax(-1)
+            return x.argmax(-1).float()
         if "top_k" in options:
             x = x.masked_fill(x < x.topk(options["top_k"])[0][:, -1:], -torch.inf)
         if "top_p" in options:
@@ -113,7 +113,7 @@ def _torch(case: Sampling, inputs: Inputs) -> Calls:
         p = x.float().softmax(-1)
         if "min_p" in options:
             p = p.masked_fill(p < options["min_p"] * p.amax(-1, keepdim=True), 0.0)
-        return torch.multinomial(p, 1).squeeze(1)
+        return torch.multinomial(p, 1).squeeze(1).float()
 
     return _calls(call)
 

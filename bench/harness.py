@@ -314,7 +314,7 @@ def replayed_error(
     sample: Callable[[Tensor], Tensor] | None = None,
     start: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Relative rms error of what a replay writes into outputs that held NaN, or -1, before; inf for a wrong shape or number.
+    """Relative rms error of what a replay writes into outputs that held NaN before; inf for a wrong shape or number.
 
     An output named in `start` holds that instead: the op adds to it.
     """
@@ -324,7 +324,7 @@ def replayed_error(
         if start and name in start:
             output.copy_(start[name])
         else:
-            output.fill_(float("nan") if output.is_floating_point() else -1)
+            output.fill_(float("nan"))
     graph.replay()
     device.synchronize()
     return {

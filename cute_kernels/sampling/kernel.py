@@ -6,7 +6,7 @@ of an order key, of the logit's bits and then of its index, are found from the h
 integer weights in shared memory, which the CTAs read from each other. Integers add up to the same in any order: those
 atomics, and the split of a row over CTAs, change no token.
 
-Profile: ncu --clock-control none -k regex:SampleRows python -m bench.bench_sampling
+Profile: ncu --clock-control none -k regex:SampleRows python -m bench.bench_sampling --filter sample.fwd.64x151936
 """
 
 import math

@@ -4,7 +4,7 @@ The sources of a place are known by their ascending positions: ``order``, a stab
 than SEGMENT sources is cut into segments of so many, each summed by itself; a second kernel adds their sums, ascending,
 and sums all other places. A column of a sum is one chain of additions in one thread: no atomics, no tree.
 
-Profile: ncu --clock-control none -k regex:Sums python -m bench.bench_scatter --filter 'embedding_backward*'
+Profile: ncu --clock-control none -k regex:Sums python -m bench.bench_scatter --filter index_sum.fwd
 """
 
 import cutlass
