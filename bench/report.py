@@ -234,6 +234,16 @@ SECTIONS = {
         note="Liger refuses rows of more than 65,536 columns. quack's softmax of the longest bf16 rows returns NaN and "
         "is not shown there.",
     ),
+    "scatter": Section(
+        "Sums by an index",
+        "Shapes are tokens x rows of the table x columns; of index_sum rows x columns x elements of a row.",
+        note="Ids are uniform, or row r of the table comes about as often as 1 / (r + 1).",
+    ),
+    "sampling": Section(
+        "Sampling",
+        "Shapes are rows x columns of the logits. The copy moves what reading them moves.",
+        note="torch is softmax and multinomial, behind filters as transformers has them; argmax where greedy.",
+    ),
     "log_prob": Section(
         "Log-probabilities without logits",
         "Shapes are tokens x vocabulary x width. The variants: train and decode return log-probability and entropy, "

@@ -10,7 +10,7 @@ it is imported, plain torch refuses them, too, in the kernels' words.
 import jit_cache.source  # noqa: F401  first: what is read after it is known not to be older
 
 # isort: split
-from cute_kernels import mhc, reduction
+from cute_kernels import mhc, reduction, scatter
 from cute_kernels.attention import attention, attention_with_kv_cache, merge_attention
 from cute_kernels.gemm import bmm, linear, mm
 from cute_kernels.invariance import (
@@ -34,6 +34,7 @@ from cute_kernels.mxfp8 import (
 from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.runtime.flops import register_formulas
 from cute_kernels.runtime.targets import UnsupportedDeviceError
+from cute_kernels.sampling import sample
 from cute_kernels.version import __version__
 
 register_formulas()
@@ -64,5 +65,7 @@ __all__ = [
     "quantize_rowwise",
     "reduction",
     "rms_norm",
+    "sample",
+    "scatter",
     "to_blocked",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
 from cute_kernels.gemm.launch import gemm
-from cute_kernels.invariance import fused_attention
+from cute_kernels.invariance import fused_attention, indexed, statistics
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
@@ -361,6 +361,8 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_fused_rms_norm.default": _rms_norm,
     "_fused_rms_norm_backward.default": _rms_norm_backward,
     **fused_attention.REPLACEMENTS,
+    **indexed.REPLACEMENTS,
+    **statistics.REPLACEMENTS,
 }
 
 

@@ -44,7 +44,7 @@ class UncoveredOperatorError(RuntimeError):
         >>> from cute_kernels import UncoveredOperatorError, batch_invariant
         >>> try:
         ...     with batch_invariant("strict"):
-        ...         y = torch.ones(2, 4).cumsum(0)  # on a GPU it is not covered
+        ...         y = torch.ones(2, 4).cumprod(0)  # on a GPU it is not covered
         ... except UncoveredOperatorError as error:
         ...     print(error)
     """

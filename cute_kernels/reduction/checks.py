@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -68,3 +69,52 @@ def check_sum(
     if len({*dims}) != len(dims):
         fail(op, "dim", "name each dimension once", dim)
     return tuple(dims)
+
+
+def check_cumsum(x: Tensor, dim: int, out_dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    expect_floats("cumsum", "x", x)
+    expect_int("cumsum", "dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        fail("cumsum", "dim", f"be of {x.dim()} dimensions", dim)
+    if x.shape[dim] > MAX_ROWS or x.numel() > MAX_ROWS * max(x.shape[dim], 1):
+        fail("cumsum", "x", f"have at most {MAX_ROWS} rows, and elements of a row", tuple(x.shape))
+    if out_dtype is not None:
+        expect_dtype("cumsum", "out_dtype", out_dtype)
+
+
+def check_norm(
+    x: Tensor, ord: float, dim: int | Sequence[int] | None, keepdim: bool, out_dtype: torch.dtype | None
+) -> tuple[int, ...]:
+    """The dimensions, as ``check_sum`` has them; raises TypeError or ValueError naming argument, expected and got."""
+    dims = check_sum("norm", x, dim, keepdim, out_dtype)
+    if ord not in (1.0, 2.0, math.inf):
+        fail("norm", "ord", "be 1, 2 or inf", repr(ord), ValueError if type(ord) is float else TypeError)
+    return dims
+
+
+def check_list(xs: Sequence[Tensor]) -> None:
+    """Raise TypeError unless these are tensors."""
+    if not isinstance(xs, (list, tuple)):
+        fail("norms", "xs", "be a list of tensors", type(xs).__name__, TypeError)
+
+
+def check_variance(
+    op: str,
+    x: Tensor,
+    dim: int | Sequence[int] | None,
+    correction: float,
+    keepdim: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[int, ...]:
+    """The dimensions, as ``check_sum`` has them; raises TypeError or ValueError naming argument, expected and got."""
+    dims = check_sum(op, x, dim, keepdim, out_dtype)
+    if type(correction) is not float or not math.isfinite(correction):
+        fail(op, "correction", "be a finite number", repr(correction), TypeError)
+    return dims
+
+
+def check_width(op: str, n: int) -> None:
+    """Raise ValueError unless a cluster holds a row of so many elements."""
+    if n > MAX_COLUMNS:
+        fail(op, "x", f"have at most {MAX_COLUMNS} elements a row", n)

@@ -13,6 +13,8 @@ MAX_COLUMNS = 262_144  # of a row that a cluster holds
 LONG_ROW = 65_536  # elements of the parts that longer sums are made of
 COLUMN_ROWS = 256  # rows that a CTA adds up where columns are summed
 COLUMN_WARPS = 8
+SCAN_THREADS = 256
+SCAN_ELEMENTS = 4  # consecutive ones of a thread of a prefix sum's tile
 
 
 class SoftmaxSpec(NamedTuple):
@@ -45,12 +47,13 @@ class SoftmaxBackwardSpec(NamedTuple):
 
 
 class RowSumSpec(NamedTuple):
-    """Sums of rows of ``n`` columns."""
+    """Sums of rows of ``n`` columns, or of their squares."""
 
     n: int
     x: torch.dtype
     y: torch.dtype
     access: Access
+    squares: bool = False
 
     @property
     def streams(self) -> tuple[torch.dtype, ...]:
@@ -58,14 +61,51 @@ class RowSumSpec(NamedTuple):
 
 
 class ColumnSumSpec(NamedTuple):
-    """Sums of columns; ``vec`` divides the columns, so that no access ends beyond the matrix, and the strides."""
+    """Sums of columns, or of their squares; ``vec`` divides the columns, so that no access ends beyond the matrix, and
+    the strides.
+    """
+
+    x: torch.dtype
+    y: torch.dtype
+    vec: int
+    squares: bool = False
+
+
+class LogSumExpSpec(NamedTuple):
+    """logsumexp of rows of ``n`` columns, to fp32."""
+
+    n: int
+    x: torch.dtype
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return (self.x,)
+
+
+class VarianceSpec(NamedTuple):
+    """Sums of squared distances from the mean of rows of ``n`` columns, to fp32."""
+
+    n: int
+    x: torch.dtype
+    access: Access
+
+    @property
+    def streams(self) -> tuple[torch.dtype, ...]:
+        return (self.x,)
+
+
+class PrefixSumSpec(NamedTuple):
+    """Prefix sums of rows of any length; ``vec`` divides it, and the strides."""
 
     x: torch.dtype
     y: torch.dtype
     vec: int
 
 
-def row_config(spec: SoftmaxSpec | SoftmaxBackwardSpec | RowSumSpec) -> RowConfig:
+def row_config(
+    spec: SoftmaxSpec | SoftmaxBackwardSpec | RowSumSpec | LogSumExpSpec | VarianceSpec,
+) -> RowConfig:
     """Geometry of a kernel that streams rows of ``n`` columns, of one matrix or two.
 
     A thread holds up to 64 elements of one matrix, or 32 of two. Rows that registers of a CTA hold lie in one; wider

@@ -229,10 +229,11 @@ class SoftmaxBackward(RowKernel):
 
 
 class ReduceRows(RowKernel):
-    """y = scale sum(x) of each row."""
+    """y = scale sum(x), or of squares, of each row."""
 
-    def __init__(self, config: RowConfig):
+    def __init__(self, squares: bool, config: RowConfig):
         super().__init__(config, writes=False)
+        self.squares = squares
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, scale: Float32, num_clusters: Int32, stream):
@@ -244,17 +245,19 @@ class ReduceRows(RowKernel):
 
     @cute.jit
     def reduce_row(self, row, has_column, messages, mbars, team, round_index):
-        return self.row_sum.sum((sum_elements(row[0], self.layout),), messages, mbars, team, round_index)
+        (rX,) = row
+        own = dot_elements(rX, rX, self.layout) if const_expr(self.squares) else sum_elements(rX, self.layout)
+        return self.row_sum.sum((own,), messages, mbars, team, round_index)
 
 
 class ReduceColumns:
-    """y = scale sum(x) over the rows of each of many matrices, by parts of COLUMN_ROWS rows: (parts, columns) sums.
+    """y = scale sum(x), or of squares, over rows of many matrices, by parts of COLUMN_ROWS: (parts, columns) sums.
 
     A thread has ``vec`` columns, a warp every COLUMN_WARPS-th row of a part; then the warps are added in order.
     """
 
-    def __init__(self, vec: int):
-        self.vec = vec
+    def __init__(self, vec: int, squares: bool):
+        self.vec, self.squares = vec, squares
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, scale: Float32, stream):
@@ -296,7 +299,11 @@ class ReduceColumns:
                     pointer = (source + Int64(row) * x.stride[1]).align(vec * x.element_type.width // 8)
                     load_vector(pointer, loaded[None, b], Int64(EVICT_FIRST))
             for b in cutlass.range_constexpr(batch):
-                total.store(total.load() + to_fp32(loaded[None, b].load()))
+                value = to_fp32(loaded[None, b].load())
+                if const_expr(self.squares):
+                    total.store(cute.math.fma(value, value, total.load()))
+                else:
+                    total.store(total.load() + value)
         cute.autovec_copy(total, sums[None, lane, warp])
         cute.arch.barrier()
         for i in cutlass.range(tidx, vec * WARP_SIZE, WARP_SIZE * COLUMN_WARPS):
@@ -336,10 +343,10 @@ def softmax_backward(arch: str, spec: SoftmaxBackwardSpec, config: RowConfig) ->
 
 @compiled
 def row_sums(arch: str, spec: RowSumSpec, config: RowConfig) -> Program:
-    """Sums of rows of one width."""
+    """Sums of rows of one width, or of their squares."""
     rows = cute.sym_int()
     return Program(
-        ReduceRows(config),
+        ReduceRows(spec.squares, config),
         symbolic_rows(cutlass_dtype(spec.x), rows, config.layout),
         symbolic_vector(cutlass_dtype(spec.y), rows),
         Float32(1.0),
@@ -350,13 +357,13 @@ def row_sums(arch: str, spec: RowSumSpec, config: RowConfig) -> Program:
 
 @compiled
 def column_sums(arch: str, spec: ColumnSumSpec) -> Program:
-    """Sums of columns, of (matrices, rows, columns) to (matrices, parts, columns)."""
+    """Sums of columns, or of their squares, of (matrices, rows, columns) to (matrices, parts, columns)."""
     x, y, vec = cutlass_dtype(spec.x), cutlass_dtype(spec.y), spec.vec
     matrices, rows, parts = (cute.sym_int() for _ in range(3))
     columns = cute.sym_int(divisibility=vec)
     strides = (cute.sym_int64(divisibility=vec), cute.sym_int64(divisibility=vec), 1)
     return Program(
-        ReduceColumns(vec),
+        ReduceColumns(vec, spec.squares),
         cute.runtime.make_fake_tensor(x, (matrices, rows, columns), strides, assumed_align=vec * x.width // 8),
         cute.runtime.make_fake_tensor(y, (matrices, parts, columns), (cute.sym_int64(), cute.sym_int64(), 1)),
         Float32(1.0),

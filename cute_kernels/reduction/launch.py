@@ -58,38 +58,48 @@ def sum_rows(x: Tensor, y: Tensor, scale: float) -> None:
     that of its length: of a row in the order of the norms, of more than MAX_COLUMNS elements by parts of LONG_ROW; over
     rows by parts of COLUMN_ROWS, also where there is one column.
     """
+    _sum(x, y, scale, False)
+
+
+@operator("sum_squares", "Tensor x, Tensor(a!) y, float scale")
+def sum_squares(x: Tensor, y: Tensor, scale: float) -> None:
+    """As ``sum_rows``, of the squares, which are not rounded before they are added."""
+    _sum(x, y, scale, True)
+
+
+def _sum(x: Tensor, y: Tensor, scale: float, squares: bool) -> None:
     if not y.numel():
         return
     if not x.numel():
         y.fill_(0.0 * scale)  # a mean of nothing is NaN
     elif x.dim() == 2:
-        _sum_lines(x, y, scale)
+        _sum_lines(x, y, scale, squares)
     else:
         matrices, rows, columns = x.shape
         parts = -(-rows // COLUMN_ROWS)
         if parts == 1:
-            _sum_columns(x, y.unsqueeze(1), scale)
+            _sum_columns(x, y.unsqueeze(1), scale, squares)
         else:
             partials = empty(x, (matrices, parts, columns), torch.float32)
-            _sum_columns(x, partials, 1.0)
+            _sum_columns(x, partials, 1.0, squares)
             sum_rows.function(partials, y, scale)
 
 
-def _sum_lines(x: Tensor, y: Tensor, scale: float) -> None:
+def _sum_lines(x: Tensor, y: Tensor, scale: float, squares: bool = False) -> None:
     lines, n = x.shape
     if n <= MAX_COLUMNS:
-        return _sum_rows(_aligned(x), y, scale)
+        return _sum_rows(aligned_rows(x), y, scale, squares)
     x = x if x.stride(1) == 1 else x.contiguous()
     whole = n // LONG_ROW
     partials = empty(x, (lines, -(-n // LONG_ROW)), torch.float32)
     for line, sums in zip(x.unbind(), partials.unbind(), strict=True):
-        _sum_rows(_aligned(line[: whole * LONG_ROW].view(whole, LONG_ROW)), sums[:whole], 1.0)
+        _sum_rows(aligned_rows(line[: whole * LONG_ROW].view(whole, LONG_ROW)), sums[:whole], 1.0, squares)
         if whole < len(sums):
-            _sum_rows(_aligned(line[whole * LONG_ROW :].unsqueeze(0)), sums[whole:], 1.0)
+            _sum_rows(aligned_rows(line[whole * LONG_ROW :].unsqueeze(0)), sums[whole:], 1.0, squares)
     sum_rows.function(partials, y, scale)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
     """Rows as a kernel takes them; a copy of those that are off what they would be aligned to in a matrix of their own.
 
     The order of a row's sum follows from that alignment: of one row, too, or of one that begins anywhere.
@@ -102,18 +112,18 @@ def _aligned(x: Tensor) -> Tensor:
     return contiguous_rows(x)
 
 
-def _sum_rows(x: Tensor, y: Tensor, scale: float) -> None:
+def _sum_rows(x: Tensor, y: Tensor, scale: float, squares: bool = False) -> None:
     rows, n = x.shape
-    launch = _row_sums.get(x.get_device(), RowSumSpec(n, x.dtype, y.dtype, access_of(n, x.itemsize, x)))
+    launch = _row_sums.get(x.get_device(), RowSumSpec(n, x.dtype, y.dtype, access_of(n, x.itemsize, x), squares))
     launch.function(x, y, scale, launch.clusters(rows))
 
 
-def _sum_columns(x: Tensor, y: Tensor, scale: float) -> None:
+def _sum_columns(x: Tensor, y: Tensor, scale: float, squares: bool = False) -> None:
     check_columns(x.shape, y.shape[1])
     x = x.resolve_neg()  # one column may be a conjugate's imaginary part
     strides = [stride for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1]
     vec = math.gcd(16 // x.itemsize, x.shape[2], *strides, x.data_ptr() // x.itemsize)
-    _column_sums.get(x.get_device(), ColumnSumSpec(x.dtype, y.dtype, vec))(x, y, scale)
+    _column_sums.get(x.get_device(), ColumnSumSpec(x.dtype, y.dtype, vec, squares))(x, y, scale)
 
 
 def _make_softmax(target: Target, spec: SoftmaxSpec) -> RowLaunch:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
-from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows
+from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows, sum_squares
 from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
@@ -226,8 +226,8 @@ class _SumFunction(torch.autograd.Function):
         return dx.expand(shape), None, None, None
 
 
-def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
-    """``scale`` times the sums over ``dims``, ascending: neighbours together, the last ones first."""
+def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.dtype, squares: bool = False) -> Tensor:
+    """``scale`` times the sums, or those of squares, over ``dims``, ascending: neighbours together, the last first."""
     runs: list[list[int]] = []
     for d in dims:
         if runs and runs[-1][-1] == d - 1:
@@ -235,7 +235,7 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
         else:
             runs.append([d])
     if not runs:
-        return (x.float() * scale).to(dtype)  # never x itself
+        return ((x.float().square() if squares else x.float()) * scale).to(dtype)  # never x itself
     shape, mode = list(x.shape), mode_of(x)
     for i, run in enumerate(reversed(runs)):
         first, behind = run[0], run[-1] + 1
@@ -247,7 +247,7 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
             x = x.contiguous()
         last = i == len(runs) - 1
         y = mode.empty(x, (sizes[0], *sizes[2:]), dtype if last else torch.float32)
-        mode.of(sum_rows)(x, y, scale if last else 1.0)
+        mode.of(sum_squares if squares and i == 0 else sum_rows)(x, y, scale if last else 1.0)
         del shape[first:behind]
         x = y
     return x.view(shape)

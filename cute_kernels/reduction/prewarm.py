@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from cute_kernels.common.row_layout import Access
-from cute_kernels.reduction.config import ColumnSumSpec, RowSumSpec, SoftmaxBackwardSpec, SoftmaxSpec, row_config
+from cute_kernels.reduction.config import (
+    LONG_ROW,
+    ColumnSumSpec,
+    LogSumExpSpec,
+    PrefixSumSpec,
+    RowSumSpec,
+    SoftmaxBackwardSpec,
+    SoftmaxSpec,
+    VarianceSpec,
+    row_config,
+)
 from cute_kernels.runtime.targets import expect_arch
 
 # Vocabularies of widely used models, and hidden sizes
@@ -16,9 +26,12 @@ WIDTHS = (4096, 32000, 128256, 151936)
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
-    """(builder, arguments) of each kernel: softmax and log_softmax of bf16 and fp32 rows, and sums to fp32."""
+    """(builder, arguments) of each kernel: softmax, log_softmax and logsumexp of bf16 and fp32 rows, and sums to fp32;
+    norms of large tensors, prefix sums of rows whose length is a multiple of 4, variances of 4096.
+    """
     expect_arch(arch)
     from cute_kernels.reduction.kernel import column_sums, row_sums, softmax_backward, softmax_forward
+    from cute_kernels.reduction.kernel_statistics import log_sum_exp, prefix_sums, variances
 
     for dtype in (torch.bfloat16, torch.float32):
         vec = 16 // dtype.itemsize
@@ -31,4 +44,11 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
                 yield softmax_backward, (arch, backward, row_config(backward))
             sums = RowSumSpec(n, dtype, torch.float32, access)
             yield row_sums, (arch, sums, row_config(sums))
+            logs = LogSumExpSpec(n, dtype, access)
+            yield log_sum_exp, (arch, logs, row_config(logs))
         yield column_sums, (arch, ColumnSumSpec(dtype, torch.float32, vec))
+        squares = RowSumSpec(LONG_ROW, dtype, torch.float32, access, True)
+        yield row_sums, (arch, squares, row_config(squares))
+        spread = VarianceSpec(4096, dtype, access)
+        yield variances, (arch, spread, row_config(spread))
+        yield prefix_sums, (arch, PrefixSumSpec(dtype, dtype, 4))

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
+from cute_kernels.reduction.checks import (
+    check_cumsum,
+    check_last,
+    check_list,
+    check_norm,
+    check_softmax,
+    check_sum,
+    check_variance,
+)
+from cute_kernels.runtime.real import as_float
 from cute_kernels.runtime.strict import strict_rows
 
 
@@ -62,3 +71,84 @@ def mean(
     total = sum(x, dims, keepdim=keepdim, out_dtype=compute_dtype, compute_dtype=compute_dtype)
     count = math.prod(x.shape[d] for d in dims)
     return (total / count).to(out_dtype or x.dtype)
+
+
+def logsumexp(
+    x: Tensor,
+    dim: int | Sequence[int] = -1,
+    *,
+    keepdim: bool = False,
+    out_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Logarithm of a sum of exponentials; see ``cute_kernels.reduction.logsumexp``."""
+    dims = check_sum("logsumexp", x, dim, keepdim, out_dtype)
+    return torch.logsumexp(x.to(compute_dtype), dims, keepdim).to(out_dtype or x.dtype)
+
+
+def cumsum(
+    x: Tensor, dim: int = -1, *, out_dtype: torch.dtype | None = None, compute_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Prefix sums; see ``cute_kernels.reduction.cumsum``."""
+    check_cumsum(x, dim, out_dtype)
+    return x.to(compute_dtype).cumsum(dim).to(out_dtype or x.dtype)
+
+
+def norm(
+    x: Tensor,
+    ord: float = 2.0,
+    dim: int | Sequence[int] | None = None,
+    *,
+    keepdim: bool = False,
+    out_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A vector norm; see ``cute_kernels.reduction.norm``."""
+    ord = as_float(ord)
+    dims = check_norm(x, ord, dim, keepdim, out_dtype)
+    wide = x.to(compute_dtype)
+    found = torch.linalg.vector_norm(wide, ord, dims, keepdim) if dims else wide.abs()
+    return found.to(out_dtype or x.dtype)
+
+
+def norms(xs: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]:
+    """Norms of whole tensors; see ``cute_kernels.reduction.norms``."""
+    check_list(xs)
+    return [norm(x, ord) for x in xs]
+
+
+def var(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    *,
+    correction: float = 1.0,
+    keepdim: bool = False,
+    out_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Variance; see ``cute_kernels.reduction.var``."""
+    correction = as_float(correction)
+    dims = check_variance("var", x, dim, correction, keepdim, out_dtype)
+    return _variance(x.to(compute_dtype), dims, correction, keepdim).to(out_dtype or x.dtype)
+
+
+def std(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    *,
+    correction: float = 1.0,
+    keepdim: bool = False,
+    out_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Standard deviation; see ``cute_kernels.reduction.std``."""
+    correction = as_float(correction)
+    dims = check_variance("std", x, dim, correction, keepdim, out_dtype)
+    return _variance(x.to(compute_dtype), dims, correction, keepdim).sqrt().to(out_dtype or x.dtype)
+
+
+def _variance(x: Tensor, dims: tuple[int, ...], correction: float, keepdim: bool) -> Tensor:
+    count = math.prod(x.shape[d] for d in dims)
+    mean = x.mean(dims, keepdim=True) if dims else x
+    distances = (x - mean).square()
+    return (distances.sum(dims, keepdim=keepdim) if dims else distances) / max(count - correction, 0.0)

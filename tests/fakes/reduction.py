@@ -25,11 +25,31 @@ def softmax_backward(static, y, dy, dx, clusters) -> None:
 
 def row_sums(static, x, y, scale, clusters) -> None:
     assert clusters >= 1 and static["config"].layout.n == x.shape[1]
-    y.copy_(x.double().sum(1).float() * scale)
+    y.copy_(_elements(static, x).sum(1).float() * scale)
 
 
 def column_sums(static, x, y, scale) -> None:
     assert y.shape == (x.shape[0], math.ceil(x.shape[1] / COLUMN_ROWS), x.shape[2])
     assert x.shape[2] % static["spec"].vec == 0  # or the last access of the last row would end beyond the matrix
-    parts = [part.double().sum(1).float() * scale for part in x.split(COLUMN_ROWS, 1)]
+    parts = [part.sum(1).float() * scale for part in _elements(static, x).split(COLUMN_ROWS, 1)]
     y.copy_(torch.stack(parts, 1))
+
+
+def _elements(static, x):
+    return x.double().square() if static["spec"].squares else x.double()
+
+
+def log_sum_exp(static, x, y, clusters) -> None:
+    assert clusters >= 1 and static["config"].layout.n == x.shape[1]
+    y.copy_(torch.logsumexp(x.double(), -1))
+
+
+def variances(static, x, y, scale, clusters) -> None:
+    assert clusters >= 1 and static["config"].layout.n == x.shape[1]
+    x = x.double()
+    y.copy_((x - x.mean(1, keepdim=True)).square().sum(1).float() * scale)
+
+
+def prefix_sums(static, x, y) -> None:
+    assert x.shape[1] % static["spec"].vec == 0
+    y.copy_(x.double().cumsum(1))

@@ -32,7 +32,7 @@ def stance() -> str:
 def call() -> str:
     """How an operator runs that no block covers."""
     try:
-        torch.ones(2).cumsum(0)
+        torch.ones(2).cumprod(0)
     except UncoveredOperatorError:
         return "refused"
     return "runs"
@@ -46,7 +46,7 @@ class Seen(TorchDispatchMode):
         self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.aten.cumsum.default
+        self.calls += func is torch.ops.aten.cumprod.default
         return func(*args, **kwargs or {})
 
 
@@ -55,7 +55,7 @@ class SeenFunctions(TorchFunctionMode):
         self.calls = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.Tensor.cumsum
+        self.calls += func is torch.Tensor.cumprod
         return func(*args, **kwargs or {})
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels import mhc, reduction
+from cute_kernels import mhc, reduction, scatter
 from tests.mhc import cases as mhc_cases
 
 THREADS, REPEATS = 8, 3
@@ -45,6 +45,27 @@ def _square(size: int) -> tuple[int, int]:
 def _log_prob(generator: torch.Generator, size: int) -> Call:
     target = torch.randint(70, (13,), generator=generator, device=generator.device)
     return cute_kernels.linear_log_prob, (randn(generator, 13, size), randn(generator, 70, size), target)
+
+
+def _sample(generator: torch.Generator, size: int) -> Call:
+    seeds, positions = torch.randint(99, (2, 13), generator=generator, device=generator.device)
+    logits = randn(generator, 13, size)
+    return lambda x, s, p: cute_kernels.sample(x, seeds=s, positions=p, top_p=0.9), (logits, seeds, positions)
+
+
+def _embedding(generator: torch.Generator, size: int) -> Call:
+    ids = torch.randint(6, (13,), generator=generator, device=generator.device)
+    return scatter.embedding, (ids, randn(generator, 7, size))
+
+
+def _embedding_backward(generator: torch.Generator, size: int) -> Call:
+    ids, dy = _embedding(generator, size)[1][0], randn(generator, 13, size)
+    return lambda dy, ids: scatter.embedding_backward(dy, ids, 7), (dy, ids)
+
+
+def _index_sum(generator: torch.Generator, size: int) -> Call:
+    ids, x = _embedding(generator, size)[1]
+    return scatter.index_sum, (x, ids, randn(generator, 13, size))
 
 
 def _quantize(op: str, experts: tuple[int, ...] = ()) -> Build:
@@ -133,6 +154,16 @@ OPS: dict[str, Build] = {
     "reduction.log_softmax": _of_tensors(reduction.log_softmax, _rows),
     "reduction.sum": _of_tensors(lambda x: reduction.sum(x, 0), _rows),
     "reduction.mean": _of_tensors(lambda x: reduction.mean(x, 1), _rows),
+    "reduction.logsumexp": _of_tensors(reduction.logsumexp, _rows),
+    "reduction.cumsum": _of_tensors(reduction.cumsum, _rows),
+    "reduction.norm": _of_tensors(lambda x: reduction.norm(x, dim=1), _rows),
+    "reduction.norms": _of_tensors(lambda x: reduction.norms([x])[0], _rows),
+    "reduction.var": _of_tensors(lambda x: reduction.var(x, 1), _rows),
+    "reduction.std": _of_tensors(lambda x: reduction.std(x, 1), _rows),
+    "sample": _sample,
+    "scatter.embedding": _embedding,
+    "scatter.embedding_backward": _embedding_backward,
+    "scatter.index_sum": _index_sum,
     "quantize_rowwise": _quantize("quantize_rowwise"),
     "quantize_colwise": _quantize("quantize_colwise"),
     "quantize_dual": _quantize("quantize_dual"),

@@ -14,7 +14,7 @@ from typing_extensions import assert_type
 
 import cute_kernels as ck
 import jit_cache
-from cute_kernels import mhc, nn, reduction
+from cute_kernels import mhc, nn, reduction, scatter
 
 
 def norms(x: Tensor, weight: Tensor, wants_h: bool) -> None:
@@ -51,6 +51,8 @@ def reductions(x: Tensor) -> None:
     assert_type(reduction.softmax(x), Tensor)
     assert_type(reduction.sum(x, (0, 1), keepdim=True), Tensor)
     reduction.mean(x, dim="rows")  # type: ignore[arg-type]
+    assert_type(scatter.index_sum(x, x.long(), x), Tensor)
+    assert_type(ck.sample(x, seeds=x.long(), positions=x.long(), top_p=0.9), Tensor)
 
 
 def quantizers(x: Tensor, w: Tensor) -> None:

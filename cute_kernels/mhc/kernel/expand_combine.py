@@ -20,6 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.column_sums import SumRows
 from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.common.philox import philox
 from cute_kernels.common.reduce import sum_of_products
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.common.rows import symbolic_vector
@@ -30,7 +31,6 @@ from cute_kernels.mhc.config import (
     ExpandCombineSpec,
     StreamLayout,
 )
-from cute_kernels.mhc.kernel.philox import philox
 from cute_kernels.mhc.kernel.streams import (
     LOADS_FIRST,
     WARP_SIZE,
