@@ -6,14 +6,16 @@
     python -m bench.bench_attention --list                                the names of the cases
 
 A case's name is op.direction.shape.dtype.variant, like attention.fwd.2x8192x32x8x128.bfloat16.causal. The shape is
-batch x length x query heads x heads of keys and values x head size. ``torch`` is torch's attention with cuDNN,
-``torch_flash`` with its flash backend, ``flash_attn_4`` is ``flash_attn.cute``. The TFLOP/s of each provider are below
-the table, half of the products counted where the mask is causal.
+batch x length x query heads x heads of keys and values x head size (x that of v). Variants: causal, full, a window of
+128 keys with sinks, one of 4096, packed sequences of 17 to 8192 tokens. ``torch`` is torch's attention with cuDNN, of
+windows and packed sequences its flex_attention; ``torch_flash`` is torch's with its flash backend, ``flash_attn_4`` is
+``flash_attn.cute``. The TFLOP/s of each provider are below the table, of the products that the mask leaves.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from bench import forward_backward, harness
 from bench.forward_backward import Calls
@@ -32,8 +35,10 @@ from jit_cache import command
 
 TOKENS, WIDTH = 16384, 2048  # of a batch; of all heads
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128, 256)
 GQA_LENGTHS = (4096, 8192, 32768)  # of 32 heads on 8, of 128
+WINDOWS = {"window128_sinks": 128, "window4096": 4096}  # variant -> keys before a query's place, and its own
+PACKED = "packed"  # a variant: causal, sequences of 17 to 8192 tokens
 CHECKED_ROWS = 32  # of each sequence: fp64 scores of all rows of 16384 tokens would be 34 GB
 
 
@@ -47,27 +52,63 @@ class Attention:
     pairs: int
     head_size: int
     variant: str
+    head_size_v: int = 0
     dtype: torch.dtype = torch.bfloat16
     directions: tuple[str, ...] = ("fwd",)
 
     @property
     def causal(self) -> bool:
-        return self.variant == "causal"
+        return self.variant != "full"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        return (WINDOWS[self.variant] - 1, 0) if self.variant in WINDOWS else None
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.variant.endswith("sinks")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each sequence."""
+        return packed_lengths(self.length) if self.variant == PACKED else [self.length] * self.batch
 
     def case(self, direction: str) -> harness.Case:
-        per_head = self.length * self.head_size
-        flops = 4 * self.batch * self.heads * self.length * per_head // (2 if self.causal else 1)
-        num_bytes = 2 * self.batch * (self.heads + self.pairs) * per_head * self.dtype.itemsize
+        seen = sum(self.seen_keys(n) for n in self.lengths)
+        tokens, size = sum(self.lengths), sum(self.sizes)
+        of_head = "x".join(map(str, dict.fromkeys(self.sizes)))
         return harness.Case(
             family="attention",
             op="attention",
             direction=direction,
-            shape=f"{self.batch}x{self.length}x{self.heads}x{self.pairs}x{self.head_size}",
+            shape=f"{self.batch}x{self.length}x{self.heads}x{self.pairs}x{of_head}",
             dtype=str(self.dtype).removeprefix("torch."),
             variant=self.variant,
-            bytes=num_bytes,
-            flops=flops,
+            bytes=tokens * (self.heads + self.pairs) * size * self.dtype.itemsize,
+            flops=2 * self.heads * seen * size,
         )
+
+    def seen_keys(self, length: int) -> int:
+        """By all queries of a sequence: all, half of them where the mask is causal, or what the window leaves."""
+        if not self.causal:
+            return length * length
+        if self.window is None:
+            return length * length // 2
+        inside = min(WINDOWS[self.variant], length)
+        return inside * length - inside * inside // 2
+
+
+@functools.cache
+def packed_lengths(tokens: int) -> list[int]:
+    """Of 17 to 8192 tokens, as many short as long ones by their logarithm; the last one is what is left."""
+    generator, lengths = random.Random(0), []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(round(17 * (8192 / 17) ** generator.random()), left))
+    return lengths
 
 
 def attentions(quick: bool = False) -> list[Attention]:
@@ -79,45 +120,63 @@ def attentions(quick: bool = False) -> list[Attention]:
                 cases.append(Attention(TOKENS // length, length, WIDTH // d, WIDTH // d, d, variant))
     lengths = GQA_LENGTHS[1:2] if quick else GQA_LENGTHS
     cases += [Attention(max(TOKENS // n, 1), n, 32, 8, 128, "causal") for n in lengths]
+    cases += [Attention(1, TOKENS, 16, 16, 128, PACKED), Attention(2, 8192, 64, 8, 64, "window128_sinks")]
+    if not quick:
+        cases += [Attention(TOKENS // n, n, 24, 24, 192, "causal", 128) for n in (4096, 8192)]
+        cases += [Attention(4, 4096, 16, 16, 96, variant) for variant in ("causal", "full")]
+        cases += [Attention(1, TOKENS, 32, 8, 128, "window4096")]
     return cases
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """(batch, length, heads, head size)"""
+    """(batch, length, heads, head size), packed sequences (all rows, heads, head size)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    sinks: Tensor | None
+    starts: Tensor | None  # of packed sequences
 
-    @property
-    def rows(self) -> Tensor:
-        """Those that are compared, the first and the last among them."""
-        length = self.q.shape[1]
-        return torch.linspace(0, length - 1, min(CHECKED_ROWS, length), device=self.q.device).long()
+
+def checked_rows(length: int) -> list[int]:
+    """Those of a sequence that are compared, the first and the last among them."""
+    return torch.linspace(0, length - 1, min(CHECKED_ROWS, length)).long().tolist()
 
 
 def make_inputs(case: Attention, device: str = "cuda") -> Inputs:
     generator = torch.Generator(device).manual_seed(harness.seed(case.case("fwd").name))
+    of_rows = (sum(case.lengths),) if case.variant == PACKED else (case.batch, case.length)
 
-    def randn(heads: int) -> Tensor:
-        shape = case.batch, case.length, heads, case.head_size
-        return torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
+    def randn(heads: int, size: int) -> Tensor:
+        return torch.randn((*of_rows, heads, size), generator=generator, device=device, dtype=case.dtype)
 
-    return Inputs(randn(case.heads), randn(case.pairs), randn(case.pairs))
+    d, dv = case.sizes
+    sinks = torch.randn(case.heads, generator=generator, device=device) if case.has_sinks else None
+    starts = torch.tensor([0, *case.lengths]).cumsum(0).int().to(device) if case.variant == PACKED else None
+    return Inputs(randn(case.heads, d), randn(case.pairs, d), randn(case.pairs, dv), sinks, starts)
+
+
+def sequences(case: Attention, t: Tensor) -> list[Tensor]:
+    """(length, heads, head size) of each."""
+    return list(t.split(case.lengths)) if case.variant == PACKED else list(t)
 
 
 def fp64_truth(case: Attention, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
     """direction -> output's name -> some rows of the result in fp64, a row and a sequence at a time."""
     found = []
-    for q, k, v in zip(inputs.q, inputs.k, inputs.v, strict=True):
-        rows = []
-        for row in inputs.rows.tolist():
-            end = row + 1 if case.causal else case.length
-            seen = (t[None, :end].double() for t in (k, v))
-            rows.append(reference.attention(q[None, row : row + 1].double(), *seen)[0, 0])
-        found.append(torch.stack(rows))
+    for q, k, v in zip(*(sequences(case, t) for t in (inputs.q, inputs.k, inputs.v)), strict=True):
+        for row in checked_rows(len(q)):
+            end = row + 1 if case.causal else len(k)
+            first = max(0, end - WINDOWS[case.variant]) if case.window else 0
+            seen = (t[None, first:end].double() for t in (k, v))
+            found.append(reference.attention(q[None, row : row + 1].double(), *seen, sinks=inputs.sinks)[0, 0])
     return {"fwd": {"out": torch.stack(found)}}
+
+
+def sample(case: Attention, out: Tensor) -> Tensor:
+    """The rows of a result that ``fp64_truth`` has."""
+    return torch.cat([one[checked_rows(len(one))] for one in sequences(case, out)])
 
 
 def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
@@ -125,10 +184,18 @@ def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
 
 
 def _cute_kernels(case: Attention, inputs: Inputs) -> Calls:
-    return _calls(lambda q, k, v: attention(q, k, v, causal=case.causal), inputs)
+    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "sinks": inputs.sinks}
+    if inputs.starts is not None:
+        longest = max(case.lengths)
+        options |= {"cu_seqlens_q": inputs.starts, "cu_seqlens_k": inputs.starts}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return _calls(lambda q, k, v: attention(q, k, v, **options), inputs)
 
 
-def _sdpa(case: Attention, inputs: Inputs, backend: SDPBackend) -> Calls:
+def _sdpa(case: Attention, inputs: Inputs, backend: SDPBackend) -> Calls | None:
+    if case.variant not in ("causal", "full"):
+        return None
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         with sdpa_kernel(backend):
@@ -139,19 +206,58 @@ def _sdpa(case: Attention, inputs: Inputs, backend: SDPBackend) -> Calls:
 
 
 def _torch(case: Attention, inputs: Inputs) -> Calls:
+    """cuDNN; of packed sequences and windows flex_attention, which is compiled for the mask."""
     backend = SDPBackend.CUDNN_ATTENTION if inputs.q.is_cuda else SDPBackend.MATH
-    return _sdpa(case, inputs, backend)
+    return _sdpa(case, inputs, backend) or _flex(case, inputs)
 
 
-def _torch_flash(case: Attention, inputs: Inputs) -> Calls:
+def _flex(case: Attention, inputs: Inputs) -> Calls:
+    packed, device = inputs.starts is not None, inputs.q.device
+    length = len(inputs.q) if packed else case.length
+    width = WINDOWS.get(case.variant, length)
+    number = torch.repeat_interleave(torch.tensor(case.lengths)).to(device) if packed else None
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        inside = (j <= i) & (i - j < width)
+        return inside if number is None else inside & (number[i] == number[j])
+
+    block_mask = create_block_mask(seen, None, None, length, length, device=device.type)
+    flex = torch.compile(flex_attention) if inputs.q.is_cuda else flex_attention
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = ((t[None] if packed else t).transpose(1, 2) for t in (q, k, v))
+        options = {"block_mask": block_mask, "enable_gqa": case.heads != case.pairs}
+        if inputs.sinks is None:
+            out = flex(q, k, v, **options)
+        else:  # one more logit scales what is without it
+            out, aux = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))
+            out = (out * torch.sigmoid(aux.lse - inputs.sinks[:, None]).unsqueeze(-1)).to(q.dtype)
+        out = out.transpose(1, 2)
+        return out[0] if packed else out
+
+    return _calls(call, inputs)
+
+
+def _torch_flash(case: Attention, inputs: Inputs) -> Calls | None:
     return _sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
 def _flash_attn_4(case: Attention, inputs: Inputs) -> Calls:
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options: dict[str, Any] = {"causal": case.causal and case.window is None}
+    if case.window is not None:
+        options["window_size"] = case.window
+    if inputs.sinks is not None:
+        options["learnable_sink"] = inputs.sinks.to(case.dtype)
+    function = flash_attn_func
+    if inputs.starts is not None:
+        function, longest = flash_attn_varlen_func, max(case.lengths)
+        options |= {"cu_seqlens_q": inputs.starts, "cu_seqlens_k": inputs.starts}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(q, k, v, causal=case.causal)
+        found = function(q, k, v, **options)
         return found[0] if isinstance(found, tuple) else found
 
     return _calls(call, inputs)
@@ -167,8 +273,13 @@ PACKAGES = {"flash_attn_4": ("flash_attn.cute",)}  # what a provider imports, wh
 
 
 def compile_own_kernels(cases: Iterable[Attention], device: harness.Device) -> None:
-    few = (replace(case, batch=1, length=128, heads=1, pairs=1) for case in cases)
-    forward_backward.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
+    def few(case: Attention) -> Inputs:
+        inputs = make_inputs(case, device.name)
+        if case.variant == PACKED:
+            return inputs
+        return replace(inputs, **{name: getattr(inputs, name)[:1] for name in ("q", "k", "v")})
+
+    forward_backward.compile_kernels(lambda case: _cute_kernels(case, few(case)), cases, device)
 
 
 def measure_attention(
@@ -179,7 +290,7 @@ def measure_attention(
     calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
     truth = fp64_truth(case, inputs)
     return forward_backward.measure(
-        case, directions, calls, truth, device, sample=lambda out: out[:, inputs.rows], **options
+        case, directions, calls, truth, device, sample=lambda out: sample(case, out), **options
     )
 
 

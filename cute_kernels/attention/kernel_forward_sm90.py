@@ -16,9 +16,9 @@ a block that a row does not see leaves it as it is.
 A is in shared memory, for large heads in a workspace of the CTA (then out is staged in q's place). A thread's part of A
 is its own, so A needs no barrier. A row of one split never gets there.
 
-Packed sequences: where a sequence begins is read from the device. Rows of v behind its end, and of out, are cut off by
-TMA: v and out are seen as matrices of ``RAGGED_ROWS`` rows, one for each place in memory that a sequence may end at,
-whose last row is there.
+Packed sequences: where a sequence begins is read from the device. Rows of v behind its end are cleared in shared
+memory. Rows of out are cut off by TMA: out is seen as matrices of ``RAGGED_ROWS`` rows, one for each place in memory
+that a sequence may end at, whose last row is there.
 
 Profile: ncu --clock-control none -k regex:ForwardSm90 python -m bench.bench_attention --filter 8192.*causal
 """
@@ -140,11 +140,7 @@ class ForwardSm90:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sQ_layout, sK_layout, sV_layout, sO_layout = self.layouts()
         d, dv = self.head_size, self.head_size_v
-        matrix_v, matrix_out = by_rows(v), by_rows(out)
-        if const_expr(self.spec.packed_k or self.spec.used_k):
-            matrix_v = ragged(matrix_v)
-        if const_expr(self.spec.packed_q):
-            matrix_out = ragged(matrix_out)
+        matrix_out = ragged(by_rows(out)) if const_expr(self.spec.packed_q) else by_rows(out)
         tma_q, mQ = cpasync.make_tiled_tma_atom(
             load, by_rows(q), cute.slice_(sQ_layout, (None, None, 0)), (WARPGROUP_ROWS, d)
         )
@@ -152,12 +148,15 @@ class ForwardSm90:
             load, by_rows(k), cute.slice_(sK_layout, (None, None, 0)), (self.block, d)
         )
         tma_v, mV = cpasync.make_tiled_tma_atom(
-            load, transposed(matrix_v), cute.slice_(sV_layout, (None, None, 0)), (dv, self.block)
+            load, by_columns(v), cute.slice_(sV_layout, (None, None, 0)), (dv, self.block)
         )
         tma_o, mO = cpasync.make_tiled_tma_atom(store, matrix_out, sO_layout, (WARPGROUP_ROWS, dv))
+        m_tiles = cute.ceil_div(q.shape[1], self.tile_rows)
+        counts = q.shape[2], q.shape[0] * q.shape[2], m_tiles, cute.ceil_div(m_tiles, 2)
+        divisors = [cute.FastDivmodDivisorV2(Int32(count)) for count in counts]
         self.kernel(
             qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, sinks, cu_seqlens_q, cu_seqlens_k,
-            seqused_k, workspace, score_scale, before_tanh, left, right, num_tiles, paired,
+            seqused_k, workspace, score_scale, before_tanh, left, right, num_tiles, paired, *divisors,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -220,6 +219,10 @@ class ForwardSm90:
         right: Int32,
         num_tiles: Int32,
         paired: Int32,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_all_heads: cute.FastDivmodDivisorV2,
+        by_m_tiles: cute.FastDivmodDivisorV2,
+        by_pairs: cute.FastDivmodDivisorV2,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP_SIZE)
@@ -244,6 +247,10 @@ class ForwardSm90:
 
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = cu_seqlens_q, cu_seqlens_k, seqused_k
         self.score_scale, self.before_tanh, self.left, self.right = score_scale, before_tanh, left, right
+        divisors = by_heads, by_all_heads, by_m_tiles, by_pairs
+        if const_expr(self.in_workspace):  # for the constants of quick divisions there are no registers
+            divisors = [Int32(by.divisor) for by in divisors]
+        self.by_heads, self.by_all_heads, self.by_m_tiles, self.by_pairs = divisors
         self.schedule(mQ, mK, num_tiles, paired)
         if warp < 4:
             if const_expr(self.warpgroups > 1):
@@ -318,18 +325,16 @@ class ForwardSm90:
         """Tiles of a head are neighbours, for its keys to stay in L2.
 
         Where rows see unequally many keys, two turns of a CTA are the last tile and the first one of a head, and so on:
-        each two see the same number (``paired``). With few tiles a CTA the longest of all heads are the first.
+        each two see the same number (``paired``). Otherwise the longest tiles of all heads are the first.
         """
         if const_expr(self.spec.packed_q):
-            index = turn * self.grid + self.bidx
-            sequence, m = self.find_sequence(index // self.heads)
-            head = index % self.heads
+            tile, head = divided(turn * self.grid + self.bidx, self.by_heads)
+            sequence, m = self.find_sequence(tile)
         elif const_expr(self.longest_first):
             sequence, head, m = self.causal_tile(turn)
         else:
-            index = turn * self.grid + self.bidx
-            sequence, head = index // self.m_tiles // self.heads, index // self.m_tiles % self.heads
-            m = index % self.m_tiles
+            head, m = divided(turn * self.grid + self.bidx, self.by_m_tiles)
+            sequence, head = divided(head, self.by_heads)
         batch_q = batch_k = sequence
         first_q = first_k = Int32(0)
         len_q, len_k = self.len_q, self.len_k
@@ -352,18 +357,16 @@ class ForwardSm90:
         else:
             paired = self.paired != 0
         if paired:
-            pairs = cute.ceil_div(self.m_tiles, 2)
-            index = turn // 2 * self.grid + self.bidx
-            head, m = index // pairs, index % pairs
-            last = self.m_tiles - 1 - m
+            head, m = divided(turn // 2 * self.grid + self.bidx, self.by_pairs)
             if turn % 2 == 0:
-                m = last
-            elif last == m:  # the middle one is alone
-                m = Int32(-1)
+                m = self.m_tiles - 1 - m
+            else:  # of an odd number the last tile is alone
+                m -= self.m_tiles % 2
         else:
-            index = turn * self.grid + self.place(turn)
-            head, m = index % self.all_heads, self.m_tiles - 1 - index // self.all_heads
-        return head // self.heads, head % self.heads, m
+            m, head = divided(turn * self.grid + self.place(turn), self.by_all_heads)
+            m = self.m_tiles - 1 - m
+        sequence, head = divided(head, self.by_heads)
+        return sequence, head, m
 
     @cute.jit
     def find_sequence(self, index: Int32):
@@ -435,7 +438,7 @@ class ForwardSm90:
                 pair = tile.head // self.group
                 q = cute.domain_offset((tile.first_q, 0), mQ[None, None, tile.head, tile.batch_q])
                 k = cute.domain_offset((tile.first_k, 0), mK[None, None, pair, tile.batch_k])
-                v = self.values_of(mV, tile, pair)
+                v = cute.domain_offset((0, tile.first_k), mV[None, None, pair, tile.batch_k])
                 tQsQ, tQgQ = partition(tma_q, self.sQ, q, (WARPGROUP_ROWS, self.head_size))
                 tKsK, tKgK = partition(tma_k, self.sK, k, (self.block, self.head_size))
                 tVsV, tVgV = partition(tma_v, self.sV, v, (self.head_size_v, self.block))
@@ -456,13 +459,6 @@ class ForwardSm90:
                 self.load_block(tma_v, gV, tVsV, end - 1, start + end - 1, self.v_full, self.v_empty, v_bytes)
                 count += end - first
                 tiles += 1
-
-    def values_of(self, mV: cute.Tensor, tile: Tile, pair: Int32) -> cute.Tensor:
-        """A sequence's values, transposed; behind its end there is nothing."""
-        if const_expr(self.spec.packed_k or self.spec.used_k):
-            of_sequence = mV[None, None, pair, tile.batch_k, tile.first_k + tile.len_k]
-            return cute.domain_offset((0, RAGGED_ROWS - tile.len_k), of_sequence)
-        return mV[None, None, pair, tile.batch_k]
 
     @cute.jit
     def load_block(
@@ -535,6 +531,10 @@ class ForwardSm90:
                     self.release(self.q_empty)
                 slot, phase = self.place_in_ring(start + blocks.end - 1)
                 cute.arch.mbarrier_wait(self.v_full + slot, phase)
+                if const_expr(self.spec.packed_k or self.spec.used_k):
+                    rows = tile.len_k - (blocks.end - 1) * self.block
+                    if rows < self.block:
+                        self.clear_values(slot, rows)
                 warpgroup.fence()
                 self.add_values(tensors, slot)
                 warpgroup.wait_group(0)
@@ -567,7 +567,7 @@ class ForwardSm90:
             for n in cutlass.range(seen_end, end, unroll=1):
                 self.next_block(tensors, state, tile, first_row, n, start, True)
             if end < last:
-                self.border_block(tensors, state, tile, first_row, end, start, split == first_split)
+                self.border_block(tensors, state, tile, first_row, blocks, end, start, split == first_split)
 
     @cute.jit
     def first_block(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
@@ -620,20 +620,35 @@ class ForwardSm90:
 
     @cute.jit
     def border_block(
-        self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, n: Int32, start: Int32, is_first: Boolean
+        self,
+        tensors: tuple,
+        state: tuple,
+        tile: tuple,
+        first_row: Int32,
+        blocks: tuple,
+        n: Int32,
+        start: Int32,
+        is_first: Boolean,
     ):
-        """``next_block`` where block n - 1 ends a split, of this tile the first one or not."""
+        """``next_block`` where block n - 1 ends a split, of this tile the first one or not.
+
+        The new split's softmax runs beside the old one's last product.
+        """
         output, weights = tensors
         maximum, total, rescale = state
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
         v_slot = self.issue_products(tensors, scores, n, start)
-        warpgroup.wait_group(0)
-        self.release(self.v_empty + v_slot)
-        self.end_split(output, maximum, total, is_first)
+        ended_maximum, ended_total = per_row(), per_row()
+        for r in cutlass.range_constexpr(ROWS):
+            ended_maximum[r], ended_total[r] = maximum[r], total[r]
+        reset(maximum, total)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
-        self.hide_keys(scores, tile, first_row, n)
+        if (n < blocks.seen_first) | (n >= blocks.seen_end):
+            self.hide_keys(scores, tile, first_row, n)
         softmax_step(scores, maximum, total, rescale, self.score_scale)
+        self.end_split(output, ended_maximum, ended_total, is_first)
+        self.release(self.v_empty + v_slot)
         self.round_weights(scores, weights)
 
     @cute.jit
@@ -651,6 +666,22 @@ class ForwardSm90:
         warpgroup.wait_group(1)
         self.release(self.k_empty + k_slot)
         return v_slot
+
+    @cute.jit
+    def clear_values(self, slot: Int32, rows: Int32):
+        """Values behind a sequence's last become 0: p is 0 there, but what is there may be NaN.
+
+        Each warpgroup does it: another one may write the same zeros while this one's product reads them.
+        """
+        size = const_expr(8)  # channels that stay together in the swizzle
+        chunks = const_expr(self.head_size_v // size)
+        values = cute.zipped_divide(self.sV[None, None, slot], (size, 1))
+        zeros = cute.make_rmem_tensor((size,), self.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range(rows * chunks + self.thread, self.block * chunks, WARPGROUP, unroll=1):
+            cute.autovec_copy(zeros, values[(None, 0), (i % chunks, i // chunks)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet()
 
     def score(self, scores: cute.Tensor, slot: Int32):
         """Issue q k^T of a block: ``serial_k16`` from zero."""
@@ -687,18 +718,23 @@ class ForwardSm90:
 
     @cute.jit
     def end_split(self, output: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, is_first: Boolean):
-        """A split, the tile's first or not, into (M, L, A); the state becomes that of the next one's beginning."""
+        """A split, the tile's first or not, into (M, L, A); O, which is waited for, becomes 0.
+
+        The waits are behind the branch as in ``next_block``.
+        """
         for r in cutlass.range_constexpr(ROWS):
             total[r] = quad_sum(total[r])
         vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.thread)
         if is_first:  # merged into nothing it is what it was
             self.wait_for_store()
+            warpgroup.wait_group(0)
             self.keep_rows(maximum, total, thread)
             for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
                 for e in cutlass.range_constexpr(VECTOR):
                     vector[e] = output[i * VECTOR + e]
                 cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
         else:
+            warpgroup.wait_group(0)
             merged_maximum, merged_total = per_row(), per_row()
             self.load_rows(merged_maximum, merged_total, thread)
             a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
@@ -711,7 +747,6 @@ class ForwardSm90:
                     r = row_of(e)
                     vector[e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
                 cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
-        reset(maximum, total)
         output.fill(0.0)
 
     def kept_row(self, thread: Int32, r: int) -> cute.Tensor:
@@ -873,6 +908,11 @@ class ForwardSm90:
         cute.arch.barrier(barrier_id=GROUP_BARRIER + self.wg, number_of_threads=WARPGROUP)
 
 
+def divided(x: Int32, divisor: Int32 | cute.FastDivmodDivisorV2) -> tuple:
+    """(Quotient, rest)"""
+    return (x // divisor, x % divisor) if isinstance(divisor, Int32) else divmod(x, divisor)
+
+
 def row_of_thread(thread: Int32) -> Int32:
     """The first of a thread's two rows in its warpgroup; the other one is 8 below."""
     return thread // WARP_SIZE * 16 + thread % WARP_SIZE // QUAD
@@ -888,9 +928,9 @@ def by_rows(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
 
 
-def transposed(t: cute.Tensor) -> cute.Tensor:
-    """(length, head size, ...) as (head size, length, ...)."""
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0, *range(2, cute.rank(t))]))
+def by_columns(t: cute.Tensor) -> cute.Tensor:
+    """(batch, length, heads, head size) as (head size, length, heads, batch)."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0]))
 
 
 def ragged(t: cute.Tensor) -> cute.Tensor:

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.config import HEAD_SIZES, AppendSpec, DecodeConfig, DecodeSpec, ForwardSpec, forward_config
+from cute_kernels.attention.config import (
+    HEAD_SIZES,
+    SHORT,
+    AppendSpec,
+    DecodeConfig,
+    DecodeSpec,
+    ForwardSpec,
+    forward_config,
+)
 from cute_kernels.runtime.targets import expect_arch
 
 # Masks of all head sizes, dense and packed
@@ -45,7 +53,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 
     for dtype in (torch.bfloat16, torch.float16):
         for spec in forward_specs(dtype):
-            yield forward_sm90, (arch, spec, forward_config(spec))
+            for config in dict.fromkeys((forward_config(spec), forward_config(spec, SHORT))):
+                yield forward_sm90, (arch, spec, config)
         for d, dv in CACHED:
             for packed in (False, True):
                 for rows in (0, 16):

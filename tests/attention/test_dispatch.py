@@ -58,6 +58,12 @@ def test_a_model_finds_its_kernels_precompiled(jobs, generator):
                 if d in (128, 256) and mask:
                     attention(*dense, **mask, softcap=3)
                     attention(*tensors, **mask, **lengths, softcap=3)
+        long = make_inputs(Case(1, 1, 1025, 1, 1, 64, True, dtype), generator)
+        attention(*long, causal=True)
+        attention(*long, causal=True, sinks=torch.zeros(1))
+        long, lengths = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
+        attention(*long, causal=True, **lengths)
+        attention(*long, causal=True, **lengths, sinks=torch.zeros(1))
     assert set(jobs) == {job for job in prewarm.specializations("sm_90a") if job[0] is jobs[0][0]}  # others: of caches
     assert list(prewarm.specializations("sm_100a")) == []
 
@@ -193,4 +199,11 @@ def test_no_grad_is_enough(generator):
 def test_the_config_follows_from_the_head_size_alone():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
-    assert len(found) == len(config.HEAD_SIZES)
+    assert len(found) == len(config.HEAD_SIZES) + 1  # of 64 another one for short sequences
+
+
+def test_the_order_of_tiles():
+    spec = config.ForwardSpec(BF16, 128, True)
+    assert config.pairs_tiles(spec, 2048, 132, 32, 8192) and not config.pairs_tiles(spec, 2048, 132, 16, 16384)
+    assert not config.pairs_tiles(spec, 500, 132, 32, 8192)
+    assert not config.pairs_tiles(spec._replace(causal=False), 2048, 132, 32, 8192)

@@ -9,7 +9,7 @@ from tests.bench.test_harness import FakeDevice
 
 def test_cases():
     names = [case.case(d).name for case in bench_attention.attentions() for d in case.directions]
-    assert len(set(names)) == len(names) == 2 * 2 * 6 + 3
+    assert len(set(names)) == len(names) == 2 * 3 * 6 + 3 + 2 + 2 + 2 + 1
     quick = {case.case(d).name for case in bench_attention.attentions(quick=True) for d in case.directions}
     assert quick < set(names)
 
@@ -18,11 +18,20 @@ def test_what_is_counted():
     full, causal = (Attention(2, 100, 4, 2, 64, variant).case("fwd") for variant in ("full", "causal"))
     assert full.flops == 2 * causal.flops == 4 * 2 * 4 * 100 * 100 * 64
     assert full.bytes == 2 * 100 * 64 * 2 * (4 + 2 + 2 + 4)
+    window = Attention(1, 300, 4, 2, 64, "window128_sinks")
+    assert window.seen_keys(300) == 300 * 128 - 128 * 128 // 2 and window.seen_keys(10) == 50
+    assert Attention(1, 300, 4, 2, 192, "causal", 128).case("fwd").flops == 2 * 4 * 300 * 150 * (192 + 128)
 
 
-@pytest.mark.parametrize("variant", ["causal", "full"])
+def test_packed_lengths():
+    lengths = bench_attention.packed_lengths(16384)
+    assert sum(lengths) == 16384 and len(lengths) > 5 and max(lengths) <= 8192
+
+
+@pytest.mark.parametrize("variant", ["causal", "full", "packed", "window128_sinks"])
 def test_providers_are_right(variant):
-    case, providers = Attention(2, 70, 4, 2, 64, variant), ["cute_kernels", "torch"]
+    batch, length = (1, 300) if variant == "packed" else (2, 140)
+    case, providers = Attention(batch, length, 4, 2, 64, variant), ["cute_kernels", "torch"]
     (found,) = bench_attention.measure_attention(
         case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )

@@ -21,6 +21,7 @@ from cute_kernels.attention.config import (
     forward_config,
     kernel_sizes,
     merges_in_workspace,
+    pairs_tiles,
     score_factors,
     window_bounds,
 )
@@ -105,7 +106,19 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), arguments as of ``attention``, ``sinks`` fp32; out is contiguous."""
     out, lse = outputs(q, v, cu_seqlens_q is not None)
-    arguments = causal, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
+    arguments = (
+        causal,
+        scale,
+        left,
+        right,
+        softcap,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+    )
     write_attention(out, lse, q, k, v, *arguments)
     return out, lse
 
@@ -129,7 +142,19 @@ def attention_into(
 ) -> Tensor:
     """``attention_forward`` of plain tensors into ``out``; returns lse."""
     lse = empty(q, lse_shape(q, cu_seqlens_q is not None), torch.float32)
-    arguments = causal, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
+    arguments = (
+        causal,
+        scale,
+        left,
+        right,
+        softcap,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+    )
     write_attention(out, lse, q, k, v, *arguments)
     return lse
 
@@ -149,12 +174,13 @@ def write_attention(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     seqused_k: Tensor | None,
 ) -> None:
     """``attention_forward`` into given memory."""
     if not lse.numel():
         return
-    packed = cu_seqlens_q is not None
+    packed, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
     if not k.numel() or (packed and (cu_seqlens_q.shape[0] == 1 or not max_seqlen_q)):
         nothing_seen(out, lse, sinks, cu_seqlens_q)
         return
@@ -171,11 +197,11 @@ def write_attention(
         softcap != 0.0,
         sinks is not None,
         packed,
-        cu_seqlens_k is not None,
+        packed_k,
         seqused_k is not None,
         sizes != (d, dv),
     )
-    launch = _forward.get(q.get_device(), spec)
+    launch = _forward.get(q.get_device(), (spec, forward_config(spec, max_seqlen_k if packed_k else k.shape[1])))
     launch.run(
         q, k, v, out, lse, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
     )
@@ -251,7 +277,8 @@ class ForwardLaunch(NamedTuple):
             num_ctas = min(num_tiles, self.num_sms)
             size = num_ctas * self.config.warpgroups * WARPGROUP_ROWS * spec.sizes[1]
             workspace = empty(q, (size,), torch.float32)
-        paired = spec.causal and num_tiles >= 4 * self.num_sms
+        kv_heads = max(batch, k.shape[0]) * k.shape[2]
+        paired = not spec.packed_q and pairs_tiles(spec, num_tiles, self.num_sms, kv_heads, k.shape[1])
         score_scale, before_tanh = score_factors(scale, softcap)[::-1]
         q, k, v, out = regular(q), regular(k), regular(v), regular(out)
         self.function(
@@ -284,8 +311,8 @@ def regular(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, (*strides[:3], 1))
 
 
-def _make_forward(target: Target, spec: ForwardSpec) -> ForwardLaunch:
-    return ForwardLaunch.of(target, spec, forward_config(spec))
+def _make_forward(target: Target, key: tuple[ForwardSpec, ForwardConfig]) -> ForwardLaunch:
+    return ForwardLaunch.of(target, *key)
 
 
 _forward = LaunchCache(_make_forward)
