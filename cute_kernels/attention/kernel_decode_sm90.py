@@ -549,13 +549,13 @@ class DecodeSm90:
                 is_first = n == (first_split + 1) * self.split_blocks
                 self.end_split(output, maximum, total, merged, partials, rows, is_first)
         self.mask(scores, rows, n)
-        moved = softmax_step(scores, maximum, total, rescale, self.score_scale)
-
-        warpgroup.wait_group(0)
-        self.release(v_slot)
-        if cute.arch.vote_any_sync(moved):
+        # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it
+        if cute.arch.vote_any_sync(softmax_step(scores, maximum, total, rescale, self.score_scale)):
+            warpgroup.wait_group(0)
             for i in cutlass.range_constexpr(cute.size(output)):
                 output[i] = rescale_element(output[i], rescale[row_of(i)])
+        warpgroup.wait_group(0)
+        self.release(v_slot)
         self.round_weights(scores, weights)
 
     @cute.jit
