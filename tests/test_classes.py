@@ -19,7 +19,8 @@ from tests.mhc import test_compile as test_mhc_compile
 from tests.norm.test_compile import check_record
 
 FAMILIES = ("attention", "gemm", "log_prob", "mhc", "mxfp8", "norm", "reduction", "sampling", "scatter")
-ONE_ARCH = {"Sm90": "sm_90a", "Sm100": "sm_100a", "QuantizeDual": "sm_90a", "Wgmma": "sm_90a"}  # by a class's name
+# By a class's name
+ONE_ARCH = {"Sm90": "sm_90a", "Sm100": "sm_100a", "Append": "sm_90a", "QuantizeDual": "sm_90a", "Wgmma": "sm_90a"}
 
 
 def shipped(family: str, arch: str) -> list:
