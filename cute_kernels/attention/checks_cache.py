@@ -15,6 +15,7 @@ from cute_kernels.runtime.operators import differentiates
 OP = "attention_with_kv_cache"
 PAGE_SIZES = (16, 32, 64)  # and multiples of PAGE_MULTIPLE
 PAGE_MULTIPLE = 128
+MAX_ROWS = 2**31 - 2**16  # of q, of all heads
 
 
 class Cache(NamedTuple):

@@ -217,6 +217,6 @@ def page_rows(page_size: int, block: int) -> int:
     return min(page_size, block)
 
 
-def decode_config(tiles: int, splits: int, num_sms: int) -> DecodeConfig:
-    """A CTA for all splits of a tile where tiles alone are several for each SM."""
-    return DecodeConfig(sequential=splits > 1 and tiles >= 4 * num_sms)
+def decode_config(head_size_v: int, tiles: int, splits: int, num_sms: int) -> DecodeConfig:
+    """A CTA for all splits of a tile where tiles alone are several for each SM; with 256 channels of O that spills."""
+    return DecodeConfig(sequential=splits > 1 and tiles >= 4 * num_sms and head_size_v <= 192)

@@ -61,6 +61,7 @@ class Append:
         tidx, _, _ = cute.arch.thread_idx()
         bidx, sequence, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # which wait for the end of this, and may get ready until then
         number = bidx * THREADS + tidx
         column, number = number % self.vectors, number // self.vectors
         head, token = number % k.shape[2], number // k.shape[2]

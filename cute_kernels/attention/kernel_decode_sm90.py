@@ -83,7 +83,7 @@ class Rows(NamedTuple):
     pair: Int32
     dense: Int32
     first_query: Int32
-    row_id: Int64
+    row_id: Int32
 
 
 class DecodeSm90:
@@ -438,8 +438,8 @@ class DecodeSm90:
             sequence, pair, tile, first_query, queries, keys, tile_first, tile_last, first, last = self.item_at(item)
             if first < last:
                 dense = Int32(0) if const_expr(self.packed) else sequence
-                place = Int64(dense) * self.len_dense + first_query
-                row_id = (Int64(pair) * (q.shape[0] * q.shape[1]) + place) * self.group + tile * WARPGROUP_ROWS
+                place = dense * self.len_dense + first_query
+                row_id = (pair * (q.shape[0] * q.shape[1]) + place) * self.group + tile * WARPGROUP_ROWS
                 rows = Rows(tile, queries, keys, pair, dense, first_query, row_id)
                 self.load_queries(q, rows)
                 first_split = tile_first // self.split_blocks
@@ -614,10 +614,10 @@ class DecodeSm90:
 
     # ---- results
 
-    def pairs_of(self, row: cute.Tensor) -> cute.Tensor:
-        """A row's numbers that are this thread's: two in each eight."""
+    def pairs_of(self, row: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """A row's numbers that are a thread's: two in each eight."""
         layout = cute.make_layout((PAIR, QUAD, self.head_size_v // 8), stride=(1, PAIR, 8))
-        return cute.make_tensor(row.iterator, layout)[None, self.lane % QUAD, None]
+        return cute.make_tensor(row.iterator, layout)[None, thread % QUAD, None]
 
     def sink_of(self, head: Int32):
         return self.sinks[head].to(Float32) if const_expr(self.sinks is not None) else None
@@ -644,7 +644,7 @@ class DecodeSm90:
                 empty, reciprocal, of_row = finish_row(maximum[r], total[r], self.score_scale, self.sink_of(head))
                 if self.lane % QUAD == 0:
                     lse[rows.dense, head, token] = of_row
-                line = self.pairs_of(out[rows.dense, token, head, None])
+                line = self.pairs_of(out[rows.dense, token, head, None], self.thread)
                 for i in cutlass.range_constexpr(self.head_size_v // 8):
                     for e in cutlass.range_constexpr(PAIR):
                         number = finish_element(output[4 * i + 2 * r + e], empty, reciprocal)
@@ -664,14 +664,14 @@ class DecodeSm90:
                 if self.lane % QUAD == 0:
                     pair[0], pair[1] = maximum[r], total[r]
                     cute.autovec_copy(pair, sums[split, row, None])
-                line = self.pairs_of(partials[split, row, None])
+                line = self.pairs_of(partials[split, row, None], self.thread)
                 for i in cutlass.range_constexpr(self.head_size_v // 8):
                     for e in cutlass.range_constexpr(PAIR):
                         pair[e] = output[4 * i + 2 * r + e]
                     cute.autovec_copy(pair, line[None, i])
 
     @cute.jit
-    def is_last(self, counters: cute.Tensor, counter: Int64, splits: Int32):
+    def is_last(self, counters: cute.Tensor, counter: Int32, splits: Int32):
         """Whether the other splits of the tile are in the workspace; then the counter is 0 again."""
         cute.arch.fence_acq_rel_gpu()
         self.meet()
@@ -768,10 +768,11 @@ class DecodeSm90:
         way: cutlass.Constexpr[str],
     ):
         """A, a thread's own part of it: ``keep`` O as A, ``merge`` O into it, or ``take`` both into O's registers."""
-        pair = cute.make_rmem_tensor((PAIR,), Float32)
+        pair, thread = cute.make_rmem_tensor((PAIR,), Float32), opaque(self.thread)
         for r in cutlass.range_constexpr(ROWS):
-            if self.exists(rows, r):
-                line = self.pairs_of(partials[0, rows.row_id + (row_of_thread(opaque(self.thread)) + 8 * r), None])
+            row = row_of_thread(thread) + 8 * r
+            if rows.tile * WARPGROUP_ROWS + row < rows.queries * self.group:
+                line = self.pairs_of(partials[0, opaque(rows.row_id) + row, None], thread)
                 for i in cutlass.range_constexpr(self.head_size_v // 8):
                     if const_expr(way != "keep"):
                         cute.autovec_copy(line[None, i], pair)

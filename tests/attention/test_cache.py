@@ -119,7 +119,7 @@ def test_many_splits_and_many_tiles(generator):
             cache = torch.zeros(batch, SPLIT + 1, pairs, 64, dtype=BF16)
             seqlens = torch.full((batch,), 3, dtype=torch.int32)
             assert (attention_with_kv_cache(q, cache, cache, cache_seqlens=seqlens) == 0).all()
-    assert decode_config(1060, 2, 132).sequential and not decode_config(1060, 1, 132).sequential
+    assert decode_config(64, 1060, 2, 132).sequential and not decode_config(64, 1060, 1, 132).sequential
 
 
 def test_as_an_operator(generator):

@@ -116,7 +116,7 @@ def run(call: Call, spec: DecodeSpec) -> None:
     splits = max(-(-call.max_seqlen_k // grid_for(d, dv).split), 1)
     index = q.get_device()
     num_sms = launches.target_of(index).num_sms
-    config = decode_config(tiles, splits, num_sms)
+    config = decode_config(dv, tiles, splits, num_sms)
     items = tiles if config.sequential else tiles * splits
     kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
     rows = batch * len_q * heads if kept else 1

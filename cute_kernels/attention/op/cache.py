@@ -8,6 +8,7 @@ from torch import Tensor
 from cute_kernels.attention import reference_cache
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_LENGTH, Window
 from cute_kernels.attention.checks_cache import (
+    MAX_ROWS,
     OP,
     Cache,
     check_cache,
@@ -140,6 +141,8 @@ def attention_with_kv_cache(
     most = cache.capacity if max_seqlen_k is None else max_seqlen_k
     if most > MAX_LENGTH:
         fail(OP, "max_seqlen_k", f"be at most {MAX_LENGTH}", most)
+    if q.numel() // d > MAX_ROWS:
+        fail(OP, "q", f"have at most {MAX_ROWS} rows of heads", tuple(q.shape))
     if is_eager(q, k_cache, v_cache, k, v, out):
         check_cache_layout(q, cache, out)
     if check:
