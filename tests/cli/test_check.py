@@ -56,6 +56,8 @@ def test_command_without_gpu(without_gpu, capsys, tmp_path):
         "reduction.sum",
         "reduction.mean",
         "mhc.hyper_connection",
+        "attention",
+        "attention_with_kv_cache",
     } | modules
     assert {result["transform"] for entry in entries for result in entry["report"]["results"]} == {"B0"}
 
