@@ -153,9 +153,12 @@ class ForwardSm90:
             load, by_columns(v), cute.slice_(sV_layout, (None, None, 0)), (dv, self.block)
         )
         tma_o, mO = cpasync.make_tiled_tma_atom(store, matrix_out, sO_layout, (WARPGROUP_ROWS, dv))
+        m_tiles = cute.ceil_div(q.shape[1], self.tile_rows)
+        counts = q.shape[2], q.shape[0] * q.shape[2], m_tiles, cute.ceil_div(m_tiles, 2)
+        divisors = [cute.FastDivmodDivisorV2(Int32(count)) for count in counts]
         self.kernel(
             qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, sinks, cu_seqlens_q, cu_seqlens_k,
-            seqused_k, workspace, score_scale, before_tanh, left, right, num_tiles, paired,
+            seqused_k, workspace, score_scale, before_tanh, left, right, num_tiles, paired, *divisors,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -218,6 +221,10 @@ class ForwardSm90:
         right: Int32,
         num_tiles: Int32,
         paired: Int32,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_all_heads: cute.FastDivmodDivisorV2,
+        by_m_tiles: cute.FastDivmodDivisorV2,
+        by_pairs: cute.FastDivmodDivisorV2,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP_SIZE)
@@ -242,6 +249,10 @@ class ForwardSm90:
 
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = cu_seqlens_q, cu_seqlens_k, seqused_k
         self.score_scale, self.before_tanh, self.left, self.right = score_scale, before_tanh, left, right
+        divisors = by_heads, by_all_heads, by_m_tiles, by_pairs
+        if const_expr(self.in_workspace):  # for the constants of quick divisions there are no registers
+            divisors = [Int32(by.divisor) for by in divisors]
+        self.by_heads, self.by_all_heads, self.by_m_tiles, self.by_pairs = divisors
         self.schedule(mQ, mK, num_tiles, paired)
         if warp < 4:
             if const_expr(self.warpgroups > 1):
@@ -319,15 +330,13 @@ class ForwardSm90:
         each two see the same number (``paired``). Otherwise the longest tiles of all heads are the first.
         """
         if const_expr(self.spec.packed_q):
-            index = turn * self.grid + self.bidx
-            sequence, m = self.find_sequence(index // self.heads)
-            head = index % self.heads
+            tile, head = divided(turn * self.grid + self.bidx, self.by_heads)
+            sequence, m = self.find_sequence(tile)
         elif const_expr(self.longest_first):
             sequence, head, m = self.causal_tile(turn)
         else:
-            index = turn * self.grid + self.bidx
-            sequence, head = index // self.m_tiles // self.heads, index // self.m_tiles % self.heads
-            m = index % self.m_tiles
+            head, m = divided(turn * self.grid + self.bidx, self.by_m_tiles)
+            sequence, head = divided(head, self.by_heads)
         batch_q = batch_k = sequence
         first_q = first_k = Int32(0)
         len_q, len_k = self.len_q, self.len_k
@@ -350,17 +359,16 @@ class ForwardSm90:
         else:
             paired = self.paired != 0
         if paired:
-            pairs = cute.ceil_div(self.m_tiles, 2)
-            index = turn // 2 * self.grid + self.bidx
-            head, m = index // pairs, index % pairs
+            head, m = divided(turn // 2 * self.grid + self.bidx, self.by_pairs)
             if turn % 2 == 0:
                 m = self.m_tiles - 1 - m
             else:  # of an odd number the last tile is alone
                 m -= self.m_tiles % 2
         else:
-            index = turn * self.grid + self.place(turn)
-            head, m = index % self.all_heads, self.m_tiles - 1 - index // self.all_heads
-        return head // self.heads, head % self.heads, m
+            m, head = divided(turn * self.grid + self.place(turn), self.by_all_heads)
+            m = self.m_tiles - 1 - m
+        sequence, head = divided(head, self.by_heads)
+        return sequence, head, m
 
     @cute.jit
     def find_sequence(self, index: Int32):
@@ -900,6 +908,11 @@ class ForwardSm90:
     def meet(self):
         """A barrier of a warpgroup."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER + self.wg, number_of_threads=WARPGROUP)
+
+
+def divided(x: Int32, divisor: Int32 | cute.FastDivmodDivisorV2) -> tuple:
+    """(Quotient, rest)"""
+    return (x // divisor, x % divisor) if isinstance(divisor, Int32) else divmod(x, divisor)
 
 
 def row_of_thread(thread: Int32) -> Int32:

@@ -32,8 +32,6 @@ def precompiled():
 # ---- errors
 
 
-# H200: 1.24 and 1.22 times the error of the best of torch's, at 1000 keys
-WORSE = {Case(2, 1000, 1000, 4, 2, d, False) for d in HEAD_SIZES}
 ACCURACY = [
     *(
         Case(2, n, n, 4, 2, d, c)
@@ -48,10 +46,8 @@ ACCURACY = [
 
 
 @pytest.mark.parametrize("case", ACCURACY, ids=str)
-def test_error(case, generator, request):
+def test_error(case, generator):
     """No more than 1.2 times that of the best of torch's own."""
-    if case in WORSE:
-        request.applymarker(pytest.mark.xfail(reason="1.24 times", strict=True))
     inputs = make_inputs(case, generator)
     wanted, of_rows = exact(case, inputs)
     out, lse = run(inputs, case.causal)
@@ -104,7 +100,7 @@ def unusual(kind: str, generator: torch.Generator, head_size: int) -> Inputs:
         step = head_size**0.5 / reference.LOG2E  # of scores, to a factor of two
         by_key = {
             "rising": place // BLOCK * 9.0 * step,  # a rescale in every block
-            "slowly rising": place // BLOCK * 0.25 * step,  # none
+            "slowly rising": place // BLOCK * 0.125 * step,  # none
             "falling": -(place // BLOCK) * 9.0 * step,
             "splits up": (place >= SPLIT) * 200.0 * step,
             "splits down": (place >= SPLIT) * -200.0 * step,

@@ -84,7 +84,7 @@ def attention(
     Numerics:
         The contract ``kv_grid``. Keys have places 0, 1, 2, ... in their sequence. Blocks of 128 keys, at multiples of
         128, are the steps of an online softmax: both products in the tensor core's steps of 16, ascending, in fp32; a
-        row is rescaled where its maximum grows by more than 2^8. Splits of 2048 keys, at multiples of 2048, start from
+        row is rescaled where its maximum grows by more than 2^4. Splits of 2048 keys, at multiples of 2048, start from
         nothing and are merged in ascending order, in fp32. (D beyond 128: splits of 4096 keys; of these with Dv beyond
         128: blocks of 64.) The weights are rounded to q's dtype before they meet v. So a row of the result, and its
         lse, has the same bits whatever the batch, its place in it, the other rows, the number of queries beside it,
