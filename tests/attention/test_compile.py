@@ -72,7 +72,7 @@ assert builder.obtain(*arguments).origin == "compiled"
         "lg2.approx.ftz.f32",
         "rcp.approx.ftz.f32",
     }
-    assert len(re.findall(r"wgmma\.mma_async[\w.]+ \{[^}]*\}, \{[^}]*\}", kernel)) == 3 * 8
+    assert len(re.findall(r"wgmma\.mma_async[\w.]+ \{[^}]*\}, \{[^}]*\}", kernel)) == 4 * 8
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in kernel and ".local" not in kernel
     assert not re.search(r"\b(atom|red)\.", kernel)
 
