@@ -239,6 +239,8 @@ class ForwardSm100(ForwardSm90):
         tidx = opaque(tidx)
         self.thread, self.lane = tidx % WARPGROUP, tidx % WARP_SIZE
         self.schedule(mQ, mK, num_tiles, paired)
+        counts = self.heads, self.all_heads, self.m_tiles, cute.ceil_div(self.m_tiles, 2)
+        self.by_heads, self.by_all_heads, self.by_m_tiles, self.by_pairs = (Int32(count) for count in counts)
 
     def allocate(self, smem, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma):
         """Barriers, what a row's softmax tells its correction, q, the rings, a tile's out."""
