@@ -326,12 +326,12 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
 
 # At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries
 BACKWARD_CONFIGS = {
-    64: (BackwardConfig(128, 2, False, False), BackwardConfig(128, 2, False), BackwardConfig(64, 4)),
-    128: (BackwardConfig(64, 2), BackwardConfig(64, 2, True, False), BackwardConfig(64, 3)),
+    64: (BackwardConfig(128, 2, False, False), BackwardConfig(128, 2, False), BackwardConfig(64, 3)),
+    128: (BackwardConfig(64, 2), BackwardConfig(64, 2, True, False), BackwardConfig(64, 2, False, False)),
 }
 PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together
-BACKWARD_L2_BYTES = 40 << 20
+BACKWARD_L2_BYTES = 16 << 20
 
 
 def backward_heads_together(head_size: int, itemsize: int, len_q: int, group: int) -> int:

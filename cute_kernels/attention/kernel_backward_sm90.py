@@ -1,7 +1,7 @@
 """Attention backward for SM90: persistent, warp-specialised, five products a step, sums in a fixed order.
 
 A CTA takes a block of 128 keys of one head at a time and walks over the tiles of queries that see it, ascending. One
-warp loads, one thread adds dq; two warpgroups of 64 keys each compute. Scores lie across: rows are keys.
+warp loads, two threads add dq; two warpgroups of 64 keys each compute. Scores lie across: rows are keys.
 
     gmem k, v --TMA--> sK, sV (k_full, v_full / kv_empty)            once a block of keys
     gmem q, lse --TMA--> sQ, sLse (q_full / q_empty)        \
@@ -14,7 +14,7 @@ warp loads, one thread adds dq; two warpgroups of 64 keys each compute. Scores l
 The contract ``kv_grid``: kernel_row_backward.py has its arithmetic; here are the products and the order.
 
 dq: a row gets one partial of each block of keys, in fp32, in a fixed order: with a causal mask or a window from its
-last block down, else from the first up. A tile's counter says how many have been added. The thread that adds waits
+last block down, else from the first up. A tile's counter says how many have been added. A thread that adds waits
 until that is its own turn, adds, waits until the sum is in memory, and counts. The first one stores instead, so nothing
 is cleared before.
 
@@ -45,7 +45,6 @@ from cute_kernels.attention.config import PADDED_ROWS, WARPGROUP_ROWS, BackwardC
 from cute_kernels.attention.kernel_forward_sm90 import by_rows, opaque, partition, ragged, row_of_thread
 from cute_kernels.attention.kernel_row import ROWS, cap, column_of, first_column
 from cute_kernels.attention.kernel_row_backward import (
-    add_head,
     hide_queries,
     scaled,
     score_gradient,
@@ -60,6 +59,7 @@ WARP_SIZE, WARPGROUP = 32, 128
 WARPGROUPS = 2  # that compute
 COMPUTE = WARPGROUPS * WARPGROUP
 REGISTERS = 24, 240  # of a thread that loads, and one that computes
+ADDERS = 2  # threads that add dq in turn, each from a buffer of its own
 COMPUTE_BARRIER = 1  # the named barrier of all threads that compute
 VECTOR = 4  # fp32 numbers of sums that move together
 HIDDEN = 1 << 30  # a column behind all
@@ -220,7 +220,7 @@ class BackwardSm90:
         if tidx == 0:
             warps = const_expr(COMPUTE // WARP_SIZE)
             cute.arch.mbarrier_init(self.ticket_full, 1)
-            cute.arch.mbarrier_init(self.ticket_empty, warps + 1)
+            cute.arch.mbarrier_init(self.ticket_empty, warps + ADDERS)
             cute.arch.mbarrier_init(self.k_full, 1)
             cute.arch.mbarrier_init(self.v_full, 1)
             cute.arch.mbarrier_init(self.kv_empty, 1)
@@ -229,9 +229,9 @@ class BackwardSm90:
                 cute.arch.mbarrier_init(self.q_empty + stage, warps)
                 cute.arch.mbarrier_init(self.dout_full + stage, 1)
                 cute.arch.mbarrier_init(self.dout_empty + stage, warps)
-            for wg in cutlass.range_constexpr(WARPGROUPS):
-                cute.arch.mbarrier_init(self.dq_full + wg, warps // WARPGROUPS)
-                cute.arch.mbarrier_init(self.dq_empty + wg, 1)
+            for i in cutlass.range_constexpr(WARPGROUPS * ADDERS):
+                cute.arch.mbarrier_init(self.dq_full + i, warps // WARPGROUPS)
+                cute.arch.mbarrier_init(self.dq_empty + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier()
@@ -242,9 +242,9 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
                 self.load(atoms, matrices, row_lse, delta)
-            if warp == 1:
+            if (warp > 0) & (warp <= ADDERS):
                 if cute.arch.lane_idx() == 0:
-                    self.add_dq(dq_sums)
+                    self.add_dq(dq_sums, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             self.compute(score_mma, key_mma, dq_mma, atoms, matrices, dkv_sums, tidx - WARPGROUP)
@@ -257,7 +257,7 @@ class BackwardSm90:
 
         self.ticket_full, self.ticket_empty, self.k_full, self.v_full, self.kv_empty = (barriers(1) for _ in range(5))
         self.q_full, self.q_empty, self.dout_full, self.dout_empty = (barriers(self.stages) for _ in range(4))
-        self.dq_full, self.dq_empty = (barriers(WARPGROUPS) for _ in range(2))
+        self.dq_full, self.dq_empty = (barriers(WARPGROUPS * ADDERS) for _ in range(2))
         self.sTicket = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=8)
         # Values of queries: the pair of a lane in each 8 columns
         of_rows = cute.make_layout((2, 4, self.tile_rows // 8, self.stages), stride=(1, 2, 8, self.tile_rows))
@@ -276,7 +276,7 @@ class BackwardSm90:
         self.sDs, self.sDs_across = tensors(2)
         numbers = self.tile_rows * self.head_size // WARPGROUPS
         layout = cute.make_layout(
-            (VECTOR, WARPGROUP, numbers // (VECTOR * WARPGROUP), WARPGROUPS),
+            (VECTOR, WARPGROUP, numbers // (VECTOR * WARPGROUP), WARPGROUPS * ADDERS),
             stride=(1, VECTOR, VECTOR * WARPGROUP, numbers),
         )
         self.sDq = smem.allocate_tensor(Float32, layout, byte_alignment=128)
@@ -294,7 +294,6 @@ class BackwardSm90:
             batch = starts_q.shape[0] - 1
         self.queries = Sequences(len_q, batch, starts_q, None)
         self.keys = Sequences(len_k, batch, starts_k, used_k)
-        self.group = self.heads // self.pairs
         self.num_tiles, self.heads_together = num_tiles, together
         self.tickets = num_blocks * self.heads
         self.counters = counters.iterator
@@ -305,23 +304,24 @@ class BackwardSm90:
 
         Heads that fit into L2 come together; of packed keys all heads of a sequence.
         """
+        heads = opaque(self.heads)  # else what divides by it is kept in registers along the walk
         if const_expr(self.spec.packed_k):
-            line, head = ticket // self.heads, ticket % self.heads
+            line, head = ticket // heads, ticket % heads
             sequence, n = find_tile(self.keys, line, self.block)
             blocks = self.keys.first_tile(sequence + 1, self.block) - self.keys.first_tile(sequence, self.block)
         else:
+            together = opaque(self.heads_together)
             blocks = cute.ceil_div(self.keys.length, self.block)
-            of_section = blocks * self.heads_together
-            section = ticket // of_section
-            first = section * self.heads_together
-            heads = cutlass.min(self.heads_together, self.heads * self.keys.number - first)
-            index = ticket - section * of_section
-            n, head = index // heads, first + index % heads
-            sequence, head = head // self.heads, head % self.heads
+            section = ticket // (blocks * together)
+            first = section * together
+            of_section = cutlass.min(together, heads * self.keys.number - first)
+            index = ticket - first * blocks
+            n, head = index // of_section, first + index % of_section
+            sequence, head = head // heads, head % heads
         if const_expr(self.descends):
             n = blocks - 1 - n
         len_q, len_k = self.queries.rows(sequence), self.keys.rows(sequence)
-        exists = n * self.block < len_k
+        exists = (n >= 0) & (n * self.block < len_k)
 
         behind = len_k - len_q  # query i has the place i + behind
         first, end = Int32(0), cute.ceil_div(len_q, self.tile_rows)
@@ -336,16 +336,15 @@ class BackwardSm90:
         return n, head, sequence, len_q, len_k, first, end, exists
 
     @cute.jit
-    def sees_whole(self, block: tuple, m: Int32):
-        """Whether all queries of a tile see all of a block, and it is full."""
-        first_place = m * self.tile_rows + block.len_k - block.len_q
-        whole = (block.n + 1) * self.block <= block.len_k
+    def sees_whole(self, reach: tuple, m: Int32):
+        """Whether all queries of a tile see all of a block, and it is full; ``reach``: see ``walk``."""
+        own, keys = reach
+        first, last = m * self.tile_rows, (m + 1) * self.tile_rows - 1
+        whole = keys >= self.block
         if const_expr(self.spec.causal):
-            whole = whole & (first_place >= (block.n + 1) * self.block - 1)
+            whole = whole & (first >= own + self.block - 1)
         if const_expr(self.spec.window):
-            last_place = first_place + self.tile_rows - 1
-            whole = whole & (first_place + self.right >= (block.n + 1) * self.block - 1)
-            whole = whole & (last_place - self.left <= block.n * self.block)
+            whole = whole & (first + self.right >= own + self.block - 1) & (last - self.left <= own)
         return whole
 
     @cute.jit
@@ -430,6 +429,10 @@ class BackwardSm90:
             turn += 1
             ticket = self.take_ticket(turn)
 
+    def group(self) -> Int32:
+        """Query heads of a head of keys."""
+        return opaque(self.heads) // opaque(self.pairs) if self.spec.grouped else Int32(1)
+
     def queries_of(self, matrix: cute.Tensor, block: Block) -> cute.Tensor:
         """A sequence's rows of a matrix of queries."""
         i = block.sequence
@@ -440,7 +443,7 @@ class BackwardSm90:
         """A sequence's rows of a matrix of keys."""
         i = block.sequence
         where = self.keys.matrix(i), self.keys.first(i), block.len_k
-        return rows_of(matrix, self.ragged_k, block.head // self.group, *where)
+        return rows_of(matrix, self.ragged_k, block.head // self.group(), *where)
 
     @cute.jit
     def load_tile(
@@ -465,26 +468,32 @@ class BackwardSm90:
         """(slot, phase)"""
         return count % self.stages, count // self.stages % 2
 
-    # ---- the thread that adds dq
+    # ---- the threads that add dq
 
     @cute.jit
-    def add_dq(self, dq_sums: cute.Tensor):
-        """Partials of dq into their sums, each in its turn."""
+    def add_dq(self, dq_sums: cute.Tensor, adder: Int32):
+        """Partials of dq into their sums, each in its turn; of a CTA's partials every second one is an adder's.
+
+        While one waits for its sum to be in memory, the other one waits for its turn.
+        """
         num_bytes = const_expr(4 * self.dq_numbers)
         count, turn = Int32(0), Int32(0)
         ticket = self.read_ticket(turn, True)
         while ticket < self.tickets:
             block = Block(*self.block_of(ticket))
             first_tile = self.queries.first_tile(block.sequence, self.tile_rows)
-            for m in cutlass.range(block.first, block.end, unroll=1):
+            first = block.first + (count + adder) % ADDERS
+            for m in cutlass.range(first, block.end, ADDERS, unroll=1):
                 line = (first_tile + m) * self.heads + block.head
                 counter = self.counters + (1 + line)
                 before = self.turn_of(block, m)
                 wait_for(counter, before)
                 target = dq_sums.iterator + Int64(line) * (WARPGROUPS * self.dq_numbers)
+                phase = (count + m - block.first) // ADDERS % 2
                 for wg in cutlass.range_constexpr(WARPGROUPS):
-                    cute.arch.mbarrier_wait(self.dq_full + wg, count % 2)
-                    source = self.sDq[None, 0, 0, wg].iterator
+                    slot = adder * WARPGROUPS + wg
+                    cute.arch.mbarrier_wait(self.dq_full + slot, phase)
+                    source = self.sDq[None, 0, 0, slot].iterator
                     if before == 0:
                         bulk_store(target + wg * self.dq_numbers, source, num_bytes)
                     else:
@@ -492,11 +501,11 @@ class BackwardSm90:
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for wg in cutlass.range_constexpr(WARPGROUPS):
-                    cute.arch.mbarrier_arrive(self.dq_empty + wg)
+                    cute.arch.mbarrier_arrive(self.dq_empty + (adder * WARPGROUPS + wg))
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async")
                 count_one(counter)
-                count += 1
+            count += block.end - block.first
             turn += 1
             ticket = self.read_ticket(turn, True)
 
@@ -561,7 +570,8 @@ class BackwardSm90:
                     self.walk(tensors, block, count, blocks)
                 count += block.end - block.first
                 blocks += 1
-                self.finish(tensors, atoms, matrices, dkv_sums, block)
+                # Found again, so that no register keeps all of it along the walk
+                self.finish(tensors, atoms, matrices, dkv_sums, Block(*self.block_of(opaque(ticket))))
             turn += 1
             ticket = self.read_ticket(turn, False)
         if self.tidx < WARP_SIZE:
@@ -569,17 +579,23 @@ class BackwardSm90:
 
     @cute.jit
     def walk(self, tensors: tuple, block: tuple, count: Int32, blocks: Int32):
-        """Over the tiles of queries that see a block."""
+        """Over the tiles of queries that see a block.
+
+        Of the block a step knows its reach: the query that has the place of its first key, and how many keys follow.
+        """
         if const_expr(self.scores_ahead):
             self.score(tensors[-1], count)
             warpgroup.wait_group(0)
+        first_key = block.n * self.block
+        reach = first_key + block.len_q - block.len_k, block.len_k - first_key
+        start = count - block.first
         # There is one tile at least; did the compiler not know, ptxas would have every product waited for
         for m in cutlass.range(block.first, cutlass.max(block.end, block.first + 1), unroll=1):
-            self.step(tensors, block, m, count + m - block.first, blocks)
+            self.step(tensors, reach, m, block.end, start + m, blocks)
         warpgroup.wait_group(0)
 
     @cute.jit
-    def step(self, tensors: tuple, block: tuple, m: Int32, count: Int32, blocks: Int32):
+    def step(self, tensors: tuple, reach: tuple, m: Int32, end: Int32, count: Int32, blocks: Int32):
         """A tile of queries: its part of dk and dv, and its partial of dq."""
         dk, dv, weights, gradients, scores = tensors
         slot, phase = self.place_in_ring(count)
@@ -595,8 +611,8 @@ class BackwardSm90:
             warpgroup.wait_group(1)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
-        if not self.sees_whole(block, m):
-            self.hide_queries(scores, block, m)
+        if not self.sees_whole(reach, m):
+            self.hide_queries(scores, reach, m)
         self.find_weights(scores, weights, slot)
         if const_expr(self.dv_first):
             if const_expr(not self.spec.softcap):
@@ -625,7 +641,7 @@ class BackwardSm90:
         if const_expr(self.scores_ahead):
             # Of the last tile's successor, which is none, whatever the slot holds: nothing is made of these scores
             following, phase = self.place_in_ring(count + 1)
-            if m + 1 < block.end:
+            if m + 1 < end:
                 cute.arch.mbarrier_wait(self.q_full + following, phase)
             ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
             warpgroup.fence()
@@ -669,19 +685,20 @@ class BackwardSm90:
             cute.gemm(atom, target, self.tQrDs[None, None, k16, slot], self.tQrK[None, None, k16], target)
         warpgroup.commit_group()
 
-    def hide_queries(self, scores: cute.Tensor, block: Block, m: Int32):
+    def hide_queries(self, scores: cute.Tensor, reach: tuple, m: Int32):
         """Scores of queries that do not see a key, or of keys that do not exist."""
-        key = block.n * self.block + self.wg * WARPGROUP_ROWS + row_of_thread(self.thread)
-        first_place = m * self.tile_rows + first_column(self.lane) + block.len_k - block.len_q
+        own, keys = reach
+        thread = opaque(self.tidx)
+        key = thread // WARPGROUP * WARPGROUP_ROWS + row_of_thread(thread % WARPGROUP)
         first, last = [], []
         for r in range(ROWS):
             column = Int32(-HIDDEN)
             if self.descends:
-                column = key + 8 * r - first_place
+                column = own + key + 8 * r - m * self.tile_rows - first_column(thread)
             if self.spec.window:
                 last.append(column + self.left)
                 column -= self.right
-            first.append(Int32(select_(key + 8 * r < block.len_k, column, Int32(HIDDEN))))
+            first.append(Int32(select_(key + 8 * r < keys, column, Int32(HIDDEN))))
         hide_queries(scores, tuple(first), tuple(last) if self.spec.window else None)
 
     def values_of(self, values: cute.Tensor, slot: Int32, columns: int) -> cute.Tensor:
@@ -726,15 +743,16 @@ class BackwardSm90:
 
     @cute.jit
     def put_dq(self, partial: cute.Tensor, count: Int32):
-        """A partial of dq into shared memory, once the one before has been read."""
-        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), self.thread
-        cute.arch.mbarrier_wait(self.dq_empty + self.wg, count % 2 ^ 1)
+        """A partial of dq into shared memory, once the last but one has been read."""
+        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
+        slot = count % ADDERS * WARPGROUPS + self.wg
+        cute.arch.mbarrier_wait(self.dq_empty + slot, count // ADDERS % 2 ^ 1)
         for i in cutlass.range_constexpr(cute.size(partial) // VECTOR):
             for e in cutlass.range_constexpr(VECTOR):
                 vector[e] = partial[i * VECTOR + e]
-            cute.autovec_copy(vector, self.sDq[None, thread, i, self.wg])
+            cute.autovec_copy(vector, self.sDq[None, thread, i, slot])
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.release(self.dq_full + self.wg)
+        self.release(self.dq_full + slot)
 
     @cute.jit
     def finish(
@@ -745,18 +763,20 @@ class BackwardSm90:
         dkv_sums: cute.Tensor,
         block: tuple,
     ):
-        """dk and dv of a block: added to those of the heads before, or rounded and on their way."""
+        """dk and dv of a block, rounded, on their way; of a group into its sums, which ``finish_dkv`` rounds.
+
+        (With both the sums and the rounding here ptxas finds too few registers, and has every product waited for.)
+        """
         dk, dv, *_ = tensors
-        *_, tma_dk, tma_dv = atoms
-        *_, mDk, mDv = matrices
-        pair, member = block.head // self.group, block.head % self.group
-        is_last = True
+        group = self.group()
+        pair, member = block.head // group, block.head % group
+        self.meet()  # both have read k and v
         if const_expr(self.spec.grouped):
             line = (self.keys.first_tile(block.sequence, self.block) + block.n) * self.pairs + pair
-            self.add_heads(dk, dv, dkv_sums, line, member)
-            is_last = member == self.group - 1
-        self.meet()  # both have read k and v
-        if is_last:
+            self.add_head(dk, dv, dkv_sums, line, member)
+        else:
+            *_, tma_dk, tma_dv = atoms
+            *_, mDk, mDv = matrices
             for i in cutlass.range_constexpr(cute.size(dk)):
                 dk[i] = scaled(dk[i], self.scale)
             copy = self.store_dkv
@@ -778,36 +798,41 @@ class BackwardSm90:
             cute.arch.mbarrier_arrive(self.kv_empty)
 
     @cute.jit
-    def add_heads(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
-        """The sums of the group's heads before, plus this one's: in registers for the last, else for the next one."""
+    def add_head(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
+        """This head's sums added to those of the group's heads before, in memory, by way of k's and v's place."""
         counter = self.counters + (1 + self.num_tiles * self.heads + line)
-        numbers = const_expr(WARPGROUP_ROWS * self.head_size)
-        first = (Int64(line) * (2 * WARPGROUPS) + self.wg) * numbers + opaque(self.thread) * VECTOR
-        sums = dkv_sums.iterator + cute.assume(first, divby=VECTOR)
-        totals = dk, dv
-        if member > 0:
-            if self.tidx == 0:
-                wait_for(counter, member)
-            self.meet()
-            for j in cutlass.range_constexpr(2):
-                total = totals[j]
-                for i in cutlass.range_constexpr(cute.size(dk) // VECTOR):
-                    before = load_sums(sums + (j * WARPGROUPS * numbers + i * VECTOR * WARPGROUP))
-                    for e in cutlass.range_constexpr(VECTOR):
-                        total[i * VECTOR + e] = add_head(before[e], total[i * VECTOR + e])
-        if member < self.group - 1:
-            vector = cute.make_rmem_tensor((VECTOR,), Float32)
-            for j in cutlass.range_constexpr(2):
-                total = totals[j]
-                for i in cutlass.range_constexpr(cute.size(dk) // VECTOR):
-                    for e in cutlass.range_constexpr(VECTOR):
-                        vector[e] = total[i * VECTOR + e]
-                    target = sums + (j * WARPGROUPS * numbers + i * VECTOR * WARPGROUP)
-                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(VECTOR)))
-            cute.arch.fence_acq_rel_gpu()
+        numbers = const_expr(self.block * self.head_size)
+        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
+        vectors = const_expr(WARPGROUP_ROWS * self.head_size // (VECTOR * WARPGROUP))
+        layout = cute.make_layout(
+            (VECTOR, WARPGROUP, vectors, WARPGROUPS), stride=(1, VECTOR, VECTOR * WARPGROUP, numbers // WARPGROUPS)
+        )
+        staged = cute.make_tensor(cute.recast_ptr(self.sK.iterator, cute.make_swizzle(0, 4, 3), Float32), layout)
+        for which in cutlass.range_constexpr(2):
+            total = (dk, dv)[which]
+            for i in cutlass.range_constexpr(vectors):
+                for e in cutlass.range_constexpr(VECTOR):
+                    vector[e] = total[i * VECTOR + e]
+                cute.autovec_copy(vector, staged[None, thread, i, self.wg])
+            cute.arch.fence_proxy("async.shared", space="cta")
             self.meet()
             if self.tidx == 0:
-                count_one(counter)
+                target = dkv_sums.iterator + (Int64(line) * 2 + which) * numbers
+                source = staged[None, 0, 0, 0].iterator
+                if member == 0:
+                    bulk_store(target, source, 4 * numbers)
+                else:
+                    if const_expr(which == 0):
+                        wait_for(counter, member)
+                    bulk_add(target, source, 4 * numbers)
+                cute.arch.cp_async_bulk_commit_group()
+                if const_expr(which == 0):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                else:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    cute.arch.fence_proxy("async")
+                    count_one(counter)
+            self.meet()
 
     # ---- who waits for whom
 
@@ -850,15 +875,6 @@ def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target.toint(), Int32(source.toint()), Int32(num_bytes)],
-    )
-
-
-def load_sums(source: cute.Pointer) -> tuple:
-    """Four numbers that another CTA has written, from L2."""
-    return cute.arch.inline_ptx(
-        "ld.global.cg.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * VECTOR,
-        read_only_args=[source.toint()],
     )
 
 

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.attention.config import BackwardConfig, BackwardSpec
@@ -113,6 +114,137 @@ class FinishDqSm90:
                 cute.copy(tma_dq, source, target[None, m, 0])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class FinishDkvSm90:
+    """See the module; arguments as in the builder ``finish_dkv``. A CTA a block of keys of dk, or of dv."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: BackwardSpec, config: BackwardConfig):
+        self.dtype = dtype
+        self.spec = spec
+        self.summed = BackwardSm90(dtype, spec, config)  # whose accumulators they are
+        self.block, self.head_size, self.ragged = self.summed.block, spec.head_size, self.summed.ragged_k
+
+    @cute.jit
+    def __call__(
+        self,
+        dkv_sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scale: Float32,
+        num_blocks: Int32,
+        stream,
+    ):
+        store, layout, shape = cpasync.CopyBulkTensorTileS2GOp(), self.summed.layouts()[0], (self.block, self.head_size)
+        of_dk, of_dv = (ragged(by_rows(t)) if self.ragged else by_rows(t) for t in (dk, dv))
+        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, of_dk, layout, shape)
+        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, of_dv, layout, shape)
+        batch, length, pairs, _ = dk.shape
+        self.kernel(
+            self.summed.tiled_mmas()[1], tma_dk, mDk, tma_dv, mDv, dkv_sums, (batch, length, pairs), cu_seqlens_k,
+            seqused_k, scale,
+        ).launch(grid=[2 * num_blocks * pairs, 1, 1], block=[COMPUTE, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        tma_dk: cute.CopyAtom,
+        mDk: cute.Tensor,
+        tma_dv: cute.CopyAtom,
+        mDv: cute.Tensor,
+        dkv_sums: cute.Tensor,
+        sizes: tuple,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scale: Float32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        layout = self.summed.layouts()[0]
+        shared = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        cute.arch.griddepcontrol_wait()
+        batch, length, pairs = sizes
+        if const_expr(cu_seqlens_k is not None):
+            batch = cu_seqlens_k.shape[0] - 1
+        keys = Sequences(length, batch, cu_seqlens_k, seqused_k)
+        line, which = bidx // 2, bidx % 2
+        pair = line % pairs
+        sequence, n = find_tile(keys, line // pairs, self.block)
+        rows = keys.rows(sequence)
+        if n * self.block < rows:
+            totals = cute.make_rmem_tensor(mma.partition_shape_C((self.block, self.head_size)), Float32)
+            load_totals(totals, dkv_sums, bidx, self.block * self.head_size, tidx)
+            factor = Float32(select_(which == 0, scale, Float32(1.0)))
+            store_totals(totals, factor, mma, shared, self.dtype, tidx)
+            if tidx < WARP_SIZE:
+                place = pair, keys.matrix(sequence), keys.first(sequence), rows
+                if which == 0:
+                    store_box(tma_dk, shared, rows_of(mDk, self.ragged, *place), n, (self.block, self.head_size))
+                else:
+                    store_box(tma_dv, shared, rows_of(mDv, self.ragged, *place), n, (self.block, self.head_size))
+
+
+@cute.jit
+def load_totals(totals: cute.Tensor, sums: cute.Tensor, tile: Int32, numbers: cutlass.Constexpr[int], tidx: Int32):
+    """A thread's accumulators of a tile."""
+    thread = tidx // WARPGROUP * (numbers // WARPGROUPS) + tidx % WARPGROUP * VECTOR
+    source = sums.iterator + cute.assume(Int64(tile) * numbers + thread, divby=VECTOR)
+    vectors = const_expr(cute.size(totals) // VECTOR)
+    of_thread = cute.make_layout((VECTOR, vectors), stride=(1, WARPGROUP * VECTOR))
+    flat = cute.make_tensor(totals.iterator, cute.make_layout((VECTOR, vectors)))
+    cute.autovec_copy(cute.make_tensor(source, of_thread), flat)
+
+
+def store_totals(totals: cute.Tensor, scale: Float32, mma: cute.TiledMma, shared: cute.Tensor, dtype, tidx: Int32):
+    """Scaled and rounded into shared memory, for the engine that stores."""
+    for i in range(cute.size(totals)):
+        totals[i] = scaled_and_flushed(totals[i], scale)
+    rounded = cute.make_rmem_tensor(totals.shape, dtype)
+    rounded.store(totals.load().to(dtype))
+    atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), dtype)
+    copy = cute.make_tiled_copy_C(atom, mma)
+    cute.copy(copy, copy.retile(rounded), copy.get_slice(tidx).partition_D(shared))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier()
+
+
+def store_box(atom: cute.CopyAtom, shared: cute.Tensor, matrix: cute.Tensor, tile: Int32, shape: tuple[int, int]):
+    """A tile from shared memory to its place among a matrix' rows."""
+    source, target = partition(atom, shared, matrix, shape)
+    cute.copy(atom, source, target[None, tile, 0])
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@compiled
+def finish_dkv(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Program:
+    """dk (B, L, Hkv, D) and dv (B, L, Hkv, Dv) of ``dkv_sums``, arguments as of ``backward_sm90``."""
+    dtype, d, dv = cutlass_dtype(spec.dtype), spec.head_size, spec.head_size
+    if spec.padded:
+        d, dv = (cute.sym_int(divisibility=8) for _ in range(2))
+    batch, length, pairs = (cute.sym_int() for _ in range(3))
+
+    def operand(size):
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        return cute.runtime.make_fake_tensor(dtype, (batch, length, pairs, size), (*strides, 1), assumed_align=16)
+
+    def integers(present):
+        return cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if present else None
+
+    return Program(
+        FinishDkvSm90(dtype, spec, config),
+        cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16),
+        operand(d),
+        operand(dv),
+        integers(spec.packed_k),
+        integers(spec.used_k),
+        Float32(1.0),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
 
 
 @compiled

@@ -2,7 +2,8 @@
 
 Scores lie across: a thread holds two rows, of keys, of a block whose columns are queries. The backward's kernels
 compute with scores, sums and gradients nowhere else, each step outside of the products one named operation, as
-``kernel_row`` has them. Sums of dq are flushed where they are subnormal, as adding in global memory does.
+``kernel_row`` has them. Sums of dq, and of the heads of a group, are added in global memory, where what
+is subnormal counts as 0.
 """
 
 import cutlass
@@ -65,11 +66,6 @@ def lanes_sum(total: Float32, lanes: int) -> Float32:
 
 def less(a: Float32, b: Float32) -> Float32:
     return add(a, -b)
-
-
-def add_head(before: Float32, of_head: Float32) -> Float32:
-    """The sum of a group's heads so far, and the next one's."""
-    return add(before, of_head)
 
 
 def scaled(total: Float32, scale: Float32) -> Float32:

@@ -220,7 +220,7 @@ def backward_sm90(
     assert dkv_sums.numel() == summed * 2 * block * spec.head_size
     assert counters.numel() == 1 + num_tiles * heads + summed and not counters.any()
     assert 1 <= num_ctas <= num_blocks * heads and together % group == 0
-    sums = dq_sums[: q.numel()].view(q.shape)
+    of_rows = dq_sums[: q.numel()].view(q.shape)
     for i in range(len(queries)):
         (start, n), (start_k, n_k) = queries[i], keys[i]
         first = _first_tile(cu_seqlens_q, i, len_q, PADDED_ROWS) * PADDED_ROWS
@@ -236,9 +236,15 @@ def backward_sm90(
         p = torch.exp2(scores.masked_fill(~seen, -math.inf) * score_scale - row_lse[:, first : first + n, None])
         slope = 1 - scores.square() if spec.softcap else 1.0
         ds = p * slope * (gradient @ rows_v.mT - delta[:, first : first + n, None])
-        sums[of_q] = (ds @ rows_k).transpose(0, 1)
-        for target, found in ((dk, ds.mT @ rows_q * scale), (dv, p.mT @ gradient)):
-            target[of_k] = found.unflatten(0, (pairs, group)).sum(1).transpose(0, 1).to(target.dtype)
+        of_rows[of_q] = (ds @ rows_k).transpose(0, 1)
+        if spec.grouped:  # left in the order of dk and dv, too
+            sums = dkv_sums[: 2 * k.shape[0] * len_k * pairs * spec.head_size].view(2, *k.shape[:3], spec.head_size)
+            targets = sums[0, ..., :d], sums[1, ..., : v.shape[3]]
+        else:
+            targets = dk, dv
+        for target, found, factor in zip(targets, (ds.mT @ rows_q, p.mT @ gradient), (scale, 1.0), strict=True):
+            found = found.unflatten(0, (pairs, group)).sum(1).transpose(0, 1)
+            target[of_k] = found if spec.grouped else (found * factor).to(target.dtype)
 
 
 def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale, right, len_k, num_tiles) -> None:
@@ -248,3 +254,15 @@ def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale,
     for i, (start, n) in enumerate(_sequences(cu_seqlens_q, batch, len_q)):
         of_q = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
         dq[of_q] = (dq_sums[: dq.numel()].view(dq.shape)[of_q] * scale).to(dq.dtype)
+
+
+def finish_dkv(static, dkv_sums, dk, dv, cu_seqlens_k, seqused_k, scale, num_blocks) -> None:
+    spec, (batch, len_k, pairs, d) = static["spec"], dk.shape
+    assert spec.grouped and not (spec.causal or spec.window or spec.softcap or spec.packed_q)
+    assert dkv_sums.numel() == 2 * num_blocks * pairs * grid_for(spec.head_size).block * spec.head_size
+    sums = dkv_sums[: 2 * batch * len_k * pairs * spec.head_size].view(2, *dk.shape[:3], spec.head_size)
+    for i, (start, n) in enumerate(_sequences(cu_seqlens_k, batch, len_k)):
+        used = n if seqused_k is None else min(seqused_k[i].item(), n)
+        of_k = (i, slice(used)) if cu_seqlens_k is None else (0, slice(start, start + used))
+        dk[of_k] = (sums[0][of_k][..., :d] * scale).to(dk.dtype)
+        dv[of_k] = sums[1][of_k][..., : dv.shape[3]].to(dv.dtype)

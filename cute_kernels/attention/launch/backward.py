@@ -112,11 +112,13 @@ class BackwardLaunch(NamedTuple):
         delta: what is known of each row; without and with a gradient of lse.
         backward: dk, dv and the sums of dq.
         finish_dq: dq of these.
+        finish_dkv: dk and dv of the sums of groups.
     """
 
     delta: tuple[Callable[..., None], Callable[..., None]]
     backward: Callable[..., None]
     finish_dq: Callable[..., None]
+    finish_dkv: Callable[..., None] | None
     spec: BackwardSpec
     config: BackwardConfig
     num_sms: int
@@ -139,6 +141,7 @@ class BackwardLaunch(NamedTuple):
             tuple(launches.load(kernel_delta.delta, arch, found) for found in of_delta),
             launches.load(kernel_backward_sm90.backward_sm90, arch, spec, config),
             launches.load(kernel_finish_dq.finish_dq, arch, finish_spec(spec), config),
+            launches.load(kernel_finish_dq.finish_dkv, arch, finish_dkv_spec(spec), config) if spec.grouped else None,
             spec,
             config,
             target.num_sms,
@@ -200,6 +203,8 @@ class BackwardLaunch(NamedTuple):
                 scale, left, right, tiles, blocks, together, min(blocks * heads, self.num_sms),
             )  # fmt: skip
         self.finish_dq(dq_sums, dq, *lengths, scale, right, k.shape[1], tiles)
+        if summed:
+            self.finish_dkv(dkv_sums, dk, dv, cu_seqlens_k, seqused_k, scale, blocks)
         if sinks is not None:
             of_sinks = torch.exp2((sinks * LOG2E).unsqueeze(1) - row_lse)
             torch.sum(of_sinks.mul_(delta), 1, out=dsinks).neg_()
@@ -218,6 +223,11 @@ def number_of_tiles(t: Tensor, rows: int, packed: bool, sequences: int) -> int:
 def finish_spec(spec: BackwardSpec) -> BackwardSpec:
     """That of ``finish_dq``, which does not depend on the rest."""
     return spec._replace(grouped=False, softcap=False)
+
+
+def finish_dkv_spec(spec: BackwardSpec) -> BackwardSpec:
+    """That of ``finish_dkv``, which does not depend on the rest."""
+    return spec._replace(causal=False, window=False, softcap=False, packed_q=False)
 
 
 def _make_backward(target: Target, spec: BackwardSpec) -> BackwardLaunch:
