@@ -1,4 +1,4 @@
-"""softmax, log_softmax and sums, forward and backward, beside torch, torch.compile, quack and Liger.
+"""softmax, log_softmax, sums, logsumexp and cumsum, forward and backward, beside torch, torch.compile, quack and Liger.
 
     python -m bench.bench_reduction                                          every case, results printed
     python -m bench.bench_reduction --filter 'softmax.bwd.*4096' --reps 30   cases whose name matches
@@ -40,8 +40,8 @@ SHAPES = (
 )
 QUICK_SHAPES = ((8192, 4096), (1024, 151936))
 SUM_SHAPES = ((8192, 4096), (32768, 1024), (1024, 151936))
-OPS = ("softmax", "log_softmax", "sum")
-FLOPS_PER_ELEMENT = {"softmax": 5, "log_softmax": 5, "sum": 1}
+OPS = ("softmax", "log_softmax", "sum", "logsumexp", "cumsum")
+FLOPS_PER_ELEMENT = {"softmax": 5, "log_softmax": 5, "sum": 1, "logsumexp": 4, "cumsum": 1}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Reduction:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        return ("fwd",) if self.op == "sum" else ("fwd", "bwd")
+        return ("fwd", "bwd") if self.op in OPS[:2] else ("fwd",)
 
     def case(self, direction: str) -> harness.Case:
         elements = self.rows * self.cols
@@ -82,10 +82,12 @@ class Reduction:
 
 
 def minimal_bytes(case: Reduction, direction: str) -> int:
-    """x and y; backward y, dy and dx; of a sum x and fp32 results."""
+    """x and y; backward y, dy and dx; of a sum, or logsumexp, x and fp32 results."""
     elements, size = case.rows * case.cols, case.dtype.itemsize
     if case.op == "sum":
         return elements * size + 4 * (case.rows if case.variant == "rows" else case.cols)
+    if case.op == "logsumexp":
+        return elements * size + 4 * case.rows
     return (2 if direction == "fwd" else 3) * elements * size
 
 
@@ -97,6 +99,7 @@ def reductions(quick: bool = False) -> list[Reduction]:
     cases += [Reduction("sum", *shape, variant=variant) for shape in sums for variant in ("rows", "columns")]
     if not quick:
         cases += [Reduction(op, *shape, dtype=torch.float32) for op in OPS[:2] for shape in QUICK_SHAPES]
+        cases += [Reduction(op, *shape) for op in OPS[3:] for shape in SUM_SHAPES]
     return cases
 
 
@@ -110,15 +113,17 @@ def make_inputs(case: Reduction, device: str = "cuda") -> Inputs:
     seed = harness.seed(f"{case.op}.{case.shape}.{case.dtype_name}.{case.variant}")
     generator = torch.Generator(device).manual_seed(seed)
     x, dy = (torch.randn(case.rows, case.cols, generator=generator, device=device).to(case.dtype) for _ in range(2))
-    return Inputs(x.requires_grad_(case.op != "sum"), dy)
+    return Inputs(x.requires_grad_(case.op in OPS[:2]), dy)
 
 
 def fp64_truth(case: Reduction, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
     """direction -> output's name -> the result in fp64."""
-    x = inputs.x.detach().double().requires_grad_(case.op != "sum")
+    x = inputs.x.detach().double().requires_grad_(case.op in OPS[:2])
     if case.op == "sum":
         return {"fwd": {"y": x.sum(_dim(case))}}
     y = _torch_function(case)(x)
+    if not x.requires_grad:
+        return {"fwd": {"y": y}}
     (dx,) = torch.autograd.grad(y, x, inputs.dy.double())
     return {"fwd": {"y": y.detach()}, "bwd": {"dx": dx}}
 
@@ -134,12 +139,16 @@ def _calls(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Calls:
 def _cute_kernels(case: Reduction, inputs: Inputs) -> Calls:
     if case.op == "sum":
         return _calls(lambda x: reduction.sum(x, _dim(case), out_dtype=torch.float32), inputs)
+    if case.op == "logsumexp":
+        return _calls(lambda x: reduction.logsumexp(x, out_dtype=torch.float32), inputs)
     return _calls(getattr(reduction, case.op), inputs)
 
 
 def _torch_function(case: Reduction) -> Callable[[Tensor], Tensor]:
     if case.op == "sum":
         return lambda x: torch.sum(x, _dim(case), dtype=torch.float32)
+    if case.op == "logsumexp":
+        return lambda x: torch.logsumexp(x.float() if x.dtype is torch.bfloat16 else x, -1)
     return lambda x: getattr(torch, case.op)(x, -1)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
 from cute_kernels.gemm.launch import gemm
-from cute_kernels.invariance import fused_attention, indexed, statistics
+from cute_kernels.invariance import fp32, fused_attention, indexed, statistics
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
@@ -121,7 +121,11 @@ def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, dims: int
         return NotImplemented
     if not _takes(a, b):
         # One product an element is the same in every batch, in any dtype
-        return a * b if a.shape[-1] == 1 and out_dtype in (None, a.dtype) else NotImplemented
+        if a.shape[-1] == 1 and out_dtype in (None, a.dtype):
+            return a * b
+        if a.dtype == torch.float32 and a.device == b.device and out_dtype in (None, *FLOATS):
+            return fp32.product(a, b, out_dtype or a.dtype)
+        return NotImplemented
     d = a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype or a.dtype)
     gemm(a, b, d, None, None, None, None, False, False, True)
     return d

@@ -120,14 +120,14 @@ class PrefixSums:
         n, tile = x.shape[1], const_expr(SCAN_THREADS * SCAN_ELEMENTS)
         before, buffer = Float32(0.0), Int32(0)
         cute.arch.griddepcontrol_wait()
-        following = self.load(source, tidx * SCAN_ELEMENTS, n)
+        following = cute.make_rmem_tensor((SCAN_ELEMENTS,), Float32)
+        self.load(following, source, tidx * SCAN_ELEMENTS, n)
         for first in cutlass.range(0, n, tile, unroll=1):
             at = first + tidx * SCAN_ELEMENTS
-            values = following
-            following = self.load(source, at + tile, n)
-            own = [values[0]]
+            own = [following[0]]
             for i in cutlass.range_constexpr(1, SCAN_ELEMENTS):
-                own.append(own[i - 1] + values[i])
+                own.append(own[i - 1] + following[i])
+            self.load(following, source, at + tile, n)
             through = own[-1]
             for step in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
@@ -154,18 +154,16 @@ class PrefixSums:
             buffer = 1 - buffer  # a warp may be a tile ahead, not two
 
     @cute.jit
-    def load(self, source: cute.Pointer, at: Int32, n: Int32):
+    def load(self, values: cute.Tensor, source: cute.Pointer, at: Int32, n: Int32):
         """A thread's elements, in fp32; 0 beyond the row."""
         vec = const_expr(self.vec)
-        loaded = cute.make_rmem_tensor((SCAN_ELEMENTS,), source.value_type)
-        loaded.fill(0)
         for i in cutlass.range_constexpr(0, SCAN_ELEMENTS, vec):
+            loaded = cute.make_rmem_tensor((vec,), source.value_type)
+            loaded.fill(0)
             if at + i < n:
-                part = cute.make_tensor(loaded.iterator + i, cute.make_layout(vec))
-                load_vector((source + (at + i)).align(vec * source.value_type.width // 8), part, None)
-        values = cute.make_rmem_tensor((SCAN_ELEMENTS,), Float32)
-        values.store(loaded.load().to(Float32))
-        return values
+                load_vector((source + (at + i)).align(vec * source.value_type.width // 8), loaded, None)
+            for j in cutlass.range_constexpr(vec):
+                values[i + j] = loaded[j].to(Float32)
 
     @cute.jit
     def store(self, result: cute.Tensor, target: cute.Pointer, at: Int32, n: Int32, dtype: cutlass.Constexpr):

@@ -10,7 +10,7 @@ from tests.bench.test_harness import FakeDevice
 
 def test_cases():
     names = [case.case(d).name for case in bench_reduction.reductions() for d in case.directions]
-    assert len(set(names)) == len(names) == 2 * 2 * 10 + 2 * 3 + 2 * 2 * 2
+    assert len(set(names)) == len(names) == 2 * 2 * 10 + 2 * 3 + 2 * 2 * 2 + 2 * 3
     quick = {case.case(d).name for case in bench_reduction.reductions(quick=True) for d in case.directions}
     assert quick < set(names)
 
@@ -19,6 +19,7 @@ def test_minimal_bytes():
     case = Reduction("softmax", 1024, 512)
     assert bench_reduction.minimal_bytes(case, "fwd") == 2 * 2 * 1024 * 512
     assert bench_reduction.minimal_bytes(case, "bwd") == 3 * 2 * 1024 * 512
+    assert bench_reduction.minimal_bytes(Reduction("logsumexp", 1024, 512), "fwd") == 2 * 1024 * 512 + 4 * 1024
     for variant, results in (("rows", 1024), ("columns", 512)):
         summed = Reduction("sum", 1024, 512, variant=variant)
         assert bench_reduction.minimal_bytes(summed, "fwd") == 2 * 1024 * 512 + 4 * results

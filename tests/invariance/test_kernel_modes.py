@@ -174,7 +174,7 @@ def test_strict_refuses_and_names_the_operator(x):
     with batch_invariant() as uncovered:
         for call, name in (
             (lambda: x.cumprod(0), "aten.cumprod"),
-            (lambda: x.float() @ x.float().mT, r"aten.bmm.default of float32\[9, 12, 64\], float32\[9, 64, 12\]"),
+            (lambda: x.double() @ x.double().mT, r"aten.bmm.default of float64\[9, 12, 64\], float64\[9, 64, 12\]"),
             (lambda: x.prod(), "aten.prod"),
             (lambda: x.scatter_reduce(0, torch.zeros_like(x, dtype=torch.long), x, "mean"), "scatter_reduce"),
             (lambda: x.double().sum(), "aten.sum"),
