@@ -14,6 +14,8 @@ from cute_kernels.attention.config import (
     DeltaSpec,
     ForwardSpec,
     backward_config,
+    finish_dkv_spec,
+    finish_dq_spec,
     forward_config,
 )
 from cute_kernels.runtime.targets import expect_arch
@@ -54,7 +56,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
     from cute_kernels.attention.kernel_delta import delta
-    from cute_kernels.attention.kernel_finish_dq import finish_dq
+    from cute_kernels.attention.kernel_finish_gradients import finish_dkv, finish_dq
 
     for d in BACKWARD_CONFIGS:
         for packing in PACKINGS:
@@ -64,5 +66,5 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
                 for grouped in (False, True):
                     spec = BackwardSpec(dtype, d, grouped=grouped, **mask, **packing)
                     yield backward_sm90, (arch, spec, backward_config(spec))
-                spec = BackwardSpec(dtype, d, grouped=False, **mask, **packing)
-                yield finish_dq, (arch, spec, backward_config(spec))
+                yield finish_dq, (arch, finish_dq_spec(spec), backward_config(spec))
+            yield finish_dkv, (arch, finish_dkv_spec(spec), backward_config(spec))
