@@ -286,6 +286,16 @@ class BackwardSpec(NamedTuple):
     padded: bool = False
 
 
+def finish_dq_spec(spec: BackwardSpec) -> BackwardSpec:
+    """What the kernel depends on that rounds dq."""
+    return spec._replace(grouped=False, softcap=False)
+
+
+def finish_dkv_spec(spec: BackwardSpec) -> BackwardSpec:
+    """What the kernel depends on that rounds dk and dv of groups."""
+    return spec._replace(causal=False, window=False, softcap=False, packed_q=False)
+
+
 class DeltaSpec(NamedTuple):
     """What is found of each row before the backward: of rows of the output, and of their gradients."""
 

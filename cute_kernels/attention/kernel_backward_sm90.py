@@ -9,7 +9,7 @@ warp loads, two threads add dq; two warpgroups of 64 keys each compute. Scores l
         k q^T and v dout^T --wgmma--> scores, dp --> p, ds in registers
         p dout --wgmma--> dv in registers; ds q --wgmma--> dk in registers
         ds --> sDs; ds^T k --wgmma--> a partial of dq --> sDq (dq_full / dq_empty) --bulk add--> gmem dq_sums
-    dv, dk --> sV, sK --TMA--> gmem
+    dv, dk --> sV, sK --TMA--> gmem; of groups in fp32 --bulk add--> gmem dkv_sums
 
 The contract ``kv_grid``: kernel_row_backward.py has its arithmetic; here are the products and the order.
 
@@ -19,8 +19,8 @@ until that is its own turn, adds, waits until the sum is in memory, and counts. 
 is cleared before.
 
 dk, dv: a query head's sums are in registers from its first query to its last. Where heads share a head of keys
-(``grouped``) each adds its sums to those of the heads before it, in ascending order, by a counter, too; the last one
-rounds.
+(``grouped``) each adds its sums to those of the heads before it in memory, in ascending order, by a counter, too.
+kernel_finish_gradients.py rounds what is summed in memory.
 
 Blocks are handed out by an atomic ticket, in the order in which they add: a CTA that waits, waits for a ticket that was
 taken before its own. Of the tickets that were taken and are not done the first one waits for nothing, so there is no
@@ -28,7 +28,7 @@ deadlock, however few CTAs there are, and whatever else runs.
 
 Queries of a step, stages and CTAs change no bit.
 
-Profile: ncu --clock-control none -k regex:BackwardSm90 python -m bench.bench_attention --filter bwd.*8192.*causal
+Profile: ncu --clock-control none -k regex:BackwardSm90 python -m bench.bench_attention_backward --filter 8192.*causal
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@ Rows of out and dout lie head by head within a position; what is known of them l
 where the backward reads it, in tiles of PADDED_ROWS (``kernel_sequences``). A row that does not exist has delta 0 and
 an lse of +inf. The counters of the backward's order become 0 here, too.
 
-Profile: ncu --clock-control none -k regex:DeltaSm90 python -m bench.bench_attention --filter bwd.*8192.*causal
+Profile: ncu --clock-control none -k regex:DeltaSm90 python -m bench.bench_attention_backward --filter 8192.*causal
 """
 
 from typing import Optional

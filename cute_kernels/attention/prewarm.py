@@ -21,6 +21,8 @@ from cute_kernels.attention.config import (
     ForwardSpec,
     backward_config,
     configs_for,
+    finish_dkv_spec,
+    finish_dq_spec,
 )
 from cute_kernels.runtime.targets import expect_arch
 
@@ -74,7 +76,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
     from cute_kernels.attention.kernel_delta import delta
-    from cute_kernels.attention.kernel_finish_dq import finish_dq
+    from cute_kernels.attention.kernel_finish_gradients import finish_dkv, finish_dq
 
     for d in BACKWARD_CONFIGS:
         for packing in PACKINGS:
@@ -84,5 +86,5 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
                 for grouped in (False, True):
                     spec = BackwardSpec(dtype, d, grouped=grouped, **mask, **packing)
                     yield backward_sm90, (arch, spec, backward_config(spec))
-                spec = BackwardSpec(dtype, d, grouped=False, **mask, **packing)
-                yield finish_dq, (arch, spec, backward_config(spec))
+                yield finish_dq, (arch, finish_dq_spec(spec), backward_config(spec))
+            yield finish_dkv, (arch, finish_dkv_spec(spec), backward_config(spec))

@@ -249,7 +249,7 @@ def test_a_gpu_without_kernels(jobs, generator, monkeypatch):
 
 
 def test_heads_that_fit_into_the_cache_come_together():
-    assert backward_heads_together(128, 2, 8192, 4) == 4 * (BACKWARD_L2_BYTES // (8192 * 128 * 8) // 4)
+    assert backward_heads_together(128, 2, 1024, 4) == 4 * (BACKWARD_L2_BYTES // (1024 * 128 * 8) // 4) > 4
     assert backward_heads_together(128, 2, 2**20, 4) == 4 and backward_heads_together(64, 2, 1, 3) % 3 == 0
 
 

@@ -10,10 +10,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_kernels import attention
 from cute_kernels.attention import prewarm, reference, reference_backward
-from cute_kernels.attention.config import BACKWARD_CONFIGS, BackwardSpec, backward_config
+from cute_kernels.attention.config import (
+    BACKWARD_CONFIGS,
+    BackwardSpec,
+    backward_config,
+    finish_dkv_spec,
+    finish_dq_spec,
+)
 from cute_kernels.attention.launch.backward import BackwardLaunch
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cases import BF16, BLOCK, FP16, HEAD_SIZES, Case, Inputs, gradients_of, make_inputs, rms, same_bits
+from tests.attention.cases import (
+    BF16,
+    BLOCK,
+    FP16,
+    HEAD_SIZES,
+    Case,
+    Inputs,
+    gradients_of,
+    make_inputs,
+    make_packed,
+    rms,
+    same_bits,
+)
 from tests.precompiled import precompile
 
 pytestmark = [
@@ -33,15 +51,23 @@ NAMES = "dq", "dk", "dv"
 def precompiled():
     """One after the other the kernels take some seconds each."""
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
-    from cute_kernels.attention.kernel_finish_dq import finish_dq
+    from cute_kernels.attention.kernel_finish_gradients import finish_dkv, finish_dq
 
-    others = [
-        (builder, ("sm_90a", BackwardSpec(BF16, d, causal, grouped and builder is backward_sm90), config))
+    specs = [
+        (BackwardSpec(BF16, d, causal, grouped), config)
         for d in HEAD_SIZES
         for causal in (True, False)
         for grouped in (True, False)
         for config in BACKWARD_CONFIGS[d]
-        for builder in (backward_sm90, finish_dq)
+    ]
+    others = [
+        job
+        for spec, config in specs
+        for job in (
+            (backward_sm90, ("sm_90a", spec, config)),
+            (finish_dq, ("sm_90a", finish_dq_spec(spec), config)),
+            (finish_dkv, ("sm_90a", finish_dkv_spec(spec._replace(grouped=True)), config)),
+        )
     ]
     precompile([*prewarm.specializations("sm_90a"), *others])
 
@@ -64,7 +90,8 @@ class Saved:
         launch = BackwardLaunch.of(target, spec, config or backward_config(spec))
         gradients = tuple(torch.full(t.shape, math.nan, dtype=t.dtype, device="cuda") for t in (q, k, v))
         launch = launch._replace(num_sms=num_sms or target.num_sms)
-        launch.run(of["dout"], q, k, v, of["out"], of["lse"], of["dlse"], gradients, self.case.head_size**-0.5)
+        of_row, scale = (of["out"], of["lse"], of["dlse"]), self.case.head_size**-0.5
+        launch.run(of["dout"], q, k, v, *of_row, (*gradients, torch.empty(0, device="cuda")), scale)
         return gradients
 
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,6 +296,76 @@ def test_nan_stays_where_it_is(head_size, generator):
     assert_same([dq], wanted[:1], ("dq",))
     for t, b in ((dk, wanted[1]), (dv, wanted[2])):
         assert same_bits(t[0], b[0]) and same_bits(t[1, :, 0], b[1, :, 0])
+
+
+# ---- masks, sinks, packed sequences
+
+
+OPTIONS = [{"window": (128, 0)}, {"window": (40, 30)}, {"causal": True, "softcap": 3.0}, {"causal": True}]
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (96, 72)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_are_the_contract_within_rounding(options, sizes, generator):
+    """With sinks; the kernels' tanh is the hardware's."""
+    case = Case(2, 300, 400, 4, 2, sizes[0], False, BF16, sizes[1])
+    inputs, sinks = make_inputs(case, generator), torch.randn(4, generator=generator, device="cuda")
+    out, lse = reference.attention(*inputs, **options, sinks=sinks, return_lse=True)
+    dout = torch.randn(out.shape, generator=generator, device="cuda").to(BF16)
+    dlse = torch.randn(lse.shape, generator=generator, device="cuda")
+
+    def call(function):
+        return lambda q, k, v, sinks: function(q, k, v, **options, sinks=sinks, return_lse=True)
+
+    found = gradients_of(call(attention), (*inputs, sinks), dout, dlse)
+    exact = gradients_of(call(reference.attention), [t.double() for t in (*inputs, sinks)], dout, dlse)
+    contract = reference_backward.kv_grid_backward(dout, *inputs, out, lse, dlse, **options)
+    limits = [1.2 * rms(a.double() - b) for a, b in zip(contract, exact, strict=False)]
+    for name, a, b, limit in zip(NAMES, found, exact, limits, strict=False):
+        assert rms(a.double() - b) <= limit, f"{name}: {rms(a.double() - b):.3e}, contract {limit:.3e}"
+    assert rms(found[3].double() - exact[3]) <= 0.01 * rms(exact[3])
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (96, 72)], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (50, 0)}], ids=str)
+def test_packed_is_dense(options, sizes, generator):
+    """Sequences have the bits that they have alone; NaN behind the last one changes nothing and has no gradient."""
+    case, lengths = Case(1, 1, 1, 4, 2, sizes[0], False, BF16, sizes[1]), ((300, 0, 65, 1, 513), (300, 7, 65, 129, 700))
+    tensors, places = make_packed(case, *lengths, generator)
+    tensors = Inputs(*(torch.cat([t, torch.full_like(t[:40], math.nan)]) for t in tensors))
+    dout = torch.randn(*tensors.q.shape[:2], sizes[1], generator=generator, device="cuda").to(BF16)
+
+    def call(**places):
+        return lambda q, k, v: attention(q, k, v, **options, **places)
+
+    found = gradients_of(call(**places), tensors, dout)
+    starts = places["cu_seqlens_q"].tolist(), places["cu_seqlens_k"].tolist()
+    for a, start in zip(found, (starts[0], starts[1], starts[1]), strict=True):
+        assert (a[start[-1] :] == 0).all()
+    for i in range(5):
+        rows, keys = (slice(start[i], start[i + 1]) for start in starts)
+        one = [t[None, place] for t, place in zip((*tensors, dout), (rows, keys, keys, rows), strict=True)]
+        wanted = gradients_of(call(), one[:3], one[3])
+        assert_same([t[None, place] for t, place in zip(found, (rows, keys, keys), strict=True)], wanted)
+
+
+@HEADS
+def test_keys_that_are_not_used(head_size, generator):
+    """NaN behind the used keys changes nothing; they have a gradient of 0."""
+    case = Case(2, 200, 400, 4, 2, head_size, False)
+    inputs = make_inputs(case, generator)
+    dout = torch.randn(inputs.q.shape, generator=generator, device="cuda").to(BF16)
+    for used in ((250, 130), (400, 0)):
+        tensors = Inputs(*(t.clone() for t in inputs))
+        for i, n in enumerate(used):
+            tensors.k[i, n:] = tensors.v[i, n:] = math.nan
+        lengths = torch.tensor(used, dtype=torch.int32, device="cuda")
+        found = gradients_of(lambda q, k, v, n=lengths: attention(q, k, v, seqused_k=n), tensors, dout)
+        for i, n in enumerate(used):
+            one = [t[i : i + 1, :m] for t, m in zip((*inputs, dout), (200, n, n, 200), strict=True)]
+            wanted = gradients_of(attention, one[:3], one[3])
+            assert_same([t[i : i + 1, :m] for t, m in zip(found, (200, n, n), strict=True)], wanted)
+            assert (found[1][i, n:] == 0).all() and (found[2][i, n:] == 0).all()
 
 
 # ---- through autograd, streams, graphs, other work

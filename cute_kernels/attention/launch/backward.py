@@ -22,6 +22,8 @@ from cute_kernels.attention.config import (
     backward_config,
     backward_head_size,
     backward_heads_together,
+    finish_dkv_spec,
+    finish_dq_spec,
     grid_for,
     score_factors,
     window_bounds,
@@ -29,7 +31,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import empties, functional_operator
+from cute_kernels.runtime.operators import empties, functional_operator, mode_of
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -37,9 +39,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def gradients_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Gradients:
     """(dq, dk, dv, dsinks) as they are allocated."""
-    of_sinks = (0 if sinks is None else sinks.shape[0],), torch.float32
-    dq, dk, dv, dsinks = empties(q, (q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype), of_sinks)
-    return dq, dk, dv, dsinks
+    mode = mode_of(q)  # a fake, too
+    dq, dk, dv = (mode.empty(t, t.shape, t.dtype) for t in (q, k, v))
+    return dq, dk, dv, mode.empty(q, (0 if sinks is None else sinks.shape[0],), torch.float32)
 
 
 def _fake(dout, q, k, v, out, lse, dlse, causal, scale, left=-1, right=-1, softcap=0.0, sinks=None, *_, **__):
@@ -133,15 +135,15 @@ class BackwardLaunch(NamedTuple):
                 f"attention: has a backward for compute capability 9.0 alone, got {target.arch}. "
                 "Pass backend='reference' to run plain torch"
             )
-        from cute_kernels.attention import kernel_backward_sm90, kernel_delta, kernel_finish_dq
+        from cute_kernels.attention import kernel_backward_sm90, kernel_delta, kernel_finish_gradients
 
-        arch = target.arch
+        arch, finish_dkv = target.arch, kernel_finish_gradients.finish_dkv
         of_delta = (DeltaSpec(spec.dtype, spec.head_size, has, spec.packed_q, spec.padded) for has in (False, True))
         return BackwardLaunch(
             tuple(launches.load(kernel_delta.delta, arch, found) for found in of_delta),
             launches.load(kernel_backward_sm90.backward_sm90, arch, spec, config),
-            launches.load(kernel_finish_dq.finish_dq, arch, finish_spec(spec), config),
-            launches.load(kernel_finish_dq.finish_dkv, arch, finish_dkv_spec(spec), config) if spec.grouped else None,
+            launches.load(kernel_finish_gradients.finish_dq, arch, finish_dq_spec(spec), config),
+            launches.load(finish_dkv, arch, finish_dkv_spec(spec), config) if spec.grouped else None,
             spec,
             config,
             target.num_sms,
@@ -218,16 +220,6 @@ def as_batch(t: Tensor, packed: bool) -> Tensor:
 def number_of_tiles(t: Tensor, rows: int, packed: bool, sequences: int) -> int:
     """Of all sequences, of a head; see ``kernel_sequences``."""
     return t.shape[1] // rows + sequences if packed else -(-t.shape[1] // rows) * sequences
-
-
-def finish_spec(spec: BackwardSpec) -> BackwardSpec:
-    """That of ``finish_dq``, which does not depend on the rest."""
-    return spec._replace(grouped=False, softcap=False)
-
-
-def finish_dkv_spec(spec: BackwardSpec) -> BackwardSpec:
-    """That of ``finish_dkv``, which does not depend on the rest."""
-    return spec._replace(causal=False, window=False, softcap=False, packed_q=False)
 
 
 def _make_backward(target: Target, spec: BackwardSpec) -> BackwardLaunch:

@@ -21,7 +21,7 @@ from cute_kernels.attention.checks_cache import (
 from cute_kernels.attention.config import window_bounds
 from cute_kernels.attention.launch import attention_append, attention_decode
 from cute_kernels.runtime.checks import FLOATS, Backend, expect_dtype, fail
-from cute_kernels.runtime.operators import empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -143,7 +143,8 @@ def attention_with_kv_cache(
         fail(OP, "max_seqlen_k", f"be at most {MAX_LENGTH}", most)
     if q.numel() // d > MAX_ROWS:
         fail(OP, "q", f"have at most {MAX_ROWS} rows of heads", tuple(q.shape))
-    if is_eager(q, k_cache, v_cache, k, v, out):
+    mode = mode_of(q, k_cache, v_cache, k, v, out)
+    if mode.eager:
         check_cache_layout(q, cache, out)
     if check:
         check_values(q, cache)
@@ -152,8 +153,8 @@ def attention_with_kv_cache(
     if k is not None:
         attention_append(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, queries)
     if out is None:
-        out = empty(q, (*q.shape[:-1], dv), q.dtype)
-    lse = empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
+        out = mode.empty(q, (*q.shape[:-1], dv), q.dtype)
+    lse = mode.empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
     attention_decode(
         q,
         k_cache,

@@ -1,8 +1,8 @@
-"""The last step of attention's backward: dq of its sums in fp32, scaled and rounded.
+"""The last step of attention's backward: dq, and dk and dv of groups of heads, of their sums in fp32.
 
-gmem sums (as accumulators hold them) --> registers --> smem --TMA--> gmem dq; a CTA a tile of queries of a head.
+gmem sums (as accumulators hold them) --> registers, scaled and rounded --> smem --TMA--> gmem; a CTA a tile.
 
-Profile: ncu --clock-control none -k regex:FinishDqSm90 python -m bench.bench_attention --filter bwd.*8192.*causal
+Profile: ncu --clock-control none -k regex:Finish python -m bench.bench_attention_backward --filter 8192.*causal
 """
 
 import cutlass
@@ -91,29 +91,11 @@ class FinishDqSm90:
                 ahead = right if self.spec.window else 0
                 sees_any = sees_any & (cutlass.min((m + 1) * self.rows, len_q) + len_k - len_q + ahead > 0)
             if sees_any:
-                numbers = const_expr(self.rows * self.head_size)
-                thread = tidx // WARPGROUP * (numbers // WARPGROUPS) + tidx % WARPGROUP * VECTOR
-                source = dq_sums.iterator + cute.assume(Int64(bidx) * numbers + thread, divby=VECTOR)
-                vectors = const_expr(cute.size(totals) // VECTOR)
-                of_thread = cute.make_layout((VECTOR, vectors), stride=(1, WARPGROUP * VECTOR))
-                flat = cute.make_tensor(totals.iterator, cute.make_layout((VECTOR, vectors)))
-                cute.autovec_copy(cute.make_tensor(source, of_thread), flat)
-                for i in cutlass.range_constexpr(cute.size(totals)):
-                    totals[i] = scaled_and_flushed(totals[i], scale)
-            rounded = cute.make_rmem_tensor(totals.shape, self.dtype)
-            rounded.store(totals.load().to(self.dtype))
-            atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-            copy = cute.make_tiled_copy_C(atom, mma)
-            cute.copy(copy, copy.retile(rounded), copy.get_slice(tidx).partition_D(sDq))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier()
+                load_totals(totals, dq_sums, bidx, self.rows * self.head_size, tidx)
+            store_totals(totals, scale, mma, sDq, self.dtype, tidx)
             if tidx < WARP_SIZE:
-                first = queries.first(sequence)
-                target = rows_of(mDq, self.spec.packed_q, head, queries.matrix(sequence), first, len_q)
-                source, target = partition(tma_dq, sDq, target, (self.rows, self.head_size))
-                cute.copy(tma_dq, source, target[None, m, 0])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                place = head, queries.matrix(sequence), queries.first(sequence), len_q
+                store_box(tma_dq, sDq, rows_of(mDq, self.spec.packed_q, *place), m, (self.rows, self.head_size))
 
 
 class FinishDkvSm90:
