@@ -15,7 +15,7 @@ from cute_kernels.reduction.launch_statistics import log_sum_exp_rows, prefix_su
 from cute_kernels.reduction.op import sum_dimensions
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 FP32 = torch.float32
@@ -86,7 +86,7 @@ def logsumexp(
 def log_sum_exp(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(logsumexp over ``dims``, the same in fp32 and of the shape that broadcasts)."""
     rows = rows_of(x, dims)
-    y = empty(x, rows.shape[:1], FP32)
+    y = mode_of(x).empty(x, rows.shape[:1], FP32)
     log_sum_exp_rows(rows, y)
     return shaped(y.to(dtype), x, dims, keepdim), kept(y, x, dims)
 
@@ -149,7 +149,7 @@ def prefix_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    y = empty(x, tuple(moved.shape), dtype)
+    y = mode_of(x).empty(x, tuple(moved.shape), dtype)
     prefix_sum_rows(rows, y.view(rows.shape))
     return y.movedim(-1, dim).contiguous()
 
@@ -385,7 +385,7 @@ def spread(
         y = sum_dimensions(x.float() - mean, dims, scale, FP32, squares=True)
     else:
         rows = rows_of(x, dims)
-        y = empty(x, rows.shape[:1], FP32)
+        y = mode_of(x).empty(x, rows.shape[:1], FP32)
         variance_rows(rows, y, scale)
     y = y.sqrt() if root else y
     return shaped(y.to(dtype), x, dims, keepdim)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import detached, empty, uses_reference
+from cute_kernels.runtime.operators import detached, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 from cute_kernels.sampling import reference
 from cute_kernels.sampling.checks import check_sample
@@ -74,7 +74,7 @@ def sample(
     temperature, top_p, min_p = (as_float(value) for value in (temperature, top_p, min_p))
     check_sample(logits, seeds, positions, temperature, top_k, top_p, min_p)
     logits = detached(logits)
-    tokens = empty(logits, logits.shape[:1], torch.int64)
+    tokens = mode_of(logits, seeds, positions).empty(logits, logits.shape[:1], torch.int64)
     numbers = numbers_of(temperature, top_k, top_p, min_p)
     sample_rows(logits, seeds.contiguous(), positions.contiguous(), tokens, *numbers)
     return tokens

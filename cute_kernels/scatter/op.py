@@ -16,7 +16,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import detached, differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import detached, differentiates, mode_of, uses_reference
 from cute_kernels.scatter import reference
 from cute_kernels.scatter.checks import check_embedding, check_embedding_backward, check_index_sum
 from cute_kernels.scatter.config import MAX_FEW
@@ -123,7 +123,7 @@ def embedding_backward(
         return reference.embedding_backward(dy, ids, num_rows, padding_idx=padding_idx, out_dtype=out_dtype)
     check_embedding_backward("embedding_backward", dy, ids, num_rows, padding_idx, out_dtype)
     dy = detached(dy)
-    dweight = empty(dy, (num_rows, dy.shape[-1]), out_dtype or dy.dtype)
+    dweight = mode_of(dy, ids).empty(dy, (num_rows, dy.shape[-1]), out_dtype or dy.dtype)
     _sum_tokens(dy, ids, dweight, padding_idx, "write")
     return dweight
 
