@@ -123,7 +123,7 @@ def embedding_backward(
         return reference.embedding_backward(dy, ids, num_rows, padding_idx=padding_idx, out_dtype=out_dtype)
     check_embedding_backward("embedding_backward", dy, ids, num_rows, padding_idx, out_dtype)
     dy = detached(dy)
-    dweight = mode_of(dy).empty(dy, (num_rows, dy.shape[-1]), out_dtype or dy.dtype)
+    dweight = mode_of(dy, ids).empty(dy, (num_rows, dy.shape[-1]), out_dtype or dy.dtype)
     _sum_tokens(dy, ids, dweight, padding_idx, "write")
     return dweight
 
