@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import SHORT, UNBOUNDED, grid_for
-from cute_kernels.attention.launch import attention_append, attention_decode, attention_forward
+from cute_kernels.attention.config import SHORT, UNBOUNDED, backward_head_size, grid_for
+from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
+from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.log_prob import launch as log_prob
@@ -330,7 +331,9 @@ def _column_sums(n: int, dtype: torch.dtype) -> None:
 
 
 def _fused_attention(model: Model, num_sms: int) -> None:
-    """Of sequences, dense and packed, in a cache of a fixed length; over a cache, contiguous and in pages of 128."""
+    """Forward and backward of sequences, dense, packed, and in a cache of a fixed length; over a cache, contiguous and
+    in pages of 128.
+    """
     dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     int32 = {"dtype": torch.int32}
     softcap = 1.0 if model.has_softcap else 0.0
@@ -345,6 +348,10 @@ def _fused_attention(model: Model, num_sms: int) -> None:
             (q.flatten(0, 1), k.flatten(0, 1), lengths),
         ):
             attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
+            if backward_head_size(d, d) is not None:
+                lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
+                tensors = rows, rows, keys, keys, rows, lse, None
+                attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
     # One sequence, whose splits are CTAs of their own, and so many that each is a CTA's
     split, many = grid_for(d).split, 4 * num_sms
     for batch, paged in itertools.product((1, many), (False, True)):

@@ -32,6 +32,7 @@ from tests.test_kernel_prewarm import TOKENS as TOKENS_OF_THE_GPU
 BF16, FP32 = torch.bfloat16, torch.float32
 OPERATORS = {
     "attention_append": of_attention.attention_append.function,
+    "attention_backward": of_attention.attention_backward.function,
     "attention_decode": of_attention.attention_decode.function,
     "attention_forward": of_attention.attention_forward.function,
     "gemm": gemm.gemm.function,  # memory that meta tensors share is none
@@ -337,6 +338,7 @@ def test_attention_as_models_call_it(head_size):
             attention(q, k, k, causal=True, seqused_k=used, **options)
             attention(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), causal=True, **lengths, **options)
             attention_with_kv_cache(q, k, k, cache_seqlens=used, **options)
+            attention(q.requires_grad_(), k, k, causal=True, **options).sum().backward()
 
     assert not missing(window, "sm_90a", run)
     plain = {**QWEN3, "head_dim": head_size, "sliding_window": 128, "use_sliding_window": False}

@@ -327,7 +327,7 @@ def _attention(head_size: int, length: int) -> list[Subject]:
     shape = f"{length}x{head_size}"
     options = {"transforms": ROW_TRANSFORMS, "gradients": False}
     return [
-        Subject("attention", f"{shape}, causal", whole, **options),
+        Subject("attention", f"{shape}, causal", whole, ROW_TRANSFORMS),
         Subject("attention_with_kv_cache", f"{shape}, a token", cached(None), **options),
         Subject("attention_with_kv_cache", f"{shape}, a token, window", cached((length // 2, None)), **options),
     ]

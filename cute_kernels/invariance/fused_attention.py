@@ -2,7 +2,7 @@
 
 A causal mask of theirs begins at the first key or ends at the last one; only the latter is ``attention``'s. So a causal
 operator of the first kind is taken where queries and keys are equally many. Masks of other kinds and dropout are not
-taken, nor are the operators' backwards: there the replacement returns NotImplemented, or there is none.
+taken: there the replacement returns NotImplemented. The backwards are those of ``attention``, up to heads of 128.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from cute_kernels.attention import attention
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
+from cute_kernels.attention.config import backward_head_size
+from cute_kernels.attention.launch import attention_backward
 from cute_kernels.runtime.targets import UnsupportedDeviceError
 
 
@@ -24,11 +26,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, dropout_p: float, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of (B, L, H, D) or packed (L, H, D); or NotImplemented."""
-    if q.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        return NotImplemented
-    if dropout_p or (scale is not None and not 0.0 < scale < math.inf):
-        return NotImplemented
-    if any(size % 8 or not 0 < size <= MAX_HEAD_SIZE for size in (q.shape[-1], v.shape[-1])):
+    if not _is_taken(q, k, v, scale, dropout_p):
         return NotImplemented
     q, k, v = _on_16_bytes(q), _on_16_bytes(k), _on_16_bytes(v)
     try:
@@ -36,6 +34,15 @@ def _attend(
             return attention(q, k, v, causal=causal, scale=scale, return_lse=True, **options)
     except (NotImplementedError, UnsupportedDeviceError):  # a head size, or a GPU, without a kernel
         return NotImplemented
+
+
+def _is_taken(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: float) -> bool:
+    """Whether dtypes, devices, head sizes and options are such as the kernels have."""
+    if q.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        return False
+    if dropout_p or (scale is not None and not 0.0 < scale < math.inf):
+        return False
+    return all(size % 8 == 0 and 0 < size <= MAX_HEAD_SIZE for size in (q.shape[-1], v.shape[-1]))
 
 
 def _on_16_bytes(t: Tensor) -> Tensor:
@@ -201,6 +208,136 @@ def _varlen(
     return found if found is NotImplemented else (*found[:2], q.new_zeros(2, dtype=torch.uint64))
 
 
+def _gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    window: tuple[int | None, int | None] = (None, None),
+    *lengths: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v, all of ``_attend``'s layouts; or NotImplemented."""
+    if not _is_taken(q, k, v, scale, dropout_p) or backward_head_size(q.shape[-1], v.shape[-1]) is None:
+        return NotImplemented
+    dout, q, k, v, out = (_on_16_bytes(t) for t in (dout, q, k, v, out))
+    left, right = (-1 if distance is None else distance for distance in window)
+    options = causal, q.shape[-1] ** -0.5 if scale is None else scale, left, right, 0.0, None, *lengths
+    try:
+        return attention_backward(dout, q, k, v, out, lse.contiguous(), None, *options)[:3]
+    except UnsupportedDeviceError:
+        return NotImplemented
+
+
+def _gradients_heads_first(
+    tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float | None, dropout_p: float
+) -> tuple[Tensor, ...]:
+    """Of (B, H, L, D): dout, q, k, v, out."""
+    found = _gradients(*(t.transpose(1, 2) for t in tensors), lse, causal, scale, dropout_p)
+    return found if found is NotImplemented else tuple(t.transpose(1, 2) for t in found)
+
+
+def _sdpa_flash_backward(
+    dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *_, scale: float | None = None
+):
+    return _gradients_heads_first((dout, q, k, v, out), lse, is_causal, scale, dropout_p)
+
+
+def _sdpa_efficient_backward(
+    dout,
+    q,
+    k,
+    v,
+    attn_bias,
+    out,
+    lse,
+    philox_seed,
+    philox_offset,
+    dropout_p,
+    grad_input_mask,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+):
+    if attn_bias is not None or (is_causal and q.shape[2] != k.shape[2]):
+        return NotImplemented
+    found = _gradients_heads_first((dout, q, k, v, out), lse[..., : q.shape[2]], is_causal, scale, dropout_p)
+    return found if found is NotImplemented else (*found, None)
+
+
+def _sdpa_cudnn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    philox_seed,
+    philox_offset,
+    attn_bias,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    *,
+    scale: float | None = None,
+):
+    if attn_bias is not None or (is_causal and q.shape[2] != k.shape[2]):
+        return NotImplemented
+    return _gradients_heads_first((dout, q, k, v, out), lse.squeeze(-1), is_causal, scale, dropout_p)
+
+
+def _flash_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+):
+    window = (window_size_left, window_size_right)
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k) if q.dim() == 3 else ()
+    return _gradients(dout, q, k, v, out, lse, is_causal, scale, dropout_p, window, *lengths)
+
+
+def _varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    is_causal,
+    rng_state,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+):
+    window = tuple(window_size or (-1, -1))
+    return _gradients(dout, q, k, v, out, lse, is_causal, scale, 0.0, window, cu_seq_q, cu_seq_k, max_q, max_k)
+
+
 def _padded_lse(lse: Tensor, wanted: bool) -> Tensor:
     """As the memory-efficient kernels keep it for their backward: whole tiles of 32 rows."""
     return F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf) if wanted else lse[..., :0]
@@ -221,6 +358,13 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention.default": _sdpa_cudnn,
     "_flash_attention_forward.default": _flash,
     "_efficient_attention_forward.default": _efficient,
+    "_scaled_dot_product_flash_attention_backward.default": _sdpa_flash_backward,
+    "_scaled_dot_product_efficient_attention_backward.default": _sdpa_efficient_backward,
+    "_scaled_dot_product_cudnn_attention_backward.default": _sdpa_cudnn_backward,
+    "_flash_attention_backward.default": _flash_backward,
 }
 # Of other namespaces than aten, by whole names
-OTHERS: dict[str, Callable[..., Any]] = {"torch_attn::_varlen_attn.default": _varlen}
+OTHERS: dict[str, Callable[..., Any]] = {
+    "torch_attn::_varlen_attn.default": _varlen,
+    "torch_attn::_varlen_attn_backward.default": _varlen_backward,
+}

@@ -56,9 +56,9 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
     Kernels of this library replace them where tensors are bf16, fp16 or (but for products) fp32: ``mm``, ``addmm``,
     ``bmm``, ``baddbmm``, ``mv``, ``dot`` and the operators that decompose into them (``linear``, ``matmul``,
     ``einsum``); ``softmax``, ``log_softmax``, ``sum``, ``mean``, ``nll_loss``, ``layer_norm``, ``rms_norm``; and their
-    backwards. ``attention`` replaces the forwards of the fused operators that ``scaled_dot_product_attention`` picks,
+    backwards. ``attention`` replaces the fused operators that ``scaled_dot_product_attention`` picks,
     without a mask, with ``is_causal`` where queries and keys are equally many, and with ``causal_lower_right``; and
-    those of ``varlen_attn``. Their backwards, other masks, dropout and head sizes without a kernel are not covered.
+    those of ``varlen_attn``. Other masks, dropout and, backward, heads beyond 128 channels are not covered.
     ``scaled_dot_product_attention`` consists of the operators before under ``sdpa_kernel(SDPBackend.MATH)`` and
     ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` (else its products are fp32): backward, too, but
     with bits that depend on the number of keys. Left alone, since they reduce nothing: elementwise operators, views,

@@ -1,4 +1,4 @@
-"""Causal attention with rotary embedding: ``attention``, and torch's where a gradient is wanted."""
+"""Causal attention with rotary embedding: ``attention``, and torch's where that has no kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cute_kernels.attention import attention, attention_with_kv_cache
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
+from cute_kernels.attention.config import backward_head_size
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
 from cute_kernels.runtime import launches
@@ -137,11 +138,14 @@ class Attention(nn.Module):
         return self.out(y.flatten(2).to(x.dtype))  # under autocast y has its dtype
 
     def _has_kernel(self, q: Tensor) -> bool:
-        """Whether ``attention`` computes this: it has no backward yet, and not every head size, dtype and GPU."""
-        if differentiates(q) or self.head_size % 8 or self.head_size > MAX_HEAD_SIZE:
+        """Whether ``attention`` computes this: it has not every head size, dtype and GPU."""
+        wants_gradient = differentiates(q)
+        if self.head_size % 8 or self.head_size > MAX_HEAD_SIZE:
             return False
         if uses_reference("attention", q, self.backend):
-            return True
+            return not wants_gradient  # torch's takes less memory
+        if wants_gradient and backward_head_size(self.head_size, self.head_size) is None:
+            return False
         half = q.dtype in KERNEL_DTYPES or autocasts(q)
         return half and _arch_of(q.get_device()) == "sm_90a"
 

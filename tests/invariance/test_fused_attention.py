@@ -88,13 +88,27 @@ def test_layouts_that_no_kernel_reads(layout, generator):
     assert same_bits(out.transpose(1, 2), wanted)
 
 
-def test_a_forward_with_a_graph(generator):
-    """It has the bits of one without. The backward is torch's own, and not covered."""
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_gradients(name, causal, generator):
+    """The forward has the bits of one without a graph, the backward those of ``attention``."""
     q, k, v = heads_first(Case(2, 9, 9, 4, 4, 64), generator)
-    leaf = q.detach().requires_grad_()
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    dout = make_inputs(Case(2, 9, 9, 4, 4, 64), generator).q.transpose(1, 2)
+    with batch_invariant() as uncovered:
+        out = call(name, *leaves, causal)[0]
+        assert same_bits(out.detach(), call(name, q, k, v, causal)[0])
+        found = torch.autograd.grad(out, leaves, dout)
+    assert not uncovered
+    rows = [t.transpose(1, 2) for t in leaves]
+    wanted = torch.autograd.grad(attention(*rows, causal=causal), leaves, dout.transpose(1, 2))
+    assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_backward_without_a_kernel(generator):
+    q, k, v = (torch.cat([t] * 3, -1) for t in heads_first(Case(2, 9, 9, 4, 4, 64), generator))
     with batch_invariant():
-        assert same_bits(call("flash", leaf, k, v, True)[0], call("flash", q, k, v, True)[0])
-        out = call("flash", leaf, k, v, True)[0]
+        out = call("flash", q.requires_grad_(), k, v, True)[0]
         with pytest.raises(UncoveredOperatorError, match="_scaled_dot_product_flash_attention_backward"):
             out.sum().backward()
 

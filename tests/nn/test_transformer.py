@@ -327,8 +327,8 @@ def test_attention_is_the_formula():
 
 
 @pytest.mark.parametrize("hidden", [256, 24], ids=["head size 64", "6"])
-def test_attention_without_a_gradient_is_ours(hidden):
-    """In evaluation, also of a graph; with a gradient, of other head sizes and on other GPUs torch's, as close."""
+def test_attention_is_ours(hidden):
+    """In evaluation and training, also of a graph; of other head sizes and on other GPUs torch's, as close."""
     config = make_config(hidden=hidden, layers=1, streams=None)
     model, (tokens, _) = make_model(config), make_tokens(config)
     wanted = model(tokens).detach()
@@ -342,8 +342,8 @@ def test_attention_without_a_gradient_is_ours(hidden):
         used = "forward_sm90" in {builder.__name__ for builder, _ in jobs}
         assert used == (hidden == 256 and arch == "sm_90a")
     with fake_kernels() as jobs:
-        model(tokens)
-    assert "forward_sm90" not in {builder.__name__ for builder, _ in jobs}
+        model(tokens).sum().backward()
+    assert ("backward_sm90" in {builder.__name__ for builder, _ in jobs}) == (hidden == 256)
 
 
 def test_streams_exist_between_expand_and_head_alone():
