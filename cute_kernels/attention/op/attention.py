@@ -65,7 +65,7 @@ def attention(
         cu_seqlens_k: (B + 1,) int32: the same of keys.
         max_seqlen_q: of at least the longest packed sequence of queries; needed with cu_seqlens_q.
         max_seqlen_k: of at least the longest packed sequence of keys; needed with cu_seqlens_k.
-        seqused_k: (B,) int32: how many of a sequence's keys there are. What lies behind them, NaN or not, changes
+        seqused_k: (B,) int32: how many of a sequence's keys there are. Keys behind them, NaN or not, change
             nothing.
         return_lse: also return the logarithm of each row's sum of exponentials.
         out: (like q, with v's head size) what to write to. It must not overlap k or v.
