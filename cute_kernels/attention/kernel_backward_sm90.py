@@ -525,7 +525,6 @@ class BackwardSm90:
         """``tidx``: among the threads that compute."""
         self.tidx = tidx
         self.wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        self.thread = tidx % WARPGROUP
         self.lane = tidx % WARP_SIZE
         of_scores, of_keys, of_dq = (mma.get_slice(self.wg * WARPGROUP) for mma in (score_mma, key_mma, dq_mma))
         self.tSrK, self.tSrV = (score_mma.make_fragment_A(of_scores.partition_A(t)) for t in (self.sK, self.sV))

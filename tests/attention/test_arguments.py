@@ -121,6 +121,11 @@ OF_KERNELS = [
         ValueError,
         "attention: out must have strides of multiples of 16 bytes",
     ),
+    (
+        lambda: attention(Q.clone().requires_grad_(), K, V, out=torch.empty_like(Q)),
+        ValueError,
+        "attention: out must be None where a gradient is wanted, got a tensor",
+    ),
 ]
 
 

@@ -6,10 +6,14 @@ import pytest
 
 from cute_kernels.attention import prewarm
 from cute_kernels.attention.config import (
+    BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
     FORWARD_SM100_CONFIGS,
     HEAD_SIZES,
+    BackwardSpec,
+    DeltaSpec,
     ForwardSpec,
+    backward_config,
     configs_for,
     grid_for,
 )
@@ -23,6 +27,8 @@ JOBS = [job for arch in ("sm_90a", "sm_100a") for job in prewarm.specializations
 QUICK = [
     ForwardSpec(BF16, 64, False, 64, window=True, sinks=True, packed_q=True, packed_k=True),
     *(ForwardSpec(BF16, d, True, dv) for d, dv in HEAD_SIZES),
+    *(BackwardSpec(BF16, d, True, grouped) for d in BACKWARD_CONFIGS for grouped in (False, True)),
+    DeltaSpec(BF16, 128, False),
 ]
 
 
@@ -138,3 +144,47 @@ def test_registers_and_columns_of_sm100():
         assert 128 * (config.tiles * of_softmax + sum(others)) <= launched * threads
         assert all(number % 8 == 0 and 24 <= number <= launched for number in others) and launched <= of_softmax <= 256
         assert config.tiles * (grid_for(*sizes).block + sizes[1]) <= 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [(d, c) for d, found in BACKWARD_CONFIGS.items() for c in found[1:]], ids=str)
+def test_other_configs_of_the_backward_compile_without_spills(config):
+    from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
+
+    d, config = config
+    check_record(backward_sm90.obtain("sm_90a", BackwardSpec(BF16, d, True, False), config).record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"used_k": True}, {"softcap": True}, {"padded": True}], ids=str)
+@pytest.mark.parametrize("d", BACKWARD_CONFIGS)
+def test_what_is_not_prewarmed_of_the_backward_compiles_without_spills(d, options):
+    from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
+
+    spec = BackwardSpec(BF16, d, True, True, **options)
+    check_record(backward_sm90.obtain("sm_90a", spec, backward_config(spec)).record)
+
+
+def test_instructions_of_the_backward(tmp_path):
+    """Every step outside of the products has a rounding of its own; the bulk engine adds, atomics are of integers."""
+    program = """
+import torch
+from cute_kernels.attention.config import BackwardSpec, backward_config
+from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
+spec = BackwardSpec(torch.bfloat16, 128, True, False)
+assert backward_sm90.obtain("sm_90a", spec, backward_config(spec)).origin == "compiled"
+"""
+    compile_in(tmp_path, program)
+    (kernel,) = kernels_in(tmp_path)
+    assert not re.search(r"\s(add|sub|mul|fma|mad)(\.ftz)?\.f32\b", kernel) and left_to_ptxas(kernel) == []
+    assert set(re.findall(r"\b(?:ex2|lg2|rcp)\.[\w.]+", kernel)) == {"ex2.approx.ftz.f32"}
+    # dk and dv take p and ds from registers; scores are there twice, of a block's first tile and of the next one
+    assert len(re.findall(r"wgmma\.mma_async[\w.]+ \{[^}]*\}, \{[^}]*\}", kernel)) == 2 * 4
+    assert len(re.findall(r"wgmma\.mma_async", kernel)) == 2 * 4 + 3 * 8 + 8
+    found = set(re.findall(r"\b(?:atom|red|cp\.reduce)\.[\w.:]+", kernel))
+    assert found == {
+        "atom.global.add.u32",
+        "red.release.gpu.global.add.s32",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+    }
+    assert ".local" not in kernel
