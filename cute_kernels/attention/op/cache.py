@@ -21,7 +21,7 @@ from cute_kernels.attention.checks_cache import (
 from cute_kernels.attention.config import window_bounds
 from cute_kernels.attention.launch import attention_append, attention_decode
 from cute_kernels.runtime.checks import FLOATS, Backend, expect_dtype, fail
-from cute_kernels.runtime.operators import empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import is_eager, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -147,13 +147,13 @@ def attention_with_kv_cache(
         check_cache_layout(q, cache, out)
     if check:
         check_values(q, cache)
-    packed = cu_seqlens_q is not None
+    packed, mode = cu_seqlens_q is not None, mode_of(q, k_cache, v_cache)
     heads, queries = q.shape[-2], max_seqlen_q if packed else q.shape[1]
     if k is not None:
         attention_append(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, queries)
     if out is None:
-        out = empty(q, (*q.shape[:-1], dv), q.dtype)
-    lse = empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
+        out = mode.empty(q, (*q.shape[:-1], dv), q.dtype)
+    lse = mode.empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
     attention_decode(
         q,
         k_cache,
