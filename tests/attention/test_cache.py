@@ -114,12 +114,13 @@ def test_what_compiles(generator):
 def test_many_splits_and_many_tiles(generator):
     """Workspaces of both ways to walk."""
     with fake_kernels():
-        for batch, pairs in ((1, 1), (530, 2)):
-            q = torch.zeros(batch, 1, pairs, 64, dtype=BF16)
+        for batch, pairs, queries in ((1, 1, 1), (530, 2, 1), (270, 2, 64)):
+            q = torch.zeros(batch, queries, pairs, 64, dtype=BF16)
             cache = torch.zeros(batch, SPLIT + 1, pairs, 64, dtype=BF16)
-            seqlens = torch.full((batch,), 3, dtype=torch.int32)
+            seqlens = torch.full((batch,), 64, dtype=torch.int32)
             assert (attention_with_kv_cache(q, cache, cache, cache_seqlens=seqlens) == 0).all()
-    assert decode_config(64, 1060, 2, 132).sequential and not decode_config(64, 1060, 1, 132).sequential
+    assert decode_config(64, 64, 540, 2, 132).sequential and not decode_config(64, 64, 540, 1, 132).sequential
+    assert not decode_config(64, 1, 1060, 2, 132).sequential and not decode_config(256, 64, 540, 2, 132).sequential
 
 
 def test_as_an_operator(generator):

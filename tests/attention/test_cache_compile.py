@@ -28,7 +28,7 @@ PARALLEL, SEQUENTIAL = DecodeConfig(), DecodeConfig(sequential=True)
 def test_no_spills(spec, config):
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
 
-    if config.sequential and not decode_config(spec.head_size_v, 1000, 2, 1).sequential:
+    if config.sequential and not decode_config(spec.head_size_v, 64, 1000, 2, 1).sequential:
         pytest.skip("not used")
     check_record(decode_sm90.obtain("sm_90a", spec, config).record)
 

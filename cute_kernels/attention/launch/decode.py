@@ -110,18 +110,21 @@ def run(call: Call, spec: DecodeSpec) -> None:
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     batch, len_q, heads, d = q.shape
     dv = v_cache.shape[3]
-    sequences, pairs = call.cache_seqlens.shape[0], k_cache.shape[2]
+    sequences, pairs = max(call.cache_seqlens.shape[0], 1), k_cache.shape[2]
     group = heads // pairs
-    tiles = sequences * pairs * -(-call.max_seqlen_q * group // WARPGROUP_ROWS)
+    rows = batch * len_q * group  # of a pair; the tiles of all sequences are at most
+    tiles = min(sequences * -(-call.max_seqlen_q * group // WARPGROUP_ROWS), rows // WARPGROUP_ROWS + sequences) * pairs
     splits = max(-(-call.max_seqlen_k // grid_for(d, dv).split), 1)
     index = q.get_device()
     num_sms = launches.target_of(index).num_sms
-    config = decode_config(dv, tiles, splits, num_sms)
+    config = decode_config(dv, rows // sequences, tiles, splits, num_sms)
     items = tiles if config.sequential else tiles * splits
     kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
-    rows = batch * len_q * heads if kept else 1
-    partials, sums = empties(q, ((max(kept, 1), rows, dv), torch.float32), ((max(kept, 1), rows, 2), torch.float32))
-    counters = counters_of(q, (batch * len_q * group // WARPGROUP_ROWS + sequences) * pairs)
+    kept_rows = rows * pairs if kept else 1
+    partials, sums = empties(
+        q, ((max(kept, 1), kept_rows, dv), torch.float32), ((max(kept, 1), kept_rows, 2), torch.float32)
+    )
+    counters = counters_of(q, (rows // WARPGROUP_ROWS + sequences) * pairs)
     before_tanh, score_scale = score_factors(call.scale, call.softcap)
     if observers:
         name = f"attention_decode ({'all splits' if config.sequential else 'a split'} a CTA)"
