@@ -100,4 +100,4 @@ def test_each_class_compiles(family, arch):
 def test_each_builder_that_is_shipped_is_among_them(arch):
     jobs = [job for family in FAMILIES for job in chosen(family, arch)]
     assert {builder for builder, _ in discover("cute_kernels", [arch])} <= {builder for builder, _ in jobs}
-    assert len(jobs) < 60
+    assert len(jobs) < 100

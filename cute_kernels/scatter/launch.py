@@ -25,14 +25,16 @@ INT32_ROWS = 2**31 - 1
 def sum_into_rows(source: Tensor, index: Tensor, out: Tensor, padding_idx: int, store: str) -> None:
     """out's rows and the rows of ``source`` (T, N) that ``index`` (T,) sends there, as ``config.Store`` says.
 
-    Rows are contiguous. ``padding_idx``: a row that gets none; -1: each may. An index that is no row of out adds
-    nothing.
+    Rows of ``source`` are copied unless they are contiguous. ``padding_idx``: a row that gets none; -1: each may. An
+    index that is no row of out adds nothing.
     """
     if not out.numel() or (store != "write" and not index.numel()):
         return
     if not index.numel():
         out.zero_()
         return
+    if source.shape[1] > 1 and source.stride(1) != 1:
+        source = source.contiguous()
     # What is sorted is exact, and stable: the sources of a row stay in their order
     narrow = index.to(torch.int32 if out.shape[0] <= INT32_ROWS else torch.int64)
     keys, order = torch.sort(narrow, stable=True)

@@ -12,7 +12,6 @@ from cute_kernels.runtime.autograd import (
     apply,
     first_derivative_only,
     gradient_buffer,
-    gradient_rows,
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
@@ -129,7 +128,8 @@ def embedding_backward(
 
 
 def _sum_tokens(dy: Tensor, ids: Tensor, dweight: Tensor, padding_idx: int | None, store: str) -> None:
-    sum_into_rows(gradient_rows(dy), ids.reshape(-1), dweight, -1 if padding_idx is None else padding_idx, store)
+    rows = dy.reshape(ids.numel(), dy.shape[-1])
+    sum_into_rows(rows, ids.reshape(-1), dweight, -1 if padding_idx is None else padding_idx, store)
 
 
 def index_sum(x: Tensor, index: Tensor, source: Tensor, *, dim: int = 0, backend: Backend | None = None) -> Tensor:
@@ -204,7 +204,7 @@ def add_rows(out: Tensor, index: Tensor, source: Tensor) -> None:
     if not out.numel():
         return
     columns = math.prod(out.shape[1:])
-    rows = source.reshape(source.shape[0], columns).contiguous()
+    rows = source.reshape(source.shape[0], columns)
     sum_into_rows(rows, index, out.view(out.shape[0], columns), -1, "onto")
 
 

@@ -343,7 +343,7 @@ def test_in_place_and_on_lists(x):
         torch._foreach_lerp_([y.float()], [y.float()], 0.5)
         torch._foreach_maximum([y], [y])
         F.cross_entropy(x[0], torch.arange(12, device=x.device), label_smoothing=0.1)
-        for call in ("_foreach_norm", "_foreach_mm", "_foreach_powsum"):
+        for call in ("_foreach_mm", "_foreach_powsum"):
             function, arguments = (
                 getattr(torch.ops.aten, call, None),
                 {"_foreach_mm": ([x[0].mT],), "_foreach_powsum": (2,)},

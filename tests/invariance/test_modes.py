@@ -274,7 +274,7 @@ def test_the_default_device():
 
 
 def test_what_counts_flops_sees_torchs_operators():
-    a = torch.ones(4, 8)
+    a = torch.ones(4, 8, dtype=torch.float64)
     for order in ("outside", "inside"):
         with contextlib.ExitStack() as stack:
             flops = FlopCounterMode(display=False)

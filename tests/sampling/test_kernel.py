@@ -30,8 +30,8 @@ CASES = [
 ]
 
 
-def as_reference(inputs: dict) -> torch.Tensor:
-    given = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+def as_reference(inputs: dict, device: str = "cpu") -> torch.Tensor:
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     return sample(**given, backend="reference").to(inputs["logits"].device)
 
 
@@ -40,9 +40,10 @@ def test_the_references_tokens(case, generator):
     check(case, generator)
 
 
-def check(case, generator):
+def check(case, generator, device="cpu"):
+    """``device``: where plain torch finds the same tokens."""
     inputs = make_inputs(case, generator)
-    found, wanted = sample(**inputs), as_reference(inputs)
+    found, wanted = sample(**inputs), as_reference(inputs, device)
     assert found.dtype is torch.int64 and found.shape == (case.rows,)
     different = (found != wanted).nonzero().flatten().tolist()
     assert not different, f"rows {different}: {found[different].tolist()}, wanted {wanted[different].tolist()}"

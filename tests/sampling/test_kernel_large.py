@@ -19,8 +19,8 @@ def test_vocabularies(columns, dtype, kind, options, generator):
 
 
 def test_a_large_batch(generator):
-    check(Case(64, 151936, BF16, "model", FILTERS[5]), generator)
-    check(Case(300, 151936, FP32, "flat"), generator)
+    check(Case(64, 151936, BF16, "model", FILTERS[5]), generator, "cuda")
+    check(Case(300, 151936, FP32, "flat"), generator, "cuda")
 
 
 def test_a_graph_takes_new_positions(generator):

@@ -45,10 +45,10 @@ def check_contract(case, generator):
     found = scatter.embedding_backward(dy, ids, case.rows, out_dtype=case.out)
     wanted = contract(dy, ids, case.rows).to(case.out or case.dtype)
     assert same_bits(found, wanted), where_different(found, wanted)
-    exact = torch.zeros(case.rows, case.columns, dtype=torch.float64, device=dy.device).index_add(0, ids, dy.double())
-    size = torch.zeros_like(exact).index_add(0, ids, dy.double().abs())
+    found, dy = found[:, :64].double(), dy[:, :64].double()  # a large table in fp64 would take memory of others
+    exact, size = (torch.zeros_like(found).index_add(0, ids, t) for t in (dy, dy.abs()))
     eps = torch.finfo(case.out or case.dtype).eps
-    assert ((found.double() - exact).abs() <= eps * exact.abs() + 2.0**-24 * 600 * size + 1e-7).all()
+    assert ((found - exact).abs() <= eps * exact.abs() + 2.0**-24 * 600 * size + 1e-7).all()
 
 
 def test_a_row_does_not_know_other_tokens(generator):
