@@ -12,7 +12,7 @@ import jit_cache.source  # noqa: F401  first: what is read after it is known not
 # isort: split
 from cute_kernels import mhc, reduction
 from cute_kernels.attention import attention
-from cute_kernels.gemm import bmm, linear, mm
+from cute_kernels.gemm import bmm, grouped_mm, linear, mm
 from cute_kernels.invariance import (
     Provenance,
     UncoveredOperatorError,
@@ -49,6 +49,7 @@ __all__ = [
     "check_invariance",
     "dequantize",
     "from_blocked",
+    "grouped_mm",
     "layer_norm",
     "linear",
     "linear_log_prob",
