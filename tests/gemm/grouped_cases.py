@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels import grouped_mm, mm
 from cute_kernels.gemm import launch_grouped
 from cute_kernels.runtime import launches
-from tests.gemm.cases import BF16, FP16, FP32, kernel_name, name_of, randn, wide_range
+from tests.gemm.cases import BF16, FP16, FP32, kernel_name, name_of, only_kernel, randn, wide_range
 
 __all__ = ["BF16", "FP16", "FP32", "kernel_name", "name_of", "randn", "wide_range"]
 
@@ -78,20 +78,22 @@ def make_grouped(case: Grouped, generator: torch.Generator) -> tuple[Tensor, Ten
 
 
 def rows_by_mm(a: Tensor, b: Tensor, sizes, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Each group by ``mm``; zeros behind the last."""
+    """Each group by ``mm``, of whose kernels all have the same bits; zeros behind the last."""
     out = a.new_zeros(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
-    for e, (start, end) in enumerate(bounds_of(sizes)):
-        if end > start:
-            out[start:end] = mm(a[start:end], b[e], out_dtype=out_dtype)
+    with only_kernel(None, False):
+        for e, (start, end) in enumerate(bounds_of(sizes)):
+            if end > start:
+                out[start:end] = mm(a[start:end], b[e], out_dtype=out_dtype)
     return out
 
 
 def sums_by_mm(a: Tensor, b: Tensor, sizes, out_dtype: torch.dtype | None = None) -> Tensor:
     """Columns a (M, R) times rows b (R, N) of each group by ``mm``."""
     out = a.new_zeros(len(sizes), a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
-    for e, (start, end) in enumerate(bounds_of(sizes)):
-        if end > start:
-            out[e] = mm(a[:, start:end], b[start:end], out_dtype=out_dtype)
+    with only_kernel(None, False):
+        for e, (start, end) in enumerate(bounds_of(sizes)):
+            if end > start:
+                out[e] = mm(a[:, start:end], b[start:end], out_dtype=out_dtype)
     return out
 
 

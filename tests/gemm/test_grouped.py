@@ -18,21 +18,24 @@ from tests.ptx import compile_in, kernels_in
 FP64 = torch.float64
 
 
+# a's and b's neighbours -> dtype of the result, of the tests of every kernel; likewise of sums, in their order
+LAYOUTS = {("k", "n"): BF16, ("k", "k"): FP32, ("m", "n"): BF16}
+SUMS_LAYOUTS = (("m", "n"), ("k", "k"), ("k", "n"))
+OUTS = (BF16, FP32, BF16)
+
+
 def every_job(arch: str = here()) -> list[tuple]:
-    """(builder, arguments) of what the tests on a GPU need, but for fp16."""
+    """(builder, arguments) of what the tests of every kernel need on a GPU."""
     from cute_kernels.gemm.kernel_grouped import grouped
 
-    found = []
-    for (config, transposed), majors, out, k in itertools.product(
-        candidates("rows"), (("k", "n"), ("k", "k"), ("m", "n")), (BF16, FP32), (64, 200)
-    ):
-        found.append((arch, GroupedSpec(BF16, out, "rows", False, *majors), k, config, transposed))
-    for (config, transposed), majors, out in itertools.product(
-        candidates("sums"), (("m", "n"), ("k", "k"), ("k", "n")), (BF16, FP32)
-    ):
-        found.append((arch, GroupedSpec(BF16, out, "sums", False, *majors), 64, config, transposed))
-    for config, transposed in candidates("sums"):
-        found.append((arch, GroupedSpec(BF16, FP32, "sums", True, "m", "n"), 64, config, transposed))
+    found = [
+        (arch, GroupedSpec(BF16, out, "rows", False, *majors), k, *kernel)
+        for kernel, (majors, out), k in itertools.product(candidates("rows"), LAYOUTS.items(), (64, 200))
+    ]
+    for kernel in candidates("sums"):
+        specs = [GroupedSpec(BF16, o, "sums", False, *m) for m, o in zip(SUMS_LAYOUTS, OUTS, strict=True)]
+        specs.append(GroupedSpec(BF16, FP32, "sums", True, "m", "n"))
+        found += [(arch, spec, 64, *kernel) for spec in specs]
     return [(grouped, arguments) for arguments in dict.fromkeys(grouped_arguments(*call) for call in found)]
 
 

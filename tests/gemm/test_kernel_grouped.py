@@ -6,10 +6,10 @@ Most of these run on the CPU, too, over fake kernels: test_grouped_dispatch.py.
 import pytest
 import torch
 
-from cute_kernels import bmm, grouped_mm, mm, provenance
+from cute_kernels import bmm, grouped_mm, linear, mm, provenance
 from cute_kernels.gemm.config_grouped import candidates
 from cute_kernels.gemm.launch import observed
-from tests.gemm.cases import Recorder, assert_same_bits, bits, here
+from tests.gemm.cases import Recorder, assert_same_bits, bits, here, only_kernel
 from tests.gemm.grouped_cases import (
     BF16,
     EDGES,
@@ -28,7 +28,7 @@ from tests.gemm.grouped_cases import (
     sums_by_mm,
     wide_range,
 )
-from tests.gemm.test_grouped import every_job
+from tests.gemm.test_grouped import LAYOUTS, OUTS, every_job
 from tests.precompiled import precompile
 
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(here() != "sm_90a", reason="needs a Hopper GPU")]
@@ -52,16 +52,15 @@ def test_every_kernel_s_rows_have_the_bits_of_mm(kernel, generator):
     """Whatever lies where in memory, with an SM for each tile and with four."""
     for n, k in ((264, 200), (520, 64), (72, 1032)):
         for groups in ("edges", "all in one"):
-            for layout in (("k", "n"), ("k", "k"), ("m", "n")):
+            for layout, out in LAYOUTS.items():
                 case = Grouped(groups, n, k, layout=layout, rest=8 + -sum(GROUPS[groups]) % 8)
                 a, b, offs = make_grouped(case, generator)
-                for out in (BF16, FP32):
-                    wanted = rows_by_mm(a, b, case.sizes, out)
-                    for num_sms in (132, 4):
-                        with only_grouped(*kernel, num_sms), observed() as used:
-                            found = grouped_mm(a, b, offs, out_dtype=out)
-                        assert [(launch.config, launch.transposed) for launch, _, _ in used] == [kernel]
-                        assert_same_bits(found, wanted, f"{case}, {num_sms} SMs")
+                wanted = rows_by_mm(a, b, case.sizes, out)
+                for num_sms in (132, 4):
+                    with only_grouped(*kernel, num_sms), observed() as used:
+                        found = grouped_mm(a, b, offs, out_dtype=out)
+                    assert [(launch.config, launch.transposed) for launch, _, _ in used] == [kernel]
+                    assert_same_bits(found, wanted, f"{case}, {num_sms} SMs")
 
 
 CASES = [
@@ -152,26 +151,25 @@ def test_every_kernel_s_sums_have_the_bits_of_mm(kernel, generator):
             laid = (x, dy.t()), (x.t().contiguous().t(), dy.t().contiguous()), (x, dy.t().contiguous())
             for num_sms in (132, 4):
                 with only_grouped(*kernel, num_sms), observed() as used:
-                    found = [grouped_mm(b, a, offs, out_dtype=out) for a, b in laid for out in (BF16, FP32)]
+                    found = [grouped_mm(b, a, offs, out_dtype=out) for (a, b), out in zip(laid, OUTS, strict=True)]
                     found.append(grouped_mm(dy.t(), x, offs, accumulate_into=start.clone()))
                 assert {(launch.config, launch.transposed) for launch, _, _ in used} <= {kernel}
                 for i, one in enumerate(found[:-1]):
                     wanted = sums_by_mm(dy.t(), x, sizes, one.dtype)
-                    assert_same_bits(one, wanted, f"{groups} {m}x{n}, layout {i // 2}, {num_sms} SMs")
+                    assert_same_bits(one, wanted, f"{groups} {m}x{n}, layout {i}, {num_sms} SMs")
                 assert_same_bits(found[-1], accumulated(start, x, dy, sizes), f"{groups} {m}x{n}, accumulated")
 
 
 def accumulated(start, x, dy, sizes):
     """Each group's by ``linear``'s backward into a main_grad."""
-    from cute_kernels import linear
-
     found = start.clone()
-    for e, (first, end) in enumerate(bounds_of(sizes)):
-        if end > first:
-            weight = torch.zeros(found.shape[1:], dtype=x.dtype, device=x.device, requires_grad=True)
-            weight.main_grad = found[e].clone()
-            linear(x[first:end], weight).backward(dy[first:end])
-            found[e] = weight.main_grad
+    with only_kernel(None, False):
+        for e, (first, end) in enumerate(bounds_of(sizes)):
+            if end > first:
+                weight = torch.zeros(found.shape[1:], dtype=x.dtype, device=x.device, requires_grad=True)
+                weight.main_grad = found[e].clone()
+                linear(x[first:end], weight).backward(dy[first:end])
+                found[e] = weight.main_grad
     return found
 
 
@@ -184,13 +182,13 @@ def test_sums_do_not_see_other_groups(kernel, generator):
     with only_grouped(*kernel):
         for by_rows in (True, False):
             lay = (lambda t: t) if by_rows else (lambda t: t.t().contiguous().t())
-            whole = grouped_mm(lay(dy).t(), lay(x), offs, out_dtype=FP32)
+            whole = grouped_mm(lay(dy).t(), lay(x), offs, out_dtype=OUTS[not by_rows])
             for e in (1, 3, 6, 10, 13, 14, 15):
                 start, end = bounds_of(sizes)[e]
                 dirty = [torch.full_like(t, float("nan")) for t in (x, dy)]
                 for t, clean in zip(dirty, (x, dy), strict=True):
                     t[start:end] = clean[start:end]
-                found = grouped_mm(lay(dirty[1]).t(), lay(dirty[0]), offs, out_dtype=FP32)
+                found = grouped_mm(lay(dirty[1]).t(), lay(dirty[0]), offs, out_dtype=OUTS[not by_rows])
                 assert_same_bits(found[e], whole[e], f"group {e}")
                 assert not found[0].any() and not found[-1].any()  # of no rows
 
