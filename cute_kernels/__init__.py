@@ -10,7 +10,7 @@ it is imported, plain torch refuses them, too, in the kernels' words.
 import jit_cache.source  # noqa: F401  first: what is read after it is known not to be older
 
 # isort: split
-from cute_kernels import mhc, reduction
+from cute_kernels import mhc, moe, reduction
 from cute_kernels.attention import attention
 from cute_kernels.gemm import bmm, grouped_mm, linear, mm
 from cute_kernels.invariance import (
@@ -55,6 +55,7 @@ __all__ = [
     "linear_log_prob",
     "mhc",
     "mm",
+    "moe",
     "provenance",
     "quantize_3d_colwise",
     "quantize_3d_dual",

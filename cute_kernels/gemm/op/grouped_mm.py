@@ -93,54 +93,56 @@ def grouped_mm(
 
 def _rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     if differentiates(a, b):
-        return apply(_RowsFunction, a, b, offs, out_dtype, False)
+        return apply(_RowsFunction, a, b, offs, out_dtype)
     return grouped_rows(a, b, offs, out_dtype)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """``grouped_mm(x, weight.mT, offs)`` of weights (E, N, K), to whose ``main_grad`` a gradient is added."""
-    if differentiates(x, weight):
-        return apply(_RowsFunction, x, weight, offs, x.dtype, True)
-    return grouped_rows(x, weight.mT, offs, x.dtype)
-
-
 class _RowsFunction(torch.autograd.Function):
-    """Rows a times ``weight`` (E, K, N), or (E, N, K) that is ``by_columns``."""
+    """Rows a (R, K) times b (E, K, N)."""
 
     @staticmethod
-    def forward(ctx, a, weight, offs, out_dtype, by_columns):
-        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, weight, offs)
-        ctx.by_columns = by_columns
-        ctx.main_grad = getattr(weight, "main_grad", None)
-        return grouped_rows(a, weight.mT if by_columns else weight, offs, out_dtype)
+    def forward(ctx, a, b, offs, out_dtype):
+        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b, offs)
+        ctx.main_grad = getattr(b, "main_grad", None)
+        return grouped_rows(a, b, offs, out_dtype)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
-        a, weight, offs = ctx.saved_tensors
-        da = dweight = None
-        dout = _readable(dout.to(weight.dtype))
+        a, b, offs = ctx.saved_tensors
+        da = db = None
+        dout = _readable(dout.to(b.dtype))
         if ctx.needs_input_grad[0]:
-            da = grouped_rows(dout, weight if ctx.by_columns else weight.mT, offs, weight.dtype)
-        if needs_gradient(ctx.needs_input_grad[1], weight, ctx.main_grad):
-            dweight = _weight_gradient(a, dout, offs, weight, ctx.main_grad, ctx.by_columns)
-        return da, dweight, None, None, None
+            da = grouped_rows(dout, b.mT, offs, b.dtype)
+        if needs_gradient(ctx.needs_input_grad[1], b, ctx.main_grad):
+            db = weight_gradient("grouped_mm", "b", a, dout, offs, b, ctx.main_grad, False)
+        return da, db, None, None
 
 
-def _weight_gradient(
-    a: Tensor, dout: Tensor, offs: Tensor, weight: Tensor, main_grad: Tensor | None, by_columns: bool
+def weight_gradient(
+    op: str,
+    name: str,
+    a: Tensor,
+    dout: Tensor,
+    offs: Tensor,
+    weight: Tensor,
+    main_grad: Tensor | None,
+    by_columns: bool,
 ) -> Tensor | None:
-    """What autograd gets: None where the gradient was added to main_grad."""
+    """The gradient of a weight (E, K, N), or (E, N, K) that is ``by_columns``, of rows a (R, K) and dout (R, N).
+
+    What autograd gets: None where it was added to main_grad.
+    """
     of_columns = not by_columns and weight.stride(1) == 1 and weight.stride(2) != 1  # (E, K, N) as a view of (E, N, K)
-    factors = (dout.t(), a) if by_columns or (of_columns and main_grad is None) else (a.t(), dout)
-    if main_grad is None:
-        dweight = grouped_sums(*factors, offs, weight.dtype)
+    if main_grad is not None:
+        target, dweight = gradient_buffer(op, name, weight, main_grad)
+        if dweight is None:
+            grouped_sums_into(*((dout.t(), a) if by_columns else (a.t(), dout)), offs, target)
+            return None
+    if by_columns or of_columns:
+        dweight = grouped_sums(dout.t(), a, offs, weight.dtype)
         return dweight.mT if of_columns else dweight
-    target, dweight = gradient_buffer("grouped_mm", "b", weight, main_grad)
-    if dweight is None:
-        grouped_sums_into(*factors, offs, target)
-        return None
-    return grouped_sums(*factors, offs, weight.dtype)  # it has no main_grad any more
+    return grouped_sums(a.t(), dout, offs, weight.dtype)
 
 
 class _SumsFunction(torch.autograd.Function):
@@ -168,4 +170,4 @@ def _readable(dout: Tensor) -> Tensor:
     return dout if not is_eager(dout) or all(dout.stride()) else dout.contiguous()
 
 
-__all__ = ["grouped_linear", "grouped_mm"]
+__all__ = ["grouped_mm", "weight_gradient"]
