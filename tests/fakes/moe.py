@@ -19,10 +19,22 @@ def route(static, logits, bias, given, indices, weights, eps, scale, num_ctas) -
 
 
 def route_backward(static, dweights, logits, indices, dlogits, eps, scale, num_ctas) -> None:
-    leaf = logits.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        found = _route(static["spec"], leaf, eps, scale, indices=indices)
-        dlogits.copy_(torch.autograd.grad(found.weights, leaf, dweights)[0])
+    spec = static["spec"]
+    valid = (indices >= 0) & (indices < spec.num_experts)
+    places = indices.clamp(0, spec.num_experts - 1).long()
+    p = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(1)
+    scores = p.gather(1, places)
+    if spec.score == "chosen":
+        scores = logits.gather(1, places).masked_fill(~valid, -float("inf")).softmax(1)
+    scores = scores.masked_fill(~valid, 0.0)
+    gradient = (dweights * scale).masked_fill(~valid, 0.0)
+    if spec.normalize or spec.score == "chosen":
+        total = scores.sum(1, keepdim=True) + eps
+        gradient = (gradient - (gradient * scores / total).sum(1, keepdim=True)) / total
+    gradient = gradient * scores * ((1 - scores) if spec.score == "sigmoid" else 1)
+    dlogits.zero_().scatter_add_(1, places, gradient)
+    if spec.score == "softmax":
+        dlogits -= gradient.sum(1, keepdim=True) * p
 
 
 def _route(spec, logits, eps, scale, **options):
@@ -73,9 +85,17 @@ def gate_backward(static, dh, z, slots, weights, dz, h, dweights, num_ctas) -> N
         h.copy_(torch.where(used, value.float() * factor, 0.0))
         dweights[safe[used[:, 0]]] = (gradient.double() * value.double()).sum(1).float()[used[:, 0]]
         gradient = gradient * factor
-    leaf = z.float().requires_grad_()
-    with torch.enable_grad():
-        dz.copy_(torch.autograd.grad(_gate(spec, leaf), leaf, gradient)[0])
+    g, u = (z[:, ::2], z[:, 1::2]) if spec.interleaved else z.chunk(2, 1)
+    g, u = g.float(), u.float()
+    inside = torch.ones_like(g), torch.ones_like(u)
+    if spec.limit is not None:
+        inside = g <= spec.limit, u.abs() <= spec.limit
+        g, u = g.clamp(max=spec.limit), u.clamp(-spec.limit, spec.limit)
+    alpha = 1.0 if spec.alpha is None else spec.alpha
+    u = u if spec.alpha is None else u + 1
+    s = torch.sigmoid(alpha * g)
+    dg, du = gradient * u * s * (1 + alpha * g * (1 - s)) * inside[0], gradient * g * s * inside[1]
+    dz.copy_(torch.stack((dg, du), 2).flatten(1) if spec.interleaved else torch.cat((dg, du), 1))
 
 
 def _gate(spec, z):
