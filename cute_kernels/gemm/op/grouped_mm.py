@@ -43,8 +43,8 @@ def grouped_mm(
         offs: (E,) int32 on a's device: where each group ends, ascending; E at most 1024. A group may be empty, and may
             start at any row. No value of it is read by the host.
         out_dtype: bf16, fp16 or fp32; a's if None.
-        accumulate_into: of the second form: (E, M, N) fp32, contiguous, that the sums start from and are written to,
-            without autograd. Of a group without rows it stays as it is.
+        accumulate_into: with the second form: (E, M, N) fp32, contiguous, that the sums start from and are written to,
+            without autograd. The part of a group without rows stays as it is.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which reads
             ``offs`` on the host and raises ValueError where it does not ascend.
 

@@ -39,7 +39,7 @@ class Plan:
         smem = SmemAllocator()
         sCounts = smem.allocate_tensor(Int32, cute.make_layout((WARPS, experts), stride=(experts, 1)), 16)
         sEnds = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
-        for i in cutlass.range(tidx, WARPS * experts, THREADS):
+        for i in cutlass.range(tidx, WARPS * experts, THREADS, unroll=1):
             sCounts[i // experts, i % experts] = 0
         cute.arch.griddepcontrol_wait()
         total = indices.shape[0]
@@ -48,14 +48,14 @@ class Plan:
         last = cutlass.min(first + each, total)
         mine = sCounts[warp, None]
         cute.arch.barrier()
-        for base in cutlass.range(first, last, WARP):
+        for base in cutlass.range(first, last, WARP, unroll=1):
             self.step(indices, mine, base + lane, last, lane)
         cute.arch.barrier()
 
         # Of an expert: slots of the warps before, then its first row
         count = Int32(0)
         if tidx < experts:
-            for w in cutlass.range(WARPS):
+            for w in cutlass.range(WARPS, unroll=4):
                 of_warp = sCounts[w, tidx]
                 sCounts[w, tidx] = count
                 count += of_warp
@@ -77,14 +77,14 @@ class Plan:
         end += before
         if tidx < experts:
             offs[tidx] = end
-            for w in cutlass.range(WARPS):
+            for w in cutlass.range(WARPS, unroll=4):
                 sCounts[w, tidx] = sCounts[w, tidx] + end - padded
             for row in cutlass.range(end - padded + count, end):
                 slots[row] = -1
         for row in cutlass.range(all_rows + tidx, slots.shape[0], THREADS):
             slots[row] = -1
         cute.arch.barrier()
-        for base in cutlass.range(first, last, WARP):
+        for base in cutlass.range(first, last, WARP, unroll=1):
             position = self.step(indices, mine, base + lane, last, lane)
             if base + lane < last:
                 positions[base + lane] = position
