@@ -8,10 +8,11 @@ from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates
 from cute_kernels.gemm.launch import observed
-from tests.fakes import fake_kernels
+from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
 from tests.gemm.grouped_cases import BF16, FP32, Grouped, make_grouped, offs_of, only_grouped, run_grouped
 from tests.gemm.test_kernel_grouped import (  # noqa: F401
+    inside_of_batch_invariant,
     test_a_row_alone,
     test_calls_in_a_row_into_main_grad,
     test_columns_of_groups,
@@ -86,6 +87,11 @@ def test_the_same_call_compiles_nothing(generator, jobs):
     assert len(jobs) == 1
     grouped_mm(a, b, offs, out_dtype=FP32)
     assert len(set(jobs)) == 2
+
+
+def test_inside_of_batch_invariant(generator):
+    with fake_gpu():
+        inside_of_batch_invariant(generator)
 
 
 def test_flops(generator):

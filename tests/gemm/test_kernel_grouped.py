@@ -6,7 +6,7 @@ Most of these run on the CPU, too, over fake kernels: test_grouped_dispatch.py.
 import pytest
 import torch
 
-from cute_kernels import bmm, grouped_mm, linear, mm, provenance
+from cute_kernels import batch_invariant, bmm, grouped_mm, linear, mm, provenance
 from cute_kernels.gemm.config_grouped import candidates
 from cute_kernels.gemm.launch import observed
 from tests.gemm.cases import Recorder, assert_same_bits, bits, here, only_kernel
@@ -284,6 +284,24 @@ def test_number_as_incoming_gradient(generator):
     one = torch.ones((), dtype=BF16, device=a.device).expand(len(a), 72)
     for name, result in run_grouped(a, b, offs, one.contiguous()).items():
         assert_same_bits(run_grouped(a, b, offs, one)[name], result, name)
+
+
+def inside_of_batch_invariant(generator):
+    a, b, offs = make_grouped(Grouped("few", 72, 64), generator)
+    dout = randn(len(a), 72, generator=generator).to(BF16)
+    wanted = run_grouped(a, b, offs, dout)
+    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+    with batch_invariant(), observed() as used:
+        out = torch._grouped_mm(a, b, offs=offs)
+        da, db = torch.autograd.grad(out, (a, b), dout)
+    assert len(used) == 3 and all(launch.kernel.startswith("grouped") for launch, _, _ in used)
+    for name, result in {"out": out.detach(), "da": da, "db": db}.items():
+        assert_same_bits(result, wanted[name].reshape(result.shape), name)
+
+
+def test_inside_of_batch_invariant(generator):
+    """torch's own call, forward and backward."""
+    inside_of_batch_invariant(generator)
 
 
 def test_provenance(generator):
