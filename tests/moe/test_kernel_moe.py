@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from cute_kernels import moe
+from cute_kernels import check_invariance, moe, nn
 from cute_kernels.moe import reference
 from tests.gemm.cases import Recorder
 from tests.moe.cases import (
@@ -244,6 +244,15 @@ def test_a_token_of_a_layer_does_not_know_its_batch(generator):
     beside = run_layer(type(layer)(layer.x, same, layer.gate_up, layer.down, layer.dy), 4)
     for name in ("y", "dx", "dlogits"):
         assert_same_bits(beside[name][3], whole[name][3], name)
+
+
+@pytest.mark.sm90
+def test_a_module_by_check_invariance(generator, device):
+    """Alone, elsewhere, beside others, NaN among them, and padded: results, gradients, the router's too."""
+    torch.manual_seed(0)
+    model = nn.MoE(64, 32, 8, 2, score="sigmoid", eps=1e-20, device=device, dtype=BF16)
+    report = check_invariance(model, randn(40, 64, generator=generator, dtype=BF16))
+    assert report, report
 
 
 @pytest.mark.sm90
