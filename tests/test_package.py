@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it runs by itself, installed into a fresh environment. Downloads nothing."""
+"""The wheel: what it holds, and that it installs and runs in a fresh environment. Nothing leaves the machine."""
 
 import shutil
 import subprocess
@@ -83,6 +83,57 @@ def test_the_metadata(wheel):
     needs = metadata.get_all("Requires-Dist")
     assert [need for need in needs if "[cu13]" in need and need.endswith('extra == "cu13"')]
     assert [need for need in needs if need.startswith("torch>=") and "extra" not in need]
+
+
+NEEDED = {"torch": "2.10", "nvidia-cutlass-dsl": "4.8", "apache-tvm-ffi": "0.1.15", "cuda-python": "12.8", "rich": "13"}
+OPTIONAL = {"nvidia-cutlass-dsl-libs-cu13": "4.8", "matplotlib": "3.8", "pytest": "8", "pytest-xdist": "3.6"}
+OPTIONAL |= {"hypothesis": "6", "setuptools": "77.0.3", "ruff": "1", "mypy": "1"}
+OF_EXTRA = {
+    None: set(),
+    "cu13": {"nvidia-cutlass-dsl-libs-cu13"},
+    "train": {"matplotlib"},
+    "test": {"pytest", "pytest-xdist", "hypothesis", "matplotlib", "setuptools"},
+    "dev": {"ruff", "mypy"},
+}
+
+
+@pytest.mark.parametrize("extra", OF_EXTRA)
+def test_installs_by_name_from_an_index(extra, wheel, tmp_path):
+    """``pip install 'cute-kernels[extra]'`` from an index that holds the wheel and, empty, all that it may need."""
+    index = tmp_path / "index"
+    offer(index, wheel)
+    for name, version in (NEEDED | OPTIONAL).items():
+        cu13 = 'Provides-Extra: cu13\nRequires-Dist: nvidia-cutlass-dsl-libs-cu13; extra == "cu13"\n'
+        offer(index, empty_wheel(tmp_path, name, version, cu13 if name == "nvidia-cutlass-dsl" else ""))
+
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    pip = (sys.executable, "-m", "pip", "--isolated", "--python", folder / "bin" / "python")
+    wanted = "cute-kernels" + (f"[{extra}]" if extra else "")
+    run(*pip, "install", "--quiet", "--no-cache-dir", "--index-url", index.as_uri(), wanted)
+    installed = {line.split("==")[0] for line in run(*pip, "list", "--format=freeze").splitlines()}
+    assert installed == {"cute-kernels", *NEEDED, *OF_EXTRA[extra]}
+
+
+def offer(index, file):
+    """Put a wheel into a simple index (PEP 503) of files."""
+    folder = index / file.name.split("-")[0].replace("_", "-").lower()
+    folder.mkdir(parents=True)
+    shutil.copy(file, folder)
+    (folder / "index.html").write_text(f'<!DOCTYPE html><a href="{file.name}">{file.name}</a>')
+
+
+def empty_wheel(folder, name, version, metadata=""):
+    """A wheel of nothing."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    file, info = folder / f"{stem}-py3-none-any.whl", f"{stem}.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return file
 
 
 def test_the_first_program_runs_from_the_wheel(environment, tmp_path):
