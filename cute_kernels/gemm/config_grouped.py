@@ -41,6 +41,14 @@ class GroupedSpec(NamedTuple):
         return self.a_major, self.b_major
 
 
+def begins_anywhere(ragged: str, a_major: str | None, b_major: str | None) -> bool:
+    """Whether a group may begin at any row: TMA's boxes do, but along neighbouring elements at 16 bytes alone.
+
+    Elsewhere they are an illegal instruction.
+    """
+    return a_major == "k" if ragged == "rows" else (a_major, b_major) == ("m", "n")
+
+
 def grouped_arguments(arch: str, spec: GroupedSpec, k: int, config: GemmConfig | None, transposed: bool) -> tuple:
     """What the builder ``grouped`` takes for products of ``k``, which for sums nobody knows."""
     if config is None:

@@ -8,7 +8,7 @@ from cutlass import Int32
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.gemm_config import BLOCK, GemmConfig
 from cute_kernels.common.symbolic import symbolic_matrix
-from cute_kernels.gemm.config_grouped import GroupedSpec
+from cute_kernels.gemm.config_grouped import GroupedSpec, begins_anywhere
 from jit_cache import Program, compiled
 
 
@@ -27,6 +27,8 @@ def grouped(
     is_rows = spec.ragged == "rows"
     if spec.accumulate and is_rows:
         raise ValueError("rows are not accumulated into")
+    if config is not None and not begins_anywhere(spec.ragged, *spec.majors):
+        raise ValueError(f"groups begin at any row of rows of tokens alone, got operands along {spec.majors}")
     m, n, groups = cute.sym_int(), cute.sym_int(), cute.sym_int()
     k = cute.sym_int(divisibility=BLOCK if multi_block_tma else 1)
     a_along_k, b_along_k = (major in ("k", None) for major in spec.majors)
@@ -50,7 +52,7 @@ def grouped(
     else:
         from cute_kernels.gemm.kernel_grouped_sm90 import GroupedSumsSm90
 
-        kernel = GroupedSumsSm90(*majors, spec.accumulate, config)
+        kernel = GroupedSumsSm90(spec.accumulate, config)
     dtype, out = cutlass_dtype(spec.dtype), cutlass_dtype(spec.out)
     return Program(
         kernel,

@@ -396,12 +396,12 @@ class GroupedRowsSm90(GemmSm90):
 
 
 class GroupedSumsSm90(GroupedRowsSm90):
-    """d (M, N) for each group: a (M, R) and b (N, R), summed over the group's rows."""
+    """d (M, N) for each group: a (M, R) and b (N, R), along M and N, summed over the group's rows."""
 
     masks = True
 
-    def __init__(self, a_major: str, b_major: str, accumulate: bool, config: GemmConfig):
-        super().__init__(a_major, b_major, False, config, accumulate=accumulate)
+    def __init__(self, accumulate: bool, config: GemmConfig):
+        super().__init__("m", "n", False, config, accumulate=accumulate)
 
     send = GemmSm90.send  # no part of d has rows of another group
 
@@ -437,25 +437,16 @@ class GroupedSumsSm90(GroupedRowsSm90):
 
     @cute.jit
     def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32, thread: Int32, turn: Int32):
-        """Zero the k beyond ``num_k``, the next group's, of a tile that has arrived, in both operands: they may be NaN.
-
-        Where an operand's rows are neighbours, 16 bytes a thread.
-        """
+        """Zero the k beyond ``num_k``, the next group's, of a tile that has arrived: they may be NaN."""
         if num_k < self.tile[2]:
-            for s in cutlass.range_constexpr(2):
-                operand = sA if const_expr(s == 0) else sB
-                if const_expr(self.majors[s] == "k"):
-                    width = self.tile[2] - num_k
-                    for i in cutlass.range(thread, self.tile[s] * width, self.partners * WARPGROUP):
-                        operand[i % self.tile[s], num_k + i // self.tile[s], stage] = self.dtype(0.0)
-                else:
-                    self.clear_columns(operand[None, None, stage], self.tile[s], num_k, thread)
+            self.clear_columns(sA[None, None, stage], self.tile[0], num_k, thread)
+            self.clear_columns(sB[None, None, stage], self.tile[1], num_k, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.partners_meet(turn)
 
     @cute.jit
     def clear_columns(self, operand: cute.Tensor, rows: cutlass.Constexpr[int], num_k: Int32, thread: Int32):
-        """Zero an operand (rows, k), whose rows are neighbours, from ``num_k`` on."""
+        """Zero an operand (rows, k), whose rows are neighbours, from ``num_k`` on, 16 bytes a thread."""
         down = const_expr(rows // 8)
         threads = const_expr(self.partners * WARPGROUP)
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)

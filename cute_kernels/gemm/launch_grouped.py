@@ -13,6 +13,7 @@ from cute_kernels.gemm import reference
 from cute_kernels.gemm.config_grouped import (
     MAX_TILES,
     GroupedSpec,
+    begins_anywhere,
     choose_rows,
     choose_sums,
     grouped_arguments,
@@ -80,24 +81,24 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
     return GemmLaunch(function, num_ctas, transposed, config, f"grouped_{spec.ragged}")
 
 
-def _rows_like(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return empty(a, (a.shape[0], b.shape[2]), out_dtype)
+def _rows_shape(a: Tensor, b: Tensor) -> tuple[int, int]:
+    return a.shape[0], b.shape[2]
 
 
-def _sums_like(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return empty(a, (offs.shape[0], a.shape[0], b.shape[1]), out_dtype)
+def _sums_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[int, int, int]:
+    return offs.shape[0], a.shape[0], b.shape[1]
 
 
 @functional_operator(
     "grouped_rows",
     "Tensor a, Tensor b, Tensor offs, ScalarType out_dtype",
     "Tensor",
-    fake=_rows_like,
+    fake=lambda a, b, offs, out_dtype: a.new_empty(_rows_shape(a, b), dtype=out_dtype),
     cpu=reference.grouped_rows,
 )
 def grouped_rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """(R, N): rows a (R, K), those of group e times b[e] (K, N); zeros beyond the last group."""
-    d = _rows_like(a, b, offs, out_dtype)
+    d = empty(a, _rows_shape(a, b), out_dtype)
     (m, k), n, groups = a.shape, b.shape[2], b.shape[0]
     if not (m and n):
         return d
@@ -112,12 +113,12 @@ def grouped_rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> 
     "grouped_sums",
     "Tensor a, Tensor b, Tensor offs, ScalarType out_dtype",
     "Tensor",
-    fake=_sums_like,
+    fake=lambda a, b, offs, out_dtype: a.new_empty(_sums_shape(a, b, offs), dtype=out_dtype),
     cpu=reference.grouped_sums,
 )
 def grouped_sums(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """(E, M, N): columns a (M, R) of group e times rows b (R, N) of it."""
-    d = _sums_like(a, b, offs, out_dtype)
+    d = empty(a, _sums_shape(a, b, offs), out_dtype)
     if not d.numel():
         return d
     if not a.shape[1]:
@@ -147,6 +148,8 @@ def _launch(
     a_major = b_major = None
     if a_dim and b_dim and by_tma and (b.dim() == 2 or b.stride(0) > 0):
         a_major, b_major = ("k" if a_dim == -1 else "m"), ("k" if b_dim == -1 else "n")
+        if not begins_anywhere(ragged, a_major, b_major):
+            a_major = b_major = None
     spec = GroupedSpec(a.dtype, d.dtype, ragged, accumulate, a_major, b_major)
     launch = _grouped.get(a.get_device(), spec).of(sizes)
     observe(launch, (sizes[3], *sizes[:3]), a.get_device())

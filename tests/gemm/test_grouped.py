@@ -18,10 +18,9 @@ from tests.ptx import compile_in, kernels_in
 FP64 = torch.float64
 
 
-# a's and b's neighbours -> dtype of the result, of the tests of every kernel; likewise of sums, in their order
-LAYOUTS = {("k", "n"): BF16, ("k", "k"): FP32, ("m", "n"): BF16}
-SUMS_LAYOUTS = (("m", "n"), ("k", "k"), ("k", "n"))
-OUTS = (BF16, FP32, BF16)
+# a's and b's neighbours -> dtype of the result, of the tests of every kernel; dtypes of sums
+LAYOUTS = {("k", "n"): BF16, ("k", "k"): FP32}
+OUTS = (BF16, FP32)
 
 
 def every_job(arch: str = here()) -> list[tuple]:
@@ -33,7 +32,7 @@ def every_job(arch: str = here()) -> list[tuple]:
         for kernel, (majors, out), k in itertools.product(candidates("rows"), LAYOUTS.items(), (64, 200))
     ]
     for kernel in candidates("sums"):
-        specs = [GroupedSpec(BF16, o, "sums", False, *m) for m, o in zip(SUMS_LAYOUTS, OUTS, strict=True)]
+        specs = [GroupedSpec(BF16, out, "sums", False, "m", "n") for out in OUTS]
         specs.append(GroupedSpec(BF16, FP32, "sums", True, "m", "n"))
         found += [(arch, spec, 64, *kernel) for spec in specs]
     return [(grouped, arguments) for arguments in dict.fromkeys(grouped_arguments(*call) for call in found)]
@@ -173,7 +172,7 @@ def of_candidates() -> list[tuple]:
     kinds = [
         ("rows", majors, out, False) for majors, out in ((("k", "k"), BF16), (("k", "n"), BF16), (("m", "n"), FP32))
     ]
-    kinds += [("sums", ("m", "n"), BF16, False), ("sums", ("m", "n"), FP32, True), ("sums", ("k", "k"), FP32, False)]
+    kinds += [("sums", ("m", "n"), BF16, False), ("sums", ("m", "n"), FP32, True), ("sums", ("m", "n"), FP32, False)]
     return [(kernel, kind) for kind in kinds for kernel in candidates(kind[0])]
 
 
@@ -234,7 +233,19 @@ def test_configs_that_cannot_be():
     with pytest.raises(ValueError, match="must be of one CTA along the rows"):
         GroupedRowsSm90("k", "k", True, ROWS[0])
     with pytest.raises(ValueError, match="must leave room for 8192 bytes"):
-        GroupedSumsSm90("m", "n", False, GemmConfig((128, 256, 64), (2, 1), 5, 8))
+        GroupedSumsSm90(False, GemmConfig((128, 256, 64), (2, 1), 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("ragged", "majors"), [("rows", ("m", "k")), ("rows", ("m", "n")), ("sums", ("k", "n")), ("sums", ("m", "k"))]
+)
+def test_groups_that_would_begin_off_16_bytes(ragged, majors):
+    """Along neighbouring elements a box begins on 16 bytes, or is an illegal instruction (H200)."""
+    from cute_kernels.gemm.kernel_grouped import grouped
+
+    config = (ROWS if ragged == "rows" else SUMS)[0]
+    with pytest.raises(ValueError, match="groups begin at any row of rows of tokens alone"):
+        grouped.build("sm_90a", GroupedSpec(BF16, BF16, ragged, False, *majors), config, False, False)
 
 
 def test_rows_are_not_accumulated_into():

@@ -38,7 +38,8 @@ def grouped_mm(
     ========== ========== =========== ==============================================================
 
     Args:
-        a: bf16 or fp16, of any strides; rows or columns that start on 16 bytes take the fast kernels.
+        a: bf16 or fp16, of any strides. The fast kernels take tokens as rows, contiguous and on 16 bytes (or their
+            transpose, where tokens are columns), and matrices whose rows or columns are; a slow one takes the others.
         b: like a. Gradients of a leaf b (E, K, N) that has a ``main_grad`` (fp32) are added to it.
         offs: (E,) int32 on a's device: where each group ends, ascending; E at most 1024. A group may be empty, and may
             start at any row. No value of it is read by the host.

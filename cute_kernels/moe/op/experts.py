@@ -14,7 +14,7 @@ from cute_kernels.moe.op.rows import combined, gathered, plan
 from cute_kernels.moe.reference import Plan, Routing
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows, needs_gradient
 from cute_kernels.runtime.checks import HALVES, Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -108,7 +108,8 @@ class _ExpertsFunction(torch.autograd.Function):
         # Of a row before its weight: the weights' gradients are its products with h, and h has room for the weight
         do = gathered(gradient_rows(dy), rows)
         dh = grouped_rows(do, second, rows.offs, x.dtype)
-        dz, h, dweights = empty(z, z.shape, z.dtype), empty(dh, dh.shape, dh.dtype), torch.zeros_like(weights)
+        empty = mode_of(z).empty
+        dz, h, dweights = empty(z, z.shape, z.dtype), empty(z, dh.shape, dh.dtype), torch.zeros_like(weights)
         moe_gate_backward(dh, z, rows.slots, weights, dz, h, dweights, *gate)
         dx = dgate_up = ddown = None
         columns = not transposed

@@ -10,7 +10,7 @@ from cute_kernels.moe.checks import check_layout, check_swiglu
 from cute_kernels.moe.launch import moe_gate, moe_gate_backward
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 Gate = tuple[bool, float | None, float | None]  # interleaved, limit, alpha
@@ -66,7 +66,7 @@ def swiglu(
 
 def gated(z: Tensor, gate: Gate) -> Tensor:
     """h of z."""
-    h = empty(z, (z.shape[0], z.shape[1] // 2), z.dtype)
+    h = mode_of(z).empty(z, (z.shape[0], z.shape[1] // 2), z.dtype)
     moe_gate(z, h, *gate)
     return h
 
@@ -82,6 +82,6 @@ class _GateFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dh):
         (z,) = ctx.saved_tensors
-        dz = empty(z, z.shape, z.dtype)
+        dz = mode_of(z).empty(z, z.shape, z.dtype)
         moe_gate_backward(gradient_rows(dh), z, None, None, dz, None, None, *ctx.gate)
         return dz, None

@@ -11,7 +11,7 @@ from cute_kernels.moe.launch import moe_route, moe_route_backward
 from cute_kernels.moe.reference import Routing
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import detached, differentiates, empty, uses_reference
+from cute_kernels.runtime.operators import detached, differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -86,7 +86,8 @@ def route(
 
 def _forward(logits: Tensor, bias: Tensor | None, given: Tensor | None, k: int, options: tuple) -> tuple:
     shape = logits.shape[0], k
-    indices, weights = empty(logits, shape, torch.int32), empty(logits, shape, torch.float32)
+    mode = mode_of(logits)
+    indices, weights = mode.empty(logits, shape, torch.int32), mode.empty(logits, shape, torch.float32)
     moe_route(logits, bias, given, indices, weights, *options)
     return indices, weights
 
@@ -105,6 +106,6 @@ class _RouteFunction(torch.autograd.Function):
     def backward(ctx, _, dweights):
         logits, indices = ctx.saved_tensors
         score, _, _, normalize, eps, scale = ctx.options
-        dlogits = empty(logits, logits.shape, logits.dtype)
+        dlogits = mode_of(logits).empty(logits, logits.shape, logits.dtype)
         moe_route_backward(dweights.contiguous(), logits, indices, dlogits, score, normalize, eps, scale)
         return dlogits, None, None, None, None

@@ -11,7 +11,7 @@ from cute_kernels.moe.launch import moe_combine, moe_gather, moe_plan
 from cute_kernels.moe.reference import Plan, rows_of
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, empty, is_eager, uses_reference
+from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
 
 
 def plan(indices: Tensor, num_experts: int, *, align: int = 1, backend: Backend | None = None) -> Plan:
@@ -43,7 +43,7 @@ def plan(indices: Tensor, num_experts: int, *, align: int = 1, backend: Backend 
     indices = indices.to(torch.int32).contiguous()
     rows = rows_of(indices.shape[0] * indices.shape[1], num_experts, align)
     shapes = (num_experts,), (rows,), tuple(indices.shape), (num_experts,)
-    found = Plan(*(empty(indices, shape, torch.int32) for shape in shapes))
+    found = Plan(*(mode_of(indices).empty(indices, shape, torch.int32) for shape in shapes))
     if rows:
         moe_plan(indices, *found, align)
     else:
@@ -127,7 +127,7 @@ def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, backend:
 
 def gathered(x: Tensor, plan: Plan, weights: Tensor | None = None, other: Tensor | None = None) -> Tensor | tuple:
     """Rows of experts from rows of tokens, weighted; with ``other`` (R, H) also the slots' products of both."""
-    out = empty(x, (plan.slots.shape[0], x.shape[1]), x.dtype)
+    out = mode_of(x).empty(x, (plan.slots.shape[0], x.shape[1]), x.dtype)
     dots = None if other is None else x.new_zeros(plan.positions.shape, dtype=torch.float32)
     moe_gather(x, plan.slots, weights, other, out, dots, plan.positions.shape[1])
     return out if other is None else (out, dots)
@@ -135,7 +135,7 @@ def gathered(x: Tensor, plan: Plan, weights: Tensor | None = None, other: Tensor
 
 def combined(rows: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
     """Rows of tokens from rows of experts."""
-    y = empty(rows, (plan.positions.shape[0], rows.shape[1]), rows.dtype)
+    y = mode_of(rows).empty(rows, (plan.positions.shape[0], rows.shape[1]), rows.dtype)
     moe_combine(rows, plan.positions, weights, y)
     return y
 
