@@ -261,6 +261,13 @@ SECTIONS = {
         has_copy=False,
         note="torch is SDPA with its cuDNN backend, torch_flash with its own. flash-attn-4 was not installed there.",
     ),
+    "moe": Section(
+        "Experts",
+        "Products of all experts of a layer; shapes are model, part, rows x experts x N x K.",
+        has_copy=False,
+        note="torch is its grouped_mm. equal_bmm is our bmm of as many rows in equal groups, dense torch.mm of as many "
+        "rows with one weight: neither computes the result, they say what the groups cost.",
+    ),
     "mhc": Section(
         "Hyper-connections",
         "Shapes are tokens x streams x channels. A layer is `pre` and `expand_combine` around a sublayer that takes no "

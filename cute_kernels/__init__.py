@@ -10,9 +10,9 @@ it is imported, plain torch refuses them, too, in the kernels' words.
 import jit_cache.source  # noqa: F401  first: what is read after it is known not to be older
 
 # isort: split
-from cute_kernels import mhc, reduction, scatter
+from cute_kernels import mhc, moe, reduction, scatter
 from cute_kernels.attention import attention, attention_with_kv_cache, merge_attention
-from cute_kernels.gemm import bmm, linear, mm
+from cute_kernels.gemm import bmm, grouped_mm, linear, mm
 from cute_kernels.invariance import (
     Provenance,
     UncoveredOperatorError,
@@ -51,12 +51,14 @@ __all__ = [
     "check_invariance",
     "dequantize",
     "from_blocked",
+    "grouped_mm",
     "layer_norm",
     "linear",
     "linear_log_prob",
     "merge_attention",
     "mhc",
     "mm",
+    "moe",
     "provenance",
     "quantize_3d_colwise",
     "quantize_3d_dual",

@@ -12,13 +12,14 @@ import pytest
 import cute_kernels
 from cute_kernels.cli.demo import ARCHS, representatives
 from cute_kernels.gemm.config import BLOCK
+from cute_kernels.gemm.config_grouped import SUMS, GroupedSpec
 from cute_kernels.mxfp8.config import DualConfig
 from jit_cache.prewarm import discover
 from tests.gemm import test_compile as test_gemm_compile
 from tests.mhc import test_compile as test_mhc_compile
-from tests.norm.test_compile import check_record
+from tests.norm.test_compile import BF16, check_record
 
-FAMILIES = ("attention", "gemm", "log_prob", "mhc", "mxfp8", "norm", "reduction", "sampling", "scatter")
+FAMILIES = ("attention", "gemm", "log_prob", "mhc", "moe", "mxfp8", "norm", "reduction", "sampling", "scatter")
 # By a class's name
 ONE_ARCH = {"Sm90": "sm_90a", "Sm100": "sm_100a", "Append": "sm_90a", "QuantizeDual": "sm_90a", "Wgmma": "sm_90a"}
 
@@ -39,7 +40,8 @@ def others(family: str, arch: str) -> list:
             multi_block_tma = config is not None and config.multi_block_tma(arch, ("k", "k"), BLOCK)
             kind = config is None, config is not None and config.ping_pong, transposed, multi_block_tma
             first.setdefault(kind, (config, transposed))
-        return [(gemm, test_gemm_compile.arguments(arch, kernel)) for kernel in first.values()]
+        products = [(gemm, test_gemm_compile.arguments(arch, kernel)) for kernel in first.values()]
+        return products + grouped_products(arch)
     if family == "mhc":
         calls = [call for calls in test_mhc_compile.CALLS.values() for call in calls]
         table = {builder for builder, _ in shipped("mhc", arch)}
@@ -48,6 +50,15 @@ def others(family: str, arch: str) -> list:
         rings = (job for job in shipped("mxfp8", arch) if any(isinstance(value, DualConfig) for value in job[1]))
         return list(rings)[:1]
     return []
+
+
+def grouped_products(arch: str) -> list:
+    """By any strides; of SM90 also sums, beside the rows that the builder's first kernel is of."""
+    from cute_kernels.gemm.kernel_grouped import grouped
+
+    of_any = GroupedSpec(BF16, BF16, "rows", a_major=None, b_major=None), None, False, False
+    sums = GroupedSpec(BF16, BF16, "sums", False, "m", "n"), SUMS[0], False, False
+    return [(grouped, (arch, *call)) for call in ((of_any, sums) if arch == "sm_90a" else (of_any,))]
 
 
 def chosen(family: str, arch: str) -> list:

@@ -483,22 +483,28 @@ class GemmSm90(GemmBase):
                     if const_expr(self.tma_store):
                         cute.arch.fence_proxy("async.shared", space="cta")
                     self.partners_meet(turn)
-                    if const_expr(not self.tma_store):
-                        # The slot is written again after the next meeting: all have read it then
-                        self.store_part(sD[None, None, slot], gOut, part_m * part[0], part_n * part[1], thread)
-                    elif thread < 32:
-                        gPart = cute.local_tile(mOut, part, (part_m, part_n))
-                        tSsD, tSgD = cpasync.tma_partition(
-                            atom_out,
-                            0,
-                            cute.make_layout(1),
-                            cute.group_modes(sD, 0, 2),
-                            cute.group_modes(gPart, 0, 2),
-                        )
-                        cute.copy(atom_out, tSsD[None, slot], tSgD)
-                        cute.arch.cp_async_bulk_commit_group()
+                    self.send(sD, slot, atom_out, mOut, gOut, part_m, part_n, thread)
                     num_stored += 1
         return num_stored
+
+    @cute.jit
+    def send(self, sD, slot: Int32, tma, mOut, gOut, part_m: Int32, part_n: Int32, thread: Int32):
+        """A part of a tile, which lies in its slot of sD, on to gmem."""
+        part = self.store_tile()
+        if const_expr(not self.tma_store):
+            # The slot is written again after the next meeting: all have read it then
+            self.store_part(sD[None, None, slot], gOut, part_m * part[0], part_n * part[1], thread)
+        elif thread < 32:
+            self.store_by_tma(sD, slot, tma, cute.local_tile(mOut, part, (part_m, part_n)))
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_by_tma(self, sD, slot: Int32, tma, gPart):
+        """Issue the copy of a part of a tile from its slot of sD."""
+        tSsD, tSgD = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gPart, 0, 2)
+        )
+        cute.copy(tma, tSsD[None, slot], tSgD)
 
     @cute.jit
     def store_part(self, sPart: cute.Tensor, d: cute.Tensor, first_m: Int32, first_n: Int32, thread: Int32):

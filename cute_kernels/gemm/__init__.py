@@ -1,5 +1,5 @@
-"""Deterministic, batch-invariant products: mm, bmm, linear."""
+"""Deterministic, batch-invariant products: mm, bmm, grouped_mm, linear."""
 
-from cute_kernels.gemm.op import bmm, linear, mm
+from cute_kernels.gemm.op import bmm, grouped_mm, linear, mm
 
-__all__ = ["bmm", "linear", "mm"]
+__all__ = ["bmm", "grouped_mm", "linear", "mm"]

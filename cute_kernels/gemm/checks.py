@@ -164,3 +164,88 @@ def check_epilogue(
         expect_dtype(op, "out_dtype", out_dtype, floats)
     if activation is not None and activation not in ACTIVATIONS:
         fail(op, "activation", f"be one of {ACTIVATIONS}", repr(activation))
+
+
+MAX_GROUPS = 1024
+
+
+def check_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    out_dtype: torch.dtype | None,
+    accumulate_into: Tensor | None,
+    fp64: bool = False,
+) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: as in ``check_mm``."""
+    op, inputs = "grouped_mm", FP64 if fp64 else HALVES
+    expect_floats(op, "a", a, inputs)
+    expect_floats(op, "b", b, inputs)
+    a_shape, b_shape = a.shape, b.shape
+    for name, shape in (("a", a_shape), ("b", b_shape)):
+        if len(shape) not in (2, 3):
+            fail(op, name, "be a matrix or a batch of matrices", f"shape {tuple(shape)}")
+        for size in shape:
+            if size > MAX_SIZE:
+                fail(op, name, f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(shape)}")
+    if b.dtype is not a.dtype:
+        fail(op, "b", f"have dtype {a.dtype}", b.dtype, TypeError)
+    if b.device != a.device:
+        fail(op, "b", f"be on {a.device}", b.device)
+    if b_shape[-2] != a_shape[-1]:
+        fail(op, "b", f"have {a_shape[-1]} rows, as a has columns", f"shape {tuple(b_shape)}")
+    groups = a_shape[0] if len(a_shape) == 3 else b_shape[0] if len(b_shape) == 3 else None
+    if len(a_shape) == len(b_shape) == 3:
+        if b_shape[0] != groups:
+            fail(op, "b", f"have {groups} matrices, as a has", f"shape {tuple(b_shape)}")
+        if offs is not None:
+            fail(op, "offs", "be None for two batches of matrices", type(offs).__name__)
+    elif offs is None:
+        fail(op, "offs", "be given where a or b is a matrix", None)
+    else:
+        _check_offs(offs, groups, a.device)
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype, FLOATS + FP64 if fp64 else FLOATS)
+    if accumulate_into is not None:
+        _check_accumulate_into(a, b, offs, out_dtype, accumulate_into, FP64 if fp64 else (torch.float32,))
+
+
+def _check_offs(offs: Tensor, groups: int | None, device: torch.device) -> None:
+    op = "grouped_mm"
+    expect_floats(op, "offs", offs, (torch.int32,))
+    if offs.dim() != 1:
+        fail(op, "offs", "have one dimension", f"shape {tuple(offs.shape)}")
+    if groups is not None and offs.shape[0] != groups:
+        fail(op, "offs", f"have {groups} elements, as there are matrices", offs.shape[0])
+    if offs.shape[0] > MAX_GROUPS:
+        fail(op, "offs", f"have at most {MAX_GROUPS} elements", offs.shape[0])
+    if offs.device != device:
+        fail(op, "offs", f"be on {device}", offs.device)
+    if not offs.is_contiguous():
+        fail(op, "offs", "be contiguous", f"stride {offs.stride()}")
+
+
+def _check_accumulate_into(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    out_dtype: torch.dtype | None,
+    target: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    op, name = "grouped_mm", "accumulate_into"
+    if a.dim() != 2 or b.dim() != 2:
+        fail(
+            op,
+            name,
+            "be None where the rows of groups are not summed over",
+            f"a of {a.dim()}, b of {b.dim()} dimensions",
+        )
+    expect_floats(op, name, target, dtypes)
+    expect_like(op, name, target, (offs.shape[0], a.shape[0], b.shape[1]), a.device)
+    if not target.is_contiguous():
+        fail(op, name, "be contiguous", f"strides {target.stride()}")
+    if out_dtype is not None:
+        fail(op, "out_dtype", f"be None with {name}", out_dtype)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or target.requires_grad):
+        fail(op, name, "be None where a gradient is wanted", "a tensor")

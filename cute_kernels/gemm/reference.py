@@ -16,8 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels.gemm.checks import check_bmm, check_linear, check_mm, check_separate
-from cute_kernels.runtime.autograd import first_derivative_only, gradient_buffer, needs_gradient, without_autocast
+from cute_kernels.gemm.checks import check_bmm, check_grouped_mm, check_linear, check_mm, check_separate
+from cute_kernels.runtime.autograd import (
+    first_derivative_only,
+    gradient_buffer,
+    needs_gradient,
+    widened,
+    without_autocast,
+)
+from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.strict import has_address, is_strict, strict_rows
 
 
@@ -51,6 +58,55 @@ def linear(
     check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens, _is_fp64(x))
     strict_rows("linear", x=x)
     return _Linear.apply(x, weight, bias, out_dtype or x.dtype, activation, num_valid_tokens)
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:
+    """``a @ b`` of groups; see ``cute_kernels.grouped_mm``. A group's end below the one before is an error here."""
+    check_grouped_mm(a, b, offs, out_dtype, accumulate_into, _is_fp64(a))
+    out_dtype = out_dtype or a.dtype
+    if accumulate_into is not None:
+        with torch.no_grad():
+            return accumulate_into.add_(grouped_sums(a, b, offs, accumulate_into.dtype))
+    if offs is None:
+        return bmm(a, b, out_dtype=out_dtype)
+    if a.dim() == b.dim() == 2:
+        return grouped_sums(a, b, offs, out_dtype)
+    if a.dim() == 3:
+        return grouped_rows(b.t(), a.mT, offs, out_dtype).t()
+    return grouped_rows(a, b, offs, out_dtype)
+
+
+def grouped_rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """(R, N): rows a (R, K), those of group e times b[e] (K, N); zeros beyond the last group."""
+    ends = _ends(offs, a.shape[0])
+    wide_a, wide_b = a.to(_wide(a)), widened("grouped_mm", "b", b, _wide(a))
+    parts = [
+        _product(wide_a[start:end], wide_b[e]) for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+    rest = a.shape[0] - (ends[-1] if ends else 0)
+    return torch.cat([*parts, wide_a.new_zeros(rest, b.shape[2])]).to(out_dtype)
+
+
+def grouped_sums(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """(E, M, N): columns a (M, R) of group e times rows b (R, N) of it."""
+    ends = _ends(offs, b.shape[0])
+    a, b = a.to(_wide(a)), b.to(_wide(b))
+    sums = [_product(a[:, start:end], b[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    return (torch.stack(sums) if sums else a.new_zeros(0, a.shape[0], b.shape[1])).to(out_dtype)
+
+
+def _ends(offs: Tensor, rows: int) -> list[int]:
+    ends = offs.tolist()
+    if any(end < start for start, end in zip([0, *ends], [*ends, rows], strict=True)):
+        fail("grouped_mm", "offs", f"ascend from 0 to at most {rows}", ends)
+    return ends
 
 
 class _Bmm(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
+from cute_kernels.gemm import grouped_mm
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.invariance import fp32, fused_attention, indexed, statistics
 from cute_kernels.norm.checks import check_norm
@@ -21,6 +22,7 @@ from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
 from cute_kernels.reduction.launch import softmax_backward, softmax_forward
 from cute_kernels.reduction.op import sum_dimensions
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import FLOATS
 from cute_kernels.runtime.rows import contiguous_rows
 
@@ -172,6 +174,19 @@ def _addmv(c: Tensor, a: Tensor, v: Tensor, *, beta: float = 1, alpha: float = 1
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     result = _mm(a.unsqueeze(0), b.unsqueeze(1))
     return result if result is NotImplemented else result.view(())
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """In all four forms, on SM90."""
+    if bias is not None or not _takes(a, b) or launches.target_of(a.get_device()).arch != "sm_90a":
+        return NotImplemented
+    return grouped_mm(a, b, offs, out_dtype=out_dtype)
 
 
 # Sums
@@ -350,6 +365,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mv.default": _mv,
     "addmv.default": _addmv,
     "dot.default": _dot,
+    "_grouped_mm.default": _grouped_mm,
     "_softmax.default": lambda x, dim, half_to_float: _softmax(x, dim, _widened(x, half_to_float), False),
     "_log_softmax.default": lambda x, dim, half_to_float: _softmax(x, dim, _widened(x, half_to_float), True),
     "_safe_softmax.default": _safe_softmax,

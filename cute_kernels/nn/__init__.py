@@ -8,6 +8,7 @@ from cute_kernels.nn.hyper_connection import (
     optimal_recompute_layers,
 )
 from cute_kernels.nn.linear import Linear
+from cute_kernels.nn.moe import MoE
 from cute_kernels.nn.norm import LayerNorm, RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
@@ -23,6 +24,7 @@ __all__ = [
     "LearnedHead",
     "Linear",
     "MHCTransformer",
+    "MoE",
     "RMSNorm",
     "RecomputeManager",
     "ResidualOffload",

@@ -109,10 +109,18 @@ def _attention_backward(dout, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) 
     return 2 * batch * heads * len_q * k[1] * (3 * d + 2 * v[3])
 
 
+def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """Of all rows, those beyond the last group, too: their number is on the device."""
+    return 2 * math.prod(a) * b[-1]
+
+
 FORMULAS = {
     "attention_backward": _attention_backward,
     "attention_forward": _attention,
     "gemm": _gemm,
+    "grouped_rows": _grouped,
+    "grouped_sums": _grouped,
+    "grouped_sums_into": _grouped,
     "log_prob_forward": _log_prob,
     "log_prob_backward": _log_prob_backward,
     "mhc_projection_forward": _projection,

@@ -17,10 +17,10 @@ import torch
 
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
-from tests.fakes import attention, gemm, log_prob, mhc, mxfp8, norm, reduction, sampling, scatter
+from tests.fakes import attention, gemm, log_prob, mhc, moe, mxfp8, norm, reduction, sampling, scatter
 from tests.fakes.entry import check_entry
 
-FAMILIES = (attention, gemm, log_prob, mhc, mxfp8, norm, reduction, sampling, scatter)
+FAMILIES = (attention, gemm, log_prob, mhc, moe, mxfp8, norm, reduction, sampling, scatter)
 NUM_SMS = 132
 
 

@@ -8,7 +8,6 @@ import torch
 
 import cute_kernels
 from cute_kernels import bmm
-from cute_kernels.gemm import prewarm
 from tests.fakes import fake_kernels
 from tests.gemm.cases import (
     BF16,
@@ -26,7 +25,7 @@ from tests.gemm.cases import (
     randn,
     run_batch,
 )
-from tests.gemm.test_compile import INSTRUCTIONS, SM100, arguments, compile_and_check, early_reads
+from tests.gemm.test_compile import INSTRUCTIONS, SM100, arguments, compile_and_check, early_reads, products
 from tests.marks import first_of
 from tests.ptx import compile_in, kernels_in
 
@@ -119,7 +118,7 @@ def test_what_iss_precompiled_is_what_calls_ask_for(arch):
         with only_kernel(jobs[0][1][2], False):
             run_batch(bmm, a, b, dout)
             run_batch(bmm, a, b.mT.contiguous().mT, dout)
-    table = [job for job in prewarm.specializations(arch) if job[1][1].batched]
+    table = [job for job in products(arch) if job[1][1].batched]
     assert len(set(table)) == len(table) == 3 and set(table) == set(jobs[6:]) and table[0] in jobs[:6]
 
 

@@ -1,0 +1,112 @@
+"""Static choices of grouped products: which kernel serves a call. Every candidate keeps ``serial_k16``.
+
+The rows of a group have its own matrix (``rows``), or are summed over into its own result (``sums``). Groups are told
+by their ends, on the device; what the host knows to choose by is how many there are, and their rows together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from cute_kernels.common.gemm_config import GemmConfig
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_GROUPS = 1024
+MAX_TILES = 2**31 - 2**16
+
+
+class GroupedSpec(NamedTuple):
+    """A product of groups of rows.
+
+    Attributes:
+        dtype, out: of a and b; of d.
+        ragged: "rows": d (R, N), of rows a (R, K) and a matrix b (N, K) for each group. "sums": d (M, N) for each
+            group, of a (M, R) and b (N, R), summed over the group's rows.
+        accumulate: of sums: the accumulators start from d (fp32); of a group without rows it stays as it is.
+        a_major, b_major: the dimension whose elements are neighbours, "m" or "k", "n" or "k"; None: the operands are
+            such that TMA does not read both, or cannot write d.
+    """
+
+    dtype: torch.dtype
+    out: torch.dtype
+    ragged: str
+    accumulate: bool = False
+    a_major: str | None = "k"
+    b_major: str | None = "k"
+
+    @property
+    def majors(self) -> tuple[str | None, str | None]:
+        return self.a_major, self.b_major
+
+
+def begins_anywhere(ragged: str, a_major: str | None, b_major: str | None) -> bool:
+    """Whether a group may begin at any row: TMA's boxes do, but along neighbouring elements at 16 bytes alone.
+
+    Elsewhere they are an illegal instruction.
+    """
+    return a_major == "k" if ragged == "rows" else (a_major, b_major) == ("m", "n")
+
+
+def grouped_arguments(arch: str, spec: GroupedSpec, k: int, config: GemmConfig | None, transposed: bool) -> tuple:
+    """What the builder ``grouped`` takes for products of ``k``, which for sums nobody knows."""
+    if config is None:
+        return arch, spec._replace(a_major=None, b_major=None), None, False, False
+    whole = spec.ragged == "rows" and config.multi_block_tma(arch, spec.majors, k)
+    return arch, spec, config, transposed, whole
+
+
+# Rows of a group along M: the last tile is partly empty, so none has more than 128 rows, and pairs are along N. H200,
+# us, up of Qwen3-30B, gpt-oss-120b, T=8192, random groups, a probe: 636, 1919; of a cooperative 128 x 256 691, 2482
+PING_PONG_192 = GemmConfig((128, 192, 64), (1, 2), 4, 8, ping_pong=True)
+PING_PONG_128 = GemmConfig((128, 128, 64), (1, 2), 5, 8, ping_pong=True)
+ROWS = (PING_PONG_192, PING_PONG_128)
+# Sums; a tile of fp32 that is read and written is worth hiding
+SUMS = (
+    GemmConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
+    GemmConfig((128, 128, 64), (2, 1), 5, 8, ping_pong=True),
+)
+# Few rows a group, along N, the product transposed: the bytes of the weights are what counts. Of 64 rows a group those
+# above take 1.05 times as long as bmm of equal groups (gpt-oss-120b, T=2048, H200, a probe)
+DECODE = {
+    8: GemmConfig((64, 8, 128), (1, 1), 11, 1),
+    16: GemmConfig((64, 16, 128), (1, 1), 10, 1),
+    32: GemmConfig((64, 32, 128), (1, 1), 8, 1),
+}
+
+
+def candidates(ragged: str) -> tuple[tuple[GemmConfig | None, bool], ...]:
+    """(config, transposed) of all kernels that a call may be given to; None: the one for operands of any stride."""
+    if ragged == "sums":
+        return ((None, False), *((config, False) for config in SUMS))
+    return ((None, False), *((config, False) for config in ROWS), *((config, True) for config in DECODE.values()))
+
+
+def choose_rows(rows: int, groups: int, n: int) -> tuple[GemmConfig, bool]:
+    """(kernel, whether it computes the transposed product) for ``rows`` of ``groups`` groups with matrices of n."""
+    mean = -(-rows // max(min(groups, rows), 1))
+    for most, config in DECODE.items():
+        if mean <= most:
+            return config, True
+    return min(ROWS, key=lambda config: _padded(n, config)), False
+
+
+def choose_sums(m: int, n: int) -> tuple[GemmConfig, bool]:
+    """(kernel, False) for sums of (m, n) a group."""
+    return min(SUMS, key=lambda config: _padded(m, config, 0) * _padded(n, config)), False
+
+
+def _padded(size: int, config: GemmConfig, mode: int = 1) -> float:
+    """Columns that tiles of a size have, each 4 % dearer the narrower they are, as in ``config._cost_of_many``."""
+    tile = config.tile[mode] * config.cluster[mode]
+    return -(-size // tile) * tile * (1 + 13 / config.tile[1])
+
+
+def tiles_bound(rows: int, groups: int, n: int, config: GemmConfig | None, transposed: bool) -> int:
+    """Clusters' tiles that rows in so many groups have at most."""
+    tile_rows, tile_n = 64, 64
+    if config is not None:
+        (tile_m, tile_n, _), (cluster_m, cluster_n) = config.tile, config.cluster
+        tile_rows, tile_n = (tile_n, tile_m * cluster_m) if transposed else (tile_m, tile_n * cluster_n)
+    return (rows // tile_rows + min(groups, rows)) * -(-n // tile_n)

@@ -1,0 +1,81 @@
+"""Static choices of routing, of the ways between tokens and experts' rows, and of the gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_EXPERTS = 1024
+MAX_K = 32  # experts of a token: a warp's lanes
+WARPS = 8  # of a CTA of kernels that have a warp for each row
+CTAS_PER_SM = 8  # of these
+
+
+class RouteSpec(NamedTuple):
+    """Routing of ``num_experts`` logits to ``k`` of them.
+
+    Attributes:
+        score: "chosen": softmax over the chosen logits; "softmax": over all; "sigmoid".
+        has_bias: of scores, for the selection alone.
+        groups, kept_groups: experts are in so many groups, of which so many remain, by the sum of their two best; 1, 1:
+            all.
+        normalize: scores are divided by the sum of the chosen ones, and an eps.
+        replays: the experts are given.
+    """
+
+    num_experts: int
+    k: int
+    score: str
+    has_bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    normalize: bool = False
+    replays: bool = False
+
+
+class PlanSpec(NamedTuple):
+    """Places of the slots of tokens among the rows of ``num_experts``, each group's end at multiples of ``align``."""
+
+    num_experts: int
+    align: int
+
+
+class GatherSpec(NamedTuple):
+    """Rows of experts from rows of tokens, ``k`` slots each.
+
+    Attributes:
+        weighted: a row is multiplied with its slot's weight.
+        dots: also the product of each row with another one, for its slot.
+    """
+
+    dtype: torch.dtype
+    k: int
+    weighted: bool = False
+    dots: bool = False
+
+
+class CombineSpec(NamedTuple):
+    """Rows of tokens from the rows of their ``k`` slots; ``weighted``: each times its slot's weight."""
+
+    dtype: torch.dtype
+    k: int
+    weighted: bool
+
+
+class GateSpec(NamedTuple):
+    """h = silu(g) u of z = (g, u), or their gradients.
+
+    Attributes:
+        interleaved: columns of g and u in turn, not halves.
+        limit: g is at most this, u within it; None: as they are.
+        alpha: h = (u + 1) g sigmoid(alpha g); None: u g sigmoid(g).
+        weighted: of gradients: a row's is multiplied with its slot's weight, and so is h, which is stored, too.
+    """
+
+    dtype: torch.dtype
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+    weighted: bool = False

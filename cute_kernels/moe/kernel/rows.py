@@ -1,0 +1,173 @@
+"""Tokens' rows to experts' rows and back, a warp a row, 16 bytes a lane.
+
+    gather   slots --> row of the token, times the slot's weight --> row of the expert   (permute; combine's backward)
+    combine  positions, sorted --> rows of the experts, one after the other, in fp32 --> row of the token
+
+``combine`` adds in ascending position, which is ascending expert: a token's bits depend on its rows and weights and on
+the set of its experts. A product is rounded, then added.
+
+Profile: ncu --clock-control none -k regex:"Gather|Combine" python -m bench.bench_moe
+"""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.math import RoundingMode
+
+from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.moe.config import WARPS, CombineSpec, GatherSpec
+from cute_kernels.moe.kernel.warp_rows import (
+    AHEAD,
+    WARP,
+    first_row,
+    load,
+    store,
+    symbolic_list,
+    symbolic_rows,
+    symbolic_table,
+    wide,
+)
+from jit_cache import Program, compiled
+
+NEAREST = RoundingMode.NEAREST_EVEN
+
+
+class Gather:
+    """See the builder ``gather``."""
+
+    def __init__(self, spec: GatherSpec):
+        self.k, self.weighted, self.dots = spec.k, spec.weighted, spec.dots
+
+    @cute.jit
+    def __call__(self, x, slots, weights, other, out, dots, num_ctas: Int32, stream):
+        self.kernel(x, slots, weights, other, out, dots).launch(
+            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x, slots, weights, other, out, dots):
+        first, step, lane = first_row()
+        vectors = x.shape[1] * x.element_type.width // 128
+        cute.arch.griddepcontrol_wait()
+        for row in cutlass.range(first, slots.shape[0], step):
+            slot = slots[row]
+            used = slot >= 0
+            token = cutlass.max(slot, 0) // self.k
+            weight = Float32(1.0)
+            if const_expr(self.weighted):
+                weight = weights[cutlass.max(slot, 0)] if used else Float32(0.0)
+            total = Float32(0.0)
+            for v in cutlass.range(lane, vectors, AHEAD * WARP):
+                places = [v + i * WARP for i in range(AHEAD)]
+                loaded = [load(x, token, place, used & (place < vectors)) for place in places]
+                factors = None
+                if const_expr(self.dots):
+                    factors = [load(other, row, place, used & (place < vectors)) for place in places]
+                for i in cutlass.range_constexpr(AHEAD):
+                    values = wide(loaded[i])
+                    if const_expr(self.dots):
+                        factor = wide(factors[i])
+                        for j in cutlass.range_constexpr(cute.size(values)):
+                            total = cute.math.fma(values[j], factor[j], total)
+                    if const_expr(self.weighted):
+                        values.store(values.load() * weight)
+                    if places[i] < vectors:
+                        store(values, out, row, places[i])
+            if const_expr(self.dots):
+                total = cute.arch.warp_reduction(total, operator.add)
+                if used and lane == 0:
+                    dots[slot] = total
+
+
+class Combine:
+    """See the builder ``combine``."""
+
+    def __init__(self, spec: CombineSpec):
+        self.k, self.weighted = spec.k, spec.weighted
+
+    @cute.jit
+    def __call__(self, rows, positions, weights, y, num_ctas: Int32, stream):
+        self.kernel(rows, positions, weights, y).launch(
+            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, rows, positions, weights, y):
+        first, step, lane = first_row()
+        vectors = rows.shape[1] * rows.element_type.width // 128
+        cute.arch.griddepcontrol_wait()
+        for token in cutlass.range(first, y.shape[0], step):
+            position, weight = self.sorted_slots(positions, weights, token, lane)
+            places = [cute.arch.shuffle_sync(position, j) for j in range(self.k)]
+            factors = [cute.arch.shuffle_sync(weight, j) for j in range(self.k)]
+            for v in cutlass.range(lane, vectors, WARP):
+                loaded = [load(rows, cutlass.max(place, 0), v, place >= 0) for place in places]
+                sums = cute.make_rmem_tensor(loaded[0].shape, Float32)
+                sums.fill(0.0)
+                for j in cutlass.range_constexpr(self.k):
+                    values = wide(loaded[j])
+                    if places[j] >= 0:
+                        for i in cutlass.range_constexpr(cute.size(sums)):
+                            product = values[i]
+                            if const_expr(self.weighted):
+                                product = cute.math.mul(values[i], factors[j], rounding=NEAREST)
+                            sums[i] = cute.math.add(sums[i], product, rounding=NEAREST)
+                store(sums, y, token, v)
+
+    @cute.jit
+    def sorted_slots(self, positions, weights, token: Int32, lane: Int32):
+        """Lane j has the j-th of the token's positions in ascending order, and its weight; -1 behind the last."""
+        mine, weight = Int32(-1), Float32(0.0)
+        if lane < self.k:
+            mine = positions[token, lane]
+            if const_expr(self.weighted):
+                weight = weights[token, lane]
+        key = mine if mine >= 0 else Int32(0x7FFFFFFF)
+        rank = Int32(0)
+        for j in cutlass.range_constexpr(self.k):
+            other = cute.arch.shuffle_sync(key, j)
+            if other < key or (other == key and j < lane):
+                rank += 1
+        position, factor = Int32(-1), Float32(0.0)
+        for j in cutlass.range_constexpr(self.k):
+            other, of_other = cute.arch.shuffle_sync(mine, j), cute.arch.shuffle_sync(weight, j)
+            if cute.arch.shuffle_sync(rank, j) == lane:
+                position, factor = other, of_other
+        return position, factor
+
+
+@compiled
+def gather(arch: str, spec: GatherSpec) -> Program:
+    """out[r] = x[slots[r] // k], times the weight of that slot; zeros where the slot is -1.
+
+    ``dots``: of each slot the product of its token's row of x and its own of another matrix, in fp32.
+    """
+    dtype, tokens, rows, columns, slots = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(4))
+    return Program(
+        Gather(spec),
+        symbolic_rows(dtype, tokens, columns),
+        symbolic_list(Int32, rows),
+        symbolic_list(Float32, slots) if spec.weighted else None,
+        symbolic_rows(dtype, rows, columns) if spec.dots else None,
+        symbolic_rows(dtype, rows, columns),
+        symbolic_list(Float32, slots) if spec.dots else None,
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def combine(arch: str, spec: CombineSpec) -> Program:
+    """y[t] = the sum of rows[positions[t, j]] times weights[t, j] in ascending position, without those of -1."""
+    dtype, tokens, rows, columns = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(3))
+    return Program(
+        Combine(spec),
+        symbolic_rows(dtype, rows, columns),
+        symbolic_table(Int32, tokens, spec.k),
+        symbolic_table(Float32, tokens, spec.k) if spec.weighted else None,
+        symbolic_rows(dtype, tokens, columns),
+        Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

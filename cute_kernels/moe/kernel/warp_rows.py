@@ -1,0 +1,73 @@
+"""What kernels with a warp for each row share: their walk, and 16 bytes a lane of a row."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_kernels.moe.config import WARPS
+
+WARP = 32
+AHEAD = 4  # vectors of a lane that are on their way at once
+
+
+@cute.jit
+def first_row() -> tuple:
+    """(row of this warp, rows that all warps have at once, lane)."""
+    tidx, _, _ = cute.arch.thread_idx()
+    bidx, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    return bidx * WARPS + cute.arch.make_warp_uniform(tidx // WARP), grid * WARPS, tidx % WARP
+
+
+@cute.jit
+def vector_at(matrix: cute.Tensor, row: Int32, vector: Int32) -> cute.Tensor:
+    """16 bytes of a row, in gmem."""
+    vec = const_expr(128 // matrix.element_type.width)
+    pointer = matrix.iterator + cute.crd2idx((row, vector * vec), matrix.layout)
+    return cute.make_tensor(pointer.align(16), cute.make_layout(vec))
+
+
+@cute.jit
+def load(matrix: cute.Tensor, row: Int32, vector: Int32, inside) -> cute.Tensor:
+    """16 bytes of a row in registers; zeros where they are not ``inside``."""
+    fragment = cute.make_rmem_tensor((128 // matrix.element_type.width,), matrix.element_type)
+    if inside:
+        cute.autovec_copy(vector_at(matrix, row, vector), fragment)
+    else:
+        fragment.fill(0)
+    return fragment
+
+
+@cute.jit
+def wide(fragment: cute.Tensor) -> cute.Tensor:
+    """A fragment in fp32."""
+    values = cute.make_rmem_tensor(fragment.shape, Float32)
+    values.store(fragment.load().to(Float32))
+    return values
+
+
+@cute.jit
+def store(values: cute.Tensor, matrix: cute.Tensor, row: Int32, vector: Int32):
+    """fp32 values to 16 bytes of a row."""
+    fragment = cute.make_rmem_tensor(values.shape, matrix.element_type)
+    fragment.store(values.load().to(matrix.element_type))
+    cute.autovec_copy(fragment, vector_at(matrix, row, vector))
+
+
+def symbolic_rows(dtype, rows, columns):
+    """A matrix of contiguous rows that start on 16 bytes."""
+    vec = 128 // dtype.width
+    return cute.runtime.make_fake_tensor(
+        dtype, (rows, columns), (cute.sym_int64(divisibility=vec), 1), assumed_align=16
+    )
+
+
+def symbolic_list(dtype, size):
+    """A contiguous vector."""
+    return cute.runtime.make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)
+
+
+def symbolic_table(dtype, rows, columns):
+    """A contiguous matrix of any alignment."""
+    return cute.runtime.make_fake_compact_tensor(
+        dtype, (rows, columns), stride_order=(1, 0), assumed_align=dtype.width // 8
+    )

@@ -1,0 +1,87 @@
+"""swiglu on torch tensors: the public function, allocation, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.moe import reference
+from cute_kernels.moe.checks import check_layout, check_swiglu
+from cute_kernels.moe.launch import moe_gate, moe_gate_backward
+from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
+from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
+from cute_kernels.runtime.real import as_float
+
+Gate = tuple[bool, float | None, float | None]  # interleaved, limit, alpha
+
+
+def swiglu(
+    z: Tensor,
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``silu(g) * u`` of z = (g, u), row by row.
+
+    Args:
+        z: (R, 2 I) bf16, fp16 or fp32: g is the first half of a row's columns, u the second. The kernel takes
+            contiguous rows that start on 16 bytes; I is a multiple of 8, in fp32 of 4.
+        interleaved: g and u are the even and the odd columns instead.
+        limit: g is at most this, and u is within -limit and limit. None: no limit.
+        alpha: the result is ``(u + 1) * g * sigmoid(alpha * g)`` instead.
+        backend: None: the kernel for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Returns:
+        (R, I) of z's dtype, contiguous.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
+
+    Numerics:
+        In fp32, rounded once. An element depends on its own g and u alone.
+
+    Source:
+        Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202; limit and alpha as in gpt-oss.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import moe
+        >>> moe.swiglu(torch.tensor([[0.0, 2.0, 5.0, 1.0]])).tolist()
+        [[0.0, 1.7615940570831299]]
+    """
+    limit, alpha = (None if value is None else as_float(value) for value in (limit, alpha))
+    if uses_reference("swiglu", z, backend):
+        return reference.swiglu(z, interleaved=interleaved, limit=limit, alpha=alpha)
+    check_swiglu(z, limit, alpha)
+    if z.shape[1] // 2 * z.itemsize % 16:
+        check_layout("swiglu", "z's halves", z[:, : z.shape[1] // 2])
+    if is_eager(z):
+        check_layout("swiglu", "z", z)
+    gate = bool(interleaved), limit, alpha
+    return apply(_GateFunction, z, gate) if differentiates(z) else gated(z, gate)
+
+
+def gated(z: Tensor, gate: Gate) -> Tensor:
+    """h of z."""
+    h = mode_of(z).empty(z, (z.shape[0], z.shape[1] // 2), z.dtype)
+    moe_gate(z, h, *gate)
+    return h
+
+
+class _GateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, gate):
+        ctx.save_for_backward(z)
+        ctx.gate = gate
+        return gated(z, gate)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dh):
+        (z,) = ctx.saved_tensors
+        dz = mode_of(z).empty(z, z.shape, z.dtype)
+        moe_gate_backward(gradient_rows(dh), z, None, None, dz, None, None, *ctx.gate)
+        return dz, None

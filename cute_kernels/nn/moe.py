@@ -1,0 +1,145 @@
+"""MoE: a layer of experts behind a router, batch-invariant, with main_grad."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels import moe
+from cute_kernels.gemm import linear
+from cute_kernels.nn._whole import expect_whole
+from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_int, expect_tensor
+
+
+class MoE(nn.Module):
+    """A router and ``num_experts`` gated experts of which each token has ``k``.
+
+    Logits are ``linear`` of x and the router's weight, in fp32; then ``moe.route`` and ``moe.experts``. fp32 parameters
+    are cast to x's dtype at each call. Where ``gate_up.main_grad`` or ``down.main_grad`` (fp32) exists, the backward
+    accumulates into it and leaves ``.grad`` None.
+
+    Args:
+        hidden: H, columns of x.
+        width: I, of each expert.
+        num_experts, k: E, and experts of a token.
+        score, groups, normalize, eps, scale: as of ``moe.route``.
+        selection_bias: keep a buffer ``expert_bias`` (E,) fp32, zeros, that ``route`` adds to the scores for the
+            selection alone; with "sigmoid". Its update is the caller's, from ``counts``.
+        shared: a module that every token passes; its result is added to the experts'. None: none.
+        device, dtype: of the parameters.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+
+    Attributes:
+        last_routing: ``Routing`` of the last call, detached: to be given to another one as ``indices``.
+
+    Raises:
+        TypeError, ValueError: a bad argument; ``forward``: of the functions that it calls.
+        UnsupportedDeviceError: ``forward``: a GPU without kernels.
+
+    Numerics:
+        A token's result, and its gradient, have the same bits whatever the other tokens, their number and their
+        experts. Gradients of parameters are reproducible sums over tokens.
+
+    Example:
+        >>> import torch
+        >>> from cute_kernels import nn
+        >>> layer = nn.MoE(16, 32, 8, 2, dtype=torch.bfloat16)
+        >>> layer(torch.ones(3, 5, 16, dtype=torch.bfloat16)).shape
+        torch.Size([3, 5, 16])
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        num_experts: int,
+        k: int,
+        *,
+        score: str = "softmax",
+        groups: tuple[int, int] | None = None,
+        normalize: bool = True,
+        eps: float = 0.0,
+        scale: float = 1.0,
+        selection_bias: bool = False,
+        shared: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("hidden", hidden), ("width", width), ("num_experts", num_experts), ("k", k)):
+            expect_int("MoE", name, size)
+            expect(size > 0, "MoE", name, "be positive", size)
+        expect(k <= num_experts, "MoE", "k", f"be at most num_experts = {num_experts}", k)
+        expect_backend("MoE", backend)
+        self.num_experts, self.k, self.backend = num_experts, k, backend
+        self.options = {"score": score, "groups": groups, "normalize": normalize, "eps": eps, "scale": scale}
+        options = {"device": device, "dtype": dtype}
+        self.router = nn.Parameter(torch.empty(num_experts, hidden, **options))
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden, **options))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, width, **options))
+        self.shared = shared
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.last_routing: moe.Routing | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1 / sqrt(columns), as torch.nn.Linear; the bias of the selection is 0."""
+        for weight in (self.router, self.gate_up, self.down):
+            bound = 1 / math.sqrt(weight.shape[-1])
+            nn.init.uniform_(weight, -bound, bound)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
+    def forward(self, x: Tensor, indices: Tensor | None = None) -> Tensor:
+        """The experts' sum of each token.
+
+        Args:
+            x: (..., H) bf16 or fp16.
+            indices: (tokens, k) experts that are taken instead of the router's choice, as ``last_routing.indices`` has
+                them. Weights are the router's.
+
+        Returns:
+            (..., H) of x's dtype.
+        """
+        expect_tensor("MoE", "x", x)
+        expect_whole("MoE", self.router, self.gate_up, self.down)
+        hidden = self.router.shape[1]
+        expect(x.shape[-1:] == (hidden,), "MoE", "x", f"have {hidden} columns, as hidden says", tuple(x.shape))
+        rows = x.reshape(-1, hidden)
+        logits = linear(rows, _cast(self.router, x), out_dtype=torch.float32, backend=self.backend)
+        options = self.options if indices is None else {**self.options, "groups": None}
+        bias = self.expert_bias if indices is None else None
+        routing = moe.route(logits, self.k, **options, bias=bias, indices=indices, backend=self.backend)
+        self.last_routing = moe.Routing(*(t.detach() for t in routing))
+        gate_up, down = _cast(self.gate_up, x), _cast(self.down, x)
+        y = moe.experts(rows, routing, gate_up, down, backend=self.backend).view(x.shape)
+        return y if self.shared is None else y + self.shared(x)
+
+    def counts(self) -> Tensor:
+        """(E,) int32: how many tokens of the last call each expert had.
+
+        Raises:
+            ValueError: there was no call.
+        """
+        expect(self.last_routing is not None, "MoE", "counts", "be asked for after a call", None)
+        return moe.plan(self.last_routing.indices, self.num_experts, backend=self.backend).counts
+
+    def extra_repr(self) -> str:
+        hidden, width = self.down.shape[1:]
+        return f"hidden={hidden}, width={width}, num_experts={self.num_experts}, k={self.k}"
+
+
+def _cast(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight in x's dtype; a cast one has the main_grad of what it was cast of."""
+    if weight.dtype is not torch.float32 or x.dtype not in (torch.bfloat16, torch.float16):
+        return weight
+    cast = weight.to(x.dtype)
+    if getattr(weight, "main_grad", None) is not None:
+        cast.main_grad = weight.main_grad  # type: ignore[attr-defined]
+    return cast

@@ -1,0 +1,34 @@
+"""bench_moe on the CPU: providers against its own truth, what is counted."""
+
+import pytest
+
+from bench import bench_moe
+from bench.bench_moe import DIRECTIONS, Product
+from tests.bench.test_harness import FakeDevice
+
+TINY = {"tiny": (4, 2, 16, 8)}
+
+
+def test_cases():
+    names = [product.case.name for product in bench_moe.products()]
+    assert len(set(names)) == len(names) == 3 * 2 * 3 + 3 * 2 * 3 * 3 + 3 * 2 * 4
+    quick = {product.case.name for product in bench_moe.products(quick=True)}
+    assert quick < set(names)
+
+
+def test_what_is_counted(monkeypatch):
+    monkeypatch.setattr(bench_moe, "MODELS", TINY)
+    case = Product("tiny", "up", 8, "fwd", "random").case
+    assert case.flops == 2 * 16 * 16 * 16 and case.bytes == 2 * (4 * 16 * 16 + 16 * (16 + 16))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("variant", ["equal", "skew"])
+def test_ours_is_right(direction, variant, monkeypatch):
+    monkeypatch.setattr(bench_moe, "MODELS", TINY)
+    monkeypatch.setitem(bench_moe.PROVIDERS, "torch", bench_moe.PROVIDERS["cute_kernels"])  # its own is a GPU's
+    product = Product("tiny", "up", 8, direction, variant)
+    (found,) = bench_moe.measure_product(
+        product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
+    )
+    assert found.failures == {} and {"cute_kernels", "equal_bmm", "dense"} <= set(found.results)

@@ -1,0 +1,102 @@
+"""Fakes of routing, plans, ways there and back, and the gate."""
+
+import torch
+
+from cute_kernels.moe import reference
+from cute_kernels.moe.reference import Plan
+
+SCORES = {"chosen": "softmax_of_topk", "softmax": "softmax", "sigmoid": "sigmoid"}
+
+
+def route(static, logits, bias, given, indices, weights, eps, scale, num_ctas) -> None:
+    spec = static["spec"]
+    assert num_ctas >= 1 and logits.shape[1] == spec.num_experts and indices.shape[1] == spec.k
+    assert (bias is not None) == spec.has_bias and (given is not None) == spec.replays
+    groups = None if spec.groups == 1 else (spec.groups, spec.kept_groups)
+    found = _route(spec, logits, eps, scale, bias=bias, groups=groups, indices=given)
+    indices.copy_(found.indices)
+    weights.copy_(found.weights)
+
+
+def route_backward(static, dweights, logits, indices, dlogits, eps, scale, num_ctas) -> None:
+    spec = static["spec"]
+    valid = (indices >= 0) & (indices < spec.num_experts)
+    places = indices.clamp(0, spec.num_experts - 1).long()
+    p = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(1)
+    scores = p.gather(1, places)
+    if spec.score == "chosen":
+        scores = logits.gather(1, places).masked_fill(~valid, -float("inf")).softmax(1)
+    scores = scores.masked_fill(~valid, 0.0)
+    gradient = (dweights * scale).masked_fill(~valid, 0.0)
+    if spec.normalize or spec.score == "chosen":
+        total = scores.sum(1, keepdim=True) + eps
+        gradient = (gradient - (gradient * scores / total).sum(1, keepdim=True)) / total
+    gradient = gradient * scores * ((1 - scores) if spec.score == "sigmoid" else 1)
+    dlogits.zero_().scatter_add_(1, places, gradient)
+    if spec.score == "softmax":
+        dlogits -= gradient.sum(1, keepdim=True) * p
+
+
+def _route(spec, logits, eps, scale, **options):
+    score = SCORES[spec.score]
+    normalize = spec.normalize or spec.score == "chosen"
+    return reference.route(logits, spec.k, score=score, normalize=normalize, eps=eps, scale=scale, **options)
+
+
+def plan(static, indices, offs, slots, positions, counts) -> None:
+    spec = static["spec"]
+    found = reference.plan(indices.view(-1, 1), spec.num_experts, align=spec.align)
+    for target, result in zip((offs, slots, positions, counts), found, strict=True):
+        target.copy_(result.view(-1)[: len(target)])
+
+
+def gather(static, x, slots, weights, other, out, dots, num_ctas) -> None:
+    spec = static["spec"]
+    assert (weights is not None) == spec.weighted and (dots is not None) == (other is not None) == spec.dots
+    used = (slots >= 0)[:, None]
+    safe = slots.clamp(min=0).long()
+    rows = x[safe // spec.k].float()
+    out.copy_(torch.where(used, rows if weights is None else rows * weights[safe][:, None], 0.0))
+    if dots is not None:
+        found = (rows.double() * other.double()).sum(1).float()
+        dots[safe[used[:, 0]]] = found[used[:, 0]]
+
+
+def combine(static, rows, positions, weights, y, num_ctas) -> None:
+    spec = static["spec"]
+    assert (weights is not None) == spec.weighted and positions.shape[1] == spec.k
+    nothing = torch.zeros(0, dtype=torch.int32)
+    slots = torch.zeros(len(rows), dtype=torch.int32)
+    y.copy_(reference.combine(rows, Plan(nothing, slots, positions, nothing), weights))
+
+
+def gate(static, z, h, num_ctas) -> None:
+    h.copy_(_gate(static["spec"], z))
+
+
+def gate_backward(static, dh, z, slots, weights, dz, h, dweights, num_ctas) -> None:
+    spec = static["spec"]
+    assert (weights is not None) == (h is not None) == (dweights is not None) == spec.weighted
+    gradient = dh.float()
+    if weights is not None:
+        used, safe = (slots >= 0)[:, None], slots.clamp(min=0).long()
+        factor = torch.where(used, weights[safe][:, None], 0.0)
+        value = _gate(spec, z)
+        h.copy_(torch.where(used, value.float() * factor, 0.0))
+        dweights[safe[used[:, 0]]] = (gradient.double() * value.double()).sum(1).float()[used[:, 0]]
+        gradient = gradient * factor
+    g, u = (z[:, ::2], z[:, 1::2]) if spec.interleaved else z.chunk(2, 1)
+    g, u = g.float(), u.float()
+    inside = torch.ones_like(g), torch.ones_like(u)
+    if spec.limit is not None:
+        inside = g <= spec.limit, u.abs() <= spec.limit
+        g, u = g.clamp(max=spec.limit), u.clamp(-spec.limit, spec.limit)
+    alpha = 1.0 if spec.alpha is None else spec.alpha
+    u = u if spec.alpha is None else u + 1
+    s = torch.sigmoid(alpha * g)
+    dg, du = gradient * u * s * (1 + alpha * g * (1 - s)) * inside[0], gradient * g * s * inside[1]
+    dz.copy_(torch.stack((dg, du), 2).flatten(1) if spec.interleaved else torch.cat((dg, du), 1))
+
+
+def _gate(spec, z):
+    return reference.swiglu(z, interleaved=spec.interleaved, limit=spec.limit, alpha=spec.alpha)

@@ -1,0 +1,110 @@
+"""The kernels' path of grouped_mm on the CPU, ``serial_k16`` in plain torch in their place; the tests are the GPU's."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cute_kernels import grouped_mm
+from cute_kernels.gemm import prewarm
+from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates
+from cute_kernels.gemm.launch import observed
+from tests.fakes import fake_gpu, fake_kernels
+from tests.gemm.cases import assert_same_bits
+from tests.gemm.grouped_cases import BF16, FP32, Grouped, make_grouped, offs_of, only_grouped, run_grouped
+from tests.gemm.test_kernel_grouped import (  # noqa: F401
+    inside_of_batch_invariant,
+    test_a_row_alone,
+    test_calls_in_a_row_into_main_grad,
+    test_columns_of_groups,
+    test_compile,
+    test_empty,
+    test_ends_that_do_not_ascend_touch_no_other_memory,
+    test_frozen_operand,
+    test_gradient_of_a_transposed_weight_lies_as_the_weight,
+    test_number_as_incoming_gradient,
+    test_opcheck,
+    test_product_and_gradients,
+    test_provenance,
+    test_rows_of_zeros,
+    test_without_offs_it_is_bmm,
+)
+
+
+@pytest.fixture(autouse=True)
+def jobs():
+    with fake_kernels() as jobs:
+        yield jobs
+
+
+@pytest.mark.parametrize("ragged", ["rows", "sums"])
+def test_every_kernel_computes(ragged, generator):
+    a, b, offs = make_grouped(Grouped("few", 24, 40), generator)
+    call = (lambda: grouped_mm(a, b, offs)) if ragged == "rows" else lambda: grouped_mm(a.t(), a, offs)
+    wanted = call()
+    for kernel in candidates(ragged):
+        with only_grouped(*kernel), observed() as launches:
+            assert_same_bits(call(), wanted)
+        ((launch, _, _),) = launches
+        assert (launch.config, launch.transposed) == kernel
+
+
+def test_who_is_chosen():
+    """By the mean number of rows: one tile of tokens on N if that holds them; pairs along N for many."""
+    for rows, transposed, width in (
+        (5, True, 8),
+        (60, True, 16),
+        (150, True, 32),
+        (200, False, 192),
+        (5000, False, 192),
+    ):
+        a, b = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, 64, 1536, dtype=BF16)
+        with observed() as launches:
+            grouped_mm(a, b, offs_of([rows, 0, 0, 0, 0], "cpu"))
+        ((launch, _, _),) = launches
+        assert launch.transposed == transposed and launch.config.tile[1] == width, rows
+        assert launch.num_ctas <= 132 and launch.num_ctas % launch.config.cluster[1] == 0
+
+
+def test_a_layer_finds_its_kernels_precompiled(jobs):
+    """Forward, dx and dweight, with main_grad, of any number of rows."""
+    for rows in (5, *(5 * most for most in DECODE), 5000):
+        for n in (1536, 256):
+            x, weight = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, n, 64, dtype=BF16)
+            offs = offs_of([rows, 0, 0, 0, 0], "cpu")
+            run_grouped(x, weight.mT, offs, x.new_zeros(rows, n))
+            dy = x.new_zeros(rows, n)
+            grouped_mm(dy.t(), x, offs, accumulate_into=torch.zeros(5, n, 64))
+    table = [job for job in prewarm.specializations("sm_90a") if isinstance(job[1][1], GroupedSpec)]
+    assert set(jobs) <= set(table) and len(set(table)) == len(table)
+    assert not any(isinstance(job[1][1], GroupedSpec) for job in prewarm.specializations("sm_100a"))
+
+
+def test_the_same_call_compiles_nothing(generator, jobs):
+    a, b, offs = make_grouped(Grouped("few", 48, 64), generator)
+    grouped_mm(a, b, offs)
+    assert len(jobs) == 1
+    grouped_mm(a, b, offs_of([1, 2, 3, 4, 5], a.device))
+    assert len(jobs) == 1
+    grouped_mm(a, b, offs, out_dtype=FP32)
+    assert len(set(jobs)) == 2
+
+
+def test_inside_of_batch_invariant(generator):
+    with fake_gpu():
+        inside_of_batch_invariant(generator)
+
+
+def test_flops(generator):
+    a, b, offs = make_grouped(Grouped("few", 24, 16), generator)
+    with FlopCounterMode(display=False) as counter:
+        grouped_mm(a, b, offs)
+        grouped_mm(a.t(), a, offs)
+    assert counter.get_total_flops() == 2 * 60 * 24 * 16 + 2 * 60 * 16 * 16
+
+
+def test_a_gpu_without_kernels(generator):
+    from cute_kernels import UnsupportedDeviceError
+
+    a, b, offs = make_grouped(Grouped("few", 24, 16), generator)
+    with fake_kernels("sm_100a"), pytest.raises(UnsupportedDeviceError, match="grouped_mm: has kernels for compute"):
+        grouped_mm(a, b, offs)

@@ -1,0 +1,61 @@
+"""The kernels' path of the experts' functions on the CPU, plain torch in place of the kernels."""
+
+import pytest
+import torch
+
+from cute_kernels import moe
+from cute_kernels.moe import prewarm
+from tests.fakes import fake_kernels
+from tests.moe.cases import BF16, assert_same_bits, make_layer, run_layer
+from tests.moe.test_kernel_moe import (  # noqa: F401
+    test_a_token_does_not_know_its_batch,
+    test_combine_does_not_see_other_tokens,
+    test_compile,
+    test_empty_slots,
+    test_experts,
+    test_gradients_of_rows,
+    test_layouts_of_weights,
+    test_main_grads,
+    test_nan_and_signs_of_zero,
+    test_no_tokens,
+    test_opcheck,
+    test_plan,
+    test_replay,
+    test_route,
+    test_router_of_a_model_agrees_with_topk,
+    test_rows,
+)
+
+
+@pytest.fixture(autouse=True)
+def jobs():
+    with fake_kernels() as jobs:
+        yield jobs
+
+
+def test_a_layer_finds_its_kernels_precompiled(jobs, generator):
+    for experts, k in prewarm.MODELS:
+        run_layer(make_layer(5, 16, 8, experts, generator), k)
+    table = set(prewarm.specializations("sm_90a"))
+    assert {job for job in jobs if "moe" in job[0].kernel} == table
+    assert len(list(prewarm.specializations("sm_100a"))) == len(table)
+
+
+def test_other_numbers_of_tokens_compile_nothing(jobs, generator):
+    for tokens in (3, 4, 9):
+        layer = make_layer(tokens, 16, 8, 4, generator)
+        run_layer(layer, 2)
+    assert len({job for job in jobs if "moe" in job[0].kernel}) == len(set(prewarm.MODELS)) * 0 + 8
+
+
+def test_what_is_kept(generator):
+    """x, gate_up's product, weights and the plan, beside the parameters."""
+    layer = make_layer(5, 16, 8, 4, generator)
+    x, gate_up, down = (t.requires_grad_() for t in (layer.x, layer.gate_up, layer.down))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = moe.experts(x, moe.route(layer.logits, 2), gate_up, down)
+    floats = [tuple(t.shape) for t in kept if t.dtype is BF16]
+    assert sorted(floats) == sorted([(5, 16), (5 * 2 + 15 * 4, 16), tuple(gate_up.shape), tuple(down.shape)])
+    y.backward(layer.dy)
+    assert_same_bits(x.grad, run_layer(layer, 2)["dx"])

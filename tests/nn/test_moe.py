@@ -1,0 +1,98 @@
+"""nn.MoE: the same bits by itself and in a batch, replays, main_grad; plain torch and fake kernels."""
+
+import pytest
+import torch
+
+from cute_kernels import moe, nn
+from tests.fakes import fake_kernels
+from tests.gemm.cases import BF16, FP32, assert_same_bits, seeded_generator
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    return nn.MoE(16, 24, 8, 2, dtype=BF16, **options)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, 16, generator=seeded_generator("tokens", "cpu")).to(BF16)
+
+
+@pytest.fixture(params=["plain torch", "fakes"])
+def path(request):
+    if request.param == "plain torch":
+        yield
+    else:
+        with fake_kernels():
+            yield
+
+
+def test_is_its_parts(path):
+    model, x = layer(), tokens(3, 5)
+    rows = x.view(15, 16)
+    routing = moe.route(rows.float() @ model.router.float().t(), 2)
+    wanted = moe.experts(rows, routing, model.gate_up, model.down).view(3, 5, 16)
+    torch.testing.assert_close(model(x), wanted, atol=1e-2, rtol=1e-2)
+    assert model.counts().sum() == 30 and model.last_routing.indices.shape == (15, 2)
+
+
+def test_a_token_alone():
+    with fake_kernels():
+        model, x = layer(), tokens(40)
+        whole = model(x)
+        for index in (slice(3, 4), slice(7, 30)):
+            assert_same_bits(model(x[index]).detach(), whole[index].detach())
+
+
+def test_replay(path):
+    """Of its own choice the same bits; of another one a gradient to the router all the same."""
+    model, x = layer(score="sigmoid", groups=(4, 2), selection_bias=True, eps=1e-20, scale=2.5), tokens(9)
+    wanted = model(x)
+    assert_same_bits(model(x, model.last_routing.indices.flip(1)).detach(), wanted.detach())
+    model(x, torch.tensor([[0, 7]]).repeat(9, 1)).sum().backward()
+    assert model.router.grad.abs().sum() > 0
+
+
+def test_the_bias_of_the_selection(path):
+    model, x = layer(score="sigmoid", selection_bias=True), tokens(9)
+    model.expert_bias[3] = 9.0
+    model(x)
+    assert model.counts()[3] == 9 and "expert_bias" in model.state_dict()
+
+
+def test_main_grad_and_fp32_parameters(path):
+    model, x = layer(), tokens(9)
+    model(x).sum().backward()
+    wide = layer().float()
+    for name in ("gate_up", "down"):
+        parameter = getattr(wide, name)
+        parameter.main_grad = torch.zeros_like(parameter)
+    wide(x).sum().backward()
+    for name in ("gate_up", "down"):
+        parameter = getattr(wide, name)
+        assert parameter.grad is None and parameter.main_grad.dtype is FP32
+        torch.testing.assert_close(parameter.main_grad, getattr(model, name).grad.float(), atol=2e-2, rtol=2e-2)
+    assert wide.router.grad.dtype is FP32
+
+
+def test_shared(path):
+    x = tokens(2, 3)
+    shared = torch.nn.Linear(16, 16, dtype=BF16)
+    with_shared, without = layer(shared=shared), layer()
+    assert_same_bits(with_shared(x).detach(), (without(x) + shared(x)).detach())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nn.MoE(16, 8, 4, 5), ValueError, "MoE: k must be at most num_experts = 4, got 5"),
+        (lambda: nn.MoE(16, 8.0, 4, 2), TypeError, "MoE: width must be an int"),
+        (lambda: nn.MoE(0, 8, 4, 2), ValueError, "MoE: hidden must be positive, got 0"),
+        (lambda: nn.MoE(16, 8, 4, 2, backend="gpu"), ValueError, "MoE: backend must be None or"),
+        (lambda: layer()(tokens(3)[:, :8]), ValueError, "MoE: x must have 16 columns, as hidden says"),
+        (lambda: layer()([1.0]), TypeError, "MoE: x must be a torch.Tensor"),
+        (lambda: layer().counts(), ValueError, "MoE: counts must be asked for after a call"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
