@@ -19,10 +19,10 @@ from cute_kernels.gemm.config_grouped import (
     grouped_arguments,
     tiles_bound,
 )
-from cute_kernels.gemm.launch import GemmLaunch, observe
+from cute_kernels.gemm.launch import GemmLaunch
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import fail
-from cute_kernels.runtime.launches import LaunchCache, bounded
+from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
 from cute_kernels.runtime.operators import empty, functional_operator, operator
 from cute_kernels.runtime.rows import contiguous_dim
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
@@ -152,7 +152,8 @@ def _launch(
             a_major = b_major = None
     spec = GroupedSpec(a.dtype, d.dtype, ragged, accumulate, a_major, b_major)
     launch = _grouped.get(a.get_device(), spec).of(sizes)
-    observe(launch, (sizes[3], *sizes[:3]), a.get_device())
+    if observers:
+        observe(launch, (sizes[3], *sizes[:3]), a.get_device())
     if launch.config is None:
         if a.is_neg() or b.is_neg():
             a, b = a.resolve_neg(), b.resolve_neg()

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates
-from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
 from tests.gemm.grouped_cases import BF16, FP32, Grouped, make_grouped, offs_of, only_grouped, run_grouped

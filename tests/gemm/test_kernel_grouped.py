@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels import batch_invariant, bmm, grouped_mm, linear, mm, provenance
 from cute_kernels.gemm.config_grouped import candidates
-from cute_kernels.gemm.launch import observed
+from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import Recorder, assert_same_bits, bits, here, only_kernel
 from tests.gemm.grouped_cases import (
     BF16,
