@@ -106,9 +106,10 @@ class _ExpertsFunction(torch.autograd.Function):
         needs_second = needs_gradient(needs_second, down, ctx.main_grads[1])
         first, second = (gate_up.mT, down.mT) if transposed else (gate_up, down)
         # Of a row before its weight: the weights' gradients are its products with h, and h has room for the weight
-        do = gathered(gradient_rows(dy), rows)
+        mode = mode_of(dy, z)
+        do = gathered(gradient_rows(dy, mode.eager), rows)
         dh = grouped_rows(do, second, rows.offs, x.dtype)
-        empty = mode_of(z).empty
+        empty = mode.empty
         dz, h, dweights = empty(z, z.shape, z.dtype), empty(z, dh.shape, dh.dtype), torch.zeros_like(weights)
         moe_gate_backward(dh, z, rows.slots, weights, dz, h, dweights, *gate)
         dx = dgate_up = ddown = None

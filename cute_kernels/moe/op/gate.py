@@ -82,6 +82,7 @@ class _GateFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dh):
         (z,) = ctx.saved_tensors
-        dz = mode_of(z).empty(z, z.shape, z.dtype)
-        moe_gate_backward(gradient_rows(dh), z, None, None, dz, None, None, *ctx.gate)
+        mode = mode_of(dh, z)
+        dz = mode.empty(z, z.shape, z.dtype)
+        moe_gate_backward(gradient_rows(dh, mode.eager), z, None, None, dz, None, None, *ctx.gate)
         return dz, None

@@ -149,7 +149,13 @@ class _PermuteFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
-        return combined(gradient_rows(dout), Plan(*ctx.saved_tensors), None), None, None, None, None
+        return (
+            combined(gradient_rows(dout, mode_of(dout).eager), Plan(*ctx.saved_tensors), None),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _CombineFunction(torch.autograd.Function):
@@ -163,7 +169,7 @@ class _CombineFunction(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dy):
         rows, weights, *saved = ctx.saved_tensors
-        drows, dweights = gathered(gradient_rows(dy), Plan(*saved), weights, rows), None
+        drows, dweights = gathered(gradient_rows(dy, mode_of(dy).eager), Plan(*saved), weights, rows), None
         if rows is not None:
             drows, dweights = drows
         return drows if ctx.needs_input_grad[0] else None, dweights, None, None, None, None
