@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cute_kernels.runtime.autograd import (
     apply,
@@ -37,13 +38,13 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, ba
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels, in the backward.
+        NotImplementedError: a gradient is wanted in code that torch.compile compiles.
 
     Numerics:
         The forward copies rows. The backward is ``embedding_backward``. If ``weight.main_grad`` (fp32) exists, a row's
         sum is added to it, rows without tokens are not touched, and ``weight.grad`` stays None; micro-batches are then
         deterministic, and have other bits than one batch. ``torch.autograd.grad`` of other tensors alone leaves it as
-        it is; a compiled backward adds to it nonetheless. A hook of ``weight.register_hook``, which would get None, is
-        an error in the backward; a compiled backward does not see it.
+        it is. A hook of ``weight.register_hook``, which would get None, is an error in the backward.
 
     Example:
         >>> import torch
@@ -57,6 +58,10 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, ba
         return reference.embedding(ids, weight, padding_idx=padding_idx)
     check_embedding("embedding", ids, weight, padding_idx)
     if differentiates(weight):
+        if is_compiling():
+            raise NotImplementedError(
+                "embedding: has no gradient in compiled code yet. Call it outside of torch.compile, or freeze it"
+            )
         return apply(_EmbeddingFunction, ids, weight, padding_idx)
     return F.embedding(ids, weight, padding_idx)
 
