@@ -13,6 +13,7 @@ PARALLEL, SEQUENTIAL = DecodeConfig(), DecodeConfig(sequential=True)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [PARALLEL, SEQUENTIAL], ids=["parallel", "sequential"])
 @pytest.mark.parametrize(
     "spec",
