@@ -257,9 +257,10 @@ SECTIONS = {
     ),
     "attention": Section(
         "Attention",
-        "Forward; shapes are batch x length x heads x heads of keys and values x head size.",
+        "Shapes are batch x length x heads x heads of keys and values x head size.",
         has_copy=False,
-        note="torch is SDPA with its cuDNN backend, torch_flash with its own. flash-attn-4 was not installed there.",
+        note="torch is SDPA with its cuDNN backend, torch_flash with its own. flash_attn_4 is 4.0.0b36. Reading is a "
+        "kernel that only reads the keys and values.",
     ),
     "moe": Section(
         "Experts",
