@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import SHORT, UNBOUNDED, backward_head_size, grid_for
+from cute_kernels.attention.config import SHORT, UNBOUNDED, WARPGROUP_ROWS, backward_head_size, grid_for
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
@@ -352,18 +352,18 @@ def _fused_attention(model: Model, num_sms: int) -> None:
                 lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
                 tensors = rows, rows, keys, keys, rows, lse, None
                 attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
-    # One sequence, whose splits are CTAs of their own, and so many that each is a CTA's
-    split, many = grid_for(d).split, 4 * num_sms
-    for batch, paged in itertools.product((1, many), (False, True)):
+    # A token of one sequence, whose splits are CTAs of their own; chunks of so many that a CTA has all splits of a tile
+    split = grid_for(d).split
+    for (batch, queries), paged in itertools.product(((1, 1), (4 * num_sms, WARPGROUP_ROWS)), (False, True)):
         pages = 2 * split // PAGE_SIZE
         cache = _empty(batch * pages, PAGE_SIZE, pairs, d, dtype=dtype)
         cache = cache if paged else cache.view(batch, 2 * split, pairs, d)
         table = _empty(batch, pages, **int32) if paged else None
-        q, out = _empty(batch, 1, heads, d, dtype=dtype), _empty(batch, 1, heads, d, dtype=dtype)
-        used, lse = _empty(batch, **int32), _empty(batch, heads, 1, dtype=FP32)
+        q, out = _empty(batch, queries, heads, d, dtype=dtype), _empty(batch, queries, heads, d, dtype=dtype)
+        used, lse = _empty(batch, **int32), _empty(batch, heads, queries, dtype=FP32)
         if paged:
-            attention_append.function(q[:, :, :pairs], q[:, :, :pairs], cache, cache, used, table, None, 1)
-        options = 1, 2 * split, paged, UNBOUNDED, 0, softcap, 1.0
+            attention_append.function(q[:, :, :pairs], q[:, :, :pairs], cache, cache, used, table, None, queries)
+        options = queries, 2 * split, paged, UNBOUNDED, 0, softcap, 1.0
         attention_decode.function(q, cache, cache, used, table, None, None, out, lse, *options)
 
 

@@ -3,7 +3,7 @@
 A thread moves 16 bytes of k and of v: gmem k, v -> registers -> gmem k_cache, v_cache. Where they go follows from the
 lengths on the device.
 
-Profile: ncu --clock-control none -k regex:Append python -m bench.bench_decode --filter append
+Profile: ncu --clock-control none -k regex:Append python -m bench.bench_decode --filter prefill
 """
 
 import cutlass.cute as cute

@@ -10,7 +10,7 @@ zeroed in shared memory. No map is edited, nothing is padded, the host knows no 
 
 Rows of d beyond the last group are zeroed by the warps that neither load nor multiply.
 
-Profile: ncu --clock-control none -k regex:Grouped python -m bench.bench_grouped --filter fwd.qwen3
+Profile: ncu --clock-control none -k regex:Grouped python -m bench.bench_moe --filter grouped_mm.fwd
 """
 
 from typing import Optional

@@ -86,8 +86,9 @@ def logsumexp(
 def log_sum_exp(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(logsumexp over ``dims``, the same in fp32 and of the shape that broadcasts)."""
     rows = rows_of(x, dims)
-    y = mode_of(x).empty(x, rows.shape[:1], FP32)
-    log_sum_exp_rows(rows, y)
+    mode = mode_of(x)
+    y = mode.empty(x, rows.shape[:1], FP32)
+    mode.of(log_sum_exp_rows)(rows, y)
     return shaped(y.to(dtype), x, dims, keepdim), kept(y, x, dims)
 
 
@@ -149,8 +150,9 @@ def prefix_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    y = mode_of(x).empty(x, tuple(moved.shape), dtype)
-    prefix_sum_rows(rows, y.view(rows.shape))
+    mode = mode_of(x)
+    y = mode.empty(x, tuple(moved.shape), dtype)
+    mode.of(prefix_sum_rows)(rows, y.view(rows.shape))
     return y.movedim(-1, dim).contiguous()
 
 
@@ -385,8 +387,9 @@ def spread(
         y = sum_dimensions(x.float() - mean, dims, scale, FP32, squares=True)
     else:
         rows = rows_of(x, dims)
-        y = mode_of(x).empty(x, rows.shape[:1], FP32)
-        variance_rows(rows, y, scale)
+        mode = mode_of(x)
+        y = mode.empty(x, rows.shape[:1], FP32)
+        mode.of(variance_rows)(rows, y, scale)
     y = y.sqrt() if root else y
     return shaped(y.to(dtype), x, dims, keepdim)
 

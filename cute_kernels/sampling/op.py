@@ -74,7 +74,8 @@ def sample(
     temperature, top_p, min_p = (as_float(value) for value in (temperature, top_p, min_p))
     check_sample(logits, seeds, positions, temperature, top_k, top_p, min_p)
     logits = detached(logits)
-    tokens = mode_of(logits, seeds, positions).empty(logits, logits.shape[:1], torch.int64)
+    mode = mode_of(logits, seeds, positions)
+    tokens = mode.empty(logits, logits.shape[:1], torch.int64)
     numbers = numbers_of(temperature, top_k, top_p, min_p)
-    sample_rows(logits, seeds.contiguous(), positions.contiguous(), tokens, *numbers)
+    mode.of(sample_rows)(logits, seeds.contiguous(), positions.contiguous(), tokens, *numbers)
     return tokens

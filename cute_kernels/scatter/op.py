@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         if not needs_gradient(True, weight, main_grad):
             return None, None, None
         dweight, result = gradient_buffer("embedding", "weight", weight, main_grad)
-        _sum_tokens(dy, ids, dweight, padding_idx, "add" if result is None else "write")
+        _sum_tokens(sum_into_rows, dy, ids, dweight, padding_idx, "add" if result is None else "write")
         return None, result, None
 
 
@@ -127,14 +128,17 @@ def embedding_backward(
         return reference.embedding_backward(dy, ids, num_rows, padding_idx=padding_idx, out_dtype=out_dtype)
     check_embedding_backward("embedding_backward", dy, ids, num_rows, padding_idx, out_dtype)
     dy = detached(dy)
-    dweight = mode_of(dy, ids).empty(dy, (num_rows, dy.shape[-1]), out_dtype or dy.dtype)
-    _sum_tokens(dy, ids, dweight, padding_idx, "write")
+    mode = mode_of(dy, ids)
+    dweight = mode.empty(dy, (num_rows, dy.shape[-1]), out_dtype or dy.dtype)
+    _sum_tokens(mode.of(sum_into_rows), dy, ids, dweight, padding_idx, "write")
     return dweight
 
 
-def _sum_tokens(dy: Tensor, ids: Tensor, dweight: Tensor, padding_idx: int | None, store: str) -> None:
+def _sum_tokens(
+    launch: Callable[..., None], dy: Tensor, ids: Tensor, dweight: Tensor, padding_idx: int | None, store: str
+) -> None:
     rows = dy.reshape(ids.numel(), dy.shape[-1])
-    sum_into_rows(rows, ids.reshape(-1), dweight, -1 if padding_idx is None else padding_idx, store)
+    launch(rows, ids.reshape(-1), dweight, -1 if padding_idx is None else padding_idx, store)
 
 
 def index_sum(x: Tensor, index: Tensor, source: Tensor, *, dim: int = 0, backend: Backend | None = None) -> Tensor:

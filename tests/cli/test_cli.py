@@ -251,7 +251,7 @@ def test_the_last_line_counts_the_references(monkeypatch, capsys):
     assert last.startswith("FAILED: 0 kernels") and " 1 of 2 references right, in " in last
 
 
-FAMILIES = {"attention", "gemm", "log_prob", "mhc", "mxfp8", "norm", "reduction", "sampling", "scatter"}
+FAMILIES = {"attention", "gemm", "log_prob", "mhc", "moe", "mxfp8", "norm", "reduction", "sampling", "scatter"}
 
 
 def test_the_demo_compiles_one_kernel_of_each_builder():

@@ -135,9 +135,15 @@ def test_allocates_on_the_device_of_its_tensor(index, current, fast_path, monkey
         assert not fast.called and found.shape == (2, 3) and found.dtype is torch.bfloat16
 
 
-NO_LAUNCH = {"to_blocked", "from_blocked", "mhc.dropout_mask", "batch_invariant"}
+NO_LAUNCH = {"to_blocked", "from_blocked", "mhc.dropout_mask", "batch_invariant", "merge_attention"}
+NO_LAUNCH |= {"scatter.embedding"}  # its forward is torch's
+# These ask for the layout, too, before autograd does
+NO_LAUNCH |= {"attention", "grouped_mm"} | {op for op in OPS if op.startswith("moe.")}
 NO_BACKWARD = {"quantize_rowwise", "quantize_colwise", "quantize_dual", "quantize_3d_colwise", "quantize_3d_dual"}
-NO_BACKWARD |= {"dequantize", "reduction.sum", "reduction.mean"}  # the last two: torch's expand
+NO_BACKWARD |= {"dequantize", "sample", "scatter.embedding_backward", "attention_with_kv_cache"}
+# Their backwards are torch's
+NO_BACKWARD |= {f"reduction.{op}" for op in ("sum", "mean", "logsumexp", "norm", "norms", "var", "std")}
+NO_BACKWARD |= {"scatter.index_sum"}
 
 
 @pytest.mark.parametrize("op", sorted(OPS.keys() - NO_LAUNCH))

@@ -131,6 +131,11 @@ def _attention_with_kv_cache(generator: torch.Generator, size: int) -> Call:
     )
 
 
+def _grouped_mm(generator: torch.Generator, size: int) -> Call:
+    a, b = randn(generator, 13, size), randn(generator, 3, size, size)
+    return cute_kernels.grouped_mm, (a, b, torch.tensor([5, 5, 13], dtype=torch.int32, device=generator.device))
+
+
 def _merge_attention(generator: torch.Generator, size: int) -> Call:
     outs = [randn(generator, 2, size, 4, 64) for _ in range(2)]
     lses = [randn(generator, 2, 4, size).float() for _ in range(2)]
@@ -149,6 +154,7 @@ OPS: dict[str, Build] = {
     "mm": _of_tensors(cute_kernels.mm, _rows, _square),
     "bmm": _of_tensors(cute_kernels.bmm, lambda size: (3, 13, size), lambda size: (3, size, size)),
     "linear": _of_tensors(lambda x, w, b: cute_kernels.linear(x, w, b, activation="gelu"), _rows, _square, _vector),
+    "grouped_mm": _grouped_mm,
     "linear_log_prob": _log_prob,
     "reduction.softmax": _of_tensors(reduction.softmax, _rows),
     "reduction.log_softmax": _of_tensors(reduction.log_softmax, _rows),

@@ -151,11 +151,11 @@ def attention_with_kv_cache(
     packed = cu_seqlens_q is not None
     heads, queries = q.shape[-2], max_seqlen_q if packed else q.shape[1]
     if k is not None:
-        attention_append(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, queries)
+        mode.of(attention_append)(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, queries)
     if out is None:
         out = mode.empty(q, (*q.shape[:-1], dv), q.dtype)
     lse = mode.empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
-    attention_decode(
+    mode.of(attention_decode)(
         q,
         k_cache,
         v_cache,

@@ -2,8 +2,6 @@
 
 The backward makes h of z again, with the forward's bits, so that no one keeps it. With weights it finds in the same
 pass what the weights' gradients are, the product of dh and h, and the weighted h, a factor of the next product.
-
-Profile: ncu --clock-control none -k regex:Gate python -m bench.bench_moe
 """
 
 import operator

@@ -5,8 +5,6 @@
 
 ``combine`` adds in ascending position, which is ascending expert: a token's bits depend on its rows and weights and on
 the set of its experts. A product is rounded, then added.
-
-Profile: ncu --clock-control none -k regex:"Gather|Combine" python -m bench.bench_moe
 """
 
 import operator
