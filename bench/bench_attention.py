@@ -74,7 +74,7 @@ class Attention:
 
     @property
     def lengths(self) -> list[int]:
-        """Of each sequence."""
+        """The length of each sequence."""
         return packed_lengths(self.length) if self.variant == PACKED else [self.length] * self.batch
 
     def case(self, direction: str) -> harness.Case:

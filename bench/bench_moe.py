@@ -131,7 +131,7 @@ def make_inputs(product: Product, device: str = "cuda") -> Inputs:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is compared: some rows, or some experts' sums."""
+    """Some rows, or some experts' sums, which are compared."""
 
     product: Product
     inputs: Inputs

@@ -48,7 +48,7 @@ def contract_of(head_size: int, head_size_v: int) -> str:
 
 
 class ForwardSpec(NamedTuple):
-    """What a kernel of the forward is made for. Lengths, batch, heads and strides are run-time values.
+    """A forward kernel is compiled for these facts. Lengths, batch, heads and strides are run-time values.
 
     Attributes:
         dtype: of q, k, v and out.
@@ -195,7 +195,7 @@ def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) ->
 
 
 class DecodeSpec(NamedTuple):
-    """What a kernel of attention over a cache is made for. Lengths, batch, heads, strides, windows are run-time values.
+    """A kernel over a cache is compiled for these facts. Lengths, batch, heads, strides, windows are run-time values.
 
     Attributes:
         dtype: of q, the cache and out.
@@ -273,7 +273,7 @@ def decode_config(head_size_v: int, rows: int, tiles: int, splits: int, num_sms:
 
 
 class BackwardSpec(NamedTuple):
-    """What a kernel of the backward is made for; see ``ForwardSpec``.
+    """A backward kernel is compiled for these facts; see ``ForwardSpec``.
 
     Attributes:
         head_size: 64 or 128; tensors of fewer channels are ``padded``, those of v, too.

@@ -31,17 +31,17 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import empties, functional_operator, mode_of
+from cute_kernels.runtime.operators import empties, functional_operator
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def gradients_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Gradients:
-    """(dq, dk, dv, dsinks) as they are allocated."""
-    mode = mode_of(q)  # a fake, too
-    dq, dk, dv = (mode.empty(t, t.shape, t.dtype) for t in (q, k, v))
-    return dq, dk, dv, mode.empty(q, (0 if sinks is None else sinks.shape[0],), torch.float32)
+    """(dq, dk, dv, dsinks) of plain tensors."""
+    of_sinks = (0 if sinks is None else sinks.shape[0],), torch.float32
+    dq, dk, dv, dsinks = empties(q, *((t.shape, t.dtype) for t in (q, k, v)), of_sinks)
+    return dq, dk, dv, dsinks
 
 
 def _fake(dout, q, k, v, out, lse, dlse, causal, scale, left=-1, right=-1, softcap=0.0, sinks=None, *_, **__):

@@ -29,15 +29,13 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, observe, observers
-from cute_kernels.runtime.operators import empty, functional_operator, mode_of
+from cute_kernels.runtime.operators import empty, functional_operator
 from cute_kernels.runtime.targets import Target
 
 
 def outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) as they are allocated."""
-    mode = mode_of(q)  # a fake, too
-    out = mode.empty(q, (*q.shape[:-1], v.shape[-1]), q.dtype)
-    return out, mode.empty(q, lse_shape(q, packed), torch.float32)
+    """(out, lse) of plain tensors."""
+    return empty(q, (*q.shape[:-1], v.shape[-1]), q.dtype), empty(q, lse_shape(q, packed), torch.float32)
 
 
 def lse_shape(q: Tensor, packed: bool) -> tuple[int, ...]:
@@ -45,7 +43,8 @@ def lse_shape(q: Tensor, packed: bool) -> tuple[int, ...]:
 
 
 def _fake(q, k, v, causal, scale, left=-1, right=-1, softcap=0.0, sinks=None, cu_seqlens_q=None, *_, **__):
-    return outputs(q, v, cu_seqlens_q is not None)
+    lse = q.new_empty(lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
 def _reference(
