@@ -170,7 +170,7 @@ def test_too_many_tiles():
 
 def of_candidates() -> list[tuple]:
     kinds = [
-        ("rows", majors, out, False) for majors, out in ((("k", "k"), BF16), (("k", "n"), BF16), (("m", "n"), FP32))
+        ("rows", majors, out, False) for majors, out in ((("k", "k"), BF16), (("k", "n"), BF16), (("k", "n"), FP32))
     ]
     kinds += [("sums", ("m", "n"), BF16, False), ("sums", ("m", "n"), FP32, True), ("sums", ("m", "n"), FP32, False)]
     return [(kernel, kind) for kind in kinds for kernel in candidates(kind[0])]
