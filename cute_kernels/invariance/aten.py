@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._prims_common import canonicalize_dim, reduction_dims
 
-from cute_kernels.gemm import grouped_mm
+from cute_kernels.gemm import fp32, grouped_mm
 from cute_kernels.gemm.launch import gemm
-from cute_kernels.invariance import fp32, fused_attention, indexed, statistics
+from cute_kernels.invariance import fused_attention, indexed, statistics
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS

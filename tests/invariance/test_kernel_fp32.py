@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels import batch_invariant
-from cute_kernels.invariance import fp32
+from cute_kernels.gemm import fp32
 
 
 def rms(t: torch.Tensor) -> float:
