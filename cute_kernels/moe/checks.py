@@ -23,6 +23,43 @@ INTEGERS = (torch.int32, torch.int64)
 Groups = tuple[int, int]
 
 
+def is_fp64(t: object) -> bool:
+    """Whether this is what references take for exact results."""
+    return isinstance(t, Tensor) and t.dtype is torch.float64
+
+
+def check_logits(op: str, logits: Tensor, fp64: bool = False) -> None:
+    """Raise TypeError or ValueError unless these are logits (T, E). ``fp64``: the reference's."""
+    expect_floats(op, "logits", logits, FP64 if fp64 else FP32)
+    if logits.dim() != 2 or not 0 < logits.shape[1] <= MAX_EXPERTS:
+        fail(op, "logits", f"have shape (T, E) with E from 1 to {MAX_EXPERTS}", tuple(logits.shape))
+
+
+def check_balance(logits: Tensor, indices: Tensor, mask: Tensor | None, fp64: bool = False) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    op = "load_balancing_loss"
+    check_logits(op, logits, fp64)
+    check_indices(op, indices)
+    expect_like(op, "routing.indices", indices, (logits.shape[0], indices.shape[1]), logits.device)
+    if mask is not None:
+        expect_floats(op, "mask", mask, (torch.bool,))
+        expect_like(op, "mask", mask, logits.shape[:1], logits.device)
+
+
+def check_router_logits(x: Tensor, weight: Tensor, bias: Tensor | None, fp64: bool = False) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    op = "router_logits"
+    expect_floats(op, "x", x, FP64 if fp64 else FLOATS)
+    expect_floats(op, "weight", weight, (x.dtype, FP64[0] if fp64 else FP32[0]))
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        fail(op, "weight", "have shape (E, H) for x (..., H)", f"{tuple(weight.shape)} for {tuple(x.shape)}")
+    if weight.device != x.device:
+        fail(op, "weight", f"be on {x.device}", weight.device)
+    if bias is not None:
+        expect_floats(op, "bias", bias, FP64 if fp64 else FLOATS)
+        expect_like(op, "bias", bias, weight.shape[:1], x.device)
+
+
 def check_route(
     logits: Tensor,
     k: int,
@@ -36,9 +73,7 @@ def check_route(
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: the reference's, of fp64 logits."""
     op = "route"
-    expect_floats(op, "logits", logits, FP64 if fp64 else FP32)
-    if logits.dim() != 2 or not 0 < logits.shape[1] <= MAX_EXPERTS:
-        fail(op, "logits", f"have shape (T, E) with E from 1 to {MAX_EXPERTS}", tuple(logits.shape))
+    check_logits(op, logits, fp64)
     tokens, experts = logits.shape
     expect_int(op, "k", k)
     if not 0 < k <= min(MAX_K, experts):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels import moe
-from cute_kernels.gemm import linear
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_int, expect_tensor
 
@@ -16,8 +15,8 @@ from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_
 class MoE(nn.Module):
     """A router and ``num_experts`` gated experts of which each token has ``k``.
 
-    Logits are ``linear`` of x and the router's weight, in fp32; then ``moe.route`` and ``moe.experts``. fp32 parameters
-    are cast to x's dtype at each call. Where ``gate_up.main_grad`` or ``down.main_grad`` (fp32) exists, the backward
+    ``moe.router_logits``, then ``moe.route`` and ``moe.experts``. fp32 weights of experts are cast to x's dtype at each
+    call. Where ``gate_up.main_grad`` or ``down.main_grad`` (fp32) exists, the backward
     accumulates into it and leaves ``.grad`` None.
 
     Args:
@@ -112,7 +111,7 @@ class MoE(nn.Module):
         hidden = self.router.shape[1]
         expect(x.shape[-1:] == (hidden,), "MoE", "x", f"have {hidden} columns, as hidden says", tuple(x.shape))
         rows = x.reshape(-1, hidden)
-        logits = linear(rows, _cast(self.router, x), out_dtype=torch.float32, backend=self.backend)
+        logits = moe.router_logits(rows, self.router, backend=self.backend)
         options = self.options if indices is None else {**self.options, "groups": None}
         bias = self.expert_bias if indices is None else None
         routing = moe.route(logits, self.k, **options, bias=bias, indices=indices, backend=self.backend)

@@ -55,6 +55,10 @@ ROUTERS = [
 ]
 
 
+def randn(*shape: int, generator: torch.Generator, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device).to(dtype)
+
+
 def ties(tokens: int, experts: int, generator: torch.Generator) -> Tensor:
     """Logits of few values, both zeros among them; infinities."""
     whole = torch.randint(-3, 4, (tokens, experts), generator=generator, device=generator.device).float()

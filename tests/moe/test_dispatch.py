@@ -25,6 +25,12 @@ from tests.moe.test_kernel_moe import (  # noqa: F401
     test_router_of_a_model_agrees_with_topk,
     test_rows,
 )
+from tests.moe.test_kernel_router import (  # noqa: F401
+    test_a_token_of_logits_does_not_know_its_batch,
+    test_logits,
+    test_losses,
+    test_main_grads_of_a_router,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -19,16 +19,13 @@ from tests.moe.cases import (
     Router,
     assert_same_bits,
     make_layer,
+    randn,
     run_layer,
     same_bits,
     ties,
 )
 
 TOKENS = 300
-
-
-def randn(*shape, generator, dtype=FP32):
-    return torch.randn(*shape, generator=generator, device=generator.device).to(dtype)
 
 
 # Routing

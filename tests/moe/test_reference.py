@@ -1,5 +1,7 @@
 """The specification of the experts' functions."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,3 +95,29 @@ def test_main_grads():
     for a, b in zip(plain, held, strict=True):
         assert b.grad is None
         torch.testing.assert_close(b.main_grad, a.grad + 1)
+
+
+def test_balance_by_hand_and_as_transformers():
+    """Experts that have the same: k. transformers' loss, of all tokens and of some."""
+    logits = torch.eye(4)
+    torch.testing.assert_close(moe.load_balancing_loss(logits, moe.route(logits, 1)), torch.tensor(1.0))
+    torch.testing.assert_close(moe.load_balancing_loss(logits, moe.route(logits, 4)), torch.tensor(4.0))
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    torch.manual_seed(0)
+    layers = torch.randn(3, 10, 8).unbind()
+    together, mask = torch.cat(layers), torch.rand(10) > 0.4
+    routing = moe.route(together, 2)
+    for given, wanted in ((None, None), (mask.repeat(3), mask[None].int())):
+        exact = mixtral.load_balancing_loss_func(layers, 8, 2, wanted)
+        torch.testing.assert_close(moe.load_balancing_loss(together, routing, mask=given), exact)
+
+
+def test_z_loss_by_hand():
+    logits = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    torch.testing.assert_close(moe.z_loss(logits).item(), (math.log(2) ** 2 + (1 + math.log(2)) ** 2) / 2)
+
+
+def test_logits_by_hand():
+    x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])
+    found = moe.router_logits(x.bfloat16(), weight, torch.tensor([0.5, 0.0]))
+    assert found.tolist() == [[11.5, 17.0]] and found.dtype is FP32

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import mhc, reduction, scatter
+from cute_kernels import mhc, moe, reduction, scatter
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import CALLS, OPS, first_calls
 
@@ -16,7 +16,7 @@ NO_OPS = {"check_invariance", "provenance"}  # they call what they are given
 
 def test_every_public_op_is_there():
     """A function that is exported is called by threads, here and on a GPU."""
-    modules = {"": cute_kernels, "mhc.": mhc, "reduction.": reduction, "scatter.": scatter}
+    modules = {"": cute_kernels, "mhc.": mhc, "moe.": moe, "reduction.": reduction, "scatter.": scatter}
     public = {
         prefix + name
         for prefix, module in modules.items()

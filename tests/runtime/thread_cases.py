@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels import mhc, reduction, scatter
+from cute_kernels import mhc, moe, reduction, scatter
 from tests.mhc import cases as mhc_cases
 
 THREADS, REPEATS = 8, 3
@@ -136,6 +136,34 @@ def _grouped_mm(generator: torch.Generator, size: int) -> Call:
     return cute_kernels.grouped_mm, (a, b, torch.tensor([5, 5, 13], dtype=torch.int32, device=generator.device))
 
 
+def _logits(generator: torch.Generator) -> Tensor:
+    return randn(generator, 13, 5).float()
+
+
+def _of_logits(function: Callable) -> Build:
+    return lambda generator, size: (function, (_logits(generator),))
+
+
+def _router_logits(generator: torch.Generator, size: int) -> Call:
+    return moe.router_logits, (randn(generator, 13, size), randn(generator, 5, size).float())
+
+
+def _plan(generator: torch.Generator, size: int) -> Call:
+    return lambda indices: moe.plan(indices, 5), (_logits(generator).argsort(1)[:, :2],)
+
+
+def _plan_for(x: object) -> moe.Plan:
+    """Of 13 tokens with 2 experts of 5 each, where x is."""
+    indices = torch.arange(26, device=getattr(x, "device", None)).view(13, 2) % 5
+    return moe.plan(indices, 5)
+
+
+def _experts(generator: torch.Generator, size: int) -> Call:
+    weights = randn(generator, 5, 2 * size, size), randn(generator, 5, size, size)
+    tensors = randn(generator, 13, size), _logits(generator), *weights
+    return lambda x, logits, *weights: moe.experts(x, moe.route(logits, 2), *weights), tensors
+
+
 def _merge_attention(generator: torch.Generator, size: int) -> Call:
     outs = [randn(generator, 2, size, 4, 64) for _ in range(2)]
     lses = [randn(generator, 2, 4, size).float() for _ in range(2)]
@@ -167,6 +195,15 @@ OPS: dict[str, Build] = {
     "reduction.var": _of_tensors(lambda x: reduction.var(x, 1), _rows),
     "reduction.std": _of_tensors(lambda x: reduction.std(x, 1), _rows),
     "sample": _sample,
+    "moe.combine": _of_tensors(lambda rows: moe.combine(rows, _plan_for(rows)), lambda size: (26, size)),
+    "moe.experts": _experts,
+    "moe.load_balancing_loss": _of_logits(lambda t: moe.load_balancing_loss(t, moe.route(t, 2))),
+    "moe.permute": _of_tensors(lambda x: moe.permute(x, _plan_for(x)), _rows),
+    "moe.plan": _plan,
+    "moe.route": _of_logits(lambda t: moe.route(t, 2)),
+    "moe.router_logits": _router_logits,
+    "moe.swiglu": _of_tensors(moe.swiglu, lambda size: (13, 2 * size)),
+    "moe.z_loss": _of_logits(moe.z_loss),
     "scatter.embedding": _embedding,
     "scatter.embedding_backward": _embedding_backward,
     "scatter.index_sum": _index_sum,
@@ -183,7 +220,7 @@ OPS: dict[str, Build] = {
     "batch_invariant": _in_a_block,
 }
 
-FORWARD_ONLY = {"attention_with_kv_cache"}
+FORWARD_ONLY = {"attention_with_kv_cache", "moe.plan"}
 CALLS = [(op, autograd) for op in OPS for autograd in (False, True) if not autograd or op not in FORWARD_ONLY]
 
 
