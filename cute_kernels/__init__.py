@@ -18,6 +18,7 @@ from cute_kernels.invariance import (
     UncoveredOperatorError,
     batch_invariant,
     check_invariance,
+    declare_invariant,
     provenance,
 )
 from cute_kernels.log_prob import linear_log_prob
@@ -49,6 +50,7 @@ __all__ = [
     "batch_invariant",
     "bmm",
     "check_invariance",
+    "declare_invariant",
     "dequantize",
     "from_blocked",
     "grouped_mm",

@@ -193,10 +193,6 @@ def _sort_stable(x: Tensor, *, stable: bool | None, dim: int = -1, descending: b
     return _sort(x, dim, descending)
 
 
-def _argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    return _sort(x, dim, descending)[1]
-
-
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """The first k of a stable sort; NaN counts as the largest."""
     if not x.dim():
@@ -224,6 +220,5 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_index_put_impl_.default": functools.partial(_index_put, in_place=True),
     "sort.default": _sort,
     "sort.stable": _sort_stable,
-    "argsort.default": _argsort,
     "topk.default": _topk,
 }

@@ -25,7 +25,7 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from cute_kernels.invariance import aten
+from cute_kernels.invariance import operators
 from cute_kernels.runtime.checks import expect
 
 Mode = Literal["strict", "warn", "off"]
@@ -267,18 +267,17 @@ class _Replacing(TorchDispatchMode):
             if not _warned_of_cpu:
                 _warn_of_cpu((*args, *kwargs.values()))
             return func(*args, **kwargs)
-        replacement = aten.replacement_of(func)
-        if replacement is not None:
-            result = replacement(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        elif aten.is_non_reducing(func, args, kwargs):
-            return func(*args, **kwargs)
-        else:
+        treatment = operators.treatment_of(func)
+        result = NotImplemented
+        if treatment.kind == "replaced":
+            result = treatment.function(*args, **kwargs)
+        elif treatment.kind == "composite":
             with self:  # linear and matmul come whole under inference_mode
                 result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        elif treatment.kind == "exact" or not operators.adds_up(treatment, func, args, kwargs):
+            return func(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         self.count(str(func), (*args, *kwargs.values()))
         return func(*args, **kwargs)
 

@@ -5,8 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import batch_invariant
 from cute_kernels.invariance import aten, modes
@@ -47,23 +45,6 @@ def test_a_block_beside_a_gpu_does_not_warn_of_cpu_tensors(monkeypatch):
             torch.ones(2).sum()
 
 
-def test_names_are_those_of_operators():
-    """A name that is misspelt would let nothing through, and replace nothing."""
-    names = {name.rpartition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
-    overloads = {name if "." in name else f"{name}.default" for name in names}
-    assert aten.REPLACEMENTS.keys() <= overloads
-    bases = {name.partition(".")[0].removesuffix("_") for name in names}
-    assert bases >= aten.EXACT
-    # What sums is not among those that are let through
-    tagged = {
-        packet
-        for packet in aten.EXACT
-        if (op := getattr(torch.ops.aten, packet, None)) is not None
-        and any("reduction" in str(tag) for overload in op.overloads() for tag in getattr(op, overload).tags)
-    }
-    assert tagged <= {"all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "max", "min", "median", "mode"}
-
-
 def test_products_of_one_k(monkeypatch):
     """Nothing is added up, but halves are not rounded before they become fp32, and no other dtype becomes fp32."""
 
@@ -81,70 +62,6 @@ def test_products_of_one_k(monkeypatch):
     for dtype in (torch.float64, torch.complex64):
         assert torch.equal(aten._mm(a.to(dtype), b.to(dtype)), a.to(dtype) * b.to(dtype))
         assert aten._addmm(torch.zeros(2, 2, dtype=dtype), a.to(dtype), b.to(dtype)) is NotImplemented
-
-
-class Refused(TorchDispatchMode):
-    """Notes the operators that would not run as they are."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not aten.is_non_reducing(func, args, kwargs or {}):
-            self.names.add(str(func))
-        return func(*args, **kwargs or {})
-
-
-# fmt: off
-ACTIVATIONS = (
-    "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "logsigmoid", "sigmoid",
-    "tanh", "hardtanh", "hardsigmoid", "hardswish", "softshrink", "hardshrink", "tanhshrink", "softsign", "threshold",
-    "glu", "prelu",
-)
-# fmt: on
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_run_as_they_are(name):
-    x = torch.randn(4, 8, requires_grad=True)
-    options = {"threshold": 0.1, "value": 0.0} if name == "threshold" else {}
-    options |= {"weight": torch.full((1,), 0.2)} if name == "prelu" else {}
-    with Refused() as refused:
-        y = getattr(F, name)(x, **options)
-        y.backward(torch.ones_like(y))
-    assert not refused.names
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: torch.complex(x, x).real + torch.polar(x.abs(), x).imag,
-        lambda x: x.index_copy(0, torch.tensor([1, 0]), x[:2]),
-        lambda x: torch.narrow_copy(x, 0, 1, 2) + torch.rot90(x, 2)[1:3],
-        lambda x: F.pixel_unshuffle(F.pixel_shuffle(x.view(1, 4, 2, 4), 2), 2),
-        lambda x: torch.diag_embed(x).diagonal(dim1=1, dim2=2),
-    ],
-)
-def test_what_moves_data_runs_as_it_is(call):
-    x = torch.randn(4, 8, requires_grad=True)
-    with Refused() as refused:
-        y = call(x)
-        y.backward(torch.ones_like(y))
-    assert not refused.names
-
-
-def test_what_adds_up_is_refused():
-    x = torch.randn(4, 8)
-    with Refused() as refused:
-        x.sum(), x @ x.T, x.cumprod(0)
-    assert refused.names == {"aten.sum.default", "aten.mm.default", "aten.cumprod.default"}
-
-
-def test_operators_with_several_results_are_not_written_to_out():
-    """As native_layer_norm.out, of out0, out1 and out2."""
-    assert aten.replacement_of(torch.ops.aten.mm.out) and aten.replacement_of(torch.ops.aten.mean.out)
-    assert aten.replacement_of(torch.ops.aten.native_layer_norm.out) is None
 
 
 def stance() -> str:

@@ -10,6 +10,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from cute_kernels import UncoveredOperatorError, attention, attention_with_kv_cache, batch_invariant, provenance
 from cute_kernels.invariance import aten, fused_attention
+from cute_kernels.invariance.operators import treatment_of
 from tests.attention.cases import BF16, FP16, FP32, Case, make_inputs, same_bits
 from tests.fakes import fake_gpu
 
@@ -210,7 +211,7 @@ def test_names_of_operators():
     for name in fused_attention.OTHERS:
         namespace, _, overload = name.partition("::")
         operator = getattr(getattr(torch.ops, namespace), overload.removesuffix(".default")).default
-        assert aten.replacement_of(operator) is fused_attention.OTHERS[name]
+        assert treatment_of(operator).function is fused_attention.OTHERS[name]
 
 
 def test_outside_of_a_block(generator, jobs):
