@@ -13,7 +13,14 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.attention.config import BackwardConfig, BackwardSpec
-from cute_kernels.attention.kernel_backward_sm90 import COMPUTE, VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS, BackwardSm90
+from cute_kernels.attention.kernel_backward_tiles import (
+    COMPUTE,
+    VECTOR,
+    WARP_SIZE,
+    WARPGROUP,
+    WARPGROUPS,
+    BackwardTiles,
+)
 from cute_kernels.attention.kernel_forward_sm90 import by_rows, partition, ragged
 from cute_kernels.attention.kernel_row_backward import scaled_and_flushed
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
@@ -28,7 +35,7 @@ class FinishDqSm90:
         self.dtype = dtype
         self.spec = spec
         self.rows, self.head_size = config.tile_rows, spec.head_size
-        self.summed = BackwardSm90(dtype, spec, config)  # whose accumulators they are
+        self.summed = BackwardTiles(dtype, spec, config)  # whose accumulators they are
 
     @cute.jit
     def __call__(
@@ -104,7 +111,7 @@ class FinishDkvSm90:
     def __init__(self, dtype: type[cutlass.Numeric], spec: BackwardSpec, config: BackwardConfig):
         self.dtype = dtype
         self.spec = spec
-        self.summed = BackwardSm90(dtype, spec, config)  # whose accumulators they are
+        self.summed = BackwardTiles(dtype, spec, config)  # whose accumulators they are
         self.block, self.head_size, self.ragged = self.summed.block, spec.head_size, self.summed.ragged_k
 
     @cute.jit

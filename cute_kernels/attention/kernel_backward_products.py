@@ -1,0 +1,265 @@
+"""The products of attention's backward for SM90: what two warpgroups do with a block of keys and a tile of queries.
+
+kernel_row_backward.py has the arithmetic; here are the products, their order, and who waits for whom.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
+
+from cute_kernels.attention.config import WARPGROUP_ROWS
+from cute_kernels.attention.kernel_backward_blocks import Block
+from cute_kernels.attention.kernel_backward_tiles import ADDERS, VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS
+from cute_kernels.attention.kernel_forward_sm90 import opaque, row_of_thread
+from cute_kernels.attention.kernel_row import ROWS, cap, column_of, first_column
+from cute_kernels.attention.kernel_row_backward import hide_queries, score_gradient, through_tanh, weight
+
+HIDDEN = 1 << 30  # a column behind all
+
+
+class BackwardProducts:
+    """The part of ``BackwardSm90`` that the warpgroups that compute run, a block after the other."""
+
+    @cute.jit
+    def compute(
+        self,
+        score_mma: cute.TiledMma,
+        key_mma: cute.TiledMma,
+        dq_mma: cute.TiledMma,
+        atoms: tuple,
+        matrices: tuple,
+        dkv_sums: cute.Tensor,
+        tidx: Int32,
+    ):
+        """``tidx``: among the threads that compute."""
+        self.tidx = tidx
+        self.wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        self.lane = tidx % WARP_SIZE
+        of_scores, of_keys, of_dq = (mma.get_slice(self.wg * WARPGROUP) for mma in (score_mma, key_mma, dq_mma))
+        self.tSrK, self.tSrV = (score_mma.make_fragment_A(of_scores.partition_A(t)) for t in (self.sK, self.sV))
+        self.tSrQ, self.tSrDout = (score_mma.make_fragment_B(of_scores.partition_B(t)) for t in (self.sQ, self.sDout))
+        self.tKrQ, self.tKrDout = (
+            key_mma.make_fragment_B(of_keys.partition_B(t)) for t in (self.sQ_across, self.sDout_across)
+        )
+        self.tQrDs = dq_mma.make_fragment_A(of_dq.partition_A(self.sDs_across))
+        self.tQrK = dq_mma.make_fragment_B(of_dq.partition_B(self.sK_across))
+        # Atoms whose products start from zero, or are added
+        self.score_first, self.score_next, self.key_next, self.dq_first, self.dq_next = (
+            cute.make_mma_atom(m.op) for m in (score_mma, score_mma, key_mma, dq_mma, dq_mma)
+        )
+        for atom in (self.score_first, self.dq_first):
+            atom.set(warpgroup.Field.ACCUMULATE, False)
+        for atom in (self.score_next, self.key_next, self.dq_next):
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        self.scores_shape = score_mma.partition_shape_C((self.block, self.tile_rows))
+        self.dq_shape = dq_mma.partition_shape_C((self.tile_rows, self.head_size))
+        shape = key_mma.partition_shape_C((self.block, self.head_size))
+        dk, dv = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        shape = key_mma.partition_shape_A((self.block, self.tile_rows))
+        weights, gradients = (key_mma.make_fragment_A(shape) for _ in range(2))
+        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        tensors = dk, dv, weights, gradients, scores
+
+        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        self.store_ds, self.store_dkv = (cute.make_tiled_copy_C(store, mma) for mma in (score_mma, key_mma))
+        count, blocks, turn = Int32(0), Int32(0), Int32(0)
+        ticket = self.read_ticket(turn, False)
+        while ticket < self.tickets:
+            block = Block(*self.block_of(ticket))
+            if block.exists:
+                dk.fill(0.0)
+                dv.fill(0.0)
+                cute.arch.mbarrier_wait(self.k_full, blocks % 2)
+                if const_expr(self.spec.window or self.spec.packed_q):
+                    cute.arch.mbarrier_wait(self.v_full, blocks % 2)
+                    if block.first < block.end:
+                        self.walk(tensors, block, count, blocks)
+                else:
+                    self.walk(tensors, block, count, blocks)
+                count += block.end - block.first
+                blocks += 1
+                # Found again, so that no register keeps all of it along the walk
+                self.finish(tensors, atoms, matrices, dkv_sums, Block(*self.block_of(opaque(ticket))))
+            turn += 1
+            ticket = self.read_ticket(turn, False)
+        if self.tidx < WARP_SIZE:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def walk(self, tensors: tuple, block: tuple, count: Int32, blocks: Int32):
+        """Over the tiles of queries that see a block.
+
+        Of the block a step knows its reach: the query that has the place of its first key, and how many keys follow.
+        """
+        if const_expr(self.scores_ahead):
+            self.score(tensors[-1], count)
+            warpgroup.wait_group(0)
+        first_key = block.n * self.block
+        reach = first_key + block.len_q - block.len_k, block.len_k - first_key
+        start = count - block.first
+        # There is one tile at least; did the compiler not know, ptxas would have every product waited for
+        for m in cutlass.range(block.first, cutlass.max(block.end, block.first + 1), unroll=1):
+            self.step(tensors, reach, m, block.end, start + m, blocks)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def step(self, tensors: tuple, reach: tuple, m: Int32, end: Int32, count: Int32, blocks: Int32):
+        """A tile of queries: its part of dk and dv, and its partial of dq."""
+        dk, dv, weights, gradients, scores = tensors
+        slot, phase = self.place_in_ring(count)
+        dp = cute.make_rmem_tensor(self.scores_shape, Float32)
+        if const_expr(not self.scores_ahead):
+            self.score(scores, count)
+        cute.arch.mbarrier_wait(self.v_full, blocks % 2)
+        cute.arch.mbarrier_wait(self.dout_full + slot, phase)
+        warpgroup.fence()
+        self.multiply_rows(dp, self.tSrV, self.tSrDout, slot)
+
+        if const_expr(not self.scores_ahead):
+            warpgroup.wait_group(1)
+        if const_expr(self.spec.softcap):
+            cap(scores, self.before_tanh)
+        if not self.sees_whole(reach, m):
+            self.hide_queries(scores, reach, m)
+        self.find_weights(scores, weights, slot)
+        if const_expr(self.dv_first):
+            if const_expr(not self.spec.softcap):
+                self.round(scores, weights)
+            warpgroup.fence()
+            self.add_keys(dv, weights, self.tKrDout, slot)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        self.find_gradients(scores, dp, slot)
+        self.round(dp, gradients)
+        self.put_ds(gradients, count % 2)
+        if const_expr(not self.dv_first):
+            self.round(scores, weights)
+            warpgroup.fence()
+            self.add_keys(dv, weights, self.tKrDout, slot)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet()
+        partial = cute.make_rmem_tensor(self.dq_shape, Float32)
+        warpgroup.fence()
+        self.multiply_ds(partial, count % 2)
+        self.add_keys(dk, gradients, self.tKrQ, slot)
+        warpgroup.wait_group(2)
+        self.release(self.dout_empty + slot)
+
+        if const_expr(self.scores_ahead):
+            # Of the last tile's successor, which is none, whatever the slot holds: nothing is made of these scores
+            following, phase = self.place_in_ring(count + 1)
+            if m + 1 < end:
+                cute.arch.mbarrier_wait(self.q_full + following, phase)
+            ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
+            warpgroup.fence()
+            self.multiply_rows(ahead, self.tSrK, self.tSrQ, following)
+            warpgroup.wait_group(2)
+        else:
+            warpgroup.wait_group(1)
+        self.put_dq(partial, count)
+        warpgroup.wait_group(0)
+        self.release(self.q_empty + slot)
+        if const_expr(self.scores_ahead):
+            scores.store(ahead.load())
+
+    @cute.jit
+    def score(self, scores: cute.Tensor, count: Int32):
+        """Issue the scores of a tile."""
+        slot, phase = self.place_in_ring(count)
+        cute.arch.mbarrier_wait(self.q_full + slot, phase)
+        warpgroup.fence()
+        self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)
+
+    def multiply_rows(self, target: cute.Tensor, of_keys: cute.Tensor, of_queries: cute.Tensor, slot: Int32):
+        """Issue keys times queries, over the head size: ``serial_k16`` from zero."""
+        for k16 in range(self.head_size // 16):
+            atom = self.score_next if k16 else self.score_first
+            cute.gemm(atom, target, of_keys[None, None, k16], of_queries[None, None, k16, slot], target)
+        warpgroup.commit_group()
+
+    def add_keys(self, target: cute.Tensor, factors: cute.Tensor, of_queries: cute.Tensor, slot: Int32):
+        """Issue what a tile of queries adds to dk or dv: ``serial_k16`` onto them."""
+        for k16 in range(self.tile_rows // 16):
+            cute.gemm(
+                self.key_next, target, factors[None, None, k16], of_queries[None, None, k16, slot], target
+            )  # fmt: skip
+        warpgroup.commit_group()
+
+    def multiply_ds(self, target: cute.Tensor, slot: Int32):
+        """Issue a block's partial of dq: ``serial_k16`` from zero."""
+        for k16 in range(self.block // 16):
+            atom = self.dq_next if k16 else self.dq_first
+            cute.gemm(atom, target, self.tQrDs[None, None, k16, slot], self.tQrK[None, None, k16], target)
+        warpgroup.commit_group()
+
+    def hide_queries(self, scores: cute.Tensor, reach: tuple, m: Int32):
+        """Scores of queries that do not see a key, or of keys that do not exist."""
+        own, keys = reach
+        thread = opaque(self.tidx)
+        key = thread // WARPGROUP * WARPGROUP_ROWS + row_of_thread(thread % WARPGROUP)
+        first, last = [], []
+        for r in range(ROWS):
+            column = Int32(-HIDDEN)
+            if self.descends:
+                column = own + key + 8 * r - m * self.tile_rows - first_column(thread)
+            if self.spec.window:
+                last.append(column + self.left)
+                column -= self.right
+            first.append(Int32(select_(key + 8 * r < keys, column, Int32(HIDDEN))))
+        hide_queries(scores, tuple(first), tuple(last) if self.spec.window else None)
+
+    def values_of(self, values: cute.Tensor, slot: Int32, columns: int) -> cute.Tensor:
+        """Those of the lane's pair of queries in 8 columns."""
+        pair = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(values[None, self.lane % 4, columns, slot], pair)
+        return pair
+
+    def find_weights(self, scores: cute.Tensor, weights: cute.Tensor, slot: Int32):
+        """Scores become p; with a softcap p times the tanh's derivative, and p is rounded already."""
+        for columns in range(self.tile_rows // 8):
+            row_lse = self.values_of(self.sLse, slot, columns)
+            found = cute.make_rmem_tensor((4,), Float32)
+            for e in range(4):
+                i = 4 * columns + e
+                capped = scores[i]
+                found[e] = weight(capped, self.score_scale, row_lse[column_of(i) % 2])
+                scores[i] = through_tanh(found[e], capped) if self.spec.softcap else found[e]
+            if self.spec.softcap:
+                rounded = cute.make_tensor(weights.iterator + 4 * columns, cute.make_layout(4))
+                rounded.store(found.load().to(self.dtype))
+
+    def find_gradients(self, weights: cute.Tensor, dp: cute.Tensor, slot: Int32):
+        """dp becomes ds."""
+        for columns in range(self.tile_rows // 8):
+            delta = self.values_of(self.sDelta, slot, columns)
+            for i in range(4 * columns, 4 * columns + 4):
+                dp[i] = score_gradient(weights[i], dp[i], delta[column_of(i) % 2])
+
+    def round(self, values: cute.Tensor, factors: cute.Tensor):
+        """As the first operand of a product; the accumulators' elements are in its order."""
+        flat = cute.make_layout(cute.size(values))
+        cute.make_tensor(factors.iterator, flat).store(
+            cute.make_tensor(values.iterator, flat).load().to(self.dtype)
+        )  # fmt: skip
+
+    def put_ds(self, gradients: cute.Tensor, slot: Int32):
+        """ds into shared memory, where the product before the last has been read by both warpgroups."""
+        accumulators = cute.make_tensor(gradients.iterator, cute.make_layout(self.scores_shape))
+        target = self.store_ds.get_slice(self.tidx).partition_D(self.sDs)
+        cute.copy(self.store_ds, self.store_ds.retile(accumulators), target[None, None, None, slot])
+
+    @cute.jit
+    def put_dq(self, partial: cute.Tensor, count: Int32):
+        """A partial of dq into shared memory, once the last but one has been read."""
+        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
+        slot = count % ADDERS * WARPGROUPS + self.wg
+        cute.arch.mbarrier_wait(self.dq_empty + slot, count // ADDERS % 2 ^ 1)
+        for i in cutlass.range_constexpr(cute.size(partial) // VECTOR):
+            for e in cutlass.range_constexpr(VECTOR):
+                vector[e] = partial[i * VECTOR + e]
+            cute.autovec_copy(vector, self.sDq[None, thread, i, slot])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.release(self.dq_full + slot)

@@ -1,0 +1,124 @@
+"""Sums of attention's backward in global memory, added in a fixed order: dq, and dk and dv of a group's heads.
+
+A counter says how many parts have been added to a sum. A thread that adds waits until that is its own turn, adds, waits
+until the sum is in memory, and counts.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.attention.config import WARPGROUP_ROWS
+from cute_kernels.attention.kernel_backward_blocks import Block
+from cute_kernels.attention.kernel_backward_tiles import ADDERS, VECTOR, WARPGROUP, WARPGROUPS
+from cute_kernels.attention.kernel_forward_sm90 import opaque
+
+
+class BackwardSums:
+    """The part of ``BackwardSm90`` that adds: two threads of the producer's warpgroup, and the end of a block."""
+
+    @cute.jit
+    def add_dq(self, dq_sums: cute.Tensor, adder: Int32):
+        """Partials of dq into their sums, each in its turn; of a CTA's partials every second one is an adder's.
+
+        While one waits for its sum to be in memory, the other one waits for its turn.
+        """
+        num_bytes = const_expr(4 * self.dq_numbers)
+        count, turn = Int32(0), Int32(0)
+        ticket = self.read_ticket(turn, True)
+        while ticket < self.tickets:
+            block = Block(*self.block_of(ticket))
+            first_tile = self.queries.first_tile(block.sequence, self.tile_rows)
+            first = block.first + (count + adder) % ADDERS
+            for m in cutlass.range(first, block.end, ADDERS, unroll=1):
+                line = (first_tile + m) * self.heads + block.head
+                counter = self.counters + (1 + line)
+                before = self.turn_of(block, m)
+                wait_for(counter, before)
+                target = dq_sums.iterator + Int64(line) * (WARPGROUPS * self.dq_numbers)
+                phase = (count + m - block.first) // ADDERS % 2
+                for wg in cutlass.range_constexpr(WARPGROUPS):
+                    slot = adder * WARPGROUPS + wg
+                    cute.arch.mbarrier_wait(self.dq_full + slot, phase)
+                    source = self.sDq[None, 0, 0, slot].iterator
+                    if before == 0:
+                        bulk_store(target + wg * self.dq_numbers, source, num_bytes)
+                    else:
+                        bulk_add(target + wg * self.dq_numbers, source, num_bytes)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                for wg in cutlass.range_constexpr(WARPGROUPS):
+                    cute.arch.mbarrier_arrive(self.dq_empty + (adder * WARPGROUPS + wg))
+                cute.arch.cp_async_bulk_wait_group(0)
+                cute.arch.fence_proxy("async")
+                count_one(counter)
+            count += block.end - block.first
+            turn += 1
+            ticket = self.read_ticket(turn, True)
+
+    @cute.jit
+    def add_head(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
+        """This head's sums added to those of the group's heads before, in memory, by way of k's and v's place."""
+        counter = self.counters + (1 + self.num_tiles * self.heads + line)
+        numbers = const_expr(self.block * self.head_size)
+        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
+        vectors = const_expr(WARPGROUP_ROWS * self.head_size // (VECTOR * WARPGROUP))
+        layout = cute.make_layout(
+            (VECTOR, WARPGROUP, vectors, WARPGROUPS), stride=(1, VECTOR, VECTOR * WARPGROUP, numbers // WARPGROUPS)
+        )
+        staged = cute.make_tensor(cute.recast_ptr(self.sK.iterator, cute.make_swizzle(0, 4, 3), Float32), layout)
+        for which in cutlass.range_constexpr(2):
+            total = (dk, dv)[which]
+            for i in cutlass.range_constexpr(vectors):
+                for e in cutlass.range_constexpr(VECTOR):
+                    vector[e] = total[i * VECTOR + e]
+                cute.autovec_copy(vector, staged[None, thread, i, self.wg])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.meet()
+            if self.tidx == 0:
+                target = dkv_sums.iterator + (Int64(line) * 2 + which) * numbers
+                source = staged[None, 0, 0, 0].iterator
+                if member == 0:
+                    bulk_store(target, source, 4 * numbers)
+                else:
+                    if const_expr(which == 0):
+                        wait_for(counter, member)
+                    bulk_add(target, source, 4 * numbers)
+                cute.arch.cp_async_bulk_commit_group()
+                if const_expr(which == 0):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                else:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    cute.arch.fence_proxy("async")
+                    count_one(counter)
+            self.meet()
+
+
+@cute.jit
+def wait_for(counter: cute.Pointer, value: Int32):
+    """Until a counter has a value. What was written before it was counted may then be read, and added to."""
+    found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while found != value:
+        found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async")
+
+
+def count_one(counter: cute.Pointer):
+    """What this thread knows to be written is so for who reads the counter."""
+    cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+def bulk_store(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
+    """Start copying contiguous bytes from shared to global memory."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), Int32(source.toint()), Int32(num_bytes)],
+    )
+
+
+def bulk_add(target: cute.Pointer, source: cute.Pointer, num_bytes: int):
+    """Start adding contiguous fp32 numbers of shared memory to those of global memory; subnormal ones count as 0."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), Int32(source.toint()), Int32(num_bytes)],
+    )
