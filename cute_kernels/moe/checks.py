@@ -19,6 +19,7 @@ from cute_kernels.runtime.checks import (
 
 SCORES = ("softmax", "sigmoid", "softmax_of_topk")
 FP32 = (torch.float32,)
+STEP = 16  # rows of a step of a product's sum
 INTEGERS = (torch.int32, torch.int64)
 Groups = tuple[int, int]
 
@@ -114,7 +115,7 @@ def check_indices(op: str, indices: Tensor) -> None:
         fail(op, "indices", f"have shape (T, k) with k from 1 to {MAX_K}", tuple(indices.shape))
 
 
-def check_plan(indices: Tensor, num_experts: int, align: int) -> None:
+def check_plan(indices: Tensor, num_experts: int, align: int, segments: Tensor | None = None) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
     check_indices("plan", indices)
     expect_int("plan", "num_experts", num_experts)
@@ -123,7 +124,15 @@ def check_plan(indices: Tensor, num_experts: int, align: int) -> None:
         fail("plan", "num_experts", f"be from 1 to {MAX_EXPERTS}", num_experts)
     if not 0 < align <= 1024:
         fail("plan", "align", "be from 1 to 1024", align)
-    if indices.shape[0] * indices.shape[1] + align * num_experts > MAX_SIZE:
+    groups = num_experts
+    if segments is not None:
+        expect_floats("plan", "segments", segments, INTEGERS)
+        if segments.dim() != 1 or not len(segments) or segments.device != indices.device:
+            fail("plan", "segments", f"be a list of ends on {indices.device}", f"{segments.shape} on {segments.device}")
+        if align % STEP:
+            fail("plan", "align", f"be a multiple of {STEP} with segments", align)
+        groups *= len(segments)
+    if indices.shape[0] * indices.shape[1] + align * groups > MAX_SIZE:
         fail("plan", "indices", f"have at most {MAX_SIZE} slots", tuple(indices.shape))
 
 
@@ -182,6 +191,7 @@ def check_experts(
     limit: float | None,
     alpha: float | None,
     align: int,
+    segments: Tensor | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
@@ -201,7 +211,7 @@ def check_experts(
     expect_like(op, "gate_up", gate_up, wanted, x.device)
     wanted = (experts, width, hidden) if transposed else (experts, hidden, width)
     expect_like(op, "down", down, wanted, x.device)
-    check_plan(indices, experts, align)
+    check_plan(indices, experts, align, segments)
     if indices.shape[0] != x.shape[0] or indices.device != x.device:
         fail(op, "routing", f"be of {x.shape[0]} tokens on {x.device}", f"{tuple(indices.shape)} on {indices.device}")
     check_weights(op, weights, indices, x.dtype is torch.float64)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cute_kernels import moe
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_int, expect_tensor
+from cute_kernels.runtime.real import as_float
 
 
 class MoE(nn.Module):
@@ -25,7 +26,7 @@ class MoE(nn.Module):
         num_experts, k: E, and experts of a token.
         score, groups, normalize, eps, scale: as of ``moe.route``.
         selection_bias: keep a buffer ``expert_bias`` (E,) fp32, zeros, that ``route`` adds to the scores for the
-            selection alone; with "sigmoid". Its update is the caller's, from ``counts``.
+            selection alone; with "sigmoid". ``update_expert_bias`` is its update.
         shared: a module that every token passes; its result is added to the experts'. None: none.
         device, dtype: of the parameters.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -95,11 +96,12 @@ class MoE(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
-    def forward(self, x: Tensor, indices: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, indices: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """The experts' sum of each token.
 
         Args:
             x: (..., H) bf16 or fp16.
+            segments: of the tokens, as in ``moe.experts``.
             indices: (tokens, k) experts that are taken instead of the router's choice, as ``last_routing.indices`` has
                 them. Weights are the router's.
 
@@ -117,7 +119,7 @@ class MoE(nn.Module):
         routing = moe.route(logits, self.k, **options, bias=bias, indices=indices, backend=self.backend)
         self.last_routing = moe.Routing(*(t.detach() for t in routing))
         gate_up, down = _cast(self.gate_up, x), _cast(self.down, x)
-        y = moe.experts(rows, routing, gate_up, down, backend=self.backend).view(x.shape)
+        y = moe.experts(rows, routing, gate_up, down, segments=segments, backend=self.backend).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
     def counts(self) -> Tensor:
@@ -128,6 +130,27 @@ class MoE(nn.Module):
         """
         expect(self.last_routing is not None, "MoE", "counts", "be asked for after a call", None)
         return moe.plan(self.last_routing.indices, self.num_experts, backend=self.backend).counts
+
+    @torch.no_grad()
+    def update_expert_bias(self, rate: float, counts: Tensor | None = None) -> None:
+        """Add ``rate`` to the bias of experts that had fewer tokens than the mean, and take it from those with more.
+
+        Args:
+            rate: DeepSeek-V3 has 0.001.
+            counts: (E,) integers, of several calls or ranks together. None: ``counts()``.
+
+        Raises:
+            ValueError: there is no bias, or counts of another shape.
+
+        Source:
+            Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv 2408.15664.
+        """
+        bias = self.expert_bias
+        expect(bias is not None, "MoE", "expert_bias", "exist, by selection_bias=True", None)
+        counts = self.counts() if counts is None else counts
+        expect(counts.shape == bias.shape, "MoE", "counts", f"have shape {tuple(bias.shape)}", tuple(counts.shape))
+        counts = counts.long()
+        bias += as_float(rate) * (counts.sum() - self.num_experts * counts).sign()
 
     def extra_repr(self) -> str:
         hidden, width = self.down.shape[1:]

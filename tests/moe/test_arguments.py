@@ -48,6 +48,9 @@ BAD = [
     (lambda: moe.plan(INDICES[0], 8), ValueError, "plan: indices must have shape"),
     (lambda: moe.plan(INDICES, 1025), ValueError, "plan: num_experts must be from 1 to 1024"),
     (lambda: moe.plan(INDICES, 8, align=0), ValueError, "plan: align must be from 1 to 1024"),
+    (lambda: moe.plan(INDICES, 8, segments=LOGITS[0]), TypeError, "plan: segments must have dtype int32, int64"),
+    (lambda: moe.plan(INDICES, 8, segments=INDICES), ValueError, "plan: segments must be a list of ends on cpu"),
+    (lambda: moe.plan(INDICES, 8, segments=INDICES[:, 0]), ValueError, "plan: align must be a multiple of 16 with"),
     (lambda: moe.permute(X[:3], PLAN), ValueError, r"permute: x must have shape \(6, columns\)"),
     (lambda: moe.permute(X.long(), PLAN), TypeError, "permute: x must have dtype"),
     (lambda: moe.combine(ROWS[:3], PLAN), ValueError, r"combine: rows must have shape \(12, columns\)"),
@@ -80,6 +83,12 @@ OF_KERNELS = [
 def test_on_the_cpu(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("ends", [[4, 2, 6], [2, 4], [-1, 6]], ids=str)
+def test_segments_ascend_in_plain_torch(ends):
+    with pytest.raises(ValueError, match="plan: segments must ascend to the number of tokens, 6, got"):
+        moe.plan(INDICES, 8, align=16, segments=torch.tensor(ends))
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])

@@ -20,10 +20,12 @@ from tests.moe.test_kernel_moe import (  # noqa: F401
     test_no_tokens,
     test_opcheck,
     test_plan,
+    test_plan_of_segments,
     test_replay,
     test_route,
     test_router_of_a_model_agrees_with_topk,
     test_rows,
+    test_segments,
 )
 from tests.moe.test_kernel_router import (  # noqa: F401
     test_a_token_of_logits_does_not_know_its_batch,

@@ -3,6 +3,7 @@
 Most of these run on the CPU, too, over fake kernels: test_dispatch.py.
 """
 
+import itertools
 import math
 
 import pytest
@@ -115,6 +116,26 @@ def test_plan(tokens, k, experts, align, generator):
         found, wanted = moe.plan(given, experts, align=align), reference.plan(given, experts, align=align)
         for name, a, b in zip(found._fields, found, wanted, strict=True):
             assert a.dtype is torch.int32 and torch.equal(a, b), (name, (a != b).nonzero()[:5].tolist())
+
+
+def test_plan_of_segments(generator):
+    """A segment's rows of an expert are those of a plan of it alone."""
+    indices = torch.randint(-1, 6, (50, 3), generator=generator, device=generator.device)
+    ends = [9, 9, 31, 50]
+    found = moe.plan(indices, 5, align=16, segments=torch.tensor(ends, device=indices.device))
+    rows, begin = [[] for _ in range(5)], 0
+    for end in ends:
+        alone = moe.plan(indices[begin:end], 5, align=16)
+        for e, (a, b) in enumerate(itertools.pairwise([0, *alone.offs.tolist()])):
+            rows[e] += [s + 3 * begin if s >= 0 else -1 for s in alone.slots[a:b].tolist()]
+        begin = end
+    wanted = [s for of_expert in rows for s in of_expert]
+    assert found.slots.tolist() == wanted + [-1] * (len(found.slots) - len(wanted))
+    assert found.offs.tolist() == list(itertools.accumulate(map(len, rows)))
+    assert torch.equal(found.counts, moe.plan(indices, 5).counts)
+    places = found.positions.flatten()
+    assert torch.equal(found.slots[places.long()][places >= 0].long(), (places >= 0).nonzero().flatten())
+    assert torch.equal(places >= 0, ((indices >= 0) & (indices < 5)).flatten())
 
 
 def slots_of(tokens, k, experts, generator):
@@ -288,6 +309,35 @@ def test_main_grads(generator, device):
     assert_same_bits(second.main_grad.to(BF16), wanted["ddown"])
     with torch.no_grad():
         assert_same_bits(moe.experts(layer.x, routing, first, second), wanted["y"])
+
+
+@pytest.mark.sm90
+def test_segments(generator):
+    """Calls with a segment each into main_grad: the bits of one call with these segments, but not of one without."""
+    layer, ends = make_layer(70, 136, 72, 8, generator), [0, 13, 14, 46, 70]
+    segments = torch.tensor(ends[1:], dtype=torch.int32, device=layer.x.device)
+
+    def gradients(calls):
+        weights = [t.clone().requires_grad_() for t in (layer.gate_up, layer.down)]
+        for t in weights:
+            t.main_grad = torch.linspace(-1, 1, t.numel(), device=t.device).view_as(t).contiguous()
+        for part, given in calls:
+            moe.experts(layer.x[part], moe.route(layer.logits[part], 2), *weights, segments=given).backward(
+                layer.dy[part]
+            )
+        return [t.main_grad for t in weights]
+
+    everything = slice(None)
+    parts = gradients([(slice(a, b), None) for a, b in itertools.pairwise(ends)])
+    for found, wanted in zip(gradients([(everything, segments)]), parts, strict=True):
+        assert_same_bits(found, wanted)
+    if layer.x.is_cuda:  # a control; the fakes add whole groups
+        assert not same_bits(gradients([(everything, None)])[0], parts[0])
+    whole = run_layer(layer, 2)
+    for name, result in run_layer(layer, 2, segments=segments).items():
+        if name in ("y", "dx", "dlogits"):
+            assert_same_bits(result, whole[name], name)
+    assert_same_bits(run_layer(layer, 2, segments=segments[-1:])["dgate_up"], whole["dgate_up"])
 
 
 @pytest.mark.sm90

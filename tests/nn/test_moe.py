@@ -59,6 +59,19 @@ def test_the_bias_of_the_selection(path):
     assert model.counts()[3] == 9 and "expert_bias" in model.state_dict()
 
 
+def test_the_update_of_the_bias(path):
+    """Experts with more than the mean get less, those with fewer more; of counts of several calls, too."""
+    model = layer(score="sigmoid", selection_bias=True)
+    model(tokens(9))
+    counts = model.counts()
+    model.update_expert_bias(0.5)
+    assert model.expert_bias.tolist() == [0.5 * ((8 * c < 18) - (8 * c > 18)) for c in counts.tolist()]
+    model.update_expert_bias(0.5, torch.full((8,), 3))
+    assert model.expert_bias.abs().max() == 0.5
+    with pytest.raises(ValueError, match="MoE: expert_bias must exist"):
+        layer().update_expert_bias(0.1)
+
+
 def test_main_grad_and_fp32_parameters(path):
     model, x = layer(), tokens(9)
     model(x).sum().backward()

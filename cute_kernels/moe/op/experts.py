@@ -29,6 +29,7 @@ def experts(
     limit: float | None = None,
     alpha: float | None = None,
     align: int = 16,
+    segments: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """``y[t] = sum of weight_e * down_e swiglu(gate_up_e x[t])`` over a token's experts e.
@@ -41,6 +42,7 @@ def experts(
         transposed: the weights are (E, H, 2 I) and (E, I, H) instead.
         interleaved, limit, alpha: of the gate, as in ``moe.swiglu``.
         align: each expert's rows end at a multiple of so many, of zeros behind its own. It changes no bit.
+        segments: of tokens, as in ``moe.plan``. They change bits of the weights' gradients alone. None: one.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
@@ -54,7 +56,9 @@ def experts(
         Products as in ``grouped_mm``, the gate as in ``swiglu``, sums as in ``combine``; each result is rounded to x's
         dtype. So a token's result, its gradient, and those of its weights have the same bits whatever the other tokens
         and their experts. Gradients of gate_up and down sum over an expert's tokens in their order: they are
-        reproducible, and independent of the other experts. x, gate_up's product and the plan are kept for the backward.
+        reproducible, and independent of the other experts. With a ``main_grad`` the sums start from it: calls with the
+        tokens of a segment each have the bits of one call with all of them and ``segments``. x, gate_up's product and
+        the plan are kept for the backward.
 
     Example:
         >>> import torch
@@ -68,11 +72,11 @@ def experts(
     indices, weights = routing
     if uses_reference("experts", x, backend):
         options = {"transposed": transposed, "interleaved": interleaved, "limit": limit, "alpha": alpha}
-        return reference.experts(x, routing, gate_up, down, **options, align=align)
-    check_experts(x, indices, weights, gate_up, down, transposed, limit, alpha, align, HALVES)
+        return reference.experts(x, routing, gate_up, down, **options, align=align, segments=segments)
+    check_experts(x, indices, weights, gate_up, down, transposed, limit, alpha, align, segments, HALVES)
     if is_eager(x):
         check_layout("experts", "x", x)
-    rows, gate = plan(indices, gate_up.shape[0], align=align), (bool(interleaved), limit, alpha)
+    rows, gate = plan(indices, gate_up.shape[0], align=align, segments=segments), (bool(interleaved), limit, alpha)
     weights = weights.contiguous()
     if differentiates(x, weights, gate_up, down):
         return apply(_ExpertsFunction, x, weights, gate_up, down, transposed, gate, *rows)

@@ -14,17 +14,29 @@ from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
 
 
-def plan(indices: Tensor, num_experts: int, *, align: int = 1, backend: Backend | None = None) -> Plan:
+def plan(
+    indices: Tensor,
+    num_experts: int,
+    *,
+    align: int = 1,
+    segments: Tensor | None = None,
+    backend: Backend | None = None,
+) -> Plan:
     """Places of tokens' slots among the rows of experts; the host reads nothing.
 
     Args:
         indices: (T, k) int32 or int64: the experts of tokens; an index outside of [0, num_experts) is an empty slot.
         num_experts: at most 1024.
         align: each expert's rows end at a multiple of so many; up to ``align - 1`` rows of zeros are behind its own.
+        segments: (S,) int32 or int64: where each segment of the tokens ends, ascending to T; empty ones are allowed.
+            Each segment's rows of an expert begin at a multiple of ``align``, which is one of 16: the sums over an
+            expert's rows are then those of the segments, one call after the other into ``main_grad``. Torch's operators
+            on integers make such a plan. Ends that do not ascend give another plan, of the same tokens. None: one
+            segment.
         backend: None: the kernel for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
-        ``Plan``: offs (E,), slots (R,), positions (T, k), counts (E,), int32; R = T k + (align - 1) min(E, T k).
+        ``Plan``: offs (E,), slots (R,), positions (T, k), counts (E,), int32; R = T k + (align - 1) min(E S, T k).
         Rows of an expert are in the order of tokens, then of slots.
 
     Raises:
@@ -38,8 +50,10 @@ def plan(indices: Tensor, num_experts: int, *, align: int = 1, backend: Backend 
         ([2, 3, 4], [0, 2, 3, 1], [[0, 3], [1, 2]])
     """
     if uses_reference("plan", indices, backend):
-        return reference.plan(indices, num_experts, align=align)
-    check_plan(indices, num_experts, align)
+        return reference.plan(indices, num_experts, align=align, segments=segments)
+    check_plan(indices, num_experts, align, segments)
+    if segments is not None:
+        return reference.in_segments(indices, num_experts, align, segments)
     indices = indices.to(torch.int32).contiguous()
     rows = rows_of(indices.shape[0] * indices.shape[1], num_experts, align)
     shapes = (num_experts,), (rows,), tuple(indices.shape), (num_experts,)

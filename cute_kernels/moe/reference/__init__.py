@@ -11,13 +11,14 @@ The order of the kernels' sums is not imitated: results agree to rounding, not b
 from cute_kernels.moe.reference.layer import experts, swiglu
 from cute_kernels.moe.reference.losses import load_balancing_loss, z_loss
 from cute_kernels.moe.reference.route import Routing, route, router_logits
-from cute_kernels.moe.reference.rows import Plan, combine, permute, plan, rows_of
+from cute_kernels.moe.reference.rows import Plan, combine, in_segments, permute, plan, rows_of
 
 __all__ = [
     "Plan",
     "Routing",
     "combine",
     "experts",
+    "in_segments",
     "load_balancing_loss",
     "permute",
     "plan",

@@ -34,15 +34,16 @@ def experts(
     limit: float | None = None,
     alpha: float | None = None,
     align: int = 16,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """The layer; see ``cute_kernels.moe.experts``."""
     indices, weights = routing
-    check_experts(x, indices, weights, gate_up, down, transposed, limit, alpha, align, FLOATS + FP64)
+    check_experts(x, indices, weights, gate_up, down, transposed, limit, alpha, align, segments, FLOATS + FP64)
     wide = torch.promote_types(x.dtype, torch.float32)
     first, second = (widened("experts", n, t, wide) for n, t in (("gate_up", gate_up), ("down", down)))
     if not transposed:
         first, second = first.mT, second.mT
-    rows = plan(indices, gate_up.shape[0], align=align)
+    rows = plan(indices, gate_up.shape[0], align=align, segments=segments)
     h = swiglu(_multiply(permute(x, rows), first, rows.offs), interleaved=interleaved, limit=limit, alpha=alpha)
     return combine(_multiply(h, second, rows.offs), rows, weights)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.moe.checks import check_plan, check_rows, check_weights
-from cute_kernels.runtime.checks import FLOATS, FP64
+from cute_kernels.runtime.checks import FLOATS, FP64, fail
 
 
 class Plan(NamedTuple):
@@ -27,22 +27,37 @@ class Plan(NamedTuple):
     counts: Tensor
 
 
-def plan(indices: Tensor, num_experts: int, *, align: int = 1) -> Plan:
+def plan(indices: Tensor, num_experts: int, *, align: int = 1, segments: Tensor | None = None) -> Plan:
     """Rows of experts; see ``cute_kernels.moe.plan``."""
-    check_plan(indices, num_experts, align)
-    flat = indices.reshape(-1).long()
-    valid = (flat >= 0) & (flat < num_experts)
-    key = torch.where(valid, flat, num_experts)
-    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
+    check_plan(indices, num_experts, align, segments)
+    if segments is None:
+        segments = torch.full((1,), indices.shape[0], device=indices.device)
+    elif (ends := segments.tolist()) != sorted(ends) or ends[0] < 0 or ends[-1] != indices.shape[0]:
+        fail("plan", "segments", f"ascend to the number of tokens, {indices.shape[0]}", ends)
+    return in_segments(indices, num_experts, align, segments)
+
+
+def in_segments(indices: Tensor, num_experts: int, align: int, segments: Tensor) -> Plan:
+    """``plan`` by torch's operators on integers, without a look at values."""
+    count, (tokens, k) = segments.shape[0], indices.shape
+    like = {"device": indices.device, "dtype": torch.int64}
+    segment = torch.searchsorted(segments.long(), torch.arange(tokens, **like), right=True).clamp(max=count - 1)
+    found = indices.long()
+    valid = (found >= 0) & (found < num_experts)
+    groups = num_experts * count  # an expert's part of a segment; behind them slots without expert
+    keys, order = torch.where(valid, found * count + segment[:, None], groups).flatten().sort(stable=True)
+    firsts = torch.searchsorted(keys, torch.arange(groups + 1, **like))
+    counts = firsts.diff()
     padded = -(-counts // align) * align
     ends = padded.cumsum(0)
-    order = key.sort(stable=True).indices[: int(valid.sum())]
-    starts, first = ends - padded, counts.cumsum(0) - counts
-    of_slot = key[order]
-    places = starts[of_slot] + torch.arange(len(order), device=flat.device) - first[of_slot]
-    slots = flat.new_full((rows_of(flat.numel(), num_experts, align),), -1).scatter(0, places, order)
-    positions = torch.full_like(flat, -1).scatter(0, order, places).view(indices.shape)
-    return Plan(*(t.int() for t in (ends, slots, positions, counts)))
+    # Of the j-th slot in this order: the start of its group, and its place there
+    shift = torch.cat([ends - padded - firsts[:-1], ends.new_zeros(1)])
+    rows = rows_of(tokens * k, groups, align)
+    places = torch.where(keys < groups, torch.arange(tokens * k, **like) + shift[keys], rows)
+    slots = torch.full((rows + 1,), -1, **like).scatter(0, places, order)[:rows]
+    positions = torch.empty_like(order).scatter(0, order, torch.where(places < rows, places, -1))
+    offs, counts = ends.view(num_experts, count)[:, -1], counts.view(num_experts, count).sum(1)
+    return Plan(*(t.int() for t in (offs, slots, positions.view(tokens, k), counts)))
 
 
 def rows_of(slots: int, num_experts: int, align: int) -> int:
