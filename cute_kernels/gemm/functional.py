@@ -2,7 +2,15 @@
 
 from cute_kernels.gemm.checks import Activation, check_epilogue
 from cute_kernels.gemm.fp32 import product as fp32_product
-from cute_kernels.gemm.launch_grouped import grouped_rows
+from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped_sums_into
 from cute_kernels.gemm.op.grouped_mm import weight_gradient
 
-__all__ = ["Activation", "check_epilogue", "fp32_product", "grouped_rows", "weight_gradient"]
+__all__ = [
+    "Activation",
+    "check_epilogue",
+    "fp32_product",
+    "grouped_rows",
+    "grouped_sums",
+    "grouped_sums_into",
+    "weight_gradient",
+]

@@ -18,6 +18,7 @@ from cute_kernels.runtime.checks import (
 )
 
 SCORES = ("softmax", "sigmoid", "softmax_of_topk")
+ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "silu")
 FP32 = (torch.float32,)
 STEP = 16  # rows of a step of a product's sum
 INTEGERS = (torch.int32, torch.int64)
@@ -181,15 +182,29 @@ def check_gate(op: str, limit: float | None, alpha: float | None) -> None:
                 fail(op, name, "be None or positive", value)
 
 
+def check_activation(activation: str, interleaved: bool, limit: float | None, alpha: float | None) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    op = "experts"
+    if activation not in ACTIVATIONS:
+        fail(op, "activation", f"be one of {ACTIVATIONS}", repr(activation))
+    check_gate(op, limit, alpha)
+    for name, value in (("limit", limit), ("alpha", alpha)):
+        if value is not None and not activation.startswith("swiglu"):
+            fail(op, name, f"be None with {activation}", value)
+    if interleaved and activation == "silu":
+        fail(op, "interleaved", "be False with silu, which has no gate", interleaved)
+
+
 def check_experts(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     transposed: bool,
-    limit: float | None,
-    alpha: float | None,
+    activation: str,
     align: int,
     segments: Tensor | None,
     dtypes: tuple[torch.dtype, ...],
@@ -199,20 +214,31 @@ def check_experts(
     expect_floats(op, "x", x, dtypes)
     if x.dim() != 2:
         fail(op, "x", "have shape (T, H)", tuple(x.shape))
-    for name, weight in (("gate_up", gate_up), ("down", down)):
+    for name, weight, dims in (
+        ("gate_up", gate_up, 3),
+        ("down", down, 3),
+        ("gate_up_bias", gate_up_bias, 2),
+        ("down_bias", down_bias, 2),
+    ):
+        if weight is None and dims == 2:
+            continue
         expect_floats(op, name, weight, dtypes)
         if weight.dtype is not x.dtype:
             fail(op, name, f"have dtype {x.dtype}", weight.dtype, TypeError)
-        if weight.dim() != 3:
-            fail(op, name, "be a batch of matrices", tuple(weight.shape))
+        if weight.dim() != dims:
+            fail(op, name, "be a batch of matrices" if dims == 3 else "be a matrix", tuple(weight.shape))
     experts, hidden = gate_up.shape[0], x.shape[1]
     width = down.shape[1 if transposed else 2]
-    wanted = (experts, hidden, 2 * width) if transposed else (experts, 2 * width, hidden)
+    columns = width if activation == "silu" else 2 * width
+    wanted = (experts, hidden, columns) if transposed else (experts, columns, hidden)
     expect_like(op, "gate_up", gate_up, wanted, x.device)
     wanted = (experts, width, hidden) if transposed else (experts, hidden, width)
     expect_like(op, "down", down, wanted, x.device)
+    if gate_up_bias is not None:
+        expect_like(op, "gate_up_bias", gate_up_bias, (experts, columns), x.device)
+    if down_bias is not None:
+        expect_like(op, "down_bias", down_bias, (experts, hidden), x.device)
     check_plan(indices, experts, align, segments)
     if indices.shape[0] != x.shape[0] or indices.device != x.device:
         fail(op, "routing", f"be of {x.shape[0]} tokens on {x.device}", f"{tuple(indices.shape)} on {indices.device}")
     check_weights(op, weights, indices, x.dtype is torch.float64)
-    check_gate(op, limit, alpha)

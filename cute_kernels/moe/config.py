@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 MAX_EXPERTS = 1024
 MAX_K = 32  # experts of a token: a warp's lanes
+OAI = 7.0, 1.702  # limit and alpha of the activation "swiglu_oai", gpt-oss'
 WARPS = 8  # of a CTA of kernels that have a warp for each row
 CTAS_PER_SM = 8  # of these
 
@@ -57,11 +58,17 @@ class GatherSpec(NamedTuple):
 
 
 class CombineSpec(NamedTuple):
-    """Rows of tokens from the rows of their ``k`` slots; ``weighted``: each times its slot's weight."""
+    """Rows of tokens from the rows of their ``k`` slots.
+
+    Attributes:
+        weighted: each times its slot's weight.
+        biased: each has the bias of its slot's expert added before.
+    """
 
     dtype: torch.dtype
     k: int
     weighted: bool
+    biased: bool = False
 
 
 class GateSpec(NamedTuple):
@@ -72,6 +79,8 @@ class GateSpec(NamedTuple):
         limit: g is at most this, u within it; None: as they are.
         alpha: h = (u + 1) g sigmoid(alpha g); None: u g sigmoid(g).
         weighted: of gradients: a row's is multiplied with its slot's weight, and so is h, which is stored, too.
+        function: "geglu": h = gelu(g) u; "silu": h = silu(z), z of as many columns.
+        biased: z has the bias of its row's expert added before.
     """
 
     dtype: torch.dtype
@@ -79,3 +88,5 @@ class GateSpec(NamedTuple):
     limit: float | None = None
     alpha: float | None = None
     weighted: bool = False
+    function: str = "swiglu"
+    biased: bool = False

@@ -119,43 +119,72 @@ def moe_gather(
         launch.function(x, slots, weights, other, out, dots, launch.ctas(slots.shape[0]))
 
 
-@operator("moe_combine", "Tensor rows, Tensor positions, Tensor? weights, Tensor(a!) y")
-def moe_combine(rows: Tensor, positions: Tensor, weights: Tensor | None, y: Tensor) -> None:
-    """y (T, H): sums of rows (R, H) by positions (T, k), times weights (T, k)."""
+@operator(
+    "moe_combine",
+    "Tensor rows, Tensor positions, Tensor? weights, Tensor? experts, Tensor? bias, Tensor(a!) y",
+)
+def moe_combine(
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor | None,
+    experts: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+) -> None:
+    """y (T, H): sums of rows (R, H) by positions (T, k), times weights (T, k); bias (E, H) of experts (T, k)."""
     tokens, k = positions.shape
     if tokens and rows.shape[1]:
-        launch = _combine.get(rows.get_device(), CombineSpec(rows.dtype, k, weights is not None))
-        launch.function(rows, positions, weights, y, launch.ctas(tokens))
+        launch = _combine.get(rows.get_device(), CombineSpec(rows.dtype, k, weights is not None, bias is not None))
+        launch.function(rows, positions, weights, experts, bias, y, launch.ctas(tokens))
 
 
-@operator("moe_gate", "Tensor z, Tensor(a!) h, bool interleaved, float? limit, float? alpha")
-def moe_gate(z: Tensor, h: Tensor, interleaved: bool, limit: float | None, alpha: float | None) -> None:
-    """h (R, I) of z (R, 2 I)."""
+@operator(
+    "moe_gate",
+    "Tensor z, Tensor? slots, Tensor? experts, Tensor? bias, Tensor(a!) h, str function, bool interleaved, "
+    "float? limit, float? alpha",
+)
+def moe_gate(
+    z: Tensor,
+    slots: Tensor | None,
+    experts: Tensor | None,
+    bias: Tensor | None,
+    h: Tensor,
+    function: str,
+    interleaved: bool,
+    limit: float | None,
+    alpha: float | None,
+) -> None:
+    """h (R, I) of z (R, 2 I); with bias (E, 2 I) of the experts (T, k) of slots (R,)."""
     if h.numel():
-        launch = _gate.get(z.get_device(), GateSpec(z.dtype, interleaved, limit, alpha))
-        launch.function(z, h, launch.ctas(z.shape[0]))
+        spec = GateSpec(z.dtype, interleaved, limit, alpha, function=function, biased=bias is not None)
+        launch = _gate.get(z.get_device(), spec)
+        experts = None if experts is None else experts.view(-1)
+        launch.function(z, slots, experts, bias, h, launch.ctas(z.shape[0]))
 
 
 @operator(
     "moe_gate_backward",
-    "Tensor dh, Tensor z, Tensor? slots, Tensor? weights, Tensor(a!) dz, Tensor(b!)? h, Tensor(c!)? dweights, "
-    "bool interleaved, float? limit, float? alpha",
+    "Tensor dh, Tensor z, Tensor? slots, Tensor? weights, Tensor? experts, Tensor? bias, Tensor(a!) dz, Tensor(b!)? h, "
+    "Tensor(c!)? dweights, str function, bool interleaved, float? limit, float? alpha",
 )
 def moe_gate_backward(
     dh: Tensor,
     z: Tensor,
     slots: Tensor | None,
     weights: Tensor | None,
+    experts: Tensor | None,
+    bias: Tensor | None,
     dz: Tensor,
     h: Tensor | None,
     dweights: Tensor | None,
+    function: str,
     interleaved: bool,
     limit: float | None,
     alpha: float | None,
 ) -> None:
     """dz (R, 2 I); with weights (T, k) of slots (R,) also the weighted h (R, I), and dweights (T, k)."""
     if dh.numel():
-        spec = GateSpec(z.dtype, interleaved, limit, alpha, weights is not None)
+        spec = GateSpec(z.dtype, interleaved, limit, alpha, weights is not None, function, bias is not None)
         launch = _gate_backward.get(z.get_device(), spec)
-        weights, dweights = (None if t is None else t.view(-1) for t in (weights, dweights))
-        launch.function(dh, z, slots, weights, dz, h, dweights, launch.ctas(z.shape[0]))
+        weights, experts, dweights = (None if t is None else t.view(-1) for t in (weights, experts, dweights))
+        launch.function(dh, z, slots, weights, experts, bias, dz, h, dweights, launch.ctas(z.shape[0]))

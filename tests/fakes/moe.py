@@ -1,5 +1,7 @@
 """Fakes of routing, plans, ways there and back, and the gate."""
 
+import math
+
 import torch
 
 from cute_kernels.moe import reference
@@ -62,31 +64,40 @@ def gather(static, x, slots, weights, other, out, dots, num_ctas) -> None:
         dots[safe[used[:, 0]]] = found[used[:, 0]]
 
 
-def combine(static, rows, positions, weights, y, num_ctas) -> None:
+def combine(static, rows, positions, weights, experts, bias, y, num_ctas) -> None:
     spec = static["spec"]
+    assert (bias is not None) == (experts is not None) == spec.biased
+    if bias is not None:
+        used, added = positions >= 0, torch.zeros(rows.shape)
+        added[positions[used].long()] = bias[experts[used].long()].float()
+        rows = rows.float() + added
     assert (weights is not None) == spec.weighted and positions.shape[1] == spec.k
     nothing = torch.zeros(0, dtype=torch.int32)
     slots = torch.zeros(len(rows), dtype=torch.int32)
     y.copy_(reference.combine(rows, Plan(nothing, slots, positions, nothing), weights))
 
 
-def gate(static, z, h, num_ctas) -> None:
-    h.copy_(_gate(static["spec"], z))
+def gate(static, z, slots, experts, bias, h, num_ctas) -> None:
+    spec = static["spec"]
+    assert (slots is not None) == spec.biased
+    h.copy_(_gate(spec, _biased(spec, z, slots, experts, bias)))
 
 
-def gate_backward(static, dh, z, slots, weights, dz, h, dweights, num_ctas) -> None:
+def gate_backward(static, dh, z, slots, weights, experts, bias, dz, h, dweights, num_ctas) -> None:
     spec = static["spec"]
     assert (weights is not None) == (h is not None) == (dweights is not None) == spec.weighted
-    gradient = dh.float()
+    gradient, z = dh.float(), _biased(spec, z, slots, experts, bias)
     if weights is not None:
         used, safe = (slots >= 0)[:, None], slots.clamp(min=0).long()
         factor = torch.where(used, weights[safe][:, None], 0.0)
-        value = _gate(spec, z)
+        value = _gate(spec, z).to(h.dtype)
         h.copy_(torch.where(used, value.float() * factor, 0.0))
         dweights[safe[used[:, 0]]] = (gradient.double() * value.double()).sum(1).float()[used[:, 0]]
         gradient = gradient * factor
-    g, u = (z[:, ::2], z[:, 1::2]) if spec.interleaved else z.chunk(2, 1)
-    g, u = g.float(), u.float()
+    if spec.function == "silu":
+        g, u = z, torch.ones_like(z)
+    else:
+        g, u = (z[:, ::2], z[:, 1::2]) if spec.interleaved else z.chunk(2, 1)
     inside = torch.ones_like(g), torch.ones_like(u)
     if spec.limit is not None:
         inside = g <= spec.limit, u.abs() <= spec.limit
@@ -94,9 +105,26 @@ def gate_backward(static, dh, z, slots, weights, dz, h, dweights, num_ctas) -> N
     alpha = 1.0 if spec.alpha is None else spec.alpha
     u = u if spec.alpha is None else u + 1
     s = torch.sigmoid(alpha * g)
-    dg, du = gradient * u * s * (1 + alpha * g * (1 - s)) * inside[0], gradient * g * s * inside[1]
-    dz.copy_(torch.stack((dg, du), 2).flatten(1) if spec.interleaved else torch.cat((dg, du), 1))
+    slope = s * (1 + alpha * g * (1 - s))
+    if spec.function == "geglu":
+        s = torch.special.ndtr(g)
+        slope = s + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
+    dg, du = gradient * u * slope * inside[0], gradient * g * s * inside[1]
+    if spec.function == "silu":
+        dz.copy_(dg)
+    else:
+        dz.copy_(torch.stack((dg, du), 2).flatten(1) if spec.interleaved else torch.cat((dg, du), 1))
+
+
+def _biased(spec, z, slots, experts, bias):
+    """z in fp32, with the bias."""
+    assert (bias is not None) == (experts is not None) == spec.biased
+    z = z.detach().float().clone()
+    if bias is not None:
+        used = slots >= 0
+        z[used] += bias[experts[slots[used].long()].long()].float()
+    return z
 
 
 def _gate(spec, z):
-    return reference.swiglu(z, interleaved=spec.interleaved, limit=spec.limit, alpha=spec.alpha)
+    return reference.activated(z, spec.function, spec.interleaved, spec.limit, spec.alpha)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,37 +70,54 @@ def ties(tokens: int, experts: int, generator: torch.Generator) -> Tensor:
 
 @dataclass
 class Layer:
-    """Inputs of ``experts``; all but indices require a gradient."""
+    """Inputs of ``experts``; all but dy require a gradient."""
 
     x: Tensor
     logits: Tensor
     gate_up: Tensor
     down: Tensor
     dy: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Layer:
+        return Layer(*(None if t is None else change(t) for t in vars(self).values()))
 
 
 def make_layer(
-    tokens: int, hidden: int, width: int, num_experts: int, generator: torch.Generator, dtype: torch.dtype = BF16
+    tokens: int,
+    hidden: int,
+    width: int,
+    num_experts: int,
+    generator: torch.Generator,
+    dtype: torch.dtype = BF16,
+    biased: bool = False,
+    gated: bool = True,
 ) -> Layer:
+    columns = 2 * width if gated else width
+
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(*shape, generator=generator, device=generator.device)).to(dtype)
 
     return Layer(
         randn(tokens, hidden),
         torch.randn(tokens, num_experts, generator=generator, device=generator.device),
-        randn(num_experts, 2 * width, hidden, scale=hidden**-0.5),
+        randn(num_experts, columns, hidden, scale=hidden**-0.5),
         randn(num_experts, hidden, width, scale=width**-0.5),
         randn(tokens, hidden),
+        *((randn(num_experts, columns), randn(num_experts, hidden)) if biased else ()),
     )
 
 
 def run_layer(layer: Layer, k: int, index=slice(None), **options) -> dict[str, Tensor]:
     """y and all gradients, of some tokens."""
-    leaves = [t.detach().clone().requires_grad_() for t in (layer.x[index], layer.logits[index])]
-    leaves += [t.detach().clone().requires_grad_() for t in (layer.gate_up, layer.down)]
-    x, logits, gate_up, down = leaves
+    biases = [t for t in (layer.gate_up_bias, layer.down_bias) if t is not None]
+    tensors = layer.x[index], layer.logits[index], layer.gate_up, layer.down, *biases
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    x, logits, gate_up, down, *biases = leaves
+    options |= dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
     backend = {"backend": options["backend"]} if "backend" in options else {}
     routing = moe.route(logits, k, **backend)
     y = moe.experts(x, routing, gate_up, down, **options)
-    names = ("dx", "dlogits", "dgate_up", "ddown")
+    names = ("dx", "dlogits", "dgate_up", "ddown", "dgate_up_bias", "ddown_bias")[: len(leaves)]
     return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, leaves, layer.dy[index]), strict=True))}

@@ -64,6 +64,20 @@ BAD = [
     (lambda: moe.experts(X, ROUTING, UP[:, :8], DOWN), ValueError, r"experts: gate_up must have shape \(8, 16, 16\)"),
     (lambda: moe.experts(X, ROUTING, UP, DOWN[:3]), ValueError, r"experts: down must have shape \(8, 16, 8\)"),
     (lambda: moe.experts(X[:3], ROUTING, UP, DOWN), ValueError, "experts: routing must be of 3 tokens"),
+    (lambda: moe.experts(X, ROUTING, UP, DOWN, activation="relu"), ValueError, "experts: activation must be one of"),
+    (
+        lambda: moe.experts(X, ROUTING, UP, DOWN, activation="geglu", limit=1.0),
+        ValueError,
+        "experts: limit must be None",
+    ),
+    (lambda: moe.experts(X, ROUTING, UP, DOWN, activation="silu"), ValueError, r"gate_up must have shape \(8, 8, 16\)"),
+    (
+        lambda: moe.experts(X, ROUTING, UP, DOWN, activation="silu", interleaved=True),
+        ValueError,
+        "experts: interleaved must be False with silu",
+    ),
+    (lambda: moe.experts(X, ROUTING, UP, DOWN, down_bias=X), ValueError, r"down_bias must have shape \(8, 16\)"),
+    (lambda: moe.experts(X, ROUTING, UP, DOWN, gate_up_bias=X.float()), TypeError, "gate_up_bias must have dtype"),
     (lambda: moe.experts(X, ROUTING, UP, DOWN, backend="gpu"), ValueError, "experts: backend must be None or"),
 ]
 # What plain torch takes

@@ -30,6 +30,10 @@ def others() -> list:
     found += [(combine, CombineSpec(FP16, 32, True)), (combine, CombineSpec(FP32, 1, False))]
     options = {"interleaved": True, "limit": 7.0, "alpha": 1.702}
     found += [(gate, GateSpec(FP16, **options)), (gate_backward, GateSpec(FP32, **options, weighted=True))]
+    found += [(combine, CombineSpec(BF16, 4, True, True))]
+    for function in ("swiglu", "geglu", "silu"):
+        found += [(gate, GateSpec(BF16, function=function, biased=True))]
+        found += [(gate_backward, GateSpec(BF16, weighted=True, function=function, biased=True))]
     return found
 
 

@@ -9,6 +9,7 @@ from tests.fakes import fake_kernels
 from tests.moe.cases import BF16, assert_same_bits, make_layer, run_layer
 from tests.moe.test_kernel_moe import (  # noqa: F401
     test_a_token_does_not_know_its_batch,
+    test_a_token_of_other_layers_does_not_know_its_batch,
     test_combine_does_not_see_other_tokens,
     test_compile,
     test_empty_slots,
@@ -16,9 +17,11 @@ from tests.moe.test_kernel_moe import (  # noqa: F401
     test_gradients_of_rows,
     test_layouts_of_weights,
     test_main_grads,
+    test_main_grads_of_biases,
     test_nan_and_signs_of_zero,
     test_no_tokens,
     test_opcheck,
+    test_other_layers,
     test_plan,
     test_plan_of_segments,
     test_replay,

@@ -237,7 +237,7 @@ def test_experts(dtype, align, generator):
     layer = make_layer(97, 136, 72, 8, generator, dtype)
     found = run_layer(layer, 2, align=align)
     plain = run_layer(layer, 2, backend="reference")
-    wide = type(layer)(*(t.double() for t in vars(layer).values()))
+    wide = layer.changed(torch.Tensor.double)
     exact = run_layer(wide, 2, backend="reference")
     for name, result in found.items():
         error, of_torch = ((t.double() - exact[name]).norm().item() for t in (result, plain[name]))
@@ -255,7 +255,7 @@ def test_a_token_of_a_layer_does_not_know_its_batch(generator):
         found = run_layer(layer, 4, index)
         for name in ("y", "dx", "dlogits"):
             assert_same_bits(found[name], whole[name][index], f"{name} of {count}")
-    crowd = run_layer(type(layer)(*(t.clone() for t in vars(layer).values())), 4)
+    crowd = run_layer(layer.changed(torch.Tensor.clone), 4)
     for name, result in whole.items():
         assert_same_bits(crowd[name], result, name)
     same = layer.logits[3:4].expand(200, -1).contiguous()
@@ -376,6 +376,79 @@ def test_opcheck(generator):
     }  # fmt: skip
     for function, arguments in recorder.calls:
         torch.library.opcheck(function, arguments)
+
+
+ACTIVATIONS = [
+    {"activation": "swiglu"},
+    {"activation": "swiglu_oai", "interleaved": True, "transposed": True},
+    {"activation": "geglu"},
+    {"activation": "silu"},
+]
+
+
+def make_other(options, generator, tokens=97):
+    """A layer with biases, of these options."""
+    layer = make_layer(tokens, 136, 72, 8, generator, biased=True, gated=options["activation"] != "silu")
+    if options.get("transposed"):
+        layer.gate_up, layer.down = (t.mT.contiguous() for t in (layer.gate_up, layer.down))
+    return layer
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("options", ACTIVATIONS, ids=lambda options: options["activation"])
+def test_other_layers(options, generator):
+    """As near to fp64 as torch's own arithmetic; rows of down_bias' gradient are rounded before their sum."""
+    layer = make_other(options, generator)
+    found, plain = run_layer(layer, 2, **options), run_layer(layer, 2, **options, backend="reference")
+    exact = run_layer(layer.changed(torch.Tensor.double), 2, **options, backend="reference")
+    assert len(found) == 7
+    for name, result in found.items():
+        error, of_torch = ((t.double() - exact[name]).norm().item() for t in (result, plain[name]))
+        most = 1.7 if name == "ddown_bias" else 1.3
+        assert error <= most * of_torch + 1e-12, f"{name}: {error:.3e}, plain torch {of_torch:.3e}"
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("options", ACTIVATIONS[1:], ids=lambda options: options["activation"])
+def test_a_token_of_other_layers_does_not_know_its_batch(options, generator):
+    layer = make_other(options, generator)
+    whole = run_layer(layer, 2, **options)
+    for count in (1, 7, 64):
+        index = torch.randperm(97, generator=generator, device=layer.x.device)[:count]
+        found = run_layer(layer, 2, index, **options)
+        for name in ("y", "dx", "dlogits"):
+            assert_same_bits(found[name], whole[name][index], f"{name} of {count}")
+
+
+@pytest.mark.sm90
+def test_main_grads_of_biases(generator):
+    """Their bits are those of the gradients, and of calls with a segment each."""
+    options, ends = ACTIVATIONS[1], [0, 13, 50, 97]
+    layer = make_other(options, generator)
+    wanted = run_layer(layer, 2, **options)
+
+    def gradients(calls):
+        parameters = [
+            t.clone().requires_grad_() for t in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+        ]
+        for t in parameters:
+            t.main_grad = torch.zeros_like(t, dtype=FP32)
+        for part, given in calls:
+            biases = dict(zip(("gate_up_bias", "down_bias"), parameters[2:], strict=True))
+            routing = moe.route(layer.logits[part], 2)
+            y = moe.experts(layer.x[part], routing, *parameters[:2], **biases, **options, segments=given)
+            y.backward(layer.dy[part])
+        assert all(t.grad is None for t in parameters)
+        return [t.main_grad for t in parameters]
+
+    everything = slice(None)
+    names = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
+    for name, result in zip(names, gradients([(everything, None)]), strict=True):
+        assert_same_bits(result.to(BF16), wanted[name], name)
+    segments = torch.tensor(ends[1:], dtype=torch.int32, device=layer.x.device)
+    parts = gradients([(slice(a, b), None) for a, b in itertools.pairwise(ends)])
+    for result, other in zip(gradients([(everything, segments)]), parts, strict=True):
+        assert_same_bits(result, other)
 
 
 # Below: on a GPU only

@@ -56,15 +56,25 @@ def test_plan_by_hand():
     assert plan.positions.tolist() == [[2, 0], [-1, 3], [4, -1]]
 
 
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"limit": 1.0, "alpha": 1.702}], ids=str)
+OPTIONS = [
+    {},
+    {"interleaved": True},
+    {"limit": 1.0, "alpha": 1.702},
+    {"activation": "swiglu_oai", "interleaved": True},
+    {"activation": "geglu"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_of_the_layer(options, generator):
     def randn(*shape):
         return torch.randn(*shape, generator=generator, dtype=FP64).requires_grad_()
 
-    leaves = randn(7, 6), randn(7, 5), randn(5, 8, 6), randn(5, 6, 4)
+    leaves = randn(7, 6), randn(7, 5), randn(5, 8, 6), randn(5, 6, 4), randn(5, 8), randn(5, 6)
 
-    def call(x, logits, gate_up, down):
-        return moe.experts(x, moe.route(logits, 2), gate_up, down, **options)
+    def call(x, logits, gate_up, down, *biases):
+        given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+        return moe.experts(x, moe.route(logits, 2), gate_up, down, **options, **given)
 
     assert torch.autograd.gradcheck(call, leaves)
 
@@ -79,6 +89,16 @@ def test_the_layer_is_a_loop_over_experts(generator):
             g, u = (gate_up[e] @ x[t]).chunk(2)
             wanted[t] += weight * (down[e] @ (F.silu(g) * u))
     torch.testing.assert_close(moe.experts(x, routing, gate_up, down), wanted)
+    biases = {
+        "gate_up_bias": torch.randn(4, 16, generator=generator),
+        "down_bias": torch.randn(4, 6, generator=generator),
+    }
+    given = torch.zeros_like(x)
+    for t in range(9):
+        for e, weight in zip(routing.indices[t].tolist(), routing.weights[t], strict=True):
+            g, u = (gate_up[e] @ x[t] + biases["gate_up_bias"][e]).chunk(2)
+            given[t] += weight * (down[e] @ (F.gelu(g) * u) + biases["down_bias"][e])
+    torch.testing.assert_close(moe.experts(x, routing, gate_up, down, **biases, activation="geglu"), given)
     turned = moe.experts(x, routing, gate_up.mT.contiguous(), down.mT.contiguous(), transposed=True)
     torch.testing.assert_close(turned, wanted)
 

@@ -1,9 +1,13 @@
 """The gate of an expert, h = silu(g) u, and its gradients, a warp a row, 16 bytes of each a lane.
 
+Other gates are of this form, too, h = g s(g) u: of gelu s is the normal distribution's function, and without a gate u
+is 1. A bias is added to z in fp32, which is kept without it.
+
 The backward makes h of z again, with the forward's bits, so that no one keeps it. With weights it finds in the same
 pass what the weights' gradients are, the product of dh and h, and the weighted h, a factor of the next product.
 """
 
+import math
 import operator
 
 import cutlass
@@ -11,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.common.dtypes import cutlass_dtype
+from cute_kernels.common.gemm_epilogue import GELU_END, LOG2_PHI
 from cute_kernels.moe.config import WARPS, GateSpec
 from cute_kernels.moe.kernel.warp_rows import WARP, first_row, load, store, symbolic_list, symbolic_rows, wide
 from jit_cache import Program, compiled
@@ -23,31 +28,50 @@ class Gate:
 
     def __init__(self, spec: GateSpec):
         self.interleaved, self.limit, self.alpha = spec.interleaved, spec.limit, spec.alpha
-        self.weighted = spec.weighted
+        self.weighted, self.biased = spec.weighted, spec.biased
+        self.has_u, self.is_gelu = spec.function != "silu", spec.function == "geglu"
 
     @cute.jit
-    def __call__(self, z, h, num_ctas: Int32, stream):
-        self.kernel(z, h).launch(grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True)
+    def __call__(self, z, slots, experts, bias, h, num_ctas: Int32, stream):
+        self.kernel(z, slots, experts, bias, h).launch(
+            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+        )
 
     @cute.kernel
-    def kernel(self, z, h):
+    def kernel(self, z, slots, experts, bias, h):
         first, step, lane = first_row()
         vectors = h.shape[1] * h.element_type.width // 128
         cute.arch.griddepcontrol_wait()
         for row in cutlass.range(first, h.shape[0], step):
+            expert = Int32(-1)
+            if const_expr(self.biased):
+                slot = slots[row]
+                expert = experts[cutlass.max(slot, 0)] if slot >= 0 else Int32(-1)
             for v in cutlass.range(lane, vectors, WARP, unroll=2):
-                g, u = self.load_pair(z, row, v, vectors)
+                g, u = self.load_pair(z, bias, expert, row, v, vectors)
                 values = cute.make_rmem_tensor(g.shape, Float32)
                 for i in cutlass.range_constexpr(cute.size(g)):
                     values[i] = self.value(*self.gated(g[i], u[i])[:3])
                 store(values, h, row, v)
 
     @cute.jit
-    def load_pair(self, z, row: Int32, v: Int32, vectors: Int32):
-        """g and u of a vector of h, in fp32."""
+    def load_part(self, z, bias, expert: Int32, row: Int32, v: Int32):
+        """16 bytes of z, in fp32, with the expert's bias."""
+        values = wide(load(z, row, v, True))
+        if const_expr(self.biased):
+            values.store(values.load() + wide(load(bias, cutlass.max(expert, 0), v, expert >= 0)).load())
+        return values
+
+    @cute.jit
+    def load_pair(self, z, bias, expert: Int32, row: Int32, v: Int32, vectors: Int32):
+        """g and u of a vector of h, in fp32; without u g twice."""
+        if const_expr(not self.has_u):
+            g = self.load_part(z, bias, expert, row, v)
+            return g, g
         if const_expr(not self.interleaved):
-            return wide(load(z, row, v, True)), wide(load(z, row, v + vectors, True))
-        low, high = wide(load(z, row, 2 * v, True)), wide(load(z, row, 2 * v + 1, True))
+            return self.load_part(z, bias, expert, row, v), self.load_part(z, bias, expert, row, v + vectors)
+        low = self.load_part(z, bias, expert, row, 2 * v)
+        high = self.load_part(z, bias, expert, row, 2 * v + 1)
         size = const_expr(cute.size(low))
         g, u = cute.make_rmem_tensor((size,), Float32), cute.make_rmem_tensor((size,), Float32)
         for i in cutlass.range_constexpr(size // 2):
@@ -57,7 +81,7 @@ class Gate:
 
     @cute.jit
     def gated(self, g: Float32, u: Float32):
-        """(g, u + 1 or u, sigmoid, whether g and u are within the limit)."""
+        """(g, u + 1 or u, s(g), whether g and u are within the limit)."""
         g_free, u_free = cutlass.Boolean(True), cutlass.Boolean(True)
         if const_expr(self.limit is not None):
             g_free, u_free = g <= self.limit, (u <= self.limit) & (u >= -self.limit)
@@ -67,6 +91,10 @@ class Gate:
         alpha = const_expr(1.0 if self.alpha is None else self.alpha)
         if const_expr(self.alpha is not None):
             u = u + 1.0
+        if const_expr(not self.has_u):
+            u = Float32(1.0)
+        if const_expr(self.is_gelu):
+            return g, u, normal(g), g_free, u_free
         sigmoid = cute.arch.rcp_approx(1.0 + cute.math.exp2(g * (-LOG2_E * alpha), fastmath=True))
         return g, u, sigmoid, g_free, u_free
 
@@ -79,24 +107,27 @@ class GateBackward(Gate):
     """dz, and with weights the weighted h and their gradients; see the builder ``gate_backward``."""
 
     @cute.jit
-    def __call__(self, dh, z, slots, weights, dz, h, dweights, num_ctas: Int32, stream):
-        self.kernel(dh, z, slots, weights, dz, h, dweights).launch(
+    def __call__(self, dh, z, slots, weights, experts, bias, dz, h, dweights, num_ctas: Int32, stream):
+        self.kernel(dh, z, slots, weights, experts, bias, dz, h, dweights).launch(
             grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, dh, z, slots, weights, dz, h, dweights):
+    def kernel(self, dh, z, slots, weights, experts, bias, dz, h, dweights):
         first, step, lane = first_row()
         vectors = dh.shape[1] * dh.element_type.width // 128
         alpha = const_expr(1.0 if self.alpha is None else self.alpha)
         cute.arch.griddepcontrol_wait()
         for row in cutlass.range(first, dh.shape[0], step):
-            slot, weight, total = Int32(-1), Float32(1.0), Float32(0.0)
-            if const_expr(self.weighted):
+            slot, weight, total, expert = Int32(-1), Float32(1.0), Float32(0.0), Int32(-1)
+            if const_expr(self.weighted or self.biased):
                 slot = slots[row]
+            if const_expr(self.biased):
+                expert = experts[cutlass.max(slot, 0)] if slot >= 0 else Int32(-1)
+            if const_expr(self.weighted):
                 weight = weights[cutlass.max(slot, 0)] if slot >= 0 else Float32(0.0)
             for v in cutlass.range(lane, vectors, WARP):
-                g, u = self.load_pair(z, row, v, vectors)
+                g, u = self.load_pair(z, bias, expert, row, v, vectors)
                 gradient = wide(load(dh, row, v, True))
                 dg, du = cute.make_rmem_tensor(g.shape, Float32), cute.make_rmem_tensor(g.shape, Float32)
                 values = cute.make_rmem_tensor(g.shape, Float32)
@@ -105,6 +136,8 @@ class GateBackward(Gate):
                     values[i] = self.value(gi, ui, sigmoid)
                     scaled = gradient[i] * weight
                     slope = sigmoid * (1.0 + alpha * gi * (1.0 - sigmoid))
+                    if const_expr(self.is_gelu):
+                        slope = cute.math.fma(gi, density(gi), sigmoid)
                     dg[i] = scaled * ui * slope if g_free else Float32(0.0)
                     du[i] = scaled * gi * sigmoid if u_free else Float32(0.0)
                 if const_expr(self.weighted):
@@ -128,7 +161,9 @@ class GateBackward(Gate):
             if slot < 0:
                 dg.fill(0.0)
                 du.fill(0.0)
-        if const_expr(not self.interleaved):
+        if const_expr(not self.has_u):
+            store(dg, dz, row, v)
+        elif const_expr(not self.interleaved):
             store(dg, dz, row, v)
             store(du, dz, row, v + vectors)
         else:
@@ -141,13 +176,39 @@ class GateBackward(Gate):
             store(high, dz, row, 2 * v + 1)
 
 
+@cute.jit
+def normal(x: Float32) -> Float32:
+    """Phi(x), the normal distribution's function; its tail by the polynomial of the products' gelu."""
+    size = x if x >= 0.0 else -x
+    size = size if size < GELU_END else Float32(GELU_END)
+    log2_phi = Float32(LOG2_PHI[-1])
+    for coefficient in LOG2_PHI[-2::-1]:
+        log2_phi = cute.math.fma(log2_phi, size, Float32(coefficient))
+    tail = cute.math.exp2(log2_phi, fastmath=True)
+    return 1.0 - tail if x >= 0.0 else tail
+
+
+def density(x: Float32) -> Float32:
+    """The normal distribution's."""
+    return cute.math.exp2(x * x * (-0.5 * LOG2_E), fastmath=True) * (2 * math.pi) ** -0.5
+
+
+def _bias(spec: GateSpec, slots, wide_columns) -> tuple:
+    """(the slots' experts, the experts' bias) where there is one."""
+    if not spec.biased:
+        return None, None
+    return symbolic_list(Int32, slots), symbolic_rows(cutlass_dtype(spec.dtype), cute.sym_int(), wide_columns)
+
+
 @compiled
 def gate(arch: str, spec: GateSpec) -> Program:
     """h (R, I) = g sigmoid(g) u of z (R, 2 I); in fp32, rounded once."""
-    dtype, rows, columns, wide_columns = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(3))
+    dtype, rows, columns, wide_columns, slots = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(4))
     return Program(
         Gate(spec),
         symbolic_rows(dtype, rows, wide_columns),
+        symbolic_list(Int32, rows) if spec.biased else None,
+        *_bias(spec, slots, wide_columns),
         symbolic_rows(dtype, rows, columns),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -163,8 +224,9 @@ def gate_backward(arch: str, spec: GateSpec) -> Program:
         GateBackward(spec),
         symbolic_rows(dtype, rows, columns),
         symbolic_rows(dtype, rows, wide_columns),
-        symbolic_list(Int32, rows) if weighted else None,
+        symbolic_list(Int32, rows) if weighted or spec.biased else None,
         symbolic_list(Float32, slots) if weighted else None,
+        *_bias(spec, slots, wide_columns),
         symbolic_rows(dtype, rows, wide_columns),
         symbolic_rows(dtype, rows, columns) if weighted else None,
         symbolic_list(Float32, slots) if weighted else None,

@@ -83,29 +83,35 @@ class Combine:
     """See the builder ``combine``."""
 
     def __init__(self, spec: CombineSpec):
-        self.k, self.weighted = spec.k, spec.weighted
+        self.k, self.weighted, self.biased = spec.k, spec.weighted, spec.biased
 
     @cute.jit
-    def __call__(self, rows, positions, weights, y, num_ctas: Int32, stream):
-        self.kernel(rows, positions, weights, y).launch(
+    def __call__(self, rows, positions, weights, experts, bias, y, num_ctas: Int32, stream):
+        self.kernel(rows, positions, weights, experts, bias, y).launch(
             grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, rows, positions, weights, y):
+    def kernel(self, rows, positions, weights, experts, bias, y):
         first, step, lane = first_row()
         vectors = rows.shape[1] * rows.element_type.width // 128
         cute.arch.griddepcontrol_wait()
         for token in cutlass.range(first, y.shape[0], step):
-            position, weight = self.sorted_slots(positions, weights, token, lane)
+            position, weight, expert = self.sorted_slots(positions, weights, experts, token, lane)
             places = [cute.arch.shuffle_sync(position, j) for j in range(self.k)]
             factors = [cute.arch.shuffle_sync(weight, j) for j in range(self.k)]
+            of_bias = None
+            if const_expr(self.biased):
+                of_bias = [cute.arch.shuffle_sync(expert, j) for j in range(self.k)]
             for v in cutlass.range(lane, vectors, WARP):
                 loaded = [load(rows, cutlass.max(place, 0), v, place >= 0) for place in places]
                 sums = cute.make_rmem_tensor(loaded[0].shape, Float32)
                 sums.fill(0.0)
                 for j in cutlass.range_constexpr(self.k):
                     values = wide(loaded[j])
+                    if const_expr(self.biased):
+                        added = wide(load(bias, cutlass.max(of_bias[j], 0), v, places[j] >= 0))
+                        values.store(values.load() + added.load())
                     if places[j] >= 0:
                         for i in cutlass.range_constexpr(cute.size(sums)):
                             product = values[i]
@@ -115,25 +121,35 @@ class Combine:
                 store(sums, y, token, v)
 
     @cute.jit
-    def sorted_slots(self, positions, weights, token: Int32, lane: Int32):
-        """Lane j has the j-th of the token's positions in ascending order, and its weight; -1 behind the last."""
-        mine, weight = Int32(-1), Float32(0.0)
+    def sorted_slots(self, positions, weights, experts, token: Int32, lane: Int32):
+        """Lane j has the j-th of the token's positions in ascending order, its weight, its expert; -1 behind the last.
+
+        Weights and experts where these are given.
+        """
+        mine, weight, of_slot = Int32(-1), Float32(0.0), Int32(-1)
         if lane < self.k:
             mine = positions[token, lane]
             if const_expr(self.weighted):
                 weight = weights[token, lane]
+            if const_expr(self.biased):
+                of_slot = experts[token, lane]
         key = mine if mine >= 0 else Int32(0x7FFFFFFF)
         rank = Int32(0)
         for j in cutlass.range_constexpr(self.k):
             other = cute.arch.shuffle_sync(key, j)
             if other < key or (other == key and j < lane):
                 rank += 1
-        position, factor = Int32(-1), Float32(0.0)
+        position, factor, expert = Int32(-1), Float32(0.0), Int32(-1)
         for j in cutlass.range_constexpr(self.k):
             other, of_other = cute.arch.shuffle_sync(mine, j), cute.arch.shuffle_sync(weight, j)
             if cute.arch.shuffle_sync(rank, j) == lane:
                 position, factor = other, of_other
-        return position, factor
+        if const_expr(self.biased):
+            for j in cutlass.range_constexpr(self.k):
+                other = cute.arch.shuffle_sync(of_slot, j)
+                if cute.arch.shuffle_sync(rank, j) == lane:
+                    expert = other
+        return position, factor, expert
 
 
 @compiled
@@ -158,13 +174,18 @@ def gather(arch: str, spec: GatherSpec) -> Program:
 
 @compiled
 def combine(arch: str, spec: CombineSpec) -> Program:
-    """y[t] = the sum of rows[positions[t, j]] times weights[t, j] in ascending position, without those of -1."""
+    """y[t] = the sum of rows[positions[t, j]] times weights[t, j] in ascending position, without those of -1.
+
+    ``biased``: bias[experts[t, j]] is added to a row before, in fp32.
+    """
     dtype, tokens, rows, columns = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(3))
     return Program(
         Combine(spec),
         symbolic_rows(dtype, rows, columns),
         symbolic_table(Int32, tokens, spec.k),
         symbolic_table(Float32, tokens, spec.k) if spec.weighted else None,
+        symbolic_table(Int32, tokens, spec.k) if spec.biased else None,
+        symbolic_rows(dtype, cute.sym_int(), columns) if spec.biased else None,
         symbolic_rows(dtype, tokens, columns),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.functional import grouped_rows, weight_gradient
+from cute_kernels.gemm import linear
+from cute_kernels.gemm.functional import grouped_rows, grouped_sums, grouped_sums_into, weight_gradient
 from cute_kernels.moe import reference
-from cute_kernels.moe.checks import check_experts, check_layout
+from cute_kernels.moe.checks import check_activation, check_experts, check_layout
+from cute_kernels.moe.config import OAI
 from cute_kernels.moe.launch import moe_gate_backward
-from cute_kernels.moe.op.gate import Gate, gated
+from cute_kernels.moe.op.gate import Bias, Gate, gated
 from cute_kernels.moe.op.rows import combined, gathered, plan
 from cute_kernels.moe.reference import Plan, Routing
-from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows, needs_gradient
+from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, gradient_rows, needs_gradient
 from cute_kernels.runtime.checks import HALVES, Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -24,8 +26,11 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     transposed: bool = False,
     interleaved: bool = False,
+    activation: str = "swiglu",
     limit: float | None = None,
     alpha: float | None = None,
     align: int = 16,
@@ -39,8 +44,13 @@ def experts(
         routing: of ``moe.route``: indices (T, k) and weights (T, k) fp32.
         gate_up: (E, 2 I, H) of x's dtype. A gradient is added to its ``main_grad`` (fp32), if it has one.
         down: (E, H, I), likewise.
+        gate_up_bias, down_bias: (E, 2 I) and (E, H) of x's dtype, contiguous, on 16 bytes; added to the products in
+            fp32. A gradient is added to ``main_grad``, likewise. None: none.
         transposed: the weights are (E, H, 2 I) and (E, I, H) instead.
-        interleaved, limit, alpha: of the gate, as in ``moe.swiglu``.
+        interleaved: of the gate, as in ``moe.swiglu``.
+        activation: "swiglu"; "swiglu_oai", as of gpt-oss: with a limit of 7 and an alpha of 1.702 if none is given;
+            "geglu": the gate's gelu, exact, in place of its silu; "silu", without a gate: gate_up is (E, I, H).
+        limit, alpha: of the first two, as in ``moe.swiglu``.
         align: each expert's rows end at a multiple of so many, of zeros behind its own. It changes no bit.
         segments: of tokens, as in ``moe.plan``. They change bits of the weights' gradients alone. None: one.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -57,8 +67,9 @@ def experts(
         dtype. So a token's result, its gradient, and those of its weights have the same bits whatever the other tokens
         and their experts. Gradients of gate_up and down sum over an expert's tokens in their order: they are
         reproducible, and independent of the other experts. With a ``main_grad`` the sums start from it: calls with the
-        tokens of a segment each have the bits of one call with all of them and ``segments``. x, gate_up's product and
-        the plan are kept for the backward.
+        tokens of a segment each have the bits of one call with all of them and ``segments``. So do those of biases, in
+        the same order; down_bias' of rows times weights that are rounded to x's dtype. x, gate_up's product and the
+        plan are kept for the backward.
 
     Example:
         >>> import torch
@@ -71,60 +82,105 @@ def experts(
     limit, alpha = (None if value is None else as_float(value) for value in (limit, alpha))
     indices, weights = routing
     if uses_reference("experts", x, backend):
-        options = {"transposed": transposed, "interleaved": interleaved, "limit": limit, "alpha": alpha}
-        return reference.experts(x, routing, gate_up, down, **options, align=align, segments=segments)
-    check_experts(x, indices, weights, gate_up, down, transposed, limit, alpha, align, segments, HALVES)
+        options = {"transposed": transposed, "interleaved": interleaved, "limit": limit, "alpha": alpha, "align": align}
+        options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return reference.experts(x, routing, gate_up, down, **options, segments=segments)
+    check_activation(activation, interleaved, limit, alpha)
+    options = gate_up_bias, down_bias, transposed, activation, align, segments
+    check_experts(x, indices, weights, gate_up, down, *options, HALVES)
     if is_eager(x):
         check_layout("experts", "x", x)
-    rows, gate = plan(indices, gate_up.shape[0], align=align, segments=segments), (bool(interleaved), limit, alpha)
-    weights = weights.contiguous()
-    if differentiates(x, weights, gate_up, down):
-        return apply(_ExpertsFunction, x, weights, gate_up, down, transposed, gate, *rows)
-    return _forward(x, weights, gate_up, down, transposed, gate, rows)[0]
+        for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+            if bias is not None:
+                check_layout("experts", name, bias)
+    if activation == "swiglu_oai":
+        limit, alpha = (given or usual for given, usual in zip((limit, alpha), OAI, strict=True))
+    gate = Gate(activation.removesuffix("_oai"), bool(interleaved), limit, alpha)
+    rows = plan(indices, gate_up.shape[0], align=align, segments=segments)
+    tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
+    of_slots = None if gate_up_bias is down_bias is None else indices.to(torch.int32).contiguous()
+    if differentiates(*tensors):
+        return apply(_ExpertsFunction, *tensors, of_slots, transposed, gate, *rows)
+    return _forward(*tensors, of_slots, transposed, gate, rows)[0]
 
 
 def _forward(
-    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, transposed: bool, gate: Gate, rows: Plan
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    indices: Tensor | None,
+    transposed: bool,
+    gate: Gate,
+    rows: Plan,
 ) -> tuple[Tensor, Tensor]:
     first, second = (gate_up, down) if transposed else (gate_up.mT, down.mT)
     z = grouped_rows(gathered(x, rows), first, rows.offs, x.dtype)
-    return combined(grouped_rows(gated(z, gate), second, rows.offs, x.dtype), rows, weights), z
+    h = gated(z, gate, rows.slots, Bias.of(indices, gate_up_bias))
+    return combined(grouped_rows(h, second, rows.offs, x.dtype), rows, weights, *Bias.of(indices, down_bias)), z
 
 
 class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, transposed, gate, *rows):
-        y, z = _forward(x, weights, gate_up, down, transposed, gate, Plan(*rows))
-        ctx.save_for_backward(x, weights, gate_up, down, z, *rows)
+    def forward(ctx, x, weights, gate_up, down, gate_up_bias, down_bias, indices, transposed, gate, *rows):
+        tensors = x, weights, gate_up, down, gate_up_bias, down_bias, indices
+        y, z = _forward(*tensors, transposed, gate, Plan(*rows))
+        ctx.save_for_backward(*tensors, z, *rows)
         ctx.options = transposed, gate
-        ctx.main_grads = tuple(getattr(weight, "main_grad", None) for weight in (gate_up, down))
+        ctx.main_grads = tuple(getattr(weight, "main_grad", None) for weight in tensors[2:6])
         return y
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        x, weights, gate_up, down, z, *saved = ctx.saved_tensors
+        x, weights, gate_up, down, gate_up_bias, down_bias, indices, z, *saved = ctx.saved_tensors
         rows, (transposed, gate) = Plan(*saved), ctx.options
-        needs_x, needs_weights, needs_first, needs_second = ctx.needs_input_grad[:4]
-        needs_first = needs_gradient(needs_first, gate_up, ctx.main_grads[0])
-        needs_second = needs_gradient(needs_second, down, ctx.main_grads[1])
+        needs_x, needs_weights, *needed = ctx.needs_input_grad[:6]
+        parameters = gate_up, down, gate_up_bias, down_bias
+        needed = [needs_gradient(*given) for given in zip(needed, parameters, ctx.main_grads, strict=True)]
         first, second = (gate_up.mT, down.mT) if transposed else (gate_up, down)
         # Of a row before its weight: the weights' gradients are its products with h, and h has room for the weight
         mode = mode_of(dy, z)
-        do = gathered(gradient_rows(dy, mode.eager), rows)
+        dy = gradient_rows(dy, mode.eager)
+        do = gathered(dy, rows)
         dh = grouped_rows(do, second, rows.offs, x.dtype)
         empty = mode.empty
         dz, h, dweights = empty(z, z.shape, z.dtype), empty(z, dh.shape, dh.dtype), torch.zeros_like(weights)
-        moe_gate_backward(dh, z, rows.slots, weights, dz, h, dweights, *gate)
-        dx = dgate_up = ddown = None
+        moe_gate_backward(dh, z, rows.slots, weights, *Bias.of(indices, gate_up_bias), dz, h, dweights, *gate)
+        dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
         columns = not transposed
-        if needs_second:
+        if needed[1]:
             ddown = weight_gradient("experts", "down", h, do, rows.offs, down, ctx.main_grads[1], columns)
         del do, dh, h
-        if needs_first:
+        if needed[0]:
             xs = gathered(x, rows)
             dgate_up = weight_gradient("experts", "gate_up", xs, dz, rows.offs, gate_up, ctx.main_grads[0], columns)
             del xs
+        if needed[2]:
+            dgate_up_bias = _bias_gradient("gate_up_bias", dz, rows, gate_up_bias, ctx.main_grads[2])
+        if needed[3]:
+            weighted = gathered(dy, rows, weights)
+            ddown_bias = _bias_gradient("down_bias", weighted, rows, down_bias, ctx.main_grads[3])
+            del weighted
+        if down_bias is not None and needs_weights:
+            # Each row's product with its bias: a column of those with all
+            products = linear(dy, down_bias, out_dtype=torch.float32)
+            found = products.gather(1, indices.long().clamp(0, down_bias.shape[0] - 1))
+            dweights = torch.where(rows.positions >= 0, dweights + found, 0.0)
         if needs_x:
             dx = combined(grouped_rows(dz, first, rows.offs, x.dtype), rows, None)
-        return dx, dweights if needs_weights else None, dgate_up, ddown, None, None, None, None, None, None
+        gradients = dx, dweights if needs_weights else None, dgate_up, ddown, dgate_up_bias, ddown_bias
+        return *gradients, *[None] * 7
+
+
+def _bias_gradient(name: str, rows: Tensor, plan: Plan, bias: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """Sums of each expert's rows, in the order and steps of its weights' gradients: products with ones."""
+    if main_grad is not None:
+        target, gradient = gradient_buffer("experts", name, bias, main_grad)
+        if gradient is None:
+            grouped_sums_into(rows.new_ones(rows.shape[0], 1).t(), rows, plan.offs, target.unsqueeze(1))
+            return None
+    # As many columns of ones as the fast kernel reads at least
+    return grouped_sums(rows.new_ones(rows.shape[0], 8).t(), rows, plan.offs, bias.dtype)[:, 0].contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,34 @@ from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
-Gate = tuple[bool, float | None, float | None]  # interleaved, limit, alpha
+
+class Gate(NamedTuple):
+    """The activation of an expert, as the launches take it; see ``config.GateSpec``."""
+
+    function: str
+    interleaved: bool
+    limit: float | None
+    alpha: float | None
+
+
+class Bias(NamedTuple):
+    """What is added to rows before an activation, or before their sum.
+
+    Attributes:
+        experts: (T, k) int32: of each slot.
+        bias: (E, columns) of the rows' dtype.
+    """
+
+    experts: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, experts: Tensor | None, bias: Tensor | None) -> Bias:
+        """None of both where there is no bias."""
+        return NO_BIAS if bias is None else cls(experts, bias)
+
+
+NO_BIAS = Bias(None, None)
 
 
 def swiglu(
@@ -60,14 +89,15 @@ def swiglu(
         check_layout("swiglu", "z's halves", z[:, : z.shape[1] // 2])
     if is_eager(z):
         check_layout("swiglu", "z", z)
-    gate = bool(interleaved), limit, alpha
+    gate = Gate("swiglu", bool(interleaved), limit, alpha)
     return apply(_GateFunction, z, gate) if differentiates(z) else gated(z, gate)
 
 
-def gated(z: Tensor, gate: Gate) -> Tensor:
-    """h of z."""
-    h = mode_of(z).empty(z, (z.shape[0], z.shape[1] // 2), z.dtype)
-    moe_gate(z, h, *gate)
+def gated(z: Tensor, gate: Gate, slots: Tensor | None = None, bias: Bias = NO_BIAS) -> Tensor:
+    """h of z, with the bias of the experts of its rows' ``slots``."""
+    columns = z.shape[1] if gate.function == "silu" else z.shape[1] // 2
+    h = mode_of(z).empty(z, (z.shape[0], columns), z.dtype)
+    moe_gate(z, None if bias.bias is None else slots, *bias, h, *gate)
     return h
 
 
@@ -84,5 +114,5 @@ class _GateFunction(torch.autograd.Function):
         (z,) = ctx.saved_tensors
         mode = mode_of(dh, z)
         dz = mode.empty(z, z.shape, z.dtype)
-        moe_gate_backward(gradient_rows(dh, mode.eager), z, None, None, dz, None, None, *ctx.gate)
+        moe_gate_backward(gradient_rows(dh, mode.eager), z, None, None, None, None, dz, None, None, *ctx.gate)
         return dz, None

@@ -147,10 +147,10 @@ def gathered(x: Tensor, plan: Plan, weights: Tensor | None = None, other: Tensor
     return out if other is None else (out, dots)
 
 
-def combined(rows: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
-    """Rows of tokens from rows of experts."""
+def combined(rows: Tensor, plan: Plan, weights: Tensor | None, *bias: Tensor | None) -> Tensor:
+    """Rows of tokens from rows of experts; ``bias``: experts (T, k), and what is added to their rows, (E, H)."""
     y = mode_of(rows).empty(rows, (plan.positions.shape[0], rows.shape[1]), rows.dtype)
-    moe_combine(rows, plan.positions, weights, y)
+    moe_combine(rows, plan.positions, weights, *(bias or (None, None)), y)
     return y
 
 

@@ -8,7 +8,7 @@
 The order of the kernels' sums is not imitated: results agree to rounding, not bit by bit.
 """
 
-from cute_kernels.moe.reference.layer import experts, swiglu
+from cute_kernels.moe.reference.layer import activated, experts, swiglu
 from cute_kernels.moe.reference.losses import load_balancing_loss, z_loss
 from cute_kernels.moe.reference.route import Routing, route, router_logits
 from cute_kernels.moe.reference.rows import Plan, combine, in_segments, permute, plan, rows_of
@@ -16,6 +16,7 @@ from cute_kernels.moe.reference.rows import Plan, combine, in_segments, permute,
 __all__ = [
     "Plan",
     "Routing",
+    "activated",
     "combine",
     "experts",
     "in_segments",
