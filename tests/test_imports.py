@@ -115,3 +115,9 @@ def test_modules_reach_into_no_internals():
                 family, _, module = rest.partition(".")
                 if family in families and (ROOT / "cute_kernels" / family / f"{module.split('.')[0]}.py").exists():
                     assert module.startswith("functional"), f"{path.name}: {name}"
+
+
+def test_the_runtime_alone_asks_whether_a_call_is_eager():
+    """The others begin with ``mode_of``."""
+    asking = [path for path in LIBRARY if path.parent.name != "runtime" and "is_eager" in path.read_text()]
+    assert names(asking) == []

@@ -17,7 +17,7 @@ from cute_kernels.mhc.functional import MAX_ITERATIONS, MIN_CHANNELS, STREAMS, U
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
 from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor, fail
-from cute_kernels.runtime.operators import is_eager, uses_reference
+from cute_kernels.runtime.operators import same_memory, uses_reference
 from cute_kernels.runtime.real import as_float
 
 OP = "HyperConnection"
@@ -308,13 +308,11 @@ class HyperConnection(FloatModule):
         post, res, residual, own_res, orientation = mix
         if orientation != v.res_orientation:
             fail(OP, "mix", f"have res_orientation {v.res_orientation!r}", orientation)
-        if is_eager(x, residual):
-            good = x.data_ptr() == residual.data_ptr() and x.shape == residual.shape and x.stride() == residual.stride()
-            if not good:
-                fail(OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
-            if own_res is not None and torch.is_grad_enabled():
-                good = res.data_ptr() == own_res.data_ptr() and residual.requires_grad
-                expect(good, OP, "mix", "have the res and residual that forward returned", "others, or a detached one")
+        if not same_memory(x, residual):
+            fail(OP, "x", "be the residual that forward got", f"another, of shape {tuple(x.shape)}")
+        if own_res is not None and torch.is_grad_enabled():
+            good = same_memory(res, own_res) and (residual.requires_grad or is_compiling())
+            expect(good, OP, "mix", "have the res and residual that forward returned", "others, or a detached one")
         dropout_p = as_float(dropout_p)
         functional.check_dropout(OP, dropout_p, None, x.device)
         expect_manager(OP, recompute)

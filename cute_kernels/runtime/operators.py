@@ -4,12 +4,12 @@ A launch is a function that only writes to tensors it is given, registered as an
 on plain tensors run the function. While a graph is traced, or for tensor subclasses, the operator is called; its fake
 does nothing, since nothing is returned. No other module asks which of the two it is, and it is asked once:
 
-- A forward or a backward begins with ``mode = mode_of(...)`` of its tensors. It allocates with ``mode.empty`` and
-  launches with ``mode.of(launch)(...)``; ``mode.eager`` says whether it may look at memory.
-- A launch that is called alone asks for itself: a functional operator, which allocates what it returns; what stands in
-  for an operator of torch's.
+- A forward or a backward begins with ``mode = mode_of(...)`` of its tensors. It checks layouts and addresses if
+  ``mode.eager``, allocates with ``mode.empty`` and launches with ``mode.of(launch)(...)``.
+- A launch that is called alone asks for itself: a quantizer's, or one that replaces an operator of torch's.
 - Inside a launch all tensors are plain and nobody asks: ``empty``, ``empties`` and ``empty_strided`` allocate.
-- A check that reads memory is made if ``is_eager``.
+
+What launches nothing and compares memory calls ``same_memory``, or ``has_address`` of ``runtime/strict.py``.
 """
 
 from __future__ import annotations
@@ -90,13 +90,19 @@ def is_eager(*arguments: object) -> bool:
     )
 
 
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements in memory. What has no memory yet, in a trace, counts as if."""
+    return not is_eager(a, b) or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
 def operator(
     name: str, schema: str, before: Callable[..., None] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a launch as ``cute_kernels::<name>``; calls run it where they are eager, else the operator.
 
     ``before`` is what the operator calls first: a check of memory, which a traced call does not have yet. The result's
-    ``function`` is the launch itself, ``implementation`` what the operator runs, ``registered`` the operator.
+    ``function`` is the launch itself, ``implementation`` what the operator runs, ``registered`` the operator, and
+    ``dispatched`` what calls the operator.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +130,8 @@ def operator(
             else:
                 registered(*arguments)
 
-        launch.function, launch.implementation, launch.registered = function, implementation, registered
+        launch.function, launch.implementation = function, implementation
+        launch.registered = launch.dispatched = registered
         OPERATORS[name] = launch
         return launch
 
@@ -155,7 +162,12 @@ def functional_operator(
         _library.impl(name, function, "CUDA")
         _library.impl(name, cpu, "CPU")
         torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_library)
-        registered = getattr(torch.ops.cute_kernels, name).default
+        registered = dispatched = getattr(torch.ops.cute_kernels, name).default
+        if before_dispatch is not None:
+
+            def dispatched(*arguments: Any) -> Any:
+                before_dispatch(arguments[0])
+                return registered(*arguments)
 
         @functools.wraps(function)
         def launch(*arguments: Any) -> Any:
@@ -166,11 +178,10 @@ def functional_operator(
                 and not _are_functorch_transforms_active()
             ):
                 return function(*arguments)
-            if before_dispatch is not None:
-                before_dispatch(arguments[0])
-            return registered(*arguments)
+            return dispatched(*arguments)
 
-        launch.function, launch.implementation, launch.registered = function, function, registered
+        launch.function = launch.implementation = function
+        launch.registered, launch.dispatched = registered, dispatched
         FUNCTIONAL_OPERATORS[name] = launch
         return launch
 
@@ -188,16 +199,16 @@ class Mode(NamedTuple):
     Attributes:
         eager: whether the tensors have memory to look at.
         empty: (like, shape, dtype) -> a contiguous tensor on ``like``'s device.
-        of: what to call of a launch: its function, or the registered operator.
+        of: what to call of a launch: its function, or what calls the registered operator.
     """
 
     eager: bool
     empty: Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
-    of: Callable[[Callable[..., None]], Callable[..., None]]
+    of: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def mode_of(
-    a: Tensor | None, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None, *rest: Tensor | None
+    a: Tensor | None, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None, *rest: object
 ) -> Mode:
     """Eager if ``is_eager`` holds of all of them, which it asks by name (0.2 us less on a CPU), else traced."""
     if (
@@ -231,7 +242,7 @@ def _empty_traced(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 _EAGER = Mode(True, empty, attrgetter("function"))
-_TRACED = Mode(False, _empty_traced, lambda launch: launch.registered)
+_TRACED = Mode(False, _empty_traced, lambda launch: launch.dispatched)
 
 
 def empties(like: Tensor, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:

@@ -12,15 +12,13 @@ from cute_kernels.attention.checks import (
     Lengths,
     Window,
     check_attention,
-    check_layout,
     check_out,
     check_sizes,
 )
-from cute_kernels.attention.launch import attention_forward, attention_into
-from cute_kernels.attention.op.gradients import check_differentiable, differentiable_attention
+from cute_kernels.attention.op.gradients import check_differentiable, differentiable_attention, forward
 from cute_kernels.runtime.autograd import autocasts
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
+from cute_kernels.runtime.operators import differentiates, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -152,9 +150,6 @@ def attention(
     if out is not None:
         check_out(out, q, v)
     check_sizes(q, k, lengths)
-    eager = is_eager(q, k, v, sinks, *lengths, out)
-    if eager:
-        check_layout(q, k, v, out)
     wants_gradient = differentiates(q, k, v, sinks)
     if wants_gradient:
         check_differentiable(q, v, out)
@@ -163,15 +158,7 @@ def attention(
         sinks = sinks.float()
     left, right = (-1 if distance is None else distance for distance in window or (-1, -1))
     options = causal, scale, left, right, softcap, sinks, *lengths
-    if wants_gradient:
-        results = differentiable_attention(q, k, v, *options)
-    elif out is None:
-        results = attention_forward(q, k, v, *options)
-    elif eager:
-        results = out, attention_into(out, q, k, v, *options)
-    else:
-        found, lse = attention_forward(q, k, v, *options)
-        results = out.copy_(found), lse
+    results = differentiable_attention(q, k, v, *options) if wants_gradient else forward(q, k, v, out, *options)
     return results if return_lse else results[0]
 
 

@@ -1,14 +1,15 @@
-"""attention where autograd follows it."""
+"""attention's forward, and its backward where autograd follows it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from cute_kernels.attention.checks import check_layout
 from cute_kernels.attention.config import BACKWARD_CONFIGS, backward_head_size
-from cute_kernels.attention.launch import attention_backward, attention_forward
+from cute_kernels.attention.launch import attention_backward, attention_forward, attention_into
 from cute_kernels.runtime.autograd import apply, first_derivative_only
-from cute_kernels.runtime.operators import is_eager
+from cute_kernels.runtime.operators import mode_of
 
 
 def check_differentiable(q: Tensor, v: Tensor, out: Tensor | None) -> None:
@@ -22,8 +23,19 @@ def check_differentiable(q: Tensor, v: Tensor, out: Tensor | None) -> None:
         )
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *options: object) -> tuple[Tensor, Tensor]:
+    """(out, lse), arguments as of ``attention_forward``; ``out``: what to write to."""
+    mode = mode_of(q, k, v, out, *options)
+    if mode.eager:
+        check_layout(q, k, v, out)
+        if out is not None:
+            return out, attention_into(out, q, k, v, *options)
+    found, lse = mode.of(attention_forward)(q, k, v, *options)
+    return found if out is None else out.copy_(found), lse
+
+
 def differentiable_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    """(out, lse), arguments as of ``attention_forward``."""
+    """``forward`` with a backward."""
     causal, scale, left, right, softcap, sinks, *lengths = options
     return apply(_Attention, q, k, v, sinks, (causal, scale, left, right, softcap), *lengths)
 
@@ -32,7 +44,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k):
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
-        out, lse = attention_forward(q, k, v, *options, sinks, *lengths)
+        out, lse = forward(q, k, v, None, *options, sinks, *lengths)
         ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
         ctx.options, ctx.longest = options, (max_seqlen_q, max_seqlen_k)
         ctx.set_materialize_grads(False)
@@ -41,21 +53,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, sinks, *starts, used_k = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *starts, used_k = saved = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 10
-        dout = torch.zeros_like(out) if dout is None else _gradient_rows(dout)
+        mode = mode_of(dout, dlse, *saved, *ctx.longest)
+        dout = torch.zeros_like(out) if dout is None else _gradient_rows(dout, mode.eager)
         if dlse is not None:
             dlse = dlse.contiguous().resolve_neg()
         lengths = *starts, *ctx.longest, used_k
-        gradients = attention_backward(dout, q, k, v, out, lse, dlse, *ctx.options, sinks, *lengths)
+        gradients = mode.of(attention_backward)(dout, q, k, v, out, lse, dlse, *ctx.options, sinks, *lengths)
         needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
         return *(gradient if needs else None for gradient, needs in needed), *(None,) * 6
 
 
-def _gradient_rows(t: Tensor) -> Tensor:
+def _gradient_rows(t: Tensor, eager: bool) -> Tensor:
     """An incoming gradient as TMA can address it; a copy if its rows do not start on 16 bytes (an expanded scalar)."""
-    if not is_eager(t):
+    if not eager:
         return t.contiguous()
     *outer, last = zip(t.shape, t.stride(), strict=True)
     addresses = [stride * t.itemsize for size, stride in outer if size > 1]

@@ -12,7 +12,7 @@ from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped
 from cute_kernels.gemm.op.bmm import bmm
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, is_eager, uses_reference
+from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
 
 
 def grouped_mm(
@@ -80,13 +80,14 @@ def grouped_mm(
     if offs is None:
         return bmm(a, b, out_dtype=out_dtype)
     if accumulate_into is not None:
-        grouped_sums_into(a, b, offs, accumulate_into)
-        if is_eager(a, b, accumulate_into):
+        mode = mode_of(a, b, offs, accumulate_into)
+        mode.of(grouped_sums_into)(a, b, offs, accumulate_into)
+        if mode.eager:
             increment_version(accumulate_into)
         return accumulate_into
     dtype = out_dtype or a.dtype
     if a.dim() == b.dim() == 2:
-        return apply(_SumsFunction, a, b, offs, dtype) if differentiates(a, b) else grouped_sums(a, b, offs, dtype)
+        return apply(_SumsFunction, a, b, offs, dtype) if differentiates(a, b) else _sums_forward(a, b, offs, dtype)
     if a.dim() == 3:
         return _rows(b.t(), a.mT, offs, dtype).t()
     return _rows(a, b, offs, dtype)
@@ -95,7 +96,15 @@ def grouped_mm(
 def _rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     if differentiates(a, b):
         return apply(_RowsFunction, a, b, offs, out_dtype)
-    return grouped_rows(a, b, offs, out_dtype)
+    return _rows_forward(a, b, offs, out_dtype)
+
+
+def _rows_forward(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return mode_of(a, b, offs).of(grouped_rows)(a, b, offs, out_dtype)
+
+
+def _sums_forward(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return mode_of(a, b, offs).of(grouped_sums)(a, b, offs, out_dtype)
 
 
 class _RowsFunction(torch.autograd.Function):
@@ -105,22 +114,24 @@ class _RowsFunction(torch.autograd.Function):
     def forward(ctx, a, b, offs, out_dtype):
         ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b, offs)
         ctx.main_grad = getattr(b, "main_grad", None)
-        return grouped_rows(a, b, offs, out_dtype)
+        return _rows_forward(a, b, offs, out_dtype)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
         a, b, offs = ctx.saved_tensors
         da = db = None
-        dout = _readable(dout.to(b.dtype))
+        mode = mode_of(dout, a, b, offs, ctx.main_grad)
+        dout = _readable(dout.to(b.dtype), mode.eager)
         if ctx.needs_input_grad[0]:
-            da = grouped_rows(dout, b.mT, offs, b.dtype)
+            da = mode.of(grouped_rows)(dout, b.mT, offs, b.dtype)
         if needs_gradient(ctx.needs_input_grad[1], b, ctx.main_grad):
-            db = weight_gradient("grouped_mm", "b", a, dout, offs, b, ctx.main_grad, False)
+            db = weight_gradient(mode, "grouped_mm", "b", a, dout, offs, b, ctx.main_grad, False)
         return da, db, None, None
 
 
 def weight_gradient(
+    mode: Mode,
     op: str,
     name: str,
     a: Tensor,
@@ -138,12 +149,13 @@ def weight_gradient(
     if main_grad is not None:
         target, dweight = gradient_buffer(op, name, weight, main_grad)
         if dweight is None:
-            grouped_sums_into(*((dout.t(), a) if by_columns else (a.t(), dout)), offs, target)
+            mode.of(grouped_sums_into)(*((dout.t(), a) if by_columns else (a.t(), dout)), offs, target)
             return None
+    sums = mode.of(grouped_sums)
     if by_columns or of_columns:
-        dweight = grouped_sums(dout.t(), a, offs, weight.dtype)
+        dweight = sums(dout.t(), a, offs, weight.dtype)
         return dweight.mT if of_columns else dweight
-    return grouped_sums(a.t(), dout, offs, weight.dtype)
+    return sums(a.t(), dout, offs, weight.dtype)
 
 
 class _SumsFunction(torch.autograd.Function):
@@ -153,22 +165,23 @@ class _SumsFunction(torch.autograd.Function):
     def forward(ctx, a, b, offs, out_dtype):
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offs)
-        return grouped_sums(a, b, offs, out_dtype)
+        return _sums_forward(a, b, offs, out_dtype)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
         a, b, offs = ctx.saved_tensors
         dtype = (a if b is None else b).dtype
-        dout = _readable(dout.to(dtype))
-        da = grouped_rows(b, dout.mT, offs, dtype).t() if ctx.needs_input_grad[0] else None
-        db = grouped_rows(a.t(), dout, offs, dtype) if ctx.needs_input_grad[1] else None
+        mode = mode_of(dout, a, b, offs)
+        dout, rows = _readable(dout.to(dtype), mode.eager), mode.of(grouped_rows)
+        da = rows(b, dout.mT, offs, dtype).t() if ctx.needs_input_grad[0] else None
+        db = rows(a.t(), dout, offs, dtype) if ctx.needs_input_grad[1] else None
         return da, db, None, None
 
 
-def _readable(dout: Tensor) -> Tensor:
+def _readable(dout: Tensor, eager: bool) -> Tensor:
     """An incoming gradient; of an expanded number or row a copy, which the fast kernels read."""
-    return dout if not is_eager(dout) or all(dout.stride()) else dout.contiguous()
+    return dout if not eager or all(dout.stride()) else dout.contiguous()
 
 
 __all__ = ["grouped_mm", "weight_gradient"]

@@ -12,11 +12,11 @@ from cute_kernels.moe.checks import check_activation, check_experts, check_layou
 from cute_kernels.moe.config import OAI
 from cute_kernels.moe.launch import moe_gate_backward
 from cute_kernels.moe.op.gate import Bias, Gate, gated
-from cute_kernels.moe.op.rows import combined, gathered, plan
+from cute_kernels.moe.op.rows import combined, gathered, planned
 from cute_kernels.moe.reference import Plan, Routing
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, gradient_rows, needs_gradient
 from cute_kernels.runtime.checks import HALVES, Backend
-from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
+from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -88,20 +88,14 @@ def experts(
     check_activation(activation, interleaved, limit, alpha)
     options = gate_up_bias, down_bias, transposed, activation, align, segments
     check_experts(x, indices, weights, gate_up, down, *options, HALVES)
-    if is_eager(x):
-        check_layout("experts", "x", x)
-        for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
-            if bias is not None:
-                check_layout("experts", name, bias)
     if activation == "swiglu_oai":
         limit, alpha = (given or usual for given, usual in zip((limit, alpha), OAI, strict=True))
     gate = Gate(activation.removesuffix("_oai"), bool(interleaved), limit, alpha)
-    rows = plan(indices, gate_up.shape[0], align=align, segments=segments)
     tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
-    of_slots = None if gate_up_bias is down_bias is None else indices.to(torch.int32).contiguous()
+    options = indices.to(torch.int32).contiguous(), segments, transposed, gate, align
     if differentiates(*tensors):
-        return apply(_ExpertsFunction, *tensors, of_slots, transposed, gate, *rows)
-    return _forward(*tensors, of_slots, transposed, gate, rows)[0]
+        return apply(_ExpertsFunction, *tensors, *options)
+    return _forward(*tensors, *options)[0]
 
 
 def _forward(
@@ -111,23 +105,33 @@ def _forward(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
-    indices: Tensor | None,
+    indices: Tensor,
+    segments: Tensor | None,
     transposed: bool,
     gate: Gate,
-    rows: Plan,
-) -> tuple[Tensor, Tensor]:
+    align: int,
+) -> tuple[Tensor, Tensor, Plan]:
+    """y, gate_up's products and the plan."""
+    mode = mode_of(x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments)
+    if mode.eager:
+        for name, t in (("x", x), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+            if t is not None:
+                check_layout("experts", name, t)
+    rows, product = planned(mode, indices, gate_up.shape[0], align, segments), mode.of(grouped_rows)
     first, second = (gate_up, down) if transposed else (gate_up.mT, down.mT)
-    z = grouped_rows(gathered(x, rows), first, rows.offs, x.dtype)
-    h = gated(z, gate, rows.slots, Bias.of(indices, gate_up_bias))
-    return combined(grouped_rows(h, second, rows.offs, x.dtype), rows, weights, *Bias.of(indices, down_bias)), z
+    z = product(gathered(mode, x, rows), first, rows.offs, x.dtype)
+    h = gated(mode, z, gate, rows.slots, Bias.of(indices, gate_up_bias))
+    y = product(h, second, rows.offs, x.dtype)
+    return combined(mode, y, rows, weights, *Bias.of(indices, down_bias)), z, rows
 
 
 class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, gate_up_bias, down_bias, indices, transposed, gate, *rows):
-        tensors = x, weights, gate_up, down, gate_up_bias, down_bias, indices
-        y, z = _forward(*tensors, transposed, gate, Plan(*rows))
-        ctx.save_for_backward(*tensors, z, *rows)
+    def forward(ctx, x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments, transposed, gate, align):
+        tensors = x, weights, gate_up, down, gate_up_bias, down_bias
+        y, z, rows = _forward(*tensors, indices, segments, transposed, gate, align)
+        indices = None if gate_up_bias is down_bias is None else indices
+        ctx.save_for_backward(*tensors, indices, z, *rows)
         ctx.options = transposed, gate
         ctx.main_grads = tuple(getattr(weight, "main_grad", None) for weight in tensors[2:6])
         return y
@@ -135,34 +139,37 @@ class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        x, weights, gate_up, down, gate_up_bias, down_bias, indices, z, *saved = ctx.saved_tensors
+        x, weights, gate_up, down, gate_up_bias, down_bias, indices, z, *saved = tensors = ctx.saved_tensors
         rows, (transposed, gate) = Plan(*saved), ctx.options
         needs_x, needs_weights, *needed = ctx.needs_input_grad[:6]
         parameters = gate_up, down, gate_up_bias, down_bias
         needed = [needs_gradient(*given) for given in zip(needed, parameters, ctx.main_grads, strict=True)]
         first, second = (gate_up.mT, down.mT) if transposed else (gate_up, down)
         # Of a row before its weight: the weights' gradients are its products with h, and h has room for the weight
-        mode = mode_of(dy, z)
+        mode = mode_of(dy, *tensors, *ctx.main_grads)
+        empty, product = mode.empty, mode.of(grouped_rows)
         dy = gradient_rows(dy, mode.eager)
-        do = gathered(dy, rows)
-        dh = grouped_rows(do, second, rows.offs, x.dtype)
-        empty = mode.empty
+        do = gathered(mode, dy, rows)
+        dh = product(do, second, rows.offs, x.dtype)
         dz, h, dweights = empty(z, z.shape, z.dtype), empty(z, dh.shape, dh.dtype), torch.zeros_like(weights)
-        moe_gate_backward(dh, z, rows.slots, weights, *Bias.of(indices, gate_up_bias), dz, h, dweights, *gate)
+        of_gate_up = Bias.of(indices, gate_up_bias)
+        mode.of(moe_gate_backward)(dh, z, rows.slots, weights, *of_gate_up, dz, h, dweights, *gate)
         dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
         columns = not transposed
         if needed[1]:
-            ddown = weight_gradient("experts", "down", h, do, rows.offs, down, ctx.main_grads[1], columns)
+            ddown = weight_gradient(mode, "experts", "down", h, do, rows.offs, down, ctx.main_grads[1], columns)
         del do, dh, h
         if needed[0]:
-            xs = gathered(x, rows)
-            dgate_up = weight_gradient("experts", "gate_up", xs, dz, rows.offs, gate_up, ctx.main_grads[0], columns)
+            xs = gathered(mode, x, rows)
+            dgate_up = weight_gradient(
+                mode, "experts", "gate_up", xs, dz, rows.offs, gate_up, ctx.main_grads[0], columns
+            )
             del xs
         if needed[2]:
-            dgate_up_bias = _bias_gradient("gate_up_bias", dz, rows, gate_up_bias, ctx.main_grads[2])
+            dgate_up_bias = _bias_gradient(mode, "gate_up_bias", dz, rows, gate_up_bias, ctx.main_grads[2])
         if needed[3]:
-            weighted = gathered(dy, rows, weights)
-            ddown_bias = _bias_gradient("down_bias", weighted, rows, down_bias, ctx.main_grads[3])
+            weighted = gathered(mode, dy, rows, weights)
+            ddown_bias = _bias_gradient(mode, "down_bias", weighted, rows, down_bias, ctx.main_grads[3])
             del weighted
         if down_bias is not None and needs_weights:
             # Each row's product with its bias: a column of those with all
@@ -170,17 +177,20 @@ class _ExpertsFunction(torch.autograd.Function):
             found = products.gather(1, indices.long().clamp(0, down_bias.shape[0] - 1))
             dweights = torch.where(rows.positions >= 0, dweights + found, 0.0)
         if needs_x:
-            dx = combined(grouped_rows(dz, first, rows.offs, x.dtype), rows, None)
+            dx = combined(mode, product(dz, first, rows.offs, x.dtype), rows, None)
         gradients = dx, dweights if needs_weights else None, dgate_up, ddown, dgate_up_bias, ddown_bias
-        return *gradients, *[None] * 7
+        return *gradients, *[None] * 5
 
 
-def _bias_gradient(name: str, rows: Tensor, plan: Plan, bias: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def _bias_gradient(
+    mode: Mode, name: str, rows: Tensor, plan: Plan, bias: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
     """Sums of each expert's rows, in the order and steps of its weights' gradients: products with ones."""
     if main_grad is not None:
         target, gradient = gradient_buffer("experts", name, bias, main_grad)
         if gradient is None:
-            grouped_sums_into(rows.new_ones(rows.shape[0], 1).t(), rows, plan.offs, target.unsqueeze(1))
+            mode.of(grouped_sums_into)(rows.new_ones(rows.shape[0], 1).t(), rows, plan.offs, target.unsqueeze(1))
             return None
     # As many columns of ones as the fast kernel reads at least
-    return grouped_sums(rows.new_ones(rows.shape[0], 8).t(), rows, plan.offs, bias.dtype)[:, 0].contiguous()
+    ones = rows.new_ones(rows.shape[0], 8).t()
+    return mode.of(grouped_sums)(ones, rows, plan.offs, bias.dtype)[:, 0].contiguous()

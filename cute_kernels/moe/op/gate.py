@@ -12,7 +12,7 @@ from cute_kernels.moe.checks import check_layout, check_swiglu
 from cute_kernels.moe.launch import moe_gate, moe_gate_backward
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
+from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -87,17 +87,22 @@ def swiglu(
     check_swiglu(z, limit, alpha)
     if z.shape[1] // 2 * z.itemsize % 16:
         check_layout("swiglu", "z's halves", z[:, : z.shape[1] // 2])
-    if is_eager(z):
-        check_layout("swiglu", "z", z)
     gate = Gate("swiglu", bool(interleaved), limit, alpha)
-    return apply(_GateFunction, z, gate) if differentiates(z) else gated(z, gate)
+    return apply(_GateFunction, z, gate) if differentiates(z) else _forward(z, gate)
 
 
-def gated(z: Tensor, gate: Gate, slots: Tensor | None = None, bias: Bias = NO_BIAS) -> Tensor:
+def _forward(z: Tensor, gate: Gate) -> Tensor:
+    mode = mode_of(z)
+    if mode.eager:
+        check_layout("swiglu", "z", z)
+    return gated(mode, z, gate)
+
+
+def gated(mode: Mode, z: Tensor, gate: Gate, slots: Tensor | None = None, bias: Bias = NO_BIAS) -> Tensor:
     """h of z, with the bias of the experts of its rows' ``slots``."""
     columns = z.shape[1] if gate.function == "silu" else z.shape[1] // 2
-    h = mode_of(z).empty(z, (z.shape[0], columns), z.dtype)
-    moe_gate(z, None if bias.bias is None else slots, *bias, h, *gate)
+    h = mode.empty(z, (z.shape[0], columns), z.dtype)
+    mode.of(moe_gate)(z, None if bias.bias is None else slots, *bias, h, *gate)
     return h
 
 
@@ -106,7 +111,7 @@ class _GateFunction(torch.autograd.Function):
     def forward(ctx, z, gate):
         ctx.save_for_backward(z)
         ctx.gate = gate
-        return gated(z, gate)
+        return _forward(z, gate)
 
     @staticmethod
     @first_derivative_only
@@ -114,5 +119,5 @@ class _GateFunction(torch.autograd.Function):
         (z,) = ctx.saved_tensors
         mode = mode_of(dh, z)
         dz = mode.empty(z, z.shape, z.dtype)
-        moe_gate_backward(gradient_rows(dh, mode.eager), z, None, None, None, None, dz, None, None, *ctx.gate)
+        mode.of(moe_gate_backward)(gradient_rows(dh, mode.eager), z, None, None, None, None, dz, None, None, *ctx.gate)
         return dz, None

@@ -86,9 +86,9 @@ def route(
 
 def _forward(logits: Tensor, bias: Tensor | None, given: Tensor | None, k: int, options: tuple) -> tuple:
     shape = logits.shape[0], k
-    mode = mode_of(logits)
+    mode = mode_of(logits, bias, given)
     indices, weights = mode.empty(logits, shape, torch.int32), mode.empty(logits, shape, torch.float32)
-    moe_route(logits, bias, given, indices, weights, *options)
+    mode.of(moe_route)(logits, bias, given, indices, weights, *options)
     return indices, weights
 
 
@@ -106,6 +106,7 @@ class _RouteFunction(torch.autograd.Function):
     def backward(ctx, _, dweights):
         logits, indices = ctx.saved_tensors
         score, _, _, normalize, eps, scale = ctx.options
-        dlogits = mode_of(logits).empty(logits, logits.shape, logits.dtype)
-        moe_route_backward(dweights.contiguous(), logits, indices, dlogits, score, normalize, eps, scale)
+        mode = mode_of(dweights, logits, indices)
+        dlogits = mode.empty(logits, logits.shape, logits.dtype)
+        mode.of(moe_route_backward)(dweights.contiguous(), logits, indices, dlogits, score, normalize, eps, scale)
         return dlogits, None, None, None, None

@@ -11,7 +11,7 @@ from cute_kernels.moe.launch import moe_combine, moe_gather, moe_plan
 from cute_kernels.moe.reference import Plan, rows_of
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, is_eager, mode_of, uses_reference
+from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
 
 
 def plan(
@@ -52,18 +52,7 @@ def plan(
     if uses_reference("plan", indices, backend):
         return reference.plan(indices, num_experts, align=align, segments=segments)
     check_plan(indices, num_experts, align, segments)
-    if segments is not None:
-        return reference.in_segments(indices, num_experts, align, segments)
-    indices = indices.to(torch.int32).contiguous()
-    rows = rows_of(indices.shape[0] * indices.shape[1], num_experts, align)
-    shapes = (num_experts,), (rows,), tuple(indices.shape), (num_experts,)
-    found = Plan(*(mode_of(indices).empty(indices, shape, torch.int32) for shape in shapes))
-    if rows:
-        moe_plan(indices, *found, align)
-    else:
-        found.offs.zero_()
-        found.counts.zero_()
-    return found
+    return planned(mode_of(indices), indices, num_experts, align, segments)
 
 
 def permute(x: Tensor, plan: Plan, *, backend: Backend | None = None) -> Tensor:
@@ -93,9 +82,7 @@ def permute(x: Tensor, plan: Plan, *, backend: Backend | None = None) -> Tensor:
     if uses_reference("permute", x, backend):
         return reference.permute(x, plan)
     check_rows("permute", "x", x, plan.positions.shape[0], plan.slots.device)
-    if is_eager(x):
-        check_layout("permute", "x", x)
-    return apply(_PermuteFunction, x, *plan) if differentiates(x) else gathered(x, plan)
+    return apply(_PermuteFunction, x, *plan) if differentiates(x) else _permute_forward(x, plan)
 
 
 def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, backend: Backend | None = None) -> Tensor:
@@ -132,25 +119,55 @@ def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, backend:
     if weights is not None:
         check_weights("combine", weights, plan.positions)
         weights = weights.contiguous()
-    if is_eager(rows):
-        check_layout("combine", "rows", rows)
     if differentiates(rows, weights):
         return apply(_CombineFunction, rows, weights, *plan)
-    return combined(rows, plan, weights)
+    return _combine_forward(rows, plan, weights)
 
 
-def gathered(x: Tensor, plan: Plan, weights: Tensor | None = None, other: Tensor | None = None) -> Tensor | tuple:
+def _permute_forward(x: Tensor, plan: Plan) -> Tensor:
+    mode = mode_of(x, *plan)
+    if mode.eager:
+        check_layout("permute", "x", x)
+    return gathered(mode, x, plan)
+
+
+def _combine_forward(rows: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+    mode = mode_of(rows, weights, *plan)
+    if mode.eager:
+        check_layout("combine", "rows", rows)
+    return combined(mode, rows, plan, weights)
+
+
+def planned(mode: Mode, indices: Tensor, num_experts: int, align: int, segments: Tensor | None) -> Plan:
+    """``plan`` of checked arguments."""
+    if segments is not None:
+        return reference.in_segments(indices, num_experts, align, segments)
+    indices = indices.to(torch.int32).contiguous()
+    rows = rows_of(indices.shape[0] * indices.shape[1], num_experts, align)
+    shapes = (num_experts,), (rows,), tuple(indices.shape), (num_experts,)
+    found = Plan(*(mode.empty(indices, shape, torch.int32) for shape in shapes))
+    if rows:
+        mode.of(moe_plan)(indices, *found, align)
+    else:
+        found.offs.zero_()
+        found.counts.zero_()
+    return found
+
+
+def gathered(
+    mode: Mode, x: Tensor, plan: Plan, weights: Tensor | None = None, other: Tensor | None = None
+) -> Tensor | tuple:
     """Rows of experts from rows of tokens, weighted; with ``other`` (R, H) also the slots' products of both."""
-    out = mode_of(x).empty(x, (plan.slots.shape[0], x.shape[1]), x.dtype)
+    out = mode.empty(x, (plan.slots.shape[0], x.shape[1]), x.dtype)
     dots = None if other is None else x.new_zeros(plan.positions.shape, dtype=torch.float32)
-    moe_gather(x, plan.slots, weights, other, out, dots, plan.positions.shape[1])
+    mode.of(moe_gather)(x, plan.slots, weights, other, out, dots, plan.positions.shape[1])
     return out if other is None else (out, dots)
 
 
-def combined(rows: Tensor, plan: Plan, weights: Tensor | None, *bias: Tensor | None) -> Tensor:
+def combined(mode: Mode, rows: Tensor, plan: Plan, weights: Tensor | None, *bias: Tensor | None) -> Tensor:
     """Rows of tokens from rows of experts; ``bias``: experts (T, k), and what is added to their rows, (E, H)."""
-    y = mode_of(rows).empty(rows, (plan.positions.shape[0], rows.shape[1]), rows.dtype)
-    moe_combine(rows, plan.positions, weights, *(bias or (None, None)), y)
+    y = mode.empty(rows, (plan.positions.shape[0], rows.shape[1]), rows.dtype)
+    mode.of(moe_combine)(rows, plan.positions, weights, *(bias or (None, None)), y)
     return y
 
 
@@ -158,18 +175,15 @@ class _PermuteFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *plan):
         ctx.save_for_backward(*plan)
-        return gathered(x, Plan(*plan))
+        return _permute_forward(x, Plan(*plan))
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dout):
-        return (
-            combined(gradient_rows(dout, mode_of(dout).eager), Plan(*ctx.saved_tensors), None),
-            None,
-            None,
-            None,
-            None,
-        )
+        plan = Plan(*ctx.saved_tensors)
+        mode = mode_of(dout, *plan)
+        dx = combined(mode, gradient_rows(dout, mode.eager), plan, None)
+        return dx, None, None, None, None
 
 
 class _CombineFunction(torch.autograd.Function):
@@ -177,13 +191,14 @@ class _CombineFunction(torch.autograd.Function):
     def forward(ctx, rows, weights, *plan):
         needs_weights = weights is not None and ctx.needs_input_grad[1]
         ctx.save_for_backward(rows if needs_weights else None, weights, *plan)
-        return combined(rows, Plan(*plan), weights)
+        return _combine_forward(rows, Plan(*plan), weights)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
         rows, weights, *saved = ctx.saved_tensors
-        drows, dweights = gathered(gradient_rows(dy, mode_of(dy).eager), Plan(*saved), weights, rows), None
+        mode = mode_of(dy, rows, weights, *saved)
+        drows, dweights = gathered(mode, gradient_rows(dy, mode.eager), Plan(*saved), weights, rows), None
         if rows is not None:
             drows, dweights = drows
         return drows if ctx.needs_input_grad[0] else None, dweights, None, None, None, None
