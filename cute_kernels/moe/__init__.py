@@ -13,6 +13,7 @@ from cute_kernels.moe.op import (
     swiglu,
     z_loss,
 )
+from cute_kernels.moe.transformers import register_with_transformers
 
 __all__ = [
     "Plan",
@@ -22,6 +23,7 @@ __all__ = [
     "load_balancing_loss",
     "permute",
     "plan",
+    "register_with_transformers",
     "route",
     "router_logits",
     "swiglu",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from cute_kernels.runtime.checks import (
 
 SCORES = ("softmax", "sigmoid", "softmax_of_topk")
 ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "silu")
+Activation = str | Callable[[Tensor], Tensor]
 FP32 = (torch.float32,)
 STEP = 16  # rows of a step of a product's sum
 INTEGERS = (torch.int32, torch.int64)
@@ -182,17 +185,17 @@ def check_gate(op: str, limit: float | None, alpha: float | None) -> None:
                 fail(op, name, "be None or positive", value)
 
 
-def check_activation(activation: str, interleaved: bool, limit: float | None, alpha: float | None) -> None:
+def check_activation(activation: Activation, interleaved: bool, limit: float | None, alpha: float | None) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
     op = "experts"
-    if activation not in ACTIVATIONS:
-        fail(op, "activation", f"be one of {ACTIVATIONS}", repr(activation))
+    if not callable(activation) and activation not in ACTIVATIONS:
+        fail(op, "activation", f"be one of {ACTIVATIONS}, or a function", repr(activation))
     check_gate(op, limit, alpha)
     for name, value in (("limit", limit), ("alpha", alpha)):
-        if value is not None and not activation.startswith("swiglu"):
+        if value is not None and activation not in ("swiglu", "swiglu_oai"):
             fail(op, name, f"be None with {activation}", value)
-    if interleaved and activation == "silu":
-        fail(op, "interleaved", "be False with silu, which has no gate", interleaved)
+    if interleaved and activation not in ACTIVATIONS[:-1]:
+        fail(op, "interleaved", f"be False with {activation}", interleaved)
 
 
 def check_experts(
@@ -204,7 +207,7 @@ def check_experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     transposed: bool,
-    activation: str,
+    activation: Activation,
     align: int,
     segments: Tensor | None,
     dtypes: tuple[torch.dtype, ...],
@@ -230,6 +233,8 @@ def check_experts(
     experts, hidden = gate_up.shape[0], x.shape[1]
     width = down.shape[1 if transposed else 2]
     columns = width if activation == "silu" else 2 * width
+    if callable(activation):
+        columns = gate_up.shape[2 if transposed else 1]
     wanted = (experts, hidden, columns) if transposed else (experts, columns, hidden)
     expect_like(op, "gate_up", gate_up, wanted, x.device)
     wanted = (experts, width, hidden) if transposed else (experts, hidden, width)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm import linear
+from cute_kernels.gemm import grouped_mm, linear
 from cute_kernels.gemm.functional import grouped_rows, grouped_sums, grouped_sums_into, weight_gradient
 from cute_kernels.moe import reference
-from cute_kernels.moe.checks import check_activation, check_experts, check_layout
+from cute_kernels.moe.checks import Activation, check_activation, check_experts, check_layout
 from cute_kernels.moe.config import OAI
 from cute_kernels.moe.launch import moe_gate_backward
 from cute_kernels.moe.op.gate import Bias, Gate, gated
-from cute_kernels.moe.op.rows import combined, gathered, planned
+from cute_kernels.moe.op.rows import combine, combined, gathered, permute, plan, planned
 from cute_kernels.moe.reference import Plan, Routing
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, gradient_rows, needs_gradient
 from cute_kernels.runtime.checks import HALVES, Backend
 from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
+from cute_kernels.scatter import embedding
 
 
 def experts(
@@ -30,7 +33,7 @@ def experts(
     down_bias: Tensor | None = None,
     transposed: bool = False,
     interleaved: bool = False,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     limit: float | None = None,
     alpha: float | None = None,
     align: int = 16,
@@ -49,7 +52,9 @@ def experts(
         transposed: the weights are (E, H, 2 I) and (E, I, H) instead.
         interleaved: of the gate, as in ``moe.swiglu``.
         activation: "swiglu"; "swiglu_oai", as of gpt-oss: with a limit of 7 and an alpha of 1.702 if none is given;
-            "geglu": the gate's gelu, exact, in place of its silu; "silu", without a gate: gate_up is (E, I, H).
+            "geglu": the gate's gelu, exact, in place of its silu; "silu", without a gate: gate_up is (E, I, H). Or a
+            function of rows: what it is given is rounded, what it returns is (R, I) of x's dtype. Then each step is
+            differentiated by itself: more is kept, and a ``main_grad`` is not looked at.
         limit, alpha: of the first two, as in ``moe.swiglu``.
         align: each expert's rows end at a multiple of so many, of zeros behind its own. It changes no bit.
         segments: of tokens, as in ``moe.plan``. They change bits of the weights' gradients alone. None: one.
@@ -90,12 +95,41 @@ def experts(
     check_experts(x, indices, weights, gate_up, down, *options, HALVES)
     if activation == "swiglu_oai":
         limit, alpha = (given or usual for given, usual in zip((limit, alpha), OAI, strict=True))
+    if callable(activation):
+        return _by_steps(x, routing, gate_up, down, gate_up_bias, down_bias, transposed, activation, align, segments)
     gate = Gate(activation.removesuffix("_oai"), bool(interleaved), limit, alpha)
     tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
     options = indices.to(torch.int32).contiguous(), segments, transposed, gate, align
     if differentiates(*tensors):
         return apply(_ExpertsFunction, *tensors, *options)
     return _forward(*tensors, *options)[0]
+
+
+def _by_steps(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    transposed: bool,
+    activation: Callable[[Tensor], Tensor],
+    align: int,
+    segments: Tensor | None,
+) -> Tensor:
+    """The layer of an activation that has no kernel."""
+    indices, weights = routing
+    first, second = (gate_up, down) if transposed else (gate_up.mT, down.mT)
+    rows = plan(indices, gate_up.shape[0], align=align, segments=segments)
+    # A row without a slot is one of zeros, whatever the bias is added to it: no token has it
+    expert = indices.flatten()[rows.slots.long().clamp(min=0)].clamp(0, gate_up.shape[0] - 1)
+    z = grouped_mm(permute(x, rows), first, rows.offs)
+    if gate_up_bias is not None:
+        z = z + embedding(expert, gate_up_bias)
+    y = grouped_mm(activation(z), second, rows.offs)
+    if down_bias is not None:
+        y = y + embedding(expert, down_bias)
+    return combine(y, rows, weights)
 
 
 def _forward(

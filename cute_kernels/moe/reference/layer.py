@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels.moe.checks import check_activation, check_experts, check_swiglu, is_fp64
+from cute_kernels.moe.checks import Activation, check_activation, check_experts, check_swiglu, is_fp64
 from cute_kernels.moe.config import OAI
 from cute_kernels.moe.reference.route import Routing
 from cute_kernels.moe.reference.rows import Plan, combine, permute, plan
@@ -43,7 +43,7 @@ def experts(
     down_bias: Tensor | None = None,
     transposed: bool = False,
     interleaved: bool = False,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     limit: float | None = None,
     alpha: float | None = None,
     align: int = 16,
@@ -64,7 +64,10 @@ def experts(
     z = _multiply(permute(x, rows), first, rows.offs).to(wide)
     if gate_up_bias is not None:
         z = z + _of_rows(widened("experts", "gate_up_bias", gate_up_bias, wide), indices, rows)
-    h = activated(z, activation.removesuffix("_oai"), interleaved, limit, alpha).to(x.dtype)
+    if callable(activation):
+        h = activation(z.to(x.dtype))
+    else:
+        h = activated(z, activation.removesuffix("_oai"), interleaved, limit, alpha).to(x.dtype)
     y = _multiply(h, second, rows.offs)
     if down_bias is not None:
         y = y.to(wide) + _of_rows(widened("experts", "down_bias", down_bias, wide), indices, rows)

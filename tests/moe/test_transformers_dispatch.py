@@ -1,0 +1,14 @@
+"""The GPU's tests of models with experts, on the CPU: plain torch in place of the kernels."""
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from tests.fakes import fake_gpu  # noqa: E402
+from tests.moe.test_kernel_transformers import *  # noqa: E402, F403
+
+
+@pytest.fixture(autouse=True)
+def path_of_the_kernels(strict):
+    with fake_gpu() as jobs:
+        yield jobs
