@@ -33,11 +33,6 @@ from cute_kernels.runtime.operators import empty, functional_operator
 from cute_kernels.runtime.targets import Target
 
 
-def outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) of plain tensors."""
-    return empty(q, (*q.shape[:-1], v.shape[-1]), q.dtype), empty(q, lse_shape(q, packed), torch.float32)
-
-
 def lse_shape(q: Tensor, packed: bool) -> tuple[int, ...]:
     return (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
 
@@ -116,21 +111,11 @@ def attention_forward(
     seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), arguments as of ``attention``, ``sinks`` fp32; out is contiguous."""
-    out, lse = outputs(q, v, cu_seqlens_q is not None)
-    arguments = (
-        causal,
-        scale,
-        left,
-        right,
-        softcap,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-    )
-    write_attention(out, lse, q, k, v, *arguments)
+    out = empty(q, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = attention_into(
+        out, q, k, v, causal, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, seqused_k,
+    )  # fmt: skip
     return out, lse
 
 
@@ -152,49 +137,13 @@ def attention_into(
     seqused_k: Tensor | None,
 ) -> Tensor:
     """``attention_forward`` of plain tensors into ``out``; returns lse."""
-    lse = empty(q, lse_shape(q, cu_seqlens_q is not None), torch.float32)
-    arguments = (
-        causal,
-        scale,
-        left,
-        right,
-        softcap,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-    )
-    write_attention(out, lse, q, k, v, *arguments)
-    return lse
-
-
-def write_attention(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    seqused_k: Tensor | None,
-) -> None:
-    """``attention_forward`` into given memory."""
-    if not lse.numel():
-        return
     packed, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+    lse = empty(q, lse_shape(q, packed), torch.float32)
+    if not lse.numel():
+        return lse
     if not k.numel() or (packed and (cu_seqlens_q.shape[0] == 1 or not max_seqlen_q)):
         nothing_seen(out, lse, sinks, cu_seqlens_q)
-        return
+        return lse
     left, right = window_bounds(causal, (left, right))
     window = left != UNBOUNDED or right not in (0, UNBOUNDED)
     sizes = q.shape[-1], v.shape[-1]
@@ -216,6 +165,7 @@ def write_attention(
     launch.run(
         q, k, v, out, lse, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
     )
+    return lse
 
 
 def nothing_seen(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
