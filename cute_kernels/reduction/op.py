@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
 from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows, sum_squares
-from cute_kernels.runtime.autograd import apply, as_rows, first_derivative_only, gradient_rows
+from cute_kernels.runtime.autograd import apply, as_rows, cast, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
@@ -235,7 +235,7 @@ def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.
         else:
             runs.append([d])
     if not runs:
-        return ((x.float().square() if squares else x.float()) * scale).to(dtype)  # never x itself
+        return cast((x.float().square() if squares else x.float()) * scale, dtype)  # never x itself
     shape, mode = list(x.shape), mode_of(x)
     for i, run in enumerate(reversed(runs)):
         first, behind = run[0], run[-1] + 1

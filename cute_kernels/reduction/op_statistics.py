@@ -13,7 +13,7 @@ from cute_kernels.reduction.checks import check_cumsum, check_list, check_norm, 
 from cute_kernels.reduction.config import MAX_COLUMNS
 from cute_kernels.reduction.launch_statistics import log_sum_exp_rows, prefix_sum_rows, variance_rows
 from cute_kernels.reduction.op import sum_dimensions
-from cute_kernels.runtime.autograd import apply, first_derivative_only
+from cute_kernels.runtime.autograd import apply, cast, first_derivative_only, moved
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -89,7 +89,7 @@ def log_sum_exp(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dt
     mode = mode_of(x)
     y = mode.empty(x, rows.shape[:1], FP32)
     mode.of(log_sum_exp_rows)(rows, y)
-    return shaped(y.to(dtype), x, dims, keepdim), kept(y, x, dims)
+    return shaped(cast(y, dtype), x, dims, keepdim), kept(y, x, dims)
 
 
 class _LogSumExpFunction(torch.autograd.Function):
@@ -146,14 +146,14 @@ def cumsum(x: Tensor, dim: int = -1, *, out_dtype: torch.dtype | None = None, ba
 
 def prefix_sums(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """``cumsum`` of checked arguments."""
-    moved = x.movedim(dim, -1)
-    rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])
+    last = x.movedim(dim, -1)
+    rows = last.reshape(last.shape[:-1].numel(), last.shape[-1])
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
     mode = mode_of(x)
-    y = mode.empty(x, tuple(moved.shape), dtype)
+    y = mode.empty(x, tuple(last.shape), dtype)
     mode.of(prefix_sum_rows)(rows, y.view(rows.shape))
-    return y.movedim(-1, dim).contiguous()
+    return moved(y, -1, dim)
 
 
 class _CumSumFunction(torch.autograd.Function):
@@ -223,7 +223,7 @@ def vector_norm(x: Tensor, ord: float, dims: tuple[int, ...], keepdim: bool, dty
         y = sum_dimensions(x.abs(), dims, 1.0, FP32)
     else:
         y = x.abs().amax(dims)
-    y = y.to(dtype)
+    y = cast(y, dtype)
     return kept(y, x, dims) if keepdim else y
 
 
@@ -233,7 +233,7 @@ class _NormFunction(torch.autograd.Function):
         y = vector_norm(x, ord, dims, keepdim, FP32)
         ctx.save_for_backward(x, y)
         ctx.call = ord, dims
-        return y.to(dtype)
+        return cast(y, dtype)
 
     @staticmethod
     @first_derivative_only
@@ -391,7 +391,7 @@ def spread(
         y = mode.empty(x, rows.shape[:1], FP32)
         mode.of(variance_rows)(rows, y, scale)
     y = y.sqrt() if root else y
-    return shaped(y.to(dtype), x, dims, keepdim)
+    return shaped(cast(y, dtype), x, dims, keepdim)
 
 
 def _inverse(n: int, correction: float) -> float:
@@ -405,7 +405,7 @@ class _SpreadFunction(torch.autograd.Function):
         y = spread(x, dims, correction, root, keepdim, FP32)
         ctx.save_for_backward(x, y)
         ctx.call = dims, correction, root
-        return y.to(dtype)
+        return cast(y, dtype)
 
     @staticmethod
     @first_derivative_only

@@ -140,6 +140,23 @@ def gradient_buffer(op: str, name: str, parameter: Tensor, main_grad: Tensor | N
     return main_grad, None
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, without a call of it where t has that dtype: for what a forward returns, as ``moved``.
+
+    torch.compile of torch 2.11 makes results of all tensors that a forward makes. One that two operators return, since
+    ``to`` and ``contiguous`` may return what they are given, is there twice: its gradient arrives at the second place,
+    and the first, the forward's own result, gets zeros.
+    """
+    return t if t.dtype is dtype else t.to(dtype)
+
+
+def moved(t: Tensor, source: int, to: int) -> Tensor:
+    """``t.movedim(source, to)``, contiguous: t itself where the dimension stays, else another tensor."""
+    if source % max(t.dim(), 1) == to % max(t.dim(), 1):
+        return t
+    return t.movedim(source, to).clone(memory_format=torch.contiguous_format)
+
+
 def autocasts(t: Tensor) -> bool:
     """Whether autocast is on for tensors on this one's device; of the meta device it never is."""
     kind = t.device.type

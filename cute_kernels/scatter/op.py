@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from cute_kernels.runtime.autograd import (
     apply,
     first_derivative_only,
     gradient_buffer,
+    moved,
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
@@ -39,13 +39,13 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, ba
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
         UnsupportedDeviceError: a GPU without kernels, in the backward.
-        NotImplementedError: a gradient is wanted in code that torch.compile compiles.
 
     Numerics:
         The forward copies rows. The backward is ``embedding_backward``. If ``weight.main_grad`` (fp32) exists, a row's
         sum is added to it, rows without tokens are not touched, and ``weight.grad`` stays None; micro-batches are then
         deterministic, and have other bits than one batch. ``torch.autograd.grad`` of other tensors alone leaves it as
-        it is. A hook of ``weight.register_hook``, which would get None, is an error in the backward.
+        it is; a compiled backward adds to it nonetheless. A hook of ``weight.register_hook``, which would get None, is
+        an error in the backward; a compiled backward does not see it.
 
     Example:
         >>> import torch
@@ -59,10 +59,6 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, ba
         return reference.embedding(ids, weight, padding_idx=padding_idx)
     check_embedding("embedding", ids, weight, padding_idx)
     if differentiates(weight):
-        if is_compiling():
-            raise NotImplementedError(
-                "embedding: has no gradient in compiled code yet. Call it outside of torch.compile, or freeze it"
-            )
         return apply(_EmbeddingFunction, ids, weight, padding_idx)
     return F.embedding(ids, weight, padding_idx)
 
@@ -205,7 +201,7 @@ def _index_sum(x: Tensor, index: Tensor, source: Tensor, dim: int, elements: boo
         add_elements(out, index.movedim(dim, -1), source.detach().movedim(dim, -1))
     else:
         add_rows(out, index, source.detach().movedim(dim, to))
-    return out.movedim(to, dim).contiguous()
+    return moved(out, to, dim)
 
 
 def add_rows(out: Tensor, index: Tensor, source: Tensor) -> None:
