@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from cute_kernels import mhc
 from cute_kernels.log_prob import linear_log_prob
+from cute_kernels.moe.functional import MAX_EXPERTS, MAX_K
 from cute_kernels.nn.attention import Attention, LayerCache, PagedCache, RotaryEmbedding
 from cute_kernels.nn.hyper_connection import HyperConnection, HyperConnectionConfig, LearnedHead, expect_config
 from cute_kernels.nn.linear import Linear
+from cute_kernels.nn.moe import MoE
 from cute_kernels.nn.norm import RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager, expect_manager
@@ -43,7 +45,7 @@ class TransformerConfig:
     Args:
         vocab_size, hidden_size, num_layers: sizes, from 1.
         num_heads: hidden_size must be a multiple of 2 * num_heads.
-        ffn_hidden_size: channels inside of the MLP, from 1.
+        ffn_hidden_size: channels inside of the MLP, or of each expert, from 1.
         max_sequence_length: the longest sequence, from 1.
         num_kv_heads: heads of keys and values; must divide num_heads; num_heads if None.
         rope_theta: base of the rotary embedding's wavelengths, > 0.
@@ -51,6 +53,8 @@ class TransformerConfig:
         dropout_p: in [0, 1), for a sublayer's addition to the residual, in training; with hyper-connections each stream
             has a mask of its own.
         hyper_connections: a ``HyperConnectionConfig`` of the same hidden_size; None: one residual stream.
+        num_experts: of an ``MoE`` in the place of each layer's MLP, from 1; None: an MLP.
+        experts_per_token: of these, for each token, from 1.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Raises:
@@ -76,16 +80,23 @@ class TransformerConfig:
     norm_eps: float = 1e-6
     dropout_p: float = 0.0
     hyper_connections: HyperConnectionConfig | None = None
+    num_experts: int | None = None
+    experts_per_token: int = 2
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
         name = "TransformerConfig"
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size", "max_sequence_length")
-        for field in sizes if self.num_kv_heads is None else (*sizes, "num_kv_heads"):
+        counts = [field for field in ("num_kv_heads", "num_experts") if getattr(self, field) is not None]
+        for field in (*sizes, *counts, "experts_per_token"):
             expect_int(name, field, getattr(self, field))
             expect(getattr(self, field) >= 1, name, field, "be at least 1", getattr(self, field))
         good = self.hidden_size % (2 * self.num_heads) == 0
         expect(good, name, "hidden_size", f"be a multiple of 2 * num_heads = {2 * self.num_heads}", self.hidden_size)
+        if self.num_experts is not None:
+            most, k = min(self.num_experts, MAX_K), self.experts_per_token
+            expect(self.num_experts <= MAX_EXPERTS, name, "num_experts", f"be at most {MAX_EXPERTS}", self.num_experts)
+            expect(k <= most, name, "experts_per_token", f"be at most {most}", k)
         good = self.num_heads % self.kv_heads == 0
         expect(good, name, "num_kv_heads", f"divide num_heads = {self.num_heads}", self.num_kv_heads)
         for field in ("rope_theta", "norm_eps", "dropout_p"):
@@ -134,7 +145,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each behind a norm; with hyper-connections each in one of its own.
+    """Attention and MLP, or an ``MoE``, each behind a norm; with hyper-connections each in one of its own.
 
     Args:
         config: a ``TransformerConfig``.
@@ -165,7 +176,11 @@ class TransformerLayer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, **norm)
         self.attention = Attention(config, **options)
         self.mlp_norm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = MLP(config, **options)
+        if config.num_experts is None:
+            self.mlp: nn.Module = MLP(config, **options)
+        else:
+            sizes = config.hidden_size, config.ffn_hidden_size, config.num_experts, config.experts_per_token
+            self.mlp = MoE(*sizes, backend=config.backend, **options)
         hc = config.hyper_connections
         if hc is not None:
             self.attention_connection = HyperConnection(hc, backend=config.backend, device=device)

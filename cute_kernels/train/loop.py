@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import math
@@ -29,7 +30,8 @@ TEST_BATCHES = 4
 FINAL_RATE = 0.1  # the learning rate at the end, of its highest
 
 # A resumed run must have these options as before; the others may change for the rest of it
-SAME = ("layers", "hidden", "heads", "hyper_connections", "dropout", "sequence", "batch", "seed")
+SAME = ("layers", "hidden", "heads", "hyper_connections", "experts", "experts_per_token", "dropout", "sequence")
+SAME += ("batch", "seed")
 NOT_TOLD = ("data", "checkpoint", "resume")  # to the checkpoint: where a run finds things, and the text has a digest
 
 
@@ -203,10 +205,12 @@ def _changed_options(newest: Path, facts: dict[str, Any]) -> list[str]:
         ValueError: one that must be the same is among them; the message names all of these.
     """
     saved = checkpoint.facts_of(newest)
+    # An option that an earlier version did not have was as it is when nobody gives it
+    before = {option.name: option.default for option in dataclasses.fields(Options) if option.name in SAME} | saved
     changed = {
-        name: "--data another text" if name == "text" else f"{flag(name)} {saved.get(name)} -> {value}"
+        name: "--data another text" if name == "text" else f"{flag(name)} {before.get(name)} -> {value}"
         for name, value in facts.items()
-        if saved.get(name) != value
+        if before.get(name) != value
     }
     fixed = ", ".join(text for name, text in changed.items() if name in ("text", *SAME))
     expect(not fixed, "train", "--resume", f"go on with the options of {newest}", fixed)
@@ -218,6 +222,7 @@ def _seed(seed: int, step: int, rank: int) -> int:
 
 
 def _introduction(options: Options, ranks: World, learner: Learner, text: Text, started_from: Path | None) -> str:
+    experts = f", {options.experts_per_token} of {options.experts} experts a token" if options.experts else ""
     residual = f"{options.hyper_connections} streams" if options.hyper_connections else "a plain residual"
     size = sum(parameter.numel() for parameter in learner.model.parameters())
     where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "the CPU"
@@ -225,7 +230,7 @@ def _introduction(options: Options, ranks: World, learner: Learner, text: Text, 
     if started_from is not None and not checkpoint.has_digests(started_from):
         unchecked = f", which an earlier version wrote without {checkpoint.DIGESTS}: its files are not checked"
     return (
-        f"{size:,} parameters, {options.layers} layers with {residual}, {ranks.size} x {where}; "
+        f"{size:,} parameters, {options.layers} layers with {residual}{experts}, {ranks.size} x {where}; "
         f"{len(text.training):,} bytes to learn, {len(text.held_out):,} held out\n"
         + (f"goes on from {started_from}{unchecked}\n" if started_from else "")
         + f"if it is interrupted, --resume goes on from the newest checkpoint in {options.checkpoint}"

@@ -27,15 +27,19 @@ def config_of(options: Options, backend: str | None = None) -> TransformerConfig
         connections = HyperConnectionConfig(
             options.hidden, num_streams=options.hyper_connections, recompute=options.recompute
         )
+    shares = options.experts_per_token if options.experts else 1  # a token's experts have the weights of one MLP
     return TransformerConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.hidden,
         num_layers=options.layers,
         num_heads=options.heads,
-        ffn_hidden_size=64 * -(-8 * options.hidden // (3 * 64)),  # as many weights as an MLP of 4 hidden without gate
+        # As many weights as an MLP of 4 hidden without gate
+        ffn_hidden_size=8 * -(-64 * -(-8 * options.hidden // (3 * 64)) // (8 * shares)),
         max_sequence_length=options.sequence,
         dropout_p=options.dropout,
         hyper_connections=connections,
+        num_experts=options.experts or None,
+        experts_per_token=options.experts_per_token,
         backend=backend,
     )
 

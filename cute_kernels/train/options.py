@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from cute_kernels.moe.functional import MAX_EXPERTS, MAX_K
 from cute_kernels.runtime.checks import expect
 
 STREAMS = (0, 1, 2, 4, 8)
@@ -32,6 +33,8 @@ class Options:
     hidden: int = _option(64, "channels of a token")
     heads: int = _option(4, "attention heads")
     hyper_connections: int = _option(4, "residual streams; 0: a plain residual", choices=STREAMS)
+    experts: int = _option(0, "experts in the place of a layer's MLP; 0: an MLP")
+    experts_per_token: int = _option(2, "experts that each token has, with --experts")
     dropout: float = _option(0.0, "share of a sublayer's output that is dropped")
     sequence: int = _option(64, "tokens (bytes) of a sequence")
     batch: int = _option(16, "sequences of a step, of all ranks together")
@@ -64,12 +67,17 @@ class Options:
             _expect(_is_of(value, kinds[option.name]), option.name, of_type, repr(value), TypeError)
         for name in ("layers", "hidden", "heads", "sequence", "batch", "steps", "checkpoint_every", "evaluate_every"):
             _expect(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        for name in ("seed", "warmup"):
+        for name in ("seed", "warmup", "experts"):
             _expect(getattr(self, name) >= 0, name, "not be negative", getattr(self, name))
         _expect(
             self.hidden % (2 * self.heads) == 0, "hidden", f"be a multiple of 2 * --heads {self.heads}", self.hidden
         )
         _expect(self.hyper_connections in STREAMS, "hyper_connections", f"be one of {STREAMS}", self.hyper_connections)
+        most = min(self.experts, MAX_K) if self.experts else MAX_K
+        _expect(self.experts <= MAX_EXPERTS, "experts", f"be at most {MAX_EXPERTS}", self.experts)
+        _expect(
+            1 <= self.experts_per_token <= most, "experts_per_token", f"be from 1 to {most}", self.experts_per_token
+        )
         _expect(0 <= self.dropout < 1, "dropout", "be at least 0 and below 1", self.dropout)
         _expect(self.seed < 2**63, "seed", "be below 2^63", self.seed)
         _expect(0 < self.lr < math.inf, "lr", "be positive and finite", self.lr)

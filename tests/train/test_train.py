@@ -51,13 +51,24 @@ def test_learns(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("changed", [{"hyper_connections": 0}, {"recompute": True}, {"dropout": 0.1}])
+@pytest.mark.parametrize("changed", [{"hyper_connections": 0}, {"recompute": True}, {"dropout": 0.1}, {"experts": 8}])
 def test_resumes_with_the_same_losses(tmp_path, changed):
     """Also a run that was to be shorter: the learning rate alone knows of the end, and warms up here."""
     options = {**TINY, **changed, "warmup": 10, "checkpoint_every": 2, "evaluate_every": 2}
     whole = run(tmp_path / "whole", steps=4, **options)
     run(tmp_path / "parts", steps=2, **options)
     assert run(tmp_path / "parts", steps=4, resume=True, **options) == whole
+
+
+def test_experts(tmp_path):
+    """They learn, with recompute bit by bit the same; another number of them cannot go on."""
+    options = {"steps": 2, "experts": 8, "experts_per_token": 2}
+    lines = run(tmp_path / "kept", **options)
+    assert run(tmp_path / "again", **options, recompute=True) == lines
+    long = run(tmp_path / "long", hidden=64, heads=4, batch=16, sequence=32, **{**options, "steps": 40})
+    assert long[-1]["held_out_loss"] < 2.9
+    with pytest.raises(ValueError, match="--experts 8 -> 4"):
+        loop.train(Options(**{**TINY, "checkpoint": tmp_path / "kept", "resume": True, "steps": 3, "experts": 4}))
 
 
 def test_recompute_changes_no_bit(tmp_path):
