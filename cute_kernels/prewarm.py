@@ -1,4 +1,4 @@
-"""The kernels that a dense decoder needs, from its sizes: ``python -m jit_cache prewarm cute_kernels --config FILE``.
+"""The kernels that a decoder needs, from its sizes: ``python -m jit_cache prewarm cute_kernels --config FILE``.
 
 The launch code runs on tensors of the meta device, once for each choice that it makes by the number of rows, and what
 it asks the builders for is recorded. So the list cannot differ from what a GPU would be asked for by the same calls.
@@ -19,9 +19,14 @@ from cute_kernels.attention.config import SHORT, UNBOUNDED, WARPGROUP_ROWS, back
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
+from cute_kernels.gemm.config_grouped import DECODE
+from cute_kernels.gemm.fp32 import product as fp32_product
 from cute_kernels.gemm.launch import gemm
+from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped_sums_into
 from cute_kernels.log_prob import launch as log_prob
 from cute_kernels.log_prob.config import config_for
+from cute_kernels.moe import launch as moe
+from cute_kernels.moe.prewarm import ALIGN as EXPERTS_ALIGN
 from cute_kernels.nn.attention import PAGE_SIZE
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
@@ -40,6 +45,8 @@ NAMES = {
     "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
+    "expert_width": ("moe_intermediate_size",),
+    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
     "vocab_size": ("vocab_size",),
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -49,13 +56,14 @@ QKV_BIASED = ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text")
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a dense decoder; 0: there is no such part.
+    """The sizes of a decoder; 0: there is no such part.
 
     Attributes:
         dtype: of activations, and of the weights that products take: bf16 or fp16.
         parameter_dtype, norm_dtype: of biases; of the parameters of norms.
         activation: of the MLP, if a product's epilogue has it.
         lengths: numbers of keys and of loss terms, which ``batch_invariant`` adds up.
+        num_experts, experts_per_token, expert_width: of ``MoE`` in the place of an MLP, and an expert's channels.
     """
 
     hidden_size: int
@@ -77,17 +85,18 @@ class Model:
     has_window: bool = False  # attention does, of some layers
     has_softcap: bool = False  # attention does
     lengths: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Model:
-        """From what a JSON file holds: a transformers config of a dense decoder, or these fields.
+        """From what a JSON file holds: a transformers config of a decoder, or these fields.
 
         Raises:
             ValueError: naming the field, expected and got.
         """
         config = {**config, **(config.get("text_config") or {})}
-        experts = [name for name in EXPERTS if isinstance(config.get(name), int) and config[name] > 1]
-        expect(not experts, "prewarm", "config", "be of a dense model", f"{', '.join(experts)}: experts")
         expect(not config.get("is_encoder_decoder"), "prewarm", "config", "be of a decoder", "is_encoder_decoder")
         sizes = {field: _size(config, names) for field, names in NAMES.items()}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -96,6 +105,14 @@ class Model:
         if model_type == "gpt2":
             sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * hidden
         sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
+        num_experts = _size(config, EXPERTS)
+        if num_experts:
+            k = sizes["experts_per_token"]
+            expect(0 < k <= num_experts, "prewarm", "config.num_experts_per_tok", f"be from 1 to {num_experts}", k)
+            sizes["expert_width"] = sizes["expert_width"] or sizes["intermediate_size"]
+            expect(sizes["expert_width"] > 0, "prewarm", "config.moe_intermediate_size", "be there with experts", None)
+        else:
+            sizes["experts_per_token"] = sizes["expert_width"] = 0
         if heads:
             sizes["head_dim"] = sizes["head_dim"] or hidden // heads
         parameters = _dtype(config, "dtype") or _dtype(config, "torch_dtype") or torch.bfloat16
@@ -119,6 +136,7 @@ class Model:
             has_window=bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is True,
             has_softcap=bool(config.get("attn_logit_softcapping")),
             lengths=tuple(lengths),
+            num_experts=num_experts,
         )
 
     @property
@@ -152,19 +170,21 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     without ``main_grad``; norms, with and without a residual stream of the activations' dtype or fp32;
     ``linear_log_prob``; softmax and log_softmax of the logits; and what ``batch_invariant`` runs in place of torch's
     operators in the same places. Products may choose other kernels on a GPU with another number of SMs than
-    ``sm_counts`` names. Hyper-connections and quantizers are not among them.
+    ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen weights are normalised, swiglu without
+    biases; the router's weights are fp32 where ``dtype`` is. Hyper-connections and quantizers are not among them.
 
     Args:
-        config: a transformers config of a dense decoder, or some of its fields: ``hidden_size``, and
+        config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
             ``intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``vocab_size``,
-            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``, ``sliding_window``, ``attn_logit_softcapping``.
-            What is not named is left out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
+            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``, ``sliding_window``, ``attn_logit_softcapping``;
+            of experts ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``. What is not named is left
+            out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
             it is not there. ``lengths``: numbers of keys, where attention runs as products and a softmax, and numbers
             of loss terms: under ``batch_invariant`` a sum over so many elements has a kernel of its own.
         arch: e.g. ``sm_90a``.
 
     Raises:
-        ValueError: arch has no kernels; a field is wrong, or the model is no dense decoder.
+        ValueError: arch has no kernels; a field is wrong, or the model is no decoder.
     """
     expect_arch(arch)
     model = Model.of(config)
@@ -188,6 +208,8 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
             for by_columns in (False, True) if model.has_conv1d else (False,):
                 _linear(model, arch, num_sms, n, k, model.dtype, bias, activation, by_columns)
     _norms(model)
+    if model.num_experts and arch == "sm_90a":
+        _experts(model, arch, num_sms)
     if arch == "sm_90a" and model.head_dim and model.head_dim % 8 == 0 and model.head_dim <= MAX_HEAD_SIZE:
         _fused_attention(model, num_sms)
     if model.vocab_size:
@@ -242,6 +264,56 @@ def _linear(
                 gemm.function(dy, ones, dbias.unsqueeze(1), None, None, None, None, accumulate, True)
     if bias is not None:
         _column_sums(n, dtype)
+
+
+def _experts(model: Model, arch: str, num_sms: int) -> None:
+    """The router, and a layer of experts of few rows and of many, forward and backward."""
+    e, k, c, f, dtype = model.num_experts, model.experts_per_token, model.hidden_size, model.expert_width, model.dtype
+    int32 = {"dtype": torch.int32}
+    options = "chosen", 1, 1, False, 0.0, 1.0
+    logits, indices, weights = _empty(2, e, dtype=FP32), _empty(2, k, **int32), _empty(2, k, dtype=FP32)
+    moe.moe_route.function(logits, None, None, indices, weights, *options)
+    moe.moe_route.function(logits, None, indices, indices, weights, *options)
+    moe.moe_route_backward.function(weights, logits, indices, logits, "chosen", False, 0.0, 1.0)
+    if model.parameter_dtype is FP32:
+        _router(model, arch, num_sms)
+    else:
+        _linear(model, arch, num_sms, e, c, FP32)
+    offs, up, down = _empty(e, **int32), _empty(e, 2 * f, c, dtype=dtype), _empty(e, c, f, dtype=dtype)
+    for align in (1, EXPERTS_ALIGN):
+        moe.moe_plan.function(indices, offs, _empty(2 * k, **int32), indices, offs, align)
+    # Rows of an expert by which products choose their kernel
+    for mean in (*DECODE, max(DECODE) + 1):
+        slots = _empty(mean * e, **int32)
+        rows, z, h = (_empty(mean * e, n, dtype=dtype) for n in (c, 2 * f, f))
+        moe.moe_gather.function(_empty(2, c, dtype=dtype), slots, None, None, rows, None, k)
+        for given in (weights, None):
+            moe.moe_combine.function(rows, indices, given, None, None, _empty(2, c, dtype=dtype))
+        gate = "swiglu", False, None, None
+        moe.moe_gate.function(z, None, None, None, h, *gate)
+        moe.moe_gate_backward.function(h, z, slots, weights, None, None, z, h, weights, *gate)
+        for a, b in ((rows, up.mT), (h, down.mT), (rows, down), (z, up)):
+            grouped_rows.function(a, b, offs, dtype)
+        for a, b in ((rows, h), (z, rows)):
+            grouped_sums.function(a.t(), b, offs, dtype)
+            grouped_sums_into.function(a.t(), b, offs, _empty(e, a.shape[1], b.shape[1], dtype=FP32))
+
+
+def _router(model: Model, arch: str, num_sms: int) -> None:
+    """Logits of fp32 weights, and their gradients: products of parts, three of bf16 activations."""
+    e, c = model.num_experts, model.hidden_size
+    parts, all_parts = 3, 6
+
+    def choices(m: int) -> Hashable:
+        sizes = ((m, e, parts * c), (m, c, all_parts * e), (e, c, parts * m))
+        return tuple(choose(arch, *mnk, num_sms, epilogue, 1, False) for mnk in sizes for epilogue in EPILOGUE_K)
+
+    x_dtype = model.dtype if model.dtype is torch.bfloat16 else FP32
+    for m in _rows(choices, (e, c), num_sms):
+        x, weight, logits = _empty(m, c, dtype=x_dtype), _empty(e, c, dtype=FP32), _empty(m, e, dtype=FP32)
+        fp32_product(x, weight.t(), FP32)
+        fp32_product(logits, weight, x_dtype)
+        fp32_product(logits.t(), x, FP32, into=weight)
 
 
 def _norms(model: Model) -> None:

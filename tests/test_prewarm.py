@@ -398,7 +398,11 @@ def test_what_a_config_says():
         ({"vocab_size": True}, "config.vocab_size must be a positive integer, got True"),
         ({"norm_dtype": "fp32"}, "config.norm_dtype must be of bfloat16, float16, float32, got 'fp32'"),
         ({"lengths": 4096}, "config.lengths must be a list of positive integers, got 4096"),
-        ({"num_experts": 64}, "config must be of a dense model, got num_experts: experts"),
+        ({"num_experts": 64}, "config.num_experts_per_tok must be from 1 to 64, got 0"),
+        (
+            {"num_experts": 64, "num_experts_per_tok": 2, "intermediate_size": None},
+            "config.moe_intermediate_size must be there with experts",
+        ),
         ({"is_encoder_decoder": True}, "config must be of a decoder"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

@@ -6,6 +6,7 @@ import torch
 from cute_kernels import moe, nn
 from tests.fakes import fake_kernels
 from tests.gemm.cases import BF16, FP32, assert_same_bits, seeded_generator
+from tests.nn import test_kernel_moe as of_kernels
 
 
 def layer(**options):
@@ -109,3 +110,9 @@ def test_shared(path):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("test", [f for name, f in vars(of_kernels).items() if name.startswith("test_")])
+def test_of_kernels(test, device):
+    with fake_kernels():
+        test(device)
