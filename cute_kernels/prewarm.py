@@ -84,6 +84,7 @@ class Model:
     wide_qk_norms: bool = False  # over all heads together, as olmo2's
     has_window: bool = False  # attention does, of some layers
     has_softcap: bool = False  # attention does
+    has_logit_softcap: bool = False
     lengths: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
@@ -135,6 +136,7 @@ class Model:
             wide_qk_norms=model_type.startswith("olmo"),
             has_window=bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is True,
             has_softcap=bool(config.get("attn_logit_softcapping")),
+            has_logit_softcap=bool(config.get("final_logit_softcapping")),
             lengths=tuple(lengths),
             num_experts=num_experts,
         )
@@ -176,9 +178,9 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     Args:
         config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
             ``intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``vocab_size``,
-            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``, ``sliding_window``, ``attn_logit_softcapping``;
-            of experts ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``. What is not named is left
-            out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
+            ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``, ``sliding_window``, ``attn_logit_softcapping``,
+            ``final_logit_softcapping``; of experts ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``.
+            What is not named is left out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
             it is not there. ``lengths``: numbers of keys, where attention runs as products and a softmax, and numbers
             of loss terms: under ``batch_invariant`` a sum over so many elements has a kernel of its own.
         arch: e.g. ``sm_90a``.
@@ -379,11 +381,12 @@ def _log_prob(model: Model, arch: str, num_sms: int) -> None:
     for m in _rows(choices, (k,), num_sms, ends - {0}):
         x, target, row_statistics = _empty(m, k, dtype=dtype), _empty(m, dtype=torch.int64), _empty(m, 3, dtype=FP32)
         g = _empty(m, dtype=FP32)
-        log_prob.log_prob_forward.function(x, weight, target, g, g, row_statistics, -100, 1.0)
+        numbers = -100, 1.0, 1.0, 1.0 if model.has_logit_softcap else 0.0
+        log_prob.log_prob_forward.function(x, weight, target, g, g, row_statistics, *numbers)
         for dentropy, accumulate in itertools.product((None, g), (False, True)):
             gradients = torch.empty_like(x), torch.empty_like(weight, dtype=FP32 if accumulate else dtype)
             log_prob.log_prob_backward.function(
-                g, dentropy, x, weight, target, row_statistics, *gradients, -100, 1.0, accumulate
+                g, dentropy, x, weight, target, row_statistics, *gradients, *numbers, accumulate
             )
 
 

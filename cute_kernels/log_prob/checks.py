@@ -19,12 +19,19 @@ from cute_kernels.runtime.checks import (
 from cute_kernels.runtime.rows import contiguous_dim
 
 INDICES = (torch.int64, torch.int32)
-# The temperature divides the logits: its inverse, too, is far from the ends of fp32
-TEMPERATURES = 1e-6, 1e6
+# Temperature, scale and softcap are factors and divisors of the logits: all is far from the ends of fp32
+FACTORS = 1e-6, 1e6
 
 
 def check_log_prob(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float, fp64: bool = False
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    temperature: float,
+    scale: float,
+    softcap: float,
+    fp64: bool = False,
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: the reference's, of fp64 operands."""
     op = "linear_log_prob"
@@ -39,10 +46,14 @@ def check_log_prob(
     expect_int(op, "ignore_index", ignore_index)
     if not -(2**63) <= ignore_index < 2**63:
         fail(op, "ignore_index", "be an int of 64 bits", ignore_index)
-    expect_float(op, "temperature", temperature)
-    low, high = TEMPERATURES
-    if not low <= temperature <= high:
-        fail(op, "temperature", f"be between {low} and {high}", temperature)
+    low, high = FACTORS
+    for name, value in (("temperature", temperature), ("scale", scale)):
+        expect_float(op, name, value)
+        if not low <= value <= high:
+            fail(op, name, f"be between {low} and {high}", value)
+    expect_float(op, "softcap", softcap)
+    if softcap and not low <= softcap <= high:
+        fail(op, "softcap", f"be 0 or between {low} and {high}", softcap)
 
 
 def operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, str]:

@@ -11,11 +11,15 @@ if TYPE_CHECKING:
 
 
 class StatisticsSpec(NamedTuple):
-    """Statistics of tiles of logits; ``weight_major``: "k", or "n" of a weight whose columns are contiguous."""
+    """Statistics of tiles of logits; ``weight_major``: "k", or "n" of a weight whose columns are contiguous.
+
+    ``has_softcap``: of the tanh of each logit times a slope, in its place.
+    """
 
     dtype: torch.dtype
     target: torch.dtype
     weight_major: str
+    has_softcap: bool = False
 
 
 class LogProbSpec(NamedTuple):
@@ -25,12 +29,13 @@ class LogProbSpec(NamedTuple):
 
 
 class GradientSpec(NamedTuple):
-    """Gradients of logits; ``has_dentropy``: the entropy has a gradient."""
+    """Gradients of logits; ``has_dentropy``: the entropy has a gradient; ``has_softcap``: as in StatisticsSpec."""
 
     dtype: torch.dtype
     target: torch.dtype
     weight_major: str
     has_dentropy: bool
+    has_softcap: bool = False
 
 
 def vocabulary_tile(arch: str) -> int:

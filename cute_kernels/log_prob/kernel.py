@@ -27,6 +27,8 @@ def log_prob_statistics(arch: str, spec: StatisticsSpec, config: GemmConfig) -> 
 
     statistics[:, t, row] = (largest logit, sum of 2^u, sum of u 2^u), u = scale (logit - largest); and
     target_logit[row], that of its target, where that is a column. x may have more rows than the others.
+
+    With ``has_softcap`` tanh(slope logit) takes a logit's place.
     """
     rows, m, v, k, tiles = (cute.sym_int() for _ in range(5))
     dtype, target = cutlass_dtype(spec.dtype), cutlass_dtype(spec.target)
@@ -46,6 +48,7 @@ def log_prob_statistics(arch: str, spec: StatisticsSpec, config: GemmConfig) -> 
         cube(tiles, m),
         vector(Float32, m),
         Float32(1.0),
+        Float32(1.0) if spec.has_softcap else None,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -79,7 +82,8 @@ def log_prob_gradient(arch: str, spec: GradientSpec, config: GemmConfig) -> Prog
     """dlogits (M, columns) of the columns of logits that a part of the weight (columns, K) makes.
 
     ``first_column``: where the part begins among the ``vocabulary`` rows of the whole weight. Without ``has_dentropy``
-    the entropy has no gradient, and that argument is not read.
+    the entropy has no gradient, and that argument is not read. With ``has_softcap`` the statistics are of
+    tanh(slope logit); ``inverse_temperature`` is the derivative of a logit of the softmax where that is 0.
     """
     m, v, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
     dtype, target = cutlass_dtype(spec.dtype), cutlass_dtype(spec.target)
@@ -105,6 +109,7 @@ def log_prob_gradient(arch: str, spec: GradientSpec, config: GemmConfig) -> Prog
         Int32(0),
         Float32(1.0),
         Float32(1.0),
+        Float32(1.0) if spec.has_softcap else None,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -8,6 +8,8 @@ A logit may be so low that its difference, or that times the scale, is -inf: its
 is multiplied by its exponent, the exponent is at least ``VANISHED``.
 """
 
+from typing import Optional
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -15,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.common.gemm_epilogue import transpose
 
 LN_2 = 0.6931471805599453
+TWO_LOG2_E = 2.8853900817779268
 LOWEST = -3.4028234663852886e38  # of fp32: a largest logit of -inf could be subtracted from none
 # 2 to this power, as to all below, is 0 in fp32: times the power it is 0, where 0 times an infinity would be NaN
 VANISHED = -200.0
@@ -32,6 +35,7 @@ class StatisticsEntry:
         statistics: cute.Tensor,
         target_logit: cute.Tensor,
         scale: Float32,
+        slope: Optional[Float32],
         num_ctas: Int32,
         stream,
     ):
@@ -41,7 +45,7 @@ class StatisticsEntry:
         # Where the logits would lie: the walk over the tiles asks for its shape alone
         shape = cute.make_layout((x.shape[0], weight.shape[0]), stride=(0, 0))
         logits = cute.make_tensor(statistics.iterator, shape)
-        rows = target, statistics, target_logit, scale
+        rows = target, statistics, target_logit, scale, slope
         self.multiply(x, weight, logits, None, None, None, rows, num_ctas, stream)
 
 
@@ -63,6 +67,7 @@ class GradientEntry:
         first_column: Int32,
         scale: Float32,
         inverse_temperature: Float32,
+        slope: Optional[Float32],
         num_ctas: Int32,
         stream,
     ):
@@ -70,7 +75,7 @@ class GradientEntry:
         if const_expr(self.majors[1] == "n"):
             weight = transpose(weight)
         of_targets = ignore_index, vocabulary, first_column
-        rows = target, row_statistics, dlog_prob, dentropy, *of_targets, scale, inverse_temperature
+        rows = target, row_statistics, dlog_prob, dentropy, *of_targets, scale, inverse_temperature, slope
         self.multiply(x, weight, dlogits, None, None, None, rows, num_ctas, stream)
 
 
@@ -94,6 +99,17 @@ def largest_of(logits: cute.Tensor) -> Float32:
 
 
 @cute.jit
+def cap(logits: cute.Tensor, slope: Float32):
+    """Replace logits by tanh(slope logit) = 1 - 2 / (e^(2 slope logit) + 1), off by some 2^-22 at most; -1 for -inf.
+
+    The hardware's own tanh is off by 2^-11.
+    """
+    for i in cutlass.range_constexpr(cute.size(logits)):
+        power = cute.math.exp2(logits[i] * (slope * TWO_LOG2_E), fastmath=True)
+        logits[i] = cute.math.fma(cute.arch.rcp_approx(power + 1.0), -2.0, 1.0)
+
+
+@cute.jit
 def bounded(u: Float32) -> Float32:
     """An exponent of 2 as a factor of its own power: finite unless it is +inf; the power of a NaN is a NaN already."""
     return cute.arch.fmax(u, VANISHED)
@@ -114,7 +130,7 @@ def sums_of(logits: cute.Tensor, scale: Float32, largest: Float32):
 @cute.jit
 def keep_statistics(rows: tuple, row: Int32, tile: Int32, largest: Float32, total: Float32, moment: Float32):
     """Store what a tile of columns holds of a row: its largest logit, and the two sums of ``sums_of``."""
-    _, statistics, _, _ = rows
+    _, statistics, _, _, _ = rows
     if row < statistics.shape[2] and tile < statistics.shape[1]:
         statistics[0, tile, row] = largest
         statistics[1, tile, row] = total
@@ -124,7 +140,7 @@ def keep_statistics(rows: tuple, row: Int32, tile: Int32, largest: Float32, tota
 @cute.jit
 def keep_target_logit(rows: tuple, logits: cute.Tensor, columns: cute.Tensor, row: Int32, column: Int32):
     """Store the logit of a row's target, if this thread has it; ``columns``: those of the fragment."""
-    _, _, target_logit, _ = rows
+    _, _, target_logit, _, _ = rows
     if row < target_logit.shape[0]:
         for i in cutlass.range_constexpr(cute.size(logits)):
             if columns[i] == column:
@@ -139,26 +155,31 @@ def differentiate(
 
     With g and h, the gradients of the log-probability and of the entropy H:
     d logit_j = (g (j is the target) - p_j (g + h (ln p_j + H))) / temperature, and ln p = u ln 2, linear in u;
-    0 where there is no target, whatever the logits are.
+    0 where there is no target, whatever the logits are. Under a softcap z = tanh(slope logit) takes the logit's place
+    in all this, and its derivative 1 - z^2 is a factor.
     """
-    target, row_statistics, g, h, ignore_index, vocabulary, first_column, scale, inverse_temperature = rows
+    target, row_statistics, g, h, ignore_index, vocabulary, first_column, scale, inverse_temperature, slope = rows
     last = cutlass.min(row, target.shape[0] - 1)
     column = target_column(target, last, vocabulary)
     if target[last] == ignore_index:
         column = Int32(-1)
     largest, log2_total = row_statistics[last, 0], row_statistics[last, 1]
     of_target = g[last] * inverse_temperature
-    constant, slope = -of_target, Float32(0.0)
+    constant, of_exponent = -of_target, Float32(0.0)
     if const_expr(has_dentropy):
         share = h[last] * inverse_temperature
         constant = -cute.math.fma(share, row_statistics[last, 2], of_target)
-        slope = share * -LN_2
+        of_exponent = share * -LN_2
+    if const_expr(slope is not None):
+        cap(logits, slope)
     for i in cutlass.range_constexpr(cute.size(logits)):
         u = cute.math.fma(logits[i] - largest, scale, -log2_total)
         p = cute.math.exp2(u, fastmath=True)
         factor = constant
         if const_expr(has_dentropy):
-            factor = cute.math.fma(slope, bounded(u), constant)
+            factor = cute.math.fma(of_exponent, bounded(u), constant)
         here = of_target if columns[i] + first_column == column else Float32(0.0)
         gradient = cute.math.fma(p, factor, here)
+        if const_expr(slope is not None):
+            gradient = gradient * cute.math.fma(-logits[i], logits[i], 1.0)
         logits[i] = gradient if column >= 0 else Float32(0.0)

@@ -6,7 +6,7 @@ yet.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.common.gemm_config import GemmConfig
 from cute_kernels.common.gemm_sm100 import GemmSm100
@@ -14,6 +14,7 @@ from cute_kernels.log_prob.config import vocabulary_tile
 from cute_kernels.log_prob.kernel_epilogue import (
     GradientEntry,
     StatisticsEntry,
+    cap,
     differentiate,
     keep_statistics,
     keep_target_logit,
@@ -46,8 +47,10 @@ class StatisticsSm100(StatisticsEntry, GemmSm100):
         num_stored: Int32,
         rows: tuple,
     ):
-        target, _, _, scale = rows
+        target, _, _, scale, slope = rows
         vocabulary = out[-2].shape[1]  # of where logits would lie
+        if const_expr(slope is not None):
+            cap(sums, slope)
         width = self.part()[1]
         tile = n * (self.tile[1] // width) + p
         columns, row = columns_of(coordinates, tile * width), m * self.tile[0] + coordinates[0][0]

@@ -15,6 +15,7 @@ from cute_kernels.common.gemm_sm90 import GemmSm90
 from cute_kernels.log_prob.kernel_epilogue import (
     GradientEntry,
     StatisticsEntry,
+    cap,
     differentiate,
     keep_statistics,
     keep_target_logit,
@@ -46,8 +47,10 @@ class StatisticsSm90(StatisticsEntry, GemmSm90):
         num_stored: Int32,
         rows: tuple,
     ):
-        target, _, _, scale = rows
+        target, _, _, scale, slope = rows
         vocabulary = out[-2].shape[1]  # of where logits would lie
+        if const_expr(slope is not None):
+            cap(sums, slope)
         first_m, first_n = m * self.tile[0], n * self.tile[1]
         if first_n + self.tile[1] > vocabulary:
             for i in cutlass.range_constexpr(cute.size(sums)):

@@ -31,7 +31,7 @@ GRADIENT_COLUMNS = 2048
 @operator(
     "log_prob_forward",
     "Tensor x, Tensor weight, Tensor target, Tensor(a!) log_prob, Tensor(b!) entropy, Tensor(c!) row_statistics, "
-    "int ignore_index, float temperature",
+    "int ignore_index, float temperature, float scale, float softcap",
 )
 def log_prob_forward(
     x: Tensor,
@@ -42,6 +42,8 @@ def log_prob_forward(
     row_statistics: Tensor,
     ignore_index: int,
     temperature: float,
+    scale: float,
+    softcap: float,
 ) -> None:
     """Fill log_prob, entropy (M,) and row_statistics (M, 3), fp32, of x (M, K), weight (V, K) and target (M,).
 
@@ -50,9 +52,9 @@ def log_prob_forward(
     """
     x, weight, major = operands(x, weight)
     index, v = x.get_device(), weight.shape[0]
-    multiply = _statistics.get(index, StatisticsSpec(x.dtype, target.dtype, major))
+    multiply = _statistics.get(index, StatisticsSpec(x.dtype, target.dtype, major, softcap > 0.0))
     finish = _log_prob.get(index, LogProbSpec(target.dtype))
-    scale = math.log2(math.e) / temperature
+    exponent, slope, _ = _factors(temperature, scale, softcap)
     for first in range(0, x.shape[0], STATISTICS_TOKENS):
         some = slice(first, first + STATISTICS_TOKENS)
         x_some, target_some = x[some], target[some]
@@ -65,16 +67,17 @@ def log_prob_forward(
             x_some[:m] = x[some]
         statistics = x.new_empty(3, -(-v // multiply.vocabulary_tile), m, dtype=torch.float32)
         target_logit = x.new_empty(m, dtype=torch.float32)
-        _multiply(launch, x_some, weight, major, target_some, statistics, target_logit, scale)
+        _multiply(launch, x_some, weight, major, target_some, statistics, target_logit, exponent, slope)
         results = log_prob[some], entropy[some], row_statistics[some]
-        finish(statistics, target_some, target_logit, *results, v, ignore_index, scale)
+        finish(statistics, target_some, target_logit, *results, v, ignore_index, exponent)
         del statistics, target_logit, x_some  # before the next ones are allocated
 
 
 @operator(
     "log_prob_backward",
     "Tensor dlog_prob, Tensor? dentropy, Tensor x, Tensor weight, Tensor target, Tensor row_statistics, "
-    "Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, bool accumulate",
+    "Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, float scale, float softcap, "
+    "bool accumulate",
 )
 def log_prob_backward(
     dlog_prob: Tensor,
@@ -87,6 +90,8 @@ def log_prob_backward(
     dweight: Tensor | None,
     ignore_index: int,
     temperature: float,
+    scale: float,
+    softcap: float,
     accumulate: bool,
 ) -> None:
     """Fill dx (M, K) and dweight (V, K), or with ``accumulate`` add to the latter, from gradients (M,), fp32.
@@ -100,7 +105,7 @@ def log_prob_backward(
         return
     x, weight, major = operands(x, weight)
     m, v = x.shape[0], weight.shape[0]
-    spec = GradientSpec(x.dtype, target.dtype, major, dentropy is not None)
+    spec = GradientSpec(x.dtype, target.dtype, major, dentropy is not None, softcap > 0.0)
     gradient = _gradient.get(x.get_device(), spec)
     columns = gradient_columns(m)
     dlogits = x.new_empty(m, min(columns, v + -v % 8))  # rows that TMA can read
@@ -110,15 +115,29 @@ def log_prob_backward(
         width = some.stop - first
         weight_some, dlogits_some = weight[some], dlogits[:, :width]
         gradients = dlog_prob, dlog_prob if dentropy is None else dentropy, dlogits_some
-        scales = math.log2(math.e) / temperature, 1.0 / temperature
+        exponent, slope, derivative = _factors(temperature, scale, softcap)
         rows = target, row_statistics, *gradients
-        _multiply(gradient.of(m, width), x, weight_some, major, *rows, ignore_index, v, first, *scales)
+        _multiply(
+            gradient.of(m, width), x, weight_some, major, *rows, ignore_index, v, first, exponent, derivative, slope
+        )
         if sums is not None:
             gemm.function(dlogits_some, weight_some, sums, accumulate=first > 0, trans_b=True)
         if dweight is not None:
             gemm.function(dlogits_some, x, dweight[some], accumulate=accumulate, trans_a=True, trans_b=True)
     if sums is not dx:
         dx.copy_(sums)
+
+
+def _factors(temperature: float, scale: float, softcap: float) -> tuple[float, float | None, float]:
+    """(exponent, slope, derivative) of z = softcap tanh(scale logit / softcap) / temperature.
+
+    z is exponent / log2(e) times tanh(slope logit), without a softcap (slope None) times the logit; its derivative by
+    the logit is ``derivative``, under a softcap times 1 - tanh^2.
+    """
+    log2_e = math.log2(math.e)
+    if softcap:
+        return softcap * log2_e / temperature, scale / softcap, scale / temperature
+    return scale * log2_e / temperature, None, scale / temperature
 
 
 def gradient_columns(m: int) -> int:

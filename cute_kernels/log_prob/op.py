@@ -21,9 +21,13 @@ def linear_log_prob(
     *,
     ignore_index: int = -100,
     temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token's target, and entropy, under the logits ``x weight^T / temperature``.
+
+    With a scale and a softcap these are ``softcap * tanh(scale * x weight^T / softcap) / temperature``.
 
     No (tokens, V) tensor is in memory. The forward keeps 12 bytes of each 128 logits (SM100: 64) for up to 16384 tokens
     at a time. The backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on),
@@ -36,6 +40,9 @@ def linear_log_prob(
         target: (...) int64 or int32: the column of each token's logits. Copied unless contiguous.
         ignore_index: tokens with this target have log-probability and entropy 0, and no gradient goes through them.
         temperature: the divisor of the logits, a real number from 1e-6 to 1e6.
+        scale: what logits are multiplied with before all else, a real number from 1e-6 to 1e6.
+        softcap: logits become softcap * tanh(logit / softcap), before the temperature: 0 (they stay), or a real number
+            from 1e-6 to 1e6.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
             all logits.
 
@@ -51,13 +58,15 @@ def linear_log_prob(
     gradient. The weight of such columns must be finite for dx to be, the x of ignored tokens for dweight to be: a
     gradient of 0 through an infinity is NaN. A token without a logit above -inf gets NaN. In fp16 scale the loss:
     gradients of logits underflow, or overflow at small temperatures. The temperature divides a logit's difference to
-    the row's largest one: only the rounding of the logits' sums grows with 1 / temperature. A log-probability is never
-    above 0, an entropy never below.
+    the row's largest one: only the rounding of the logits' sums grows with 1 / temperature, under a softcap that of
+    tanh, some 2^-22 softcap. There a logit of -inf becomes -softcap. A log-probability is never above 0, an entropy
+    never below.
 
     Numerics:
         Logits are summed by the contract ``serial_k16`` (exact products, one fp32 accumulator over the whole K,
         ascending, in steps of 16), in fp32, never rounded. A token's exponentials are added in fp32 in an order that V
-        alone fixes: in tiles of 128 columns (SM100: 64), and these in 64 interleaved sequences. Its log-probability,
+        alone fixes: in tiles of 128 columns of the vocabulary (SM100: 64), tile t in group t mod 64, a group's tiles
+        ascending, then the groups, all relative to the row's largest logit. Its log-probability,
         its entropy and its row of dx have the same bits whatever the number of tokens, its place and the others.
 
         In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over the
@@ -78,16 +87,17 @@ def linear_log_prob(
         (tensor([0.2500, 1.0000]), torch.Size([2]))
     """
     if uses_reference("linear_log_prob", x, backend):
-        return reference.linear_log_prob(x, weight, target, ignore_index=ignore_index, temperature=temperature)
-    temperature = as_float(temperature)
-    check_log_prob(x, weight, target, ignore_index, temperature)
+        options = {"ignore_index": ignore_index, "temperature": temperature, "scale": scale, "softcap": softcap}
+        return reference.linear_log_prob(x, weight, target, **options)
+    numbers = ignore_index, as_float(temperature), as_float(scale), as_float(softcap)
+    check_log_prob(x, weight, target, *numbers)
     if differentiates(x, weight):
-        return apply(_LinearLogProb, x, weight, target, ignore_index, temperature)
-    return _forward(x, weight, target, ignore_index, temperature)[:2]
+        return apply(_LinearLogProb, x, weight, target, *numbers)
+    return _forward(x, weight, target, *numbers)[:2]
 
 
 def _forward(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, and what the backward needs of each row."""
     rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1).contiguous()
@@ -95,16 +105,16 @@ def _forward(
     log_prob, entropy = (mode.empty(x, target.shape, torch.float32) for _ in range(2))
     row_statistics = mode.empty(x, (rows.shape[0], 3), torch.float32)
     results = log_prob.view(-1), entropy.view(-1), row_statistics
-    mode.of(log_prob_forward)(rows, weight, targets, *results, ignore_index, temperature)
+    mode.of(log_prob_forward)(rows, weight, targets, *results, ignore_index, temperature, scale, softcap)
     return log_prob, entropy, row_statistics
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, target, ignore_index, temperature):
-        log_prob, entropy, row_statistics = _forward(x, weight, target, ignore_index, temperature)
+    def forward(ctx, x, weight, target, *numbers):
+        log_prob, entropy, row_statistics = _forward(x, weight, target, *numbers)
         ctx.save_for_backward(x, weight, target, row_statistics)
-        ctx.options = ignore_index, temperature
+        ctx.options = numbers
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
         return log_prob, entropy
@@ -116,7 +126,7 @@ class _LinearLogProb(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         needs_weight = needs_gradient(needs_weight, weight, ctx.main_grad)
         if (dlog_prob is None and dentropy is None) or not (needs_x or needs_weight):
-            return None, None, None, None, None
+            return (None,) * 7
         dweight = result = None
         if needs_weight:
             dweight, result = gradient_buffer("linear_log_prob", "weight", weight, ctx.main_grad)
@@ -136,4 +146,4 @@ class _LinearLogProb(torch.autograd.Function):
             *ctx.options,
             needs_weight and result is None,
         )
-        return dx, result, None, None, None
+        return dx, result, *(None,) * 5

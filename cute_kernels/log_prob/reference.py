@@ -1,6 +1,7 @@
 """linear_log_prob in plain torch: the specification of the kernels, and what runs without a supported GPU.
 
-z = x W^T / temperature;  log_prob = z[target] - ln sum_j exp(z_j);  entropy = -sum_j p_j ln p_j with p = softmax(z).
+z = softcap tanh(scale x W^T / softcap) / temperature, without a softcap scale x W^T / temperature;
+log_prob = z[target] - ln sum_j exp(z_j);  entropy = -sum_j p_j ln p_j with p = softmax(z).
 
 In fp32 (fp64 tensors, which the kernels do not take, in fp64), with all logits in memory.
 """
@@ -17,23 +18,33 @@ from cute_kernels.runtime.strict import has_address, is_strict, strict_rows
 
 
 def linear_log_prob(
-    x: Tensor, weight: Tensor, target: Tensor, *, ignore_index: int = -100, temperature: float = 1.0
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each token; see ``cute_kernels.linear_log_prob``."""
     is_fp64 = isinstance(x, Tensor) and x.dtype is torch.float64 and not is_strict()
-    temperature = as_float(temperature)
-    check_log_prob(x, weight, target, ignore_index, temperature, is_fp64)
+    temperature, scale, softcap = as_float(temperature), as_float(scale), as_float(softcap)
+    check_log_prob(x, weight, target, ignore_index, temperature, scale, softcap, is_fp64)
     strict_rows("linear_log_prob", x=x)
     if has_address(x, weight):
         operands(as_rows("linear_log_prob", "x", x), weight)
     wide = torch.float64 if is_fp64 else torch.float32
     with without_autocast(x):
         logits = x.to(wide) @ widened("linear_log_prob", "weight", weight, wide).t()
+    if softcap:
+        logits = torch.tanh(logits * (scale / softcap))
+    factor = softcap or scale
     target = target.long()  # torch compares an int32 with ignore_index modulo 2^32
     is_column = (target >= 0) & (target < weight.shape[0])
     counts = is_column & (target != ignore_index)
     # The quotient's rounding is then small where probabilities are large, at any temperature
-    z = (logits - logits.detach().amax(-1, keepdim=True)) / temperature
+    z = (logits - logits.detach().amax(-1, keepdim=True)) / (temperature / factor)
     # An ignored target has no gradient, whatever its logits are
     log_p = torch.log_softmax(z.masked_fill(~counts.unsqueeze(-1), 0.0), -1)
     columns = torch.where(is_column, target, 0).unsqueeze(-1)

@@ -14,8 +14,14 @@ def _logits(static: dict, x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() @ weight.double().t()).float().double()
 
 
-def log_prob_statistics(static, x, weight, target, statistics, target_logit, scale, num_ctas) -> None:
+def _capped(static: dict, logits: Tensor, slope: float | None) -> Tensor:
+    assert static["spec"].has_softcap == (slope is not None)
+    return logits if slope is None else (slope * logits).tanh().float().double()
+
+
+def log_prob_statistics(static, x, weight, target, statistics, target_logit, scale, slope, num_ctas) -> None:
     logits, width = _logits(static, x, weight)[: len(target)], vocabulary_tile(static["arch"])
+    logits = _capped(static, logits, slope)
     assert statistics.shape == (3, -(-logits.shape[1] // width), len(target)) and num_ctas >= 1
     for tile, part in enumerate(logits.split(width, 1)):
         largest = part.amax(1)
@@ -43,15 +49,32 @@ def log_prob(
 
 
 def log_prob_gradient(
-    static, x, weight, target, row_statistics, g, h, dlogits, ignore_index, vocabulary, first, scale, inverse, num_ctas
+    static,
+    x,
+    weight,
+    target,
+    row_statistics,
+    g,
+    h,
+    dlogits,
+    ignore_index,
+    vocabulary,
+    first,
+    scale,
+    inverse,
+    slope,
+    num_ctas,
 ) -> None:
     target = target.long()  # as in log_prob
     largest, log2_total, entropy = row_statistics.double().t().unsqueeze(-1)
-    u = scale * (_logits(static, x, weight) - largest) - log2_total
+    logits = _capped(static, _logits(static, x, weight), slope)
+    u = scale * (logits - largest) - log2_total
     p, column = u.exp2(), torch.arange(first, first + dlogits.shape[1])
     factor = g.double()[:, None]
     if static["spec"].has_dentropy:
         factor = factor + h[:, None] * (math.log(2) * u + entropy)
     gradient = inverse * ((column == target[:, None]) * g[:, None] - p * factor)
+    if slope is not None:
+        gradient = gradient * (1 - logits**2)
     counts = (target >= 0) & (target < vocabulary) & (target != ignore_index)
     dlogits.copy_(torch.where(counts[:, None], gradient, 0.0))

@@ -29,6 +29,8 @@ class Case:
     k: int
     dtype: torch.dtype = BF16
     temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float = 0.0
     index: torch.dtype = torch.int64
     weight_by_columns: bool = False
     gap: int = 0  # elements between the rows of x and weight, NaN
@@ -38,6 +40,7 @@ class Case:
     def __str__(self) -> str:
         words = [f"{self.m}x{self.v}x{self.k}", name_of(self.dtype)]
         words += [f"temperature_{self.temperature}"] * (self.temperature != 1.0)
+        words += [f"scale_{self.scale}"] * (self.scale != 1.0) + [f"softcap_{self.softcap}"] * (self.softcap > 0.0)
         words += ["exact"] * self.exact
         words += ["int32"] * (self.index is torch.int32) + ["by_columns"] * self.weight_by_columns
         words += [f"gap_{self.gap}"] * (self.gap > 0)
@@ -127,7 +130,8 @@ def check_masked(function: Callable, case: Case, inputs: Inputs, masked: Tensor,
 
 def run(function: Callable, case: Case, inputs: Inputs) -> dict[str, Tensor]:
     """log_prob, entropy and the gradients of x and weight, without one that went to a main_grad."""
-    results = function(inputs.x, inputs.weight, inputs.target, temperature=case.temperature)
+    options = {"temperature": case.temperature, "scale": case.scale, "softcap": case.softcap}
+    results = function(inputs.x, inputs.weight, inputs.target, **options)
     count = 1 + case.entropy
     leaves = [t for t in (inputs.x, inputs.weight) if t.requires_grad]
     gradients = torch.autograd.grad(results[:count], leaves, (inputs.g, inputs.h)[:count], allow_unused=True)
@@ -148,22 +152,30 @@ def oracle(case: Case, inputs: Inputs) -> Truth:
     """With bounds: a logit's sum is off by a step of fp32 for each k16 unless exact, all else by a few roundings."""
     x, weight, g, h = (t.detach().double() for t in (inputs.x, inputs.weight, inputs.g, inputs.h))
     target, counts = inputs.target.long().clamp_min(0), inputs.target != IGNORED
-    log_p = torch.log_softmax(x @ weight.t() / case.temperature, -1)
+    logits = case.scale * (x @ weight.t())
+    derivative = torch.full_like(logits, case.scale / case.temperature)
+    if case.softcap:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+        derivative *= 1 - (logits / case.softcap) ** 2
+    log_p = torch.log_softmax(logits / case.temperature, -1)
     p, log_prob = log_p.exp(), log_p.gather(1, target[:, None]).squeeze(1)
     entropy = -(p * log_p).sum(1)
     h = h if case.entropy else torch.zeros_like(h)
     one = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
     spread = log_p + entropy[:, None]
-    dz = (g[:, None] * (one - p) - h[:, None] * p * spread) * counts[:, None] / case.temperature
-    terms = x.abs() @ weight.abs().t() / case.temperature
+    dz = (g[:, None] * (one - p) - h[:, None] * p * spread) * counts[:, None] * derivative
+    terms = case.scale / case.temperature * (x.abs() @ weight.abs().t())
     logit_error = 0 * entropy if case.exact else (steps_of(case.k) + 8) * FP32_EPS * terms.amax(1)
-    size = (g[:, None].abs() * (one + p) + h[:, None].abs() * p * (log_p.abs() + entropy[:, None])) / case.temperature
+    logit_error = logit_error + 4 * FP32_EPS * case.softcap / case.temperature  # tanh's own
+    size = (g[:, None].abs() * (one + p) + h[:, None].abs() * p * (log_p.abs() + entropy[:, None])) * derivative
     info = torch.finfo(case.dtype)
     rounding = 0.5 * info.eps * dz.abs().clamp_min(info.smallest_normal)
     p_error = (4 * logit_error + 16 * FP32_EPS * (1 + entropy))[:, None] + 2 * FP32_EPS * log_p.abs()
     # A p below the least normal number is 0 to the kernels
-    flushed = 2.0**-126 * (g[:, None].abs() + h[:, None].abs() * (log_p.abs() + entropy[:, None])) / case.temperature
-    margin = rounding + size * p_error + flushed
+    flushed = 2.0**-126 * (g[:, None].abs() + h[:, None].abs() * (log_p.abs() + entropy[:, None])) * derivative
+    # Under a softcap 1 - tanh^2 has the absolute errors of its terms
+    of_derivative = 8 * FP32_EPS * (1 + terms / max(case.softcap, 1.0)) * (case.softcap > 0.0) * size / derivative
+    margin = rounding + size * p_error + flushed + of_derivative * case.scale / case.temperature
     values = {"log_prob": log_prob * counts, "entropy": entropy * counts}
     bounds = {
         "log_prob": 2 * logit_error + 16 * FP32_EPS * (1 + log_prob.abs()),

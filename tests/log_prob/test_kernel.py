@@ -28,6 +28,9 @@ CASES = [
     Case(70, 8200, 64, entropy=False),
     Case(40, 264, 60, gap=4),
     Case(5, 129, 64, temperature=1e6),
+    Case(70, 300, 64, scale=0.25, temperature=0.7),
+    Case(300, 393, 136, scale=0.5, softcap=3.0, temperature=0.7),
+    Case(40, 264, 64, FP16, softcap=30.0, weight_by_columns=True, entropy=False),
     Case(40, 264, 64, exact=True),
     Case(100, 520, 64, temperature=1e-2, exact=True),
     Case(300, 1033, 72, temperature=1e-6, exact=True),
@@ -229,7 +232,7 @@ def test_a_token_does_not_know_its_batch(generator):
 @pytest.mark.parametrize("config", dict.fromkeys(candidates(here())), ids=lambda c: kernel_name((c, False)))
 def test_every_kernel_has_the_same_bits(config, num_sms, generator):
     """With an SM for each tile, and with few, so that a CTA has many; few tokens and many."""
-    for case in (Case(40, 1000, 136), Case(300, 1033, 200)):
+    for case in (Case(40, 1000, 136), Case(300, 1033, 200), Case(100, 393, 136, scale=0.5, softcap=3.0)):
         inputs = make_inputs(case, generator)
         wanted = run(linear_log_prob, case, inputs)
         with only_kernel(config, num_sms):

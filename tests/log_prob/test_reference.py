@@ -4,6 +4,7 @@ import contextlib
 import math
 import re
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,14 +23,15 @@ from tests.ptx import compile_in, kernels_in
 # The reference
 
 
-def test_reference_against_the_oracle(generator):
+@pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"scale": 0.5, "softcap": 3.0}], ids=str)
+def test_reference_against_the_oracle(options, generator):
     """The oracle has the gradients written out; torch's autograd finds the reference's."""
-    case = Case(40, 129, 64, temperature=0.7)
+    case = replace(Case(40, 129, 64, temperature=0.7), **options)
     inputs = make_inputs(case, generator)
     for leaf in ("x", "weight", "g", "h"):
         setattr(inputs, leaf, getattr(inputs, leaf).detach().double())
     inputs.x.requires_grad_(), inputs.weight.requires_grad_()
-    found, truth = run(linear_log_prob, case, inputs), oracle(Case(40, 129, 64, BF16, 0.7), inputs)
+    found, truth = run(linear_log_prob, case, inputs), oracle(case, inputs)
     for name, value in {**truth.values, **{n: exact.value for n, exact in truth.gradients.items()}}.items():
         assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-13), name
 
@@ -159,6 +161,9 @@ BAD = {
     "a string": ({"temperature": "1"}, TypeError, "temperature must be a float, got '1' of type str"),
     "zero": ({"temperature": 0.0}, ValueError, "temperature must be between 1e-06 and 1000000.0, got 0.0"),
     "NaN": ({"temperature": float("nan")}, ValueError, "temperature must be between 1e-06 and 1000000.0, got nan"),
+    "a scale of 0": ({"scale": 0.0}, ValueError, "scale must be between 1e-06 and 1000000.0, got 0.0"),
+    "a softcap below 0": ({"softcap": -1.0}, ValueError, "softcap must be 0 or between 1e-06 and 1000000.0, got -1.0"),
+    "a softcap of text": ({"softcap": "1"}, TypeError, "softcap must be a float, got '1' of type str"),
     "a backend": ({"backend": "cuda"}, ValueError, "backend must be None or 'reference', got 'cuda'"),
 }
 
@@ -241,7 +246,7 @@ def test_kernels_compile(arch):
         check_record(builder.obtain(arch, spec, *config).record)
         other = spec._replace(target=torch.int32)
         if builder.__name__ != "log_prob":
-            other = other._replace(weight_major="n")
+            other = other._replace(weight_major="n", has_softcap=True)
         check_record(builder.obtain(arch, other, *config).record)
 
 
@@ -259,7 +264,7 @@ def test_a_tile_of_the_vocabulary_divides_the_tiles_of_kernels(arch):
 
 SPECS = {
     "statistics": 'StatisticsSpec(torch.bfloat16, torch.int64, "k")',
-    "gradient": 'GradientSpec(torch.bfloat16, torch.int64, "k", True)',
+    "gradient": 'GradientSpec(torch.bfloat16, torch.int64, "k", True, True)',
 }
 
 
