@@ -7,10 +7,19 @@ import re
 import pytest
 
 import cute_kernels
+import cute_kernels.models
 import cute_kernels.nn
 import jit_cache
 
-PACKAGES = (cute_kernels, cute_kernels.mhc, cute_kernels.reduction, cute_kernels.scatter, cute_kernels.nn, jit_cache)
+PACKAGES = (
+    cute_kernels,
+    cute_kernels.mhc,
+    cute_kernels.reduction,
+    cute_kernels.scatter,
+    cute_kernels.models,
+    cute_kernels.nn,
+    jit_cache,
+)
 PUBLIC = {
     f"{package.__name__}.{name}": getattr(package, name)
     for package in PACKAGES

@@ -87,12 +87,13 @@ def test_the_metadata(wheel):
 
 NEEDED = {"torch": "2.10", "nvidia-cutlass-dsl": "4.8", "apache-tvm-ffi": "0.1.15", "cuda-python": "12.8", "rich": "13"}
 OPTIONAL = {"nvidia-cutlass-dsl-libs-cu13": "4.8", "matplotlib": "3.8", "pytest": "8", "pytest-xdist": "3.6"}
-OPTIONAL |= {"hypothesis": "6", "setuptools": "77.0.3", "ruff": "1", "mypy": "1"}
+OPTIONAL |= {"hypothesis": "6", "setuptools": "77.0.3", "transformers": "5.17", "ruff": "1", "mypy": "1"}
 OF_EXTRA = {
     None: set(),
     "cu13": {"nvidia-cutlass-dsl-libs-cu13"},
     "train": {"matplotlib"},
-    "test": {"pytest", "pytest-xdist", "hypothesis", "matplotlib", "setuptools"},
+    "models": {"transformers"},
+    "test": {"pytest", "pytest-xdist", "hypothesis", "matplotlib", "setuptools", "transformers"},
     "dev": {"ruff", "mypy"},
 }
 

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 import cute_kernels
+import cute_kernels.models
 import cute_kernels.nn
 import jit_cache
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (cute_kernels, cute_kernels.mhc, cute_kernels.reduction, cute_kernels.scatter, cute_kernels.nn, jit_cache)
+PACKAGES = (
+    cute_kernels,
+    cute_kernels.mhc,
+    cute_kernels.reduction,
+    cute_kernels.scatter,
+    cute_kernels.models,
+    cute_kernels.nn,
+    jit_cache,
+)
 PUBLIC = [getattr(package, name) for package in PACKAGES for name in package.__all__]
 
 

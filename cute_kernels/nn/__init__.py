@@ -13,7 +13,6 @@ from cute_kernels.nn.norm import LayerNorm, RMSNorm
 from cute_kernels.nn.offload import ResidualOffload
 from cute_kernels.nn.recompute import RecomputeManager
 from cute_kernels.nn.transformer import Generated, MHCTransformer, TransformerBlock, TransformerConfig, TransformerLayer
-from cute_kernels.nn.transformers import register_transformers
 
 __all__ = [
     "CapturedStep",
@@ -32,5 +31,4 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "optimal_recompute_layers",
-    "register_transformers",
 ]

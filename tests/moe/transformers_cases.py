@@ -4,7 +4,7 @@ import torch
 import transformers
 
 from cute_kernels import moe
-from cute_kernels.nn import register_transformers
+from cute_kernels.models import register_transformers
 
 SIZES = dict(
     vocab_size=96,

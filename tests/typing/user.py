@@ -14,7 +14,7 @@ from typing_extensions import assert_type
 
 import cute_kernels as ck
 import jit_cache
-from cute_kernels import mhc, nn, reduction, scatter
+from cute_kernels import mhc, models, nn, reduction, scatter
 
 
 def norms(x: Tensor, weight: Tensor, wants_h: bool) -> None:
@@ -42,6 +42,11 @@ def products(a: Tensor, b: Tensor, target: Tensor) -> None:
     ck.mm(a, b, out_dtype="bf16")  # type: ignore[arg-type]
     log_prob, entropy = ck.linear_log_prob(a, b, target)
     assert_type(log_prob, Tensor)
+    prepared = models.prepare(nn.RMSNorm(64))
+    assert_type(prepared, nn.RMSNorm)
+    assert_type(models.log_prob(prepared, target, target), tuple[Tensor, Tensor])
+    assert_type(models.generate(prepared, target, seeds=target).tokens, Tensor)
+    models.generate(prepared, target, seeds=target, cache="x")  # type: ignore[arg-type]
     assert_type(ck.provenance(ck.mm, a, b)[0].shape, tuple[int, ...])
     assert_type(nn.Linear(8, 8, activation="silu").forward(a), Tensor)
     nn.Linear(8, 8, activation="swish")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5.0")
 
 from tests.fakes import fake_gpu  # noqa: E402
-from tests.nn.test_kernel_transformers import *  # noqa: E402, F403
+from tests.models.test_kernel_attention import *  # noqa: E402, F403
 
 
 @pytest.fixture(autouse=True)

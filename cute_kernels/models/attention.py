@@ -22,6 +22,7 @@ from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.operators import differentiates
 
 NAME = "cute_kernels"
+PAGES = "_cute_kernels_pages"  # the attribute by which keys of a PagedCache name their layer
 SPLIT = grid_for(256).split  # keys, a multiple of every head size's split
 # The parts of transformers' mask functions that are known here, by what they are called there
 CAUSAL, BIDIRECTIONAL = "causal_mask_function", "bidirectional_mask_function"
@@ -58,7 +59,7 @@ def register_transformers() -> None:
 
     Example:
         >>> from importlib.util import find_spec
-        >>> from cute_kernels.nn import register_transformers
+        >>> from cute_kernels.models import register_transformers
         >>> if find_spec("transformers"):
         ...     register_transformers()
         ...     # model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cute_kernels")
@@ -103,6 +104,12 @@ def attend(
         expect(causal, NAME, "sliding_window", "be None without a causal mask", sliding_window)
         options["window"] = (sliding_window - 1, None)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    pages = getattr(key, PAGES, None)
+    if pages is not None:
+        packed = cu_seq_lens_q is not None or (attention_mask is not None and _is_packed(attention_mask))
+        expect(not packed, NAME, "packed sequences", "come without a PagedCache", "one")
+        expect(causal, NAME, "is_causal", "be true with a PagedCache", causal)
+        return pages.attend(q, k, v, _expect_keys(attention_mask), options), None
     starts = (cu_seq_lens_q, cu_seq_lens_k)
     if cu_seq_lens_q is not None:
         lengths = (max_length_q, max_length_k)
@@ -118,9 +125,7 @@ def attend(
 def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Of sequences whose keys are where ``mask`` says."""
     count = None
-    if keys is not None:
-        good = keys.dim() == 4 and keys.dtype is torch.int32
-        expect(good, NAME, "attention_mask", "be 2-D, (batch, tokens)", f"{keys.dtype} of shape {tuple(keys.shape)}")
+    if _expect_keys(keys) is not None:
         count, columns = keys[:, 0, 0, 0].contiguous(), keys[:, 0, 0, 1:]
         if columns.shape[1]:
             rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
@@ -130,6 +135,14 @@ def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: 
     if count is None or differentiates(q, k, v):
         return attention(q, k, v, seqused_k=count, **options)
     return attention_with_kv_cache(q, k, v, cache_seqlens=count, **options)  # fast for few queries, too
+
+
+def _expect_keys(keys: Tensor | None) -> Tensor | None:
+    """Raise ValueError unless it is ``mask``'s, and no mask of the user's."""
+    if keys is not None:
+        good = keys.dim() == 4 and keys.dtype is torch.int32
+        expect(good, NAME, "attention_mask", "be 2-D, (batch, tokens)", f"{keys.dtype} of shape {tuple(keys.shape)}")
+    return keys
 
 
 def _is_packed(found: Tensor) -> bool:

@@ -5,8 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from cute_kernels.nn import transformers as ours  # noqa: E402
-from tests.nn.transformers_cases import CONFIGS, alone, generated, make_model, padded, prompts  # noqa: E402
+from cute_kernels.models import attention as ours  # noqa: E402
+from tests.models.cases import CONFIGS, alone, generated, make_model, padded, prompts  # noqa: E402
 
 CLOSE = dict(atol=2e-5, rtol=1e-4)
 

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from cute_kernels.nn import register_transformers
+from cute_kernels.models import prepare, register_transformers
 
 SIZES = dict(
     vocab_size=96,
@@ -19,6 +19,7 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=None,
 )
+NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WINDOW = 6
 HALF_SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 CONFIGS = {
@@ -34,11 +35,31 @@ CONFIGS = {
     ),
 }
 
+# Those of ``models.prepare``
+FAMILIES = {
+    **{name: CONFIGS[name] for name in ("llama", "qwen3", "mistral", "gemma3")},
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, **HALF_SLIDING, query_pre_attn_scalar=64, attn_logit_softcapping=20.0, final_logit_softcapping=5.0
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=4.0, attention_multiplier=0.1),
+    "glm4": lambda: transformers.Glm4Config(**SIZES),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=SIZES["vocab_size"], n_embd=128, n_layer=2, n_head=2, n_inner=192, **NO_DROPOUT
+    ),
+}
 
-def make_model(name, device="cpu", dtype=torch.float32, implementation="cute_kernels"):
+
+def make_prepared(name, device="cpu", dtype=torch.bfloat16, **options):
+    return prepare(make_model(name, device, dtype, configs=FAMILIES), **options)
+
+
+def make_model(name, device="cpu", dtype=torch.float32, implementation="cute_kernels", configs=None):
     register_transformers()
     torch.manual_seed(0)
-    config = CONFIGS[name]()
+    config = (configs or CONFIGS)[name]()
     config._attn_implementation = implementation
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

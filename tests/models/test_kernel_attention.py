@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from cute_kernels import batch_invariant  # noqa: E402
 from tests.attention.cases import BF16  # noqa: E402
-from tests.nn.transformers_cases import CONFIGS, WINDOW, alone, generated, make_model, padded, prompts  # noqa: E402
+from tests.models.cases import CONFIGS, WINDOW, alone, generated, make_model, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
 # Of their experts, one after the other, the results are added in place

@@ -1,0 +1,88 @@
+"""The families of models that are known: how their norms weigh, and what their logits are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from cute_kernels.runtime.checks import fail
+
+
+class Family(NamedTuple):
+    """``weight_offset``: of its RMSNorms, None where it has none."""
+
+    weight_offset: float | None = 0.0
+
+
+# By the config's model_type
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "mistral": Family(),
+    "phi3": Family(),
+    "olmo2": Family(),
+    "granite": Family(),
+    "glm4": Family(),
+    "gemma2": Family(1.0),
+    "gemma3_text": Family(1.0),
+    "gpt2": Family(None),
+}
+# Why others are not among them
+EXPERTS = "its experts are not covered yet"
+STATES = "linear attention and state spaces are not covered"
+REFUSED = {
+    **dict.fromkeys(("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"), EXPERTS),
+    **dict.fromkeys(("qwen3_next", "falcon_h1", "mamba", "mamba2"), STATES),
+}
+
+
+class Head(NamedTuple):
+    """Logits are ``softcap * tanh(scale * x weight^T / softcap)``, without a softcap ``scale * x weight^T``."""
+
+    weight: Tensor
+    scale: float
+    softcap: float
+
+
+def model_of(op: str, model: nn.Module) -> Any:
+    """The model of transformers: itself, or what peft has wrapped.
+
+    Raises:
+        TypeError: it is none.
+    """
+    found = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not (hasattr(found, "get_output_embeddings") and hasattr(found, "config") and hasattr(found, "base_model")):
+        fail(op, "model", "be a causal language model of transformers", type(model).__name__, TypeError)
+    return found
+
+
+def family_of(op: str, model: Any) -> Family:
+    """Its family.
+
+    Raises:
+        ValueError: its model_type is not known.
+    """
+    name = model.config.model_type
+    if name not in FAMILIES:
+        why = f": {REFUSED[name]}" if name in REFUSED else ""
+        fail(op, "model", f"be of a model_type in {', '.join(FAMILIES)}", f"{name!r}{why}")
+    return FAMILIES[name]
+
+
+def head_of(op: str, model: Any) -> Head:
+    """How the hidden states of a known model become logits.
+
+    Raises:
+        ValueError: the family is not known, or the head is no matrix alone (a bias, an adapter).
+    """
+    family_of(op, model)
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        fail(op, "model's output embedding", "be a linear layer", type(head).__name__)
+    if head.bias is not None:
+        fail(op, "model's output embedding", "have no bias", "one that has")
+    config = model.config
+    scale = 1.0 / getattr(config, "logits_scaling", 1.0)
+    return Head(head.weight, scale, getattr(config, "final_logit_softcapping", None) or 0.0)

@@ -1,0 +1,101 @@
+"""prepare: a model of transformers computes by this library, and says what of it cannot."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from cute_kernels.models.attention import NAME, register_transformers
+from cute_kernels.models.families import family_of, head_of, model_of
+from cute_kernels.nn import RMSNorm
+from cute_kernels.runtime.checks import fail
+
+OP = "models.prepare"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class HeadsNorm(RMSNorm):
+    """RMSNorm that also takes (B, heads, S, D) which lies as (B, S, heads, D), as attention's norms are given it."""
+
+    def forward(self, x, residual=None):
+        if x.dim() == 4 and not x.is_contiguous():
+            return super().forward(x.transpose(1, 2), residual).transpose(1, 2)
+        return super().forward(x, residual)
+
+
+def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: bool = True) -> Model:
+    """Let a causal language model of transformers attend by ``attention``, and check that its rows can be invariant.
+
+    Prepare both sides of a comparison, trainer and roll-out, alike: ``norms`` changes bits.
+
+    Args:
+        model: a causal language model of transformers, version 5, or peft's model of one. It is changed in place.
+        norms: replace its RMSNorms by ``nn.RMSNorm``, which share the weights: one kernel, and one rounding less
+            where the model rounds before it multiplies by the weight.
+        log_prob: check that ``log_prob`` and ``generate`` know its head.
+        strict: False: only let it attend by ``attention``, whatever the model; no norms, no checks.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: transformers is not installed, or older.
+        TypeError: no model of transformers.
+        ValueError: a model_type that is not known; rotary embeddings whose frequencies depend on the longest sequence
+            of the batch (rope_type "dynamic", and "longrope" beyond the original length); dropout; a head with a bias.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from cute_kernels import models
+        >>> config = LlamaConfig(
+        ...     vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1
+        ... )
+        >>> model = models.prepare(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        >>> model.config._attn_implementation, type(model.model.norm).__name__
+        ('cute_kernels', 'HeadsNorm')
+    """
+    register_transformers()
+    found = model_of(OP, model)
+    if strict:
+        family = family_of(OP, found)
+        _check_positions(found.config)
+        _check_dropout(found)
+        if log_prob:
+            head_of(OP, found)
+    found.set_attn_implementation(NAME)
+    if strict and norms and family.weight_offset is not None:
+        _swap_norms(found, family.weight_offset)
+    return model
+
+
+def _check_positions(config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    for some in by_kind:
+        kind, original = some.get("rope_type", "default"), some.get("original_max_position_embeddings")
+        beyond = original is None or config.max_position_embeddings > original
+        if kind == "dynamic" or (kind == "longrope" and beyond):
+            expected = "have frequencies that do not depend on the batch's longest sequence"
+            fail(OP, "model's rotary embedding", expected, f"rope_type {kind!r}")
+
+
+def _check_dropout(model: Any) -> None:
+    for name, module in model.named_modules():
+        p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if isinstance(p, float) and p > 0.0:
+            fail(OP, "model's dropout", "be 0: it is drawn by place in the batch", f"{p} in {name}")
+
+
+def _swap_norms(model: nn.Module, weight_offset: float) -> None:
+    """Of classes called ...RMSNorm of transformers, which have a weight and an eps."""
+    for parent in list(model.modules()):
+        for name, old in list(parent.named_children()):
+            if not type(old).__name__.endswith("RMSNorm") or isinstance(old, RMSNorm):
+                continue
+            eps = old.variance_epsilon if hasattr(old, "variance_epsilon") else old.eps  # type: ignore[union-attr]
+            new = HeadsNorm(old.weight.shape[0], eps=eps, weight_offset=weight_offset, device="meta")
+            new.weight = old.weight
+            new.train(old.training)
+            setattr(parent, name, new)

@@ -1,0 +1,248 @@
+"""models by references: what prepare refuses and changes, what generate is given, and its ends."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from cute_kernels import models, nn  # noqa: E402
+from tests.models.cases import SIZES, make_model, make_prepared, padded, prompts  # noqa: E402
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_prepared("llama")
+
+
+@pytest.fixture
+def ids():
+    return padded(prompts((5, 3)), left=False)
+
+
+SEEDS = torch.tensor([1, 2])
+
+
+def generate(model, ids, **options):
+    options = {"seeds": SEEDS, "attention_mask": ids[1], "max_new_tokens": 4, "eos_token_id": [], **options}
+    return models.generate(model, ids[0], **options)
+
+
+BAD = {
+    "seeds of another length": ({"seeds": torch.tensor([1])}, ValueError, r"seeds must have shape \(2,\) on cpu, got"),
+    "seeds in fp32": ({"seeds": torch.ones(2)}, TypeError, "seeds must have dtype int64"),
+    "no tokens": ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be positive, got 0"),
+    "no number of tokens": ({"max_new_tokens": None}, TypeError, "max_new_tokens must be an int, got None"),
+    "a cache": ({"cache": "dynamic"}, ValueError, "cache must be 'paged' or 'static', got 'dynamic'"),
+    "a gap": (
+        {"attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1] * 5])},
+        ValueError,
+        "attention_mask must have tokens in each row, without a gap",
+    ),
+    "an empty prompt": (
+        {"attention_mask": torch.tensor([[0] * 5, [1] * 5])},
+        ValueError,
+        "attention_mask must have tokens in each row",
+    ),
+    "another mask": ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask must have shape \(2, 5\)"),
+    "top_p": ({"top_p": 0.0}, ValueError, r"top_p must be None or in \(0, 1\], got 0.0"),
+    "temperature": ({"temperature": -1.0}, ValueError, "temperature must be at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name, model, ids):
+    changes, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        generate(model, ids, **changes)
+
+
+def test_models_that_generate_does_not_take(ids, model):
+    other = make_model("llama", dtype=BF16, implementation="eager")
+    with pytest.raises(ValueError, match=r"model must be prepared \(models.prepare\)"):
+        generate(other, ids)
+    beams = copy.copy(model)
+    beams.generation_config = copy.copy(model.generation_config)
+    beams.generation_config.num_beams = 2
+    with pytest.raises(ValueError, match="have no beam search, got num_beams 2"):
+        generate(beams, ids)
+    with pytest.raises(TypeError, match="model must be a causal language model of transformers, got Linear"):
+        generate(torch.nn.Linear(2, 2), ids)
+
+
+def test_prepare_refuses_by_name():
+    experts = make_model("gpt_oss", implementation="eager")
+    experts.config.model_type = "jamba"
+    with pytest.raises(ValueError, match="model must be of a model_type in llama, .*, got 'jamba'"):
+        models.prepare(experts)
+    assert models.prepare(experts, strict=False).config._attn_implementation == "cute_kernels"
+    experts.config.model_type = "qwen3_next"
+    with pytest.raises(ValueError, match="'qwen3_next': linear attention and state spaces are not covered"):
+        models.prepare(experts)
+    with pytest.raises(ValueError, match="dropout must be 0: it is drawn by place in the batch, got 0.1 in"):
+        models.prepare(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=1))
+        )
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+    with pytest.raises(ValueError, match="rotary embedding must .*, got rope_type 'dynamic'"):
+        models.prepare(transformers.LlamaForCausalLM(config))
+    biased = make_model("llama")
+    biased.lm_head = torch.nn.Linear(128, 96)
+    with pytest.raises(ValueError, match="output embedding must have no bias"):
+        models.prepare(biased)
+    assert models.prepare(biased, log_prob=False, norms=False) is biased
+    assert not any(isinstance(module, nn.RMSNorm) for module in biased.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_norms_are_ours_and_share_weights(name):
+    """Of the same results, but for a rounding; state and gradients as before. Preparing again changes nothing."""
+    model, (row,) = make_model(name), prompts((7,))
+    state = list(model.state_dict())
+    with torch.no_grad():
+        wanted = model(row[None]).logits
+    models.prepare(models.prepare(model))
+    ours = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
+    theirs = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert len(ours) >= 2 * 4 + 1 and set(theirs) <= set(ours)
+    found = copy.deepcopy(model)(row[None]).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    assert list(model.state_dict()) == state
+    model(row[None]).logits.sum().backward()
+    assert all(norm.weight.grad is not None for norm in ours)
+
+
+def test_log_prob_is_that_of_the_logits(model):
+    (row,) = prompts((9,))
+    log_prob, entropy = models.log_prob(model, row[None], row[None], temperature=0.5)
+    with torch.no_grad():
+        wanted = (model(row[None]).logits.float() / 0.5).log_softmax(-1)[0, :-1]
+    torch.testing.assert_close(log_prob[0, 1:], wanted.gather(1, row[1:, None]).squeeze(1), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(entropy[0, 1:], -(wanted.exp() * wanted).sum(1), atol=0.05, rtol=0.05)
+    assert log_prob[0, 0] == 0.0 and log_prob.requires_grad
+    with pytest.raises(ValueError, match="position_ids must count the tokens of attention_mask"):
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+        models.log_prob(model, row[None], row[None], attention_mask=torch.ones(1, 9), position_ids=positions)
+    with pytest.raises(ValueError, match=r"labels must have shape \(1, 9\)"):
+        models.log_prob(model, row[None], row[None, 1:])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_the_logits_scale_and_softcap(name):
+    model, (row,) = make_prepared(name), prompts((9,))
+    with torch.no_grad():
+        log_prob, _ = models.log_prob(model, row[None], row[None])
+        wanted = model(row[None]).logits.float().log_softmax(-1)[0, :-1].gather(1, row[1:, None])
+    torch.testing.assert_close(log_prob[0, 1:], wanted.squeeze(1), atol=0.06, rtol=0.05)
+
+
+def test_the_ends_of_sequences(model, ids):
+    whole = generate(model, ids, temperature=0.0)
+    end = whole.tokens[0, 1].item()
+    found = generate(model, ids, temperature=0.0, eos_token_id=end, pad_token_id=95)
+    length = whole.tokens[0].tolist().index(end) + 1
+    assert found.lengths[0] == length and (found.tokens[0, length:] == 95).all()
+    assert (found.log_probs[0, length:] == 0).all()
+    both = {t.item() for t in whole.tokens[:, 0]}
+    short = generate(model, ids, temperature=0.0, eos_token_id=list(both))
+    assert short.tokens.shape == (2, 1) and (short.lengths == 1).all()
+    seen = []
+
+    def stop(ids, logits):
+        seen.append((ids, logits))
+        return torch.tensor([True, ids.shape[1] >= 7])
+
+    found = generate(model, ids, temperature=0.0, stop=stop)
+    assert found.lengths.tolist() == [1, 2] and found.tokens.shape == (2, 2)
+    assert seen[0][0].shape == (2, 6) and seen[0][1].dtype is torch.float32
+    assert seen[0][0][1].tolist() == [0, 0, *ids[0][1, :3].tolist(), whole.tokens[1, 0].item()]  # padded left
+
+
+def test_what_chooses_tokens(model, ids):
+    """The most probable one at temperature 0, processors, the generation_config, other seeds."""
+    greedy = generate(model, ids, temperature=0.0)
+    with torch.no_grad():
+        logits = model(ids[0][:1]).logits[0, -1]
+    assert greedy.tokens[0, 0] == logits.argmax()
+    top = generate(model, ids, temperature=2.0, top_k=1)
+    assert torch.equal(top.tokens, greedy.tokens) and not torch.equal(top.log_probs, greedy.log_probs)
+
+    def only_three(ids, logits):
+        return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([3]), 0.0)
+
+    assert (generate(model, ids, logits_processors=[only_three]).tokens == 3).all()
+    drawn, others = generate(model, ids), generate(model, ids, seeds=SEEDS + 1)
+    assert not torch.equal(drawn.tokens, others.tokens)
+    configured = copy.copy(model)
+    configured.generation_config = transformers.GenerationConfig(top_k=1, max_new_tokens=2, eos_token_id=None)
+    found = models.generate(configured, ids[0], seeds=SEEDS, attention_mask=ids[1])
+    assert torch.equal(found.tokens, greedy.tokens[:, :2])
+
+
+def test_paged_cache(model):
+    """Chunks, padding on the left, crop, selected and repeated sequences: the logits of one forward."""
+    rows = prompts((9, 6))
+    wanted = [model(row[None]).logits[0, -1] for row in rows]
+    ids, present = padded(rows, left=True)
+    cache = models.PagedCache(model.config, pages=4, page_size=16)
+    positions = (present.cumsum(1) - 1).clamp(min=0)
+
+    def forward(columns, cache, rows=slice(None)):
+        options = {"attention_mask": present[rows, : columns.stop], "position_ids": positions[rows, columns]}
+        with torch.no_grad():
+            return model(ids[rows, columns], past_key_values=cache, **options).logits[:, -1]
+
+    for columns in (slice(0, 4), slice(4, 8), slice(8, 9)):
+        found = forward(columns, cache)
+    close = dict(atol=0.05, rtol=0.05)
+    torch.testing.assert_close(found, torch.stack(wanted), **close)
+    assert cache.get_seq_length() == 9 and cache.layers[0].lengths.tolist() == [9, 6]
+    assert cache.get_max_length() == 32
+    cache.crop(-1)
+    assert torch.equal(forward(slice(8, 9), cache), found)
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(forward(slice(8, 9), cache, [1, 0]), found.flip(0))
+    cache.crop(-1)
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(forward(slice(8, 9), cache, [1, 1, 0, 0]), found[[1, 1, 0, 0]])
+    cache.batch_select_indices(torch.tensor([2]))
+    assert cache.batch_size == 1 and cache.layers[1].lengths.tolist() == [9]
+    cache.keep(torch.tensor([3]))
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.layers[1].lengths.tolist() == [0]
+
+
+def test_paged_cache_refuses(model):
+    ids = torch.ones(2, 20, dtype=torch.int64)
+    new = models.PagedCache
+    with pytest.raises(ValueError, match="page_size must be 16, 32, 64 or a multiple of 128, got 100"):
+        new(model.config, 4, 100)
+    with pytest.raises(ValueError, match="config must be of a model that attends by 'cute_kernels', got 'eager'"):
+        new(make_model("llama", implementation="eager").config, 4)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="pages must be at least 4, got 2"):
+            model(ids, past_key_values=new(model.config, 2, 16))
+        cache = new(model.config, 4, 16)
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="the batch must have 2 sequences, as before, got 1"):
+            model(ids[:1], past_key_values=cache)
+        model.set_attn_implementation("sdpa")
+        cache.reset()
+        model(ids, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="were not attended to by 'cute_kernels'"):
+            model(ids[:, :1], past_key_values=cache)
+        model.set_attn_implementation("cute_kernels")
+
+
+def test_generate_of_transformers_by_a_paged_cache(model):
+    """Its tokens are those by its own cache."""
+    ids, present = padded(prompts((9, 6)), left=True)
+    options = dict(attention_mask=present, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    wanted = model.generate(ids, **options)
+    cache = models.PagedCache(model.config, pages=2, page_size=16)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), wanted)
