@@ -1,5 +1,6 @@
 """Experts: routing, plans of rows, ways there and back, the gate, the layer; deterministic, batch-invariant."""
 
+from cute_kernels.moe.expert_parallel import ExpertParallel
 from cute_kernels.moe.op import (
     Plan,
     Routing,
@@ -16,6 +17,7 @@ from cute_kernels.moe.op import (
 from cute_kernels.moe.transformers import register_with_transformers
 
 __all__ = [
+    "ExpertParallel",
     "Plan",
     "Routing",
     "combine",

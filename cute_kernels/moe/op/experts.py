@@ -101,8 +101,22 @@ def experts(
     tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
     options = indices.to(torch.int32).contiguous(), segments, transposed, gate, align
     if differentiates(*tensors):
-        return apply(_ExpertsFunction, *tensors, *options)
-    return _forward(*tensors, *options)[0]
+        return apply(_ExpertsFunction, *tensors, *options, True)
+    return _forward(*tensors, *options, True)[0]
+
+
+def rows_of_experts(
+    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *options: object
+) -> Tensor:
+    """Of rows x (N, H) with an expert (N, 1) each the experts' results (N, H), for a combine elsewhere.
+
+    Its gradient is to be asked of results that are weighted, as those of ``experts`` are: the incoming one is that of
+    the weighted sum, and ``weights`` (N, 1) are for the backward alone. ``options``: segments, transposed, gate, align.
+    """
+    tensors = x, weights, gate_up, down, None, None
+    if differentiates(*tensors):
+        return apply(_ExpertsFunction, *tensors, indices, *options, False)
+    return _forward(*tensors, indices, *options, False)[0]
 
 
 def _by_steps(
@@ -144,6 +158,7 @@ def _forward(
     transposed: bool,
     gate: Gate,
     align: int,
+    weighted: bool,
 ) -> tuple[Tensor, Tensor, Plan]:
     """y, gate_up's products and the plan."""
     mode = mode_of(x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments)
@@ -156,14 +171,15 @@ def _forward(
     z = product(gathered(mode, x, rows), first, rows.offs, x.dtype)
     h = gated(mode, z, gate, rows.slots, Bias.of(indices, gate_up_bias))
     y = product(h, second, rows.offs, x.dtype)
-    return combined(mode, y, rows, weights, *Bias.of(indices, down_bias)), z, rows
+    return combined(mode, y, rows, weights if weighted else None, *Bias.of(indices, down_bias)), z, rows
 
 
 class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments, transposed, gate, align):
+    def forward(ctx, x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments, *options):
         tensors = x, weights, gate_up, down, gate_up_bias, down_bias
-        y, z, rows = _forward(*tensors, indices, segments, transposed, gate, align)
+        y, z, rows = _forward(*tensors, indices, segments, *options)
+        transposed, gate, *_ = options
         indices = None if gate_up_bias is down_bias is None else indices
         ctx.save_for_backward(*tensors, indices, z, *rows)
         ctx.options = transposed, gate
@@ -213,7 +229,7 @@ class _ExpertsFunction(torch.autograd.Function):
         if needs_x:
             dx = combined(mode, product(dz, first, rows.offs, x.dtype), rows, None)
         gradients = dx, dweights if needs_weights else None, dgate_up, ddown, dgate_up_bias, ddown_bias
-        return *gradients, *[None] * 5
+        return *gradients, *[None] * 6
 
 
 def _bias_gradient(
