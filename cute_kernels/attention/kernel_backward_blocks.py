@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from cute_kernels.attention.kernel_forward_sm90 import opaque
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
+from cute_kernels.attention.kernel_threads import opaque
 
 
 class Block(NamedTuple):

@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import const_expr
 
 from cute_kernels.attention.kernel_backward_tiles import WARP_SIZE
-from cute_kernels.attention.kernel_forward_sm90 import opaque, partition
+from cute_kernels.attention.kernel_matrices import partition
 from cute_kernels.attention.kernel_row_backward import scaled
+from cute_kernels.attention.kernel_threads import opaque
 
 
 class BackwardEpilogue:

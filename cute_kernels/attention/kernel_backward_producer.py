@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.attention.config import PADDED_ROWS
 from cute_kernels.attention.kernel_backward_blocks import Block
-from cute_kernels.attention.kernel_forward_sm90 import partition
+from cute_kernels.attention.kernel_matrices import partition
 
 
 class BackwardProducer:

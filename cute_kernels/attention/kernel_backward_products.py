@@ -12,9 +12,9 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_backward_blocks import Block
 from cute_kernels.attention.kernel_backward_tiles import ADDERS, VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS
-from cute_kernels.attention.kernel_forward_sm90 import opaque, row_of_thread
 from cute_kernels.attention.kernel_row import ROWS, cap, column_of, first_column
 from cute_kernels.attention.kernel_row_backward import hide_queries, score_gradient, through_tanh, weight
+from cute_kernels.attention.kernel_threads import opaque, row_of_thread
 
 HIDDEN = 1 << 30  # a column behind all
 

@@ -51,7 +51,7 @@ from cute_kernels.attention.kernel_backward_tiles import (
     WARPGROUPS,
     BackwardTiles,
 )
-from cute_kernels.attention.kernel_forward_sm90 import by_rows, ragged
+from cute_kernels.attention.kernel_matrices import by_rows, ragged
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
 

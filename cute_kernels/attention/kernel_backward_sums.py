@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_backward_blocks import Block
 from cute_kernels.attention.kernel_backward_tiles import ADDERS, VECTOR, WARPGROUP, WARPGROUPS
-from cute_kernels.attention.kernel_forward_sm90 import opaque
+from cute_kernels.attention.kernel_threads import opaque
 
 
 class BackwardSums:

@@ -21,7 +21,7 @@ from cute_kernels.attention.kernel_backward_tiles import (
     WARPGROUPS,
     BackwardTiles,
 )
-from cute_kernels.attention.kernel_forward_sm90 import by_rows, partition, ragged
+from cute_kernels.attention.kernel_matrices import by_rows, partition, ragged
 from cute_kernels.attention.kernel_row_backward import scaled_and_flushed
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
 from cute_kernels.common.dtypes import cutlass_dtype

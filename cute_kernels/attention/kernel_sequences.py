@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.kernel_forward_sm90 import RAGGED_ROWS
+from cute_kernels.attention.kernel_matrices import RAGGED_ROWS
 
 
 class Sequences(NamedTuple):

@@ -1,0 +1,109 @@
+"""Items of work over a cache: which there are follows from the lengths on the device; a CTA takes them in turn.
+
+An item is a tile of 64 rows of a sequence and a split of its keys (``sequential``: all its splits).
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.attention.config import WARPGROUP_ROWS
+from cute_kernels.attention.kernel_threads import WARP_SIZE, sum_to_lane
+
+
+class Rows(NamedTuple):
+    """The rows of a tile.
+
+    Attributes:
+        tile: which of the sequence's.
+        queries, keys: of the sequence.
+        pair: head of keys and values.
+        dense, first_query: where the sequence begins in q and out.
+        row_id: of the tile's first row in the workspace.
+    """
+
+    tile: Int32
+    queries: Int32
+    keys: Int32
+    pair: Int32
+    dense: Int32
+    first_query: Int32
+    row_id: Int32
+
+
+class DecodeItems:
+    """A part of a kernel over a cache.
+
+    It has ``packed``, ``sequential``, ``block``, ``split_blocks``, and of a call ``cache_seqlens``, ``cu_seqlens_q``,
+    ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``, ``pairs``, ``lane``.
+    """
+
+    def rows_of(self, sequence: Int32) -> tuple:
+        """(The sequence's first query, how many, keys), queries counted in their tensor."""
+        if const_expr(self.packed):
+            first = self.cu_seqlens_q[sequence]
+            queries = self.cu_seqlens_q[sequence + 1] - first
+        else:
+            first, queries = Int32(0), Int32(self.len_dense)
+        keys = cutlass.min(self.cache_seqlens[sequence] + self.appended * queries, self.max_seqlen_k)
+        return first, queries, keys
+
+    def blocks_of(self, first_place: Int32, last_place: Int32, keys: Int32) -> tuple:
+        """(First, last + 1) of the blocks that rows at these places see: one at least."""
+        last = cute.ceil_div(cutlass.max(cutlass.min(last_place + self.right + 1, keys), 1), self.block)
+        return cutlass.min(cutlass.max(first_place - self.left, 0) // self.block, last - 1), last
+
+    def splits_of(self, queries: Int32, keys: Int32) -> tuple:
+        """(First, how many) of the splits that a sequence's rows see; ``sequential`` has them as one."""
+        first, last = self.blocks_of(keys - queries, keys - 1, keys)
+        first = first // self.split_blocks
+        number = Int32(1) if const_expr(self.sequential) else cute.ceil_div(last, self.split_blocks) - first
+        return first, number
+
+    @cute.jit
+    def locate(self, item: Int32):
+        """(Sequence of an item, which of its items it is, items of all sequences)."""
+        sequence, number, before = Int32(0), Int32(0), Int32(0)
+        for first in cutlass.range(0, self.batch, WARP_SIZE, unroll=1):
+            items = Int32(0)
+            if first + self.lane < self.batch:
+                _, queries, keys = self.rows_of(first + self.lane)
+                _, splits = self.splits_of(queries, keys)
+                items = cute.ceil_div(queries * self.group, WARPGROUP_ROWS) * self.pairs * splits
+            behind = sum_to_lane(items, self.lane)
+            of_group = cute.arch.shuffle_sync(behind, offset=WARP_SIZE - 1)
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + behind <= item))
+            skipped = cute.arch.shuffle_sync(behind - items, offset=cutlass.min(passed, WARP_SIZE - 1))
+            if item >= before:
+                if item < before + of_group:
+                    sequence, number = first + passed, item - before - skipped
+            before += of_group
+        return sequence, number, before
+
+    @cute.jit
+    def item_at(self, item: Int32):
+        """(Sequence, pair, tile, first query, queries, keys, blocks of the tile from and to, of the item from and to).
+
+        An item without blocks is of a split that its tile does not see.
+        """
+        sequence, number, _ = self.locate(item)
+        first_query, queries, keys = self.rows_of(sequence)
+        first_split, _ = self.splits_of(queries, keys)
+        tiles = cute.ceil_div(queries * self.group, WARPGROUP_ROWS)
+        tile, number = number % tiles, number // tiles
+        pair, split = number % self.pairs, first_split + number // self.pairs
+        places = self.places_of(tile, queries, keys)
+        of_tile = self.blocks_of(places[0], places[1], keys)
+        first, last = of_tile
+        if const_expr(not self.sequential):
+            first = cutlass.max(first, split * self.split_blocks)
+            last = cutlass.min(last, (split + 1) * self.split_blocks)
+        return sequence, pair, tile, first_query, queries, keys, of_tile[0], of_tile[1], first, last
+
+    def places_of(self, tile: Int32, queries: Int32, keys: Int32) -> tuple:
+        """Places of a tile's first and last row."""
+        last_row = cutlass.min((tile + 1) * WARPGROUP_ROWS, queries * self.group) - 1
+        before = keys - queries
+        return tile * WARPGROUP_ROWS // self.group + before, last_row // self.group + before

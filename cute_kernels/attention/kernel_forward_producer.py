@@ -1,0 +1,55 @@
+"""The warp of the SM90 forward that loads: queries of its tiles, blocks of keys and values."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.attention.config import WARPGROUP_ROWS
+from cute_kernels.attention.kernel_forward_tiles import Blocks, ForwardTiles
+from cute_kernels.attention.kernel_matrices import partition
+from cute_kernels.attention.kernel_rings import Rings
+
+
+class ForwardProducer(ForwardTiles, Rings):
+    """A part of the kernel, which has the shared memory and the barriers that are named here."""
+
+    @cute.jit
+    def load(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+    ):
+        """q and the blocks of k and v of each tile; k one block ahead, as it is used. Rows that do not exist are 0."""
+        count, tiles = Int32(0), Int32(0)
+        for turn in cutlass.range(self.turns):
+            tile = self.tile_at(turn)
+            blocks = Blocks(*self.blocks_of(tile, Int32(0)))
+            if blocks.end > 0:
+                pair = tile.head // self.group
+                q = cute.domain_offset((tile.first_q, 0), mQ[None, None, tile.head, tile.batch_q])
+                k = cute.domain_offset((tile.first_k, 0), mK[None, None, pair, tile.batch_k])
+                v = cute.domain_offset((0, tile.first_k), mV[None, None, pair, tile.batch_k])
+                tQsQ, tQgQ = partition(tma_q, self.sQ, q, (WARPGROUP_ROWS, self.head_size))
+                tKsK, tKgK = partition(tma_k, self.sK, k, (self.block, self.head_size))
+                tVsV, tVgV = partition(tma_v, self.sV, v, (self.head_size_v, self.block))
+                gK, gV = tKgK[None, None, 0], tVgV[None, 0, None]
+                k_bytes, v_bytes = (const_expr(2 * self.block * size) for size in self.spec.sizes)
+                first, end = blocks.first, blocks.end
+                start = count - first  # of a block's number in the rings
+                self.load_block(tma_k, gK, tKsK, first, count, self.k_full, self.k_empty, k_bytes)
+                cute.arch.mbarrier_wait(self.q_empty, tiles % 2 ^ 1)
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.q_full, 2 * self.tile_rows * self.head_size)
+                for wg in cutlass.range_constexpr(self.warpgroups):
+                    source = tQgQ[None, tile.m * self.warpgroups + wg, 0]
+                    cute.copy(tma_q, source, tQsQ[None, wg], tma_bar_ptr=self.q_full)
+                for n in cutlass.range(first + 1, end, unroll=1):
+                    self.load_block(tma_k, gK, tKsK, n, start + n, self.k_full, self.k_empty, k_bytes)
+                    self.load_block(tma_v, gV, tVsV, n - 1, start + n - 1, self.v_full, self.v_empty, v_bytes)
+                self.load_block(tma_v, gV, tVsV, end - 1, start + end - 1, self.v_full, self.v_empty, v_bytes)
+                count += end - first
+                tiles += 1
