@@ -48,90 +48,104 @@ class Cache(NamedTuple):
 
 def check_cache(q: Tensor, cache: Cache, dtypes: tuple[torch.dtype, ...] = REFERENCE_DTYPES) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got. Values on the device are not looked at."""
+    k_cache, v_cache, seqlens, page_table, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k = cache
     expect_floats(OP, "q", q, dtypes)
-    packed, paged = cache.cu_seqlens_q is not None, cache.page_table is not None
+    packed, paged = cu_seqlens_q is not None, page_table is not None
+    of_q, dtype, device = q.shape, q.dtype, q.device  # each time it is asked for it takes 0.1 us
     rows = "(all queries, heads, head size)" if packed else "(batch, queries, heads, head size)"
-    if q.dim() != 4 - packed:
-        fail(OP, "q", f"have shape {rows}", tuple(q.shape))
-    heads, d = q.shape[-2:]
+    if len(of_q) != 4 - packed:
+        fail(OP, "q", f"have shape {rows}", tuple(of_q))
+    heads, d = of_q[-2], of_q[-1]
     if not 0 < d <= MAX_HEAD_SIZE or d % 8:
         fail(OP, "q", f"have a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}", d)
-    _check_operand(
-        "k_cache", cache.k, q, 4, "(pages, page size, heads, head size)" if paged else "(batch, keys, heads, head size)"
-    )
-    _check_operand("v_cache", cache.v, q, 4, "k_cache's shape but for the head size")
-    _check_ints("cache_seqlens", cache.seqlens, 1, q.device)
-    batch, pairs, dv = cache.seqlens.shape[0], cache.k.shape[2], cache.v.shape[3]
-    if cache.k.shape[3] != d:
-        fail(OP, "k_cache", f"have q's head size {d}", cache.k.shape[3])
-    if cache.v.shape[:3] != cache.k.shape[:3]:
-        fail(OP, "v_cache", f"have shape ({', '.join(map(str, cache.k.shape[:3]))}, head size)", tuple(cache.v.shape))
+    places = "(pages, page size, heads, head size)" if paged else "(batch, keys, heads, head size)"
+    capacity, length, pairs, of_d = of_k = _check_operand("k_cache", k_cache, dtype, device, 4, places)
+    of_v = _check_operand("v_cache", v_cache, dtype, device, 4, "k_cache's shape but for the head size")
+    dv = of_v[3]
+    batch = _check_ints("cache_seqlens", seqlens, 1, device)[0]
+    if of_d != d:
+        fail(OP, "k_cache", f"have q's head size {d}", of_d)
+    if of_v[0] != capacity or of_v[1] != length or of_v[2] != pairs:
+        fail(OP, "v_cache", f"have shape ({', '.join(map(str, of_k[:-1]))}, head size)", tuple(of_v))
     if not 0 < dv <= MAX_HEAD_SIZE or dv % 8:
         fail(OP, "v_cache", f"have a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}", dv)
     if not pairs or heads % pairs:
         fail(OP, "k_cache", f"have heads that divide q's {heads}", pairs)
-    if not packed and q.shape[0] != batch:
-        fail(OP, "q", f"be of cache_seqlens' {batch} sequences", q.shape[0])
+    if not packed and of_q[0] != batch:
+        fail(OP, "q", f"be of cache_seqlens' {batch} sequences", of_q[0])
     if paged:
-        _check_ints("page_table", cache.page_table, 2, q.device)
-        if cache.page_table.shape[0] != batch:
-            fail(OP, "page_table", f"be of cache_seqlens' {batch} sequences", cache.page_table.shape[0])
-        size = cache.k.shape[1]
-        if size not in PAGE_SIZES and (size <= 0 or size % PAGE_MULTIPLE):
-            fail(OP, "k_cache", f"have a page size of 16, 32, 64 or a multiple of {PAGE_MULTIPLE}", size)
-    elif cache.k.shape[0] != batch:
-        fail(OP, "k_cache", f"be of cache_seqlens' {batch} sequences", cache.k.shape[0])
+        tables, pages = _check_ints("page_table", page_table, 2, device)
+        if tables != batch:
+            fail(OP, "page_table", f"be of cache_seqlens' {batch} sequences", tables)
+        if length not in PAGE_SIZES and (length <= 0 or length % PAGE_MULTIPLE):
+            fail(OP, "k_cache", f"have a page size of 16, 32, 64 or a multiple of {PAGE_MULTIPLE}", length)
+        length *= pages
+    elif capacity != batch:
+        fail(OP, "k_cache", f"be of cache_seqlens' {batch} sequences", capacity)
     if packed:
-        _check_ints("cu_seqlens_q", cache.cu_seqlens_q, 1, q.device)
-        if cache.cu_seqlens_q.shape[0] != batch + 1:
-            fail(OP, "cu_seqlens_q", f"have shape ({batch + 1},)", tuple(cache.cu_seqlens_q.shape))
-        if cache.max_seqlen_q is None:
+        (starts,) = _check_ints("cu_seqlens_q", cu_seqlens_q, 1, device)
+        if starts != batch + 1:
+            fail(OP, "cu_seqlens_q", f"have shape ({batch + 1},)", (starts,))
+        if max_seqlen_q is None:
             fail(OP, "max_seqlen_q", "be given with cu_seqlens_q", None)
-    elif cache.max_seqlen_q is not None:
-        fail(OP, "max_seqlen_q", "be None without cu_seqlens_q", cache.max_seqlen_q)
-    for name, length in (("max_seqlen_q", cache.max_seqlen_q), ("max_seqlen_k", cache.max_seqlen_k)):
-        if length is not None and type(length) is not int:
-            fail(OP, name, "be an int", repr(length), TypeError)
-        if length is not None and length < 0:
-            fail(OP, name, "be at least 0", length)
-    if cache.max_seqlen_k is not None and cache.max_seqlen_k > cache.capacity:
-        fail(OP, "max_seqlen_k", f"be at most the cache's {cache.capacity}", cache.max_seqlen_k)
-    if (cache.new_k is None) != (cache.new_v is None):
-        missing, given = ("k", "v") if cache.new_k is None else ("v", "k")
-        fail(OP, missing, f"be given with {given}", None)
-    if cache.new_k is not None:
-        for name, new, size in (("k", cache.new_k, d), ("v", cache.new_v, dv)):
-            _check_operand(name, new, q, q.dim(), rows)
-            shape = (*q.shape[:-2], pairs, size)
-            if new.shape != shape:
-                fail(OP, name, f"have shape {tuple(shape)}", tuple(new.shape))
-    if q.stride(-1) != 1:
+    elif max_seqlen_q is not None:
+        fail(OP, "max_seqlen_q", "be None without cu_seqlens_q", max_seqlen_q)
+    if max_seqlen_q is not None:
+        _check_length("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        _check_length("max_seqlen_k", max_seqlen_k)
+        if max_seqlen_k > length:
+            fail(OP, "max_seqlen_k", f"be at most the cache's {length}", max_seqlen_k)
+    if k is not None or v is not None:
+        if k is None or v is None:
+            missing, given = ("k", "v") if k is None else ("v", "k")
+            fail(OP, missing, f"be given with {given}", None)
+        for name, new, size in (("k", k, d), ("v", v, dv)):
+            found = _check_operand(name, new, dtype, device, len(of_q), rows)
+            same_rows = found[0] == of_q[0] and (packed or found[1] == of_q[1])
+            if not same_rows or found[-2] != pairs or found[-1] != size:
+                fail(OP, name, f"have shape {(*of_q[:-2], pairs, size)}", tuple(found))
+    if q.stride()[-1] != 1:
         fail(OP, "q", "have a contiguous last dimension", f"stride {q.stride(-1)}")
 
 
-def _check_operand(name: str, t: object, q: Tensor, dims: int, shape: str) -> None:
-    expect_tensor(OP, name, t)
-    if t.dim() != dims:
-        fail(OP, name, f"have shape {shape}", tuple(t.shape))
-    if t.dtype is not q.dtype:
-        fail(OP, name, f"have q's dtype {q.dtype}", t.dtype, TypeError)
-    if t.device != q.device:
-        fail(OP, name, f"be on {q.device}", t.device)
-    if t.stride(-1) != 1:
+def _check_operand(name: str, t: object, dtype: torch.dtype, device: torch.device, dims: int, shape: str) -> torch.Size:
+    """Its shape."""
+    if not isinstance(t, Tensor) or t.layout is not torch.strided:
+        expect_tensor(OP, name, t)
+    found = t.shape
+    if len(found) != dims:
+        fail(OP, name, f"have shape {shape}", tuple(found))
+    if t.dtype is not dtype:
+        fail(OP, name, f"have q's dtype {dtype}", t.dtype, TypeError)
+    if t.device != device:
+        fail(OP, name, f"be on {device}", t.device)
+    if t.stride()[-1] != 1:
         fail(OP, name, "have a contiguous last dimension", f"stride {t.stride(-1)}")
+    return found
 
 
-def _check_ints(name: str, t: object, dims: int, device: torch.device) -> None:
-    """Numbers that the kernels read."""
-    expect_tensor(OP, name, t)
+def _check_ints(name: str, t: object, dims: int, device: torch.device) -> torch.Size:
+    """Numbers that the kernels read. Their shape."""
+    if not isinstance(t, Tensor) or t.layout is not torch.strided:
+        expect_tensor(OP, name, t)
+    found = t.shape
     if t.dtype is not torch.int32:
         fail(OP, name, "have dtype int32", t.dtype, TypeError)
-    if t.dim() != dims:
-        fail(OP, name, f"have {dims} dimension{'s' if dims > 1 else ''}", f"shape {tuple(t.shape)}")
-    if t.stride(-1) != 1 and t.shape[-1] > 1:
+    if len(found) != dims:
+        fail(OP, name, f"have {dims} dimension{'s' if dims > 1 else ''}", f"shape {tuple(found)}")
+    if t.stride()[-1] != 1 and found[-1] > 1:
         fail(OP, name, "be contiguous", f"strides {t.stride()}")
     if t.device != device:
         fail(OP, name, f"be on {device}", t.device)
+    return found
+
+
+def _check_length(name: str, length: object) -> None:
+    if type(length) is not int:
+        fail(OP, name, "be an int", repr(length), TypeError)
+    if length < 0:
+        fail(OP, name, "be at least 0", length)
 
 
 def check_options(
@@ -167,8 +181,8 @@ def check_options(
 
 def check_no_gradient(q: Tensor, cache: Cache, sinks: Tensor | None) -> None:
     """Raise ValueError if a gradient is wanted: there are none, and the cache is written to."""
-    tensors = (q, cache.k, cache.v, cache.new_k, cache.new_v, sinks)
-    if differentiates(*tensors):
+    if differentiates(q, cache.k, cache.v, cache.new_k, cache.new_v, sinks):
+        tensors = q, cache.k, cache.v, cache.new_k, cache.new_v, sinks
         for name, t in zip(("q", "k_cache", "v_cache", "k", "v", "sinks"), tensors, strict=True):
             if t is not None and t.requires_grad:
                 fail(OP, name, "not require a gradient, which attention over a cache has not", "requires_grad")
@@ -183,12 +197,13 @@ def check_cache_out(out: Tensor, q: Tensor, dv: int) -> None:
     expect_tensor(OP, "out", out)
     if out.dtype is not q.dtype:
         fail(OP, "out", f"have q's dtype {q.dtype}", out.dtype, TypeError)
-    shape = (*q.shape[:-1], dv)
-    if out.shape != shape:
-        fail(OP, "out", f"have shape {tuple(shape)}", tuple(out.shape))
+    of_q, found = q.shape, out.shape
+    same_rows = len(found) == len(of_q) and found[0] == of_q[0] and found[1] == of_q[1] and found[-2] == of_q[-2]
+    if not same_rows or found[-1] != dv:
+        fail(OP, "out", f"have shape {(*of_q[:-1], dv)}", tuple(found))
     if out.device != q.device:
         fail(OP, "out", f"be on {q.device}", out.device)
-    if out.stride(-1) != 1:
+    if out.stride()[-1] != 1:
         fail(OP, "out", "have a contiguous last dimension", f"stride {out.stride(-1)}")
 
 
@@ -220,18 +235,20 @@ def check_values(q: Tensor, cache: Cache) -> None:
 
 def check_cache_layout(q: Tensor, cache: Cache, out: Tensor | None) -> None:
     """Raise ValueError unless the kernels can address these: every row starts on 16 bytes."""
-    named = (("q", q), ("k_cache", cache.k), ("v_cache", cache.v), ("k", cache.new_k), ("v", cache.new_v), ("out", out))
-    for name, t in named:
+    tensors = q, cache.k, cache.v, cache.new_k, cache.new_v, out
+    addresses = strides = 0
+    for t in tensors:
+        if t is not None:
+            addresses |= t.data_ptr()
+            found = t.stride()
+            strides |= found[0] | found[1] if len(found) == 3 else found[0] | found[1] | found[2]
+    if not (addresses | strides * q.itemsize) & 15:
+        return
+    for name, t in zip(("q", "k_cache", "v_cache", "k", "v", "out"), tensors, strict=True):
         if t is None:
-            continue
-        strides, itemsize = t.stride()[:-1], t.itemsize
-        together = t.data_ptr()
-        for stride in strides:
-            together |= stride * itemsize
-        if not together & 15:
             continue
         if t.data_ptr() & 15:
             fail(OP, name, "start on 16 bytes", f"address {t.data_ptr():#x}")
-        for stride, size in zip(strides, t.shape[:-1], strict=True):  # that of one element may be anything
-            if size > 1 and stride * itemsize & 15:
+        for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True):  # that of one element may be anything
+            if size > 1 and stride * t.itemsize & 15:
                 fail(OP, name, "have strides of multiples of 16 bytes", f"strides {t.stride()} of {t.dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +35,7 @@ def kernel_sizes(head_size: int, head_size_v: int) -> tuple[int, int]:
     return next(sizes for sizes in HEAD_SIZES if head_size <= sizes[0] and head_size_v <= sizes[1])
 
 
+@functools.cache
 def grid_for(head_size: int, head_size_v: int | None = None) -> Grid:
     """The grid of a head size of q and k, and of v. It follows from nothing else: another grid gives other bits."""
     d, dv = kernel_sizes(head_size, head_size_v or head_size)
@@ -190,7 +192,9 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
 
 def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
     """(left, right): a row at place p sees keys from p - left to p + right; ``UNBOUNDED`` where there is no bound."""
-    left, right = (UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None))
+    if window is None:
+        return UNBOUNDED, 0 if causal else UNBOUNDED
+    left, right = (UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window)
     return left, 0 if causal else right
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cute_kernels.runtime.targets import Target, target_of
 
@@ -80,13 +80,6 @@ def load(builder: Callable[..., Any], *arguments: Any) -> Callable[..., None]:
     Call it as ``launches.load``.
     """
     return builder(*arguments)
-
-
-class Described(NamedTuple):
-    """What computed a result, for ``provenance``: the order of its sums, and the kernel with its configuration."""
-
-    contract: str
-    name: str
 
 
 observers: dict[int, list] = {}  # by id: two that have seen nothing yet are equal

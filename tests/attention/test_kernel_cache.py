@@ -61,8 +61,10 @@ def walk(monkeypatch):
 
     def choose(sequential: bool) -> None:
         monkeypatch.setattr(launch_decode, "decode_config", lambda *sizes: DecodeConfig(sequential))
+        launches.forget()
 
-    return choose
+    yield choose
+    launches.forget()
 
 
 def whole(sequences: Sequences, i: int, **options) -> Found:
@@ -173,7 +175,9 @@ def test_number_of_ctas(sequential, head_size, walk, monkeypatch, generator):
     for num_sms in (1, 7, 66):
         with monkeypatch.context() as patch:
             patch.setattr(launches, "target_of", lambda index, n=num_sms: target_of(index)._replace(num_sms=n))
+            launches.forget()
             found = rows_of(sequences, lengths, [1, 100, 3, 1], Layout())
+        launches.forget()
         for i in range(len(lengths)):
             assert_same(found[i], wanted[i], f"sequence {i} on {num_sms} SMs")
 

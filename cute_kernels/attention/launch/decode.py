@@ -23,8 +23,8 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.launches import Described, LaunchCache, bounded, observe, observers
-from cute_kernels.runtime.operators import empties, operator
+from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
+from cute_kernels.runtime.operators import alias, empty, operator
 from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 
 
@@ -56,139 +56,138 @@ def attention_decode(
     if not out.numel():
         return
     packed = cu_seqlens_q is not None
-    if packed:
-        q, out, lse = q.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
-    d, dv = q.shape[3], v_cache.shape[3]
-    rows = 0 if page_table is None else page_rows(k_cache.shape[1], grid_for(d, dv).block)
-    spec = DecodeSpec(q.dtype, d, dv, packed, rows, bool(softcap), None if sinks is None else sinks.dtype)
-    run(
-        Call(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            page_table,
-            cu_seqlens_q,
-            sinks,
-            out,
-            lse,
-            max_seqlen_q,
-            max_seqlen_k,
-            appended,
-            left,
-            right,
-            softcap,
-            scale,
-        ),
-        spec,
-    )
-
-
-class Call(NamedTuple):
-    """What ``attention_decode`` gets, packed queries as one sequence of a batch."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    cache_seqlens: Tensor
-    page_table: Tensor | None
-    cu_seqlens_q: Tensor | None
-    sinks: Tensor | None
-    out: Tensor
-    lse: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    appended: bool
-    left: int
-    right: int
-    softcap: float
-    scale: float
-
-
-def run(call: Call, spec: DecodeSpec) -> None:
-    """Write out and lse."""
-    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    batch, len_q, heads, d = q.shape
-    dv = v_cache.shape[3]
-    sequences, pairs = max(call.cache_seqlens.shape[0], 1), k_cache.shape[2]
-    group = heads // pairs
-    rows = batch * len_q * group  # of a pair; the tiles of all sequences are at most
-    tiles = min(sequences * -(-call.max_seqlen_q * group // WARPGROUP_ROWS), rows // WARPGROUP_ROWS + sequences) * pairs
-    splits = max(-(-call.max_seqlen_k // grid_for(d, dv).split), 1)
+    of_q, of_k, dv = q.shape, k_cache.shape, v_cache.shape[3]
+    heads, d, pairs = of_q[-2], of_q[-1], of_k[2]
+    queries = of_q[0] if packed else of_q[0] * of_q[1]
+    grid = grid_for(d, dv)
+    rows = 0 if page_table is None else page_rows(of_k[1], grid.block)
+    spec = DecodeSpec(q.dtype, d, dv, packed, rows, softcap != 0.0, None if sinks is None else sinks.dtype)
     index = q.get_device()
-    num_sms = launches.target_of(index).num_sms
-    config = decode_config(dv, rows // sequences, tiles, splits, num_sms)
-    items = tiles if config.sequential else tiles * splits
-    kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
-    kept_rows = rows * pairs if kept else 1
-    partials, sums = empties(
-        q, ((max(kept, 1), kept_rows, dv), torch.float32), ((max(kept, 1), kept_rows, 2), torch.float32)
-    )
-    counters = counters_of(q, (rows // WARPGROUP_ROWS + sequences) * pairs)
-    before_tanh, score_scale = score_factors(call.scale, call.softcap)
+    sequences = cache_seqlens.shape[0] or 1
+    splits = -(-max_seqlen_k // grid.split) or 1
+    launch = _decode.get(index, spec).of((sequences, queries, heads, pairs, max_seqlen_q, splits))
     if observers:
-        name = f"attention_decode ({'all splits' if config.sequential else 'a split'} a CTA)"
-        shape = sequences, heads, call.max_seqlen_q, call.max_seqlen_k, d
-        observe(Described(contract_of(d, dv), name), shape, index)
-    _decode.get(index, Kernel(spec, config))(
+        observe(launch, (sequences, heads, max_seqlen_q, max_seqlen_k, d), index)
+    if packed:
+        q, out, lse = one_sequence(q), one_sequence(out), one_sequence(lse)
+    before_tanh, score_scale = score_factors(scale, softcap)
+    launch.function(
         regular(q),
         regular(k_cache),
         regular(v_cache),
-        call.cache_seqlens,
-        call.page_table,
-        call.cu_seqlens_q,
-        regular(call.out),
-        call.lse,
-        partials,
-        sums,
-        counters,
-        call.sinks,
+        cache_seqlens,
+        page_table,
+        cu_seqlens_q,
+        regular(out),
+        lse,
+        empty(q, launch.partials, torch.float32),
+        empty(q, launch.sums, torch.float32),
+        counters_of(q, index, launch.counters),
+        sinks,
         before_tanh,
         score_scale,
-        call.left,
-        call.right,
-        int(call.appended),
-        call.max_seqlen_k,
-        max(min(items, config.ctas_per_sm * num_sms), 1),
+        left,
+        right,
+        int(appended),
+        max_seqlen_k,
+        launch.num_ctas,
     )
+
+
+# Sequences, queries of all of them, heads, heads of keys, the longest's queries, splits of the longest's keys
+Sizes = tuple[int, int, int, int, int, int]
+
+
+class DecodeLaunch(NamedTuple):
+    """A kernel, the shapes of its workspace, how many counters it needs and how many CTAs there are."""
+
+    function: Callable[..., None]
+    spec: DecodeSpec
+    config: DecodeConfig
+    partials: tuple[int, int, int]
+    sums: tuple[int, int, int]
+    counters: int
+    num_ctas: int
+
+    @property
+    def contract(self) -> str:
+        """For ``provenance``."""
+        return contract_of(self.spec.head_size, self.spec.head_size_v)
+
+    @property
+    def name(self) -> str:
+        """The kernel and its configuration."""
+        return f"attention_decode ({'all splits' if self.config.sequential else 'a split'} a CTA)"
+
+
+class DecodeLaunches:
+    """The launches of a Spec, by a call's sizes."""
+
+    def __init__(self, target: Target, spec: DecodeSpec) -> None:
+        if target.arch != "sm_90a":
+            raise UnsupportedDeviceError(
+                f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
+                "Pass backend='reference' to run plain torch"
+            )
+        self._target, self._spec = target, spec
+        self._launches: dict[Sizes, DecodeLaunch] = bounded()
+
+    def of(self, sizes: Sizes) -> DecodeLaunch:
+        """The launch for these sizes."""
+        launch = self._launches.get(sizes)
+        if launch is None:
+            launch = self._launches[sizes] = launch_of(self._target, self._spec, sizes)
+        return launch
+
+
+def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch:
+    """The launch of the kernel that is chosen for these sizes."""
+    from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
+
+    sequences, queries, heads, pairs, max_seqlen_q, splits = sizes
+    group, dv = heads // pairs, spec.head_size_v
+    rows = queries * group  # of a pair; the tiles of all sequences are at most
+    tiles = min(sequences * -(-max_seqlen_q * group // WARPGROUP_ROWS), rows // WARPGROUP_ROWS + sequences) * pairs
+    config = decode_config(dv, rows // sequences, tiles, splits, target.num_sms)
+    items = tiles if config.sequential else tiles * splits
+    kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
+    workspace = max(kept, 1), rows * pairs if kept else 1
+    return DecodeLaunch(
+        launches.load(decode_sm90, target.arch, spec, config),
+        spec,
+        config,
+        (*workspace, dv),
+        (*workspace, 2),
+        (rows // WARPGROUP_ROWS + sequences) * pairs,
+        max(min(items, config.ctas_per_sm * target.num_sms), 1),
+    )
+
+
+_decode = LaunchCache(DecodeLaunches)
+
+
+def one_sequence(t: Tensor) -> Tensor:
+    """A packed tensor as a batch of one."""
+    shape, strides = t.shape, t.stride()
+    return alias(t, (1, *shape), (shape[0] * strides[0], *strides))
 
 
 _counters: dict[tuple[int, int], Tensor] = bounded()
 
 
-def counters_of(q: Tensor, number: int) -> Tensor:
+def counters_of(q: Tensor, index: int, number: int) -> Tensor:
     """At least so many zeros, which a kernel leaves as zeros. A stream has its own: its kernels run in turn.
 
-    A graph gets its own, too: it may be replayed on any stream.
+    A graph gets its own, too: it may be replayed on any stream. ``index``: of q's device.
     """
-    if q.get_device() < 0:
+    if index < 0 or torch.cuda.is_current_stream_capturing():
         return q.new_zeros(number, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
-        return q.new_zeros(number, dtype=torch.int32)
-    index = q.get_device()
-    key = index, torch.cuda.current_stream(index).cuda_stream
+    key = index, _current_stream(index)
     found = _counters.get(key)
     if found is None or found.shape[0] < number:
         found = _counters[key] = q.new_zeros(max(number, 4096), dtype=torch.int32)
     return found
 
 
-class Kernel(NamedTuple):
-    """What is compiled."""
-
-    spec: DecodeSpec
-    config: DecodeConfig
-
-
-def _make_decode(target: Target, kernel: Kernel) -> Callable[..., None]:
-    if target.arch != "sm_90a":
-        raise UnsupportedDeviceError(
-            f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-            "Pass backend='reference' to run plain torch"
-        )
-    from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
-
-    return launches.load(decode_sm90, target.arch, *kernel)
-
-
-_decode = LaunchCache(_make_decode)
+# Its number: torch.cuda.current_stream makes an object around it. Not in torch's CPU builds
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)

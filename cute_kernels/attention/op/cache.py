@@ -133,7 +133,8 @@ def attention_with_kv_cache(
     check_cache(q, cache, KERNEL_DTYPES)
     check_options(q, causal, window, softcap, sinks, scale)
     check_no_gradient(q, cache, sinks)
-    d, dv = q.shape[-1], v_cache.shape[3]
+    of_q, dv = q.shape, v_cache.shape[3]
+    d = of_q[-1]
     if sinks is not None:
         expect_dtype(OP, "sinks", sinks.dtype, FLOATS)
     if out is not None:
@@ -142,19 +143,19 @@ def attention_with_kv_cache(
     if most > MAX_LENGTH:
         fail(OP, "max_seqlen_k", f"be at most {MAX_LENGTH}", most)
     if q.numel() // d > MAX_ROWS:
-        fail(OP, "q", f"have at most {MAX_ROWS} rows of heads", tuple(q.shape))
+        fail(OP, "q", f"have at most {MAX_ROWS} rows of heads", tuple(of_q))
     mode = mode_of(q, k_cache, v_cache, k, v, out)
     if mode.eager:
         check_cache_layout(q, cache, out)
     if check:
         check_values(q, cache)
     packed = cu_seqlens_q is not None
-    heads, queries = q.shape[-2], max_seqlen_q if packed else q.shape[1]
+    heads, queries = of_q[-2], max_seqlen_q if packed else of_q[1]
     if k is not None:
         mode.of(attention_append)(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, queries)
     if out is None:
-        out = mode.empty(q, (*q.shape[:-1], dv), q.dtype)
-    lse = mode.empty(q, (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]), torch.float32)
+        out = mode.empty(q, (*of_q[:-1], dv), q.dtype)
+    lse = mode.empty(q, (heads, of_q[0]) if packed else (of_q[0], heads, queries), torch.float32)
     mode.of(attention_decode)(
         q,
         k_cache,
