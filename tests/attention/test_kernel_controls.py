@@ -1,0 +1,72 @@
+"""Positive controls on a GPU: what depends on the batch or on another grid is seen; the spec's hard case passes."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cute_kernels.attention.config import DecodeConfig, DecodeSpec, ForwardSpec, Grid, forward_config, grid_for
+from cute_kernels.attention.launch.forward import ForwardLaunch
+from cute_kernels.runtime.targets import target_of
+from jit_cache import compile as jit_compile
+from tests.attention.cache_cases import Layout, Sequences, rows_of
+from tests.attention.cases import BF16, SPLIT, Case, make_inputs
+from tests.attention.on_gpu import HOPPER, assert_same, forward_job, run
+from tests.precompiled import precompile
+
+pytestmark = HOPPER
+SPEC = ForwardSpec(BF16, 128, True, 128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def precompiled():
+    from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
+
+    precompile([forward_job(SPEC), (decode_sm90, ("sm_90a", DecodeSpec(BF16, 64, 64, True, 16), DecodeConfig()))])
+
+
+def test_torchs_decode_under_a_changed_batch_is_caught(generator):
+    """Its flash kernel takes as many splits as fill the GPU."""
+    inputs = make_inputs(Case(64, 1, 8192, 8, 8, 128), generator)
+
+    def decode(batch: int):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(*(t[:batch].transpose(1, 2) for t in inputs))
+        return out[:1], out.new_zeros(1)
+
+    with pytest.raises(AssertionError, match="out: "):
+        for batch in (2, 8, 64):
+            assert_same(decode(batch), decode(1))
+
+
+def another_grid(split: int) -> ForwardLaunch:
+    """Our forward with splits of another size. It is in no cache."""
+    from cute_kernels.attention import kernel_forward_sm90
+
+    config = forward_config(SPEC)
+    with mock.patch.object(kernel_forward_sm90, "grid_for", lambda *sizes: Grid(grid_for(*sizes).block, split)):
+        program = kernel_forward_sm90.forward_sm90.build("sm_90a", SPEC, config)
+        data, _ = jit_compile._compile_program(program, "sm_90a")
+    return ForwardLaunch(jit_compile._load_object(data), SPEC, config, target_of(0).num_sms)
+
+
+def test_another_split_is_caught(generator):
+    """Rows of more keys than its split differ, and no others."""
+    inputs = make_inputs(Case(1, SPLIT, SPLIT, 4, 2, 128), generator)
+    wanted, launch = run(inputs, True, scale=0.1), another_grid(SPLIT // 2)
+    out, lse = torch.empty_like(wanted[0]), torch.empty_like(wanted[1])
+    launch.run(*inputs, out, lse, 0.1)
+    few, many = slice(SPLIT // 2), slice(SPLIT // 2, None)
+    assert_same((out[:, few], lse[..., few]), (wanted[0][:, few], wanted[1][..., few]))
+    with pytest.raises(AssertionError, match="out: "):
+        assert_same((out[:, many], lse[..., many]), (wanted[0][:, many], wanted[1][..., many]))
+
+
+def test_a_neighbour_of_9_or_of_10_tokens_changes_nothing(generator):
+    """Seven heads of 64 a group: with FA3 a decode row gets other bits when its neighbour has 10 (vllm #51902)."""
+    lengths = [5000, 400]
+    sequences = Sequences.make(lengths, 14, 2, 64, BF16, generator)
+    found = [rows_of(sequences, lengths, [1, m], Layout(16))[0] for m in (9, 10)]
+    assert_same(found[0], found[1])
