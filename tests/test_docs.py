@@ -9,13 +9,19 @@ from tests.doc_blocks import PAGES, ROOT, blocks, run_page
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#([^)]*))?\)")
 
 
-# A page that compiles all kernels of a model
-EXHAUSTIVE = {"jit-cache.md": pytest.mark.exhaustive}
+# Pages with commands that compile all kernels of a model
+EXHAUSTIVE = {"README.md": pytest.mark.exhaustive, "jit-cache.md": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=EXHAUSTIVE.get(p.name, ())) for p in PAGES])
 def test_code_runs(page, tmp_path):
     run_page(page, tmp_path, ("",))
+
+
+def test_the_first_program_runs(tmp_path):
+    first = next(block for block in blocks() if block.language == "python")
+    assert first.page.name == "README.md" and not first.mark
+    first.run(tmp_path)
 
 
 def test_every_fence_is_found():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import cute_kernels
+from tests.marks import first_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cute_kernels", "jit_cache")
@@ -98,7 +99,7 @@ OF_EXTRA = {
 }
 
 
-@pytest.mark.parametrize("extra", OF_EXTRA)
+@pytest.mark.parametrize("extra", first_of(list(OF_EXTRA), 2))
 def test_installs_by_name_from_an_index(extra, wheel, tmp_path):
     """``pip install 'cute-kernels[extra]'`` from an index that holds the wheel and, empty, all that it may need."""
     index = tmp_path / "index"

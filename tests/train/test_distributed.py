@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from cute_kernels.train import checkpoint
+from tests.marks import first_of
 from tests.train import cases as train_cases
 
 OPTIONS = {"layers": 1, "hidden": 32, "heads": 2, "sequence": 16, "batch": 4, "device": "cpu"}
@@ -32,7 +33,7 @@ def test_two_ranks_have_the_losses_of_one_process(runs):
     assert not list(folder.glob("two/*partial"))
 
 
-@pytest.mark.parametrize("wrote, ranks, changed", [("two", 0, {}), ("one", 2, {"recompute": True})])
+@pytest.mark.parametrize("wrote, ranks, changed", first_of([("two", 0, {}), ("one", 2, {"recompute": True})]))
 def test_resumes_on_another_number_of_ranks(runs, tmp_path, wrote, ranks, changed):
     train_cases.check_resumes_elsewhere(runs[0] / wrote, tmp_path / "run", ranks, LOSS_BOUND, **OPTIONS, **changed)
 
@@ -42,7 +43,7 @@ def test_a_killed_rank_ends_the_job_and_the_resumed_job_goes_on(runs, tmp_path):
     train_cases.check_killed_rank(runs[0] / "two", tmp_path, **OPTIONS)
 
 
-@pytest.mark.parametrize("ranks", [2, 0])
+@pytest.mark.parametrize("ranks", first_of([2, 0]))
 def test_a_damaged_shard_of_the_other_rank(runs, tmp_path, ranks):
     """Every file has its digest; a rank that reads a damaged one names it, and no rank makes a step."""
     folder = shutil.copytree(runs[0] / "two", tmp_path / "run")
@@ -63,6 +64,7 @@ def test_a_damaged_shard_of_the_other_rank(runs, tmp_path, ranks):
     assert train_cases.numbers(folder) == train_cases.numbers(runs[0] / "two")
 
 
+@pytest.mark.exhaustive  # ranks that agree on an error: see above
 def test_a_folder_that_another_run_writes(tmp_path):
     """Rank 0 alone sees it, and no rank makes a step."""
     with (tmp_path / ".lock").open("w") as lock:
