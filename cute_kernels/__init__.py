@@ -19,7 +19,10 @@ from cute_kernels.invariance import (
     batch_invariant,
     check_invariance,
     declare_invariant,
+    install,
+    is_installed,
     provenance,
+    uninstall,
 )
 from cute_kernels.log_prob import linear_log_prob
 from cute_kernels.mxfp8 import (
@@ -54,6 +57,8 @@ __all__ = [
     "dequantize",
     "from_blocked",
     "grouped_mm",
+    "install",
+    "is_installed",
     "layer_norm",
     "linear",
     "linear_log_prob",
@@ -72,4 +77,5 @@ __all__ = [
     "sample",
     "scatter",
     "to_blocked",
+    "uninstall",
 ]

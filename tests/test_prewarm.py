@@ -25,6 +25,7 @@ from cute_kernels.reduction import log_softmax, softmax
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import meta_target
 from jit_cache import recording
+from tests.fakes import covered
 from tests.marks import first_of
 from tests.test_kernel_prewarm import CONFIG, train_and_decode
 from tests.test_kernel_prewarm import TOKENS as TOKENS_OF_THE_GPU
@@ -61,6 +62,7 @@ def gpu(arch: str, num_sms: int) -> Iterator[list[tuple]]:
         for name, function in OPERATORS.items():
             library.impl(name, function, "Meta", allow_override=True)
         stack.enter_context(meta_target(arch, num_sms))
+        stack.enter_context(covered("Meta"))
         launches.forget()
         stack.callback(launches.forget)
         yield stack.enter_context(recording())

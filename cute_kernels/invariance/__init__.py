@@ -1,7 +1,9 @@
-"""Batch invariance for whole models: the mode, the check, and what computed a product."""
+"""Batch invariance for whole models: kernels under torch's operators, the check, and what computed a product."""
 
+from cute_kernels.invariance.blocks import batch_invariant
 from cute_kernels.invariance.checker import Report, check_invariance
-from cute_kernels.invariance.modes import UncoveredOperatorError, batch_invariant
+from cute_kernels.invariance.errors import UncoveredOperatorError
+from cute_kernels.invariance.installation import install, is_installed, uninstall
 from cute_kernels.invariance.operators import declare_invariant
 from cute_kernels.invariance.provenance import Provenance, provenance
 
@@ -12,5 +14,8 @@ __all__ = [
     "batch_invariant",
     "check_invariance",
     "declare_invariant",
+    "install",
+    "is_installed",
     "provenance",
+    "uninstall",
 ]

@@ -24,6 +24,7 @@ from cute_kernels.reduction.launch import softmax_backward, softmax_forward
 from cute_kernels.reduction.op import sum_dimensions
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import FLOATS
+from cute_kernels.runtime.operators import empty
 from cute_kernels.runtime.rows import contiguous_rows
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -75,6 +76,22 @@ def _addmm(
         return d
     product = _mm(a, b, torch.float32, dims=dims)
     return product if product is NotImplemented else _added(c, product, beta, alpha, out_dtype or a.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Of halves: one product of all rows, the bias added before it is rounded."""
+    if not _takes(x, weight, bias) or weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
+        return NotImplemented
+    n, k = weight.shape
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        return NotImplemented
+    shape = x.shape
+    y = empty(x, (*shape[:-1], n), x.dtype)
+    if len(shape) == 2:
+        gemm(x, weight, y, None, bias, None, None, False, False, False)
+    elif y.numel():
+        gemm(x.reshape(-1, k), weight, y.view(-1, n), None, bias, None, None, False, False, False)
+    return y
 
 
 def _added(c: Tensor, product: Tensor, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
@@ -277,6 +294,7 @@ def _rms_norm_backward(dy, x, shape, rstd, weight, mask):
 
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "linear.default": linear,
     "mm.default": _mm,
     "mm.dtype": _mm,
     "addmm.default": _addmm,

@@ -26,9 +26,9 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, dropout_p: float, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of (B, L, H, D) or packed (L, H, D); or NotImplemented."""
-    if not _is_taken(q, k, v, scale, dropout_p):
+    if not is_taken(q, k, v, scale, dropout_p):
         return NotImplemented
-    q, k, v = _on_16_bytes(q), _on_16_bytes(k), _on_16_bytes(v)
+    q, k, v = on_16_bytes(q), on_16_bytes(k), on_16_bytes(v)
     try:
         with torch.no_grad():  # the tensors are those that autograd knows, the call is below it
             return attention(q, k, v, causal=causal, scale=scale, return_lse=True, **options)
@@ -36,7 +36,7 @@ def _attend(
         return NotImplemented
 
 
-def _is_taken(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: float) -> bool:
+def is_taken(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: float) -> bool:
     """Whether dtypes, devices, head sizes and options are such as the kernels have."""
     if q.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         return False
@@ -45,7 +45,7 @@ def _is_taken(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout_p: f
     return all(size % 8 == 0 and 0 < size <= MAX_HEAD_SIZE for size in (q.shape[-1], v.shape[-1]))
 
 
-def _on_16_bytes(t: Tensor) -> Tensor:
+def on_16_bytes(t: Tensor) -> Tensor:
     """t, copied if its rows are not contiguous, or do not start on 16 bytes."""
     strides = [stride for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1]
     good = t.stride(-1) == 1 and not any(stride * t.itemsize & 15 for stride in strides) and not t.data_ptr() & 15
@@ -222,9 +222,9 @@ def _gradients(
     *lengths: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v, all of ``_attend``'s layouts; or NotImplemented."""
-    if not _is_taken(q, k, v, scale, dropout_p) or backward_head_size(q.shape[-1], v.shape[-1]) is None:
+    if not is_taken(q, k, v, scale, dropout_p) or backward_head_size(q.shape[-1], v.shape[-1]) is None:
         return NotImplemented
-    dout, q, k, v, out = (_on_16_bytes(t) for t in (dout, q, k, v, out))
+    dout, q, k, v, out = (on_16_bytes(t) for t in (dout, q, k, v, out))
     left, right = (-1 if distance is None else distance for distance in window)
     options = causal, q.shape[-1] ** -0.5 if scale is None else scale, left, right, 0.0, None, *lengths
     try:

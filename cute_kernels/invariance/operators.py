@@ -198,7 +198,7 @@ def treatment_of(op: OpOverload) -> Treatment:
         if summing and not _is_elementwise(_base(name)) and not name.endswith("_backward"):
             return Treatment("refused", None, _reason(name), summing[0])
         return Treatment("exact")
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(op):
         return Treatment("composite")
     return Treatment("refused", None, _reason(name))
 
@@ -216,9 +216,14 @@ def _of_another_namespace(op: OpOverload) -> Treatment:
     exact = op.namespace == "cute_kernels" or name in _declared or name in EXACT_ELSEWHERE
     if exact or _is_view(op) or _is_tagged(op):
         return Treatment("exact")
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(op):
         return Treatment("composite")
     return Treatment("refused", None, FOREIGN)
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether torch makes it of others on a backend without a kernel of its own."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def treatments() -> dict[OpOverload, Treatment]:
@@ -272,16 +277,17 @@ def _is_tagged(op: OpOverload) -> bool:
 @functools.cache
 def _is_elementwise(name: str) -> bool:
     """By the tag, which many overloads lack: those that work in place, write to ``out`` or take lists."""
-    return any(map(_is_tagged, _overloads_of(name)))
+    return any(map(_is_tagged, overloads_of(name)))
 
 
 @functools.cache
 def _is_copied_view(name: str) -> bool:
     """As ``permute_copy``, of ``permute``."""
-    return name.endswith("_copy") and any(overload.is_view for overload in _overloads_of(name.removesuffix("_copy")))
+    return name.endswith("_copy") and any(overload.is_view for overload in overloads_of(name.removesuffix("_copy")))
 
 
-def _overloads_of(name: str) -> list[OpOverload]:
+def overloads_of(name: str) -> list[OpOverload]:
+    """Of one of torch's own operators; none if this torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
@@ -297,7 +303,7 @@ def _replacement_of(op: OpOverload, name: str) -> Callable[..., Any] | None:
         return None
     taken = _taken(op)
     base = name if results else name.removesuffix("_")
-    for other in _overloads_of(base):
+    for other in overloads_of(base):
         function = aten.REPLACEMENTS.get(f"{base}.{other._overloadname}")
         if function is not None and other is not op and _taken(other) == taken:
             return (

@@ -7,6 +7,7 @@ name, and then what the kernel's entry takes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from unittest import mock
 
 import torch
 
+from cute_kernels import uninstall
+from cute_kernels.invariance import installation, scopes
+from cute_kernels.invariance.registration import Registration
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
 from tests.fakes import attention, gemm, log_prob, mhc, moe, mxfp8, norm, reduction, sampling, scatter
@@ -41,7 +45,8 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM
         def function(*values: Any) -> None:
             check_entry(program, values)
             if computes:
-                compute(static, *values)
+                with scopes.inside():  # as a kernel, it calls none of torch's operators
+                    compute(static, *values)
 
         return function
 
@@ -60,8 +65,26 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM
         yield jobs
 
 
+@functools.cache
+def _registration(backend: str) -> Registration:
+    """Made once: it asks for 800 kernels of torch's."""
+    return Registration(backend)
+
+
+@contextlib.contextmanager
+def covered(backend: str = "CPU") -> Iterator[None]:
+    """Within it the tensors of this dispatch key are those that ``batch_invariant`` and ``install`` are about."""
+    uninstall()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(installation, "has_device", lambda: True))
+        stack.enter_context(mock.patch.object(installation, "make_registration", lambda: _registration(backend)))
+        stack.callback(uninstall)
+        yield
+
+
 @contextlib.contextmanager
 def fake_gpu(arch: str = "sm_90a") -> Iterator[list[tuple]]:
-    """``fake_kernels`` for what asks a tensor itself whether it is on a GPU: ``batch_invariant``, a captured step."""
-    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)), fake_kernels(arch) as jobs:
+    """``fake_kernels`` for what asks whether a tensor is on a GPU: ``batch_invariant``, a captured step."""
+    on_gpu = mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True))
+    with on_gpu, fake_kernels(arch) as jobs, covered():
         yield jobs

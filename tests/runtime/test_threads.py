@@ -11,7 +11,8 @@ from cute_kernels import mhc, moe, reduction, scatter
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import CALLS, OPS, first_calls
 
-NO_OPS = {"check_invariance", "declare_invariant", "provenance"}  # they call what they are given, or nothing
+# They call what they are given, or nothing
+NO_OPS = {"check_invariance", "declare_invariant", "install", "is_installed", "provenance", "uninstall"}
 NO_OPS |= {"moe.register_with_transformers"}
 
 
