@@ -1,4 +1,4 @@
-"""grouped_mm at the sizes of models with experts, forward, dA and dW, beside torch's grouped_mm.
+"""grouped_mm at the sizes of models with experts, forward, dA and dW, beside torch's grouped_mm and quack's.
 
     python -m bench.bench_moe                                          every case, results printed
     python -m bench.bench_moe --filter 'fwd.*qwen3' --reps 30          cases whose name matches
@@ -7,16 +7,18 @@
 
 A case's name is op.direction.shape.dtype.variant, like grouped_mm.fwd.qwen3-30b-up-65536x128x1536x2048.bfloat16.skew.
 The shape is rows x experts x N x K of y (R, N), each row times its expert's weight (N, K)^T; dA = dy weight, dW sums
-dy^T x over the rows of each expert. Variants: equal (as many rows for each expert); random and skew (experts'
-popularity, as logits, has a deviation of 0.3 and 0.7); decode (few rows: the time is that of reading weights).
+dy^T x over the rows of each expert, dW_into onto fp32. Variants: equal (as many rows for each expert); random and skew
+(experts' popularity, as logits, has a deviation of 0.3 and 0.7); decode (few rows: the time is that of reading
+weights). deepseek-v3 has 64 of its 256 experts, as one of four ranks; the models other-1 to other-3 are sizes of none.
 
 ``equal_bmm`` is our bmm of as many rows in equal groups, ``dense`` torch.mm of as many rows with one weight: what the
-groups cost. Neither computes the case's result, so that neither is checked. Errors are against fp64 on 64 rows, of dW
-on two experts.
+groups cost; ``read`` a maximum over the weights of the experts that have rows. None computes the case's result, so that
+none is checked. Errors are against fp64 on 64 rows, of dW on two experts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -32,12 +34,18 @@ from jit_cache import command
 
 MODELS = {  # experts, k, H, I
     "qwen3-30b": (128, 8, 2048, 768),
+    "qwen3-235b": (128, 8, 4096, 1536),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
     "gpt-oss-120b": (128, 4, 2880, 2880),
     "mixtral-8x7b": (8, 2, 4096, 14336),
+    "deepseek-v3": (64, 8, 7168, 2048),
+    "small": (64, 6, 2048, 1408),
 }
-TOKENS, DECODE_TOKENS = (2048, 8192), (1, 8, 32, 128)
+OTHERS = {"other-1": (48, 5, 3200, 960), "other-2": (96, 3, 5120, 1280), "other-3": (20, 2, 1536, 6144)}
+TOKENS, MANY_TOKENS, DECODE_TOKENS = (2048, 8192), 16384, (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SKEW = {"equal": None, "random": 0.3, "skew": 0.7, "decode": 0.3}
-DIRECTIONS = ("fwd", "dA", "dW")
+DIRECTIONS = ("fwd", "dA", "dW", "dW_into")
+SUMS = DIRECTIONS[2:]
 CHECKED_ROWS, CHECKED_EXPERTS = 64, 2
 
 
@@ -54,13 +62,20 @@ class Product:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """(rows, experts, N, K)"""
-        experts, k, hidden, width = MODELS[self.model]
+        experts, k, hidden, width = (MODELS | OTHERS)[self.model]
         n_k = (2 * width, hidden) if self.part == "up" else (hidden, width)
         return self.tokens * k, experts, *n_k
 
     @property
+    def slots(self) -> int:
+        """Experts of a token."""
+        return (MODELS | OTHERS)[self.model][1]
+
+    @property
     def case(self) -> harness.Case:
         rows, experts, n, k = self.sizes
+        active = round(experts * (1 - (1 - self.slots / experts) ** self.tokens))
+        of_weights = active * n * k * (8 if self.direction == "dW_into" else 2)
         return harness.Case(
             family="moe",
             op="grouped_mm",
@@ -68,48 +83,33 @@ class Product:
             shape=f"{self.model}-{self.part}-{rows}x{experts}x{n}x{k}",
             dtype="bfloat16",
             variant=self.variant,
-            bytes=2 * (min(experts, rows) * n * k + rows * (n + k)),
+            bytes=of_weights + 2 * rows * (n + k),
             flops=2 * rows * n * k,
         )
 
 
 def products(quick: bool = False) -> list[Product]:
     """Every case."""
-    models = list(MODELS)[:1] if quick else MODELS
-    cases = [
-        Product(model, part, tokens, direction, variant)
-        for model in models
-        for part in ("up", "down")
-        for tokens in (TOKENS[-1:] if quick else TOKENS)
-        for variant in ("random",)
-        if quick or part == "down"
-        for direction in DIRECTIONS
+    if quick:
+        return [Product("qwen3-30b", p, TOKENS[-1], d, "random") for p in ("up", "down") for d in DIRECTIONS]
+    wanted = [("down", tokens, "random") for tokens in TOKENS] + [("up", MANY_TOKENS, "random")]
+    wanted += [("up", tokens, variant) for tokens in TOKENS for variant in ("equal", "random", "skew")]
+    cases = [Product(model, *what[:2], d, what[2]) for model in MODELS for what in wanted for d in DIRECTIONS]
+    cases += [
+        Product(model, "up", TOKENS[-1], d, v) for model in OTHERS for v in ("random", "skew") for d in DIRECTIONS
     ]
-    if not quick:
-        cases += [
-            Product(model, "up", tokens, direction, variant)
-            for model in models
-            for tokens in TOKENS
-            for variant in ("equal", "random", "skew")
-            for direction in DIRECTIONS
-        ]
-        cases += [
-            Product(model, part, t, "fwd", "decode")
-            for model in models
-            for part in ("up", "down")
-            for t in DECODE_TOKENS
-        ]
-    return cases
+    return cases + [Product(m, p, t, "fwd", "decode") for m in MODELS for p in ("up", "down") for t in DECODE_TOKENS]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """x (R, K), weight (E, N, K), dy (R, N), offs (E,)."""
+    """x (R, K), weight (E, N, K), dy (R, N), offs (E,), main_grad (E, N, K) of sums onto it."""
 
     x: Tensor
     weight: Tensor
     dy: Tensor
     offs: Tensor
+    main_grad: Tensor | None = None
 
 
 def make_inputs(product: Product, device: str = "cuda") -> Inputs:
@@ -119,14 +119,15 @@ def make_inputs(product: Product, device: str = "cuda") -> Inputs:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
-    skew, slots = SKEW[product.variant], MODELS[product.model][1]
+    skew, slots = SKEW[product.variant], product.slots
     if skew is None:
         counts = torch.full((experts,), rows // experts, device=device)
     else:
         popularity = skew * torch.randn(experts, generator=generator, device=device)
         logits = torch.randn(product.tokens, experts, generator=generator, device=device) + popularity
         counts = torch.bincount(logits.topk(slots, 1).indices.flatten(), minlength=experts)
-    return Inputs(randn(rows, k), randn(experts, n, k) * k**-0.5, randn(rows, n), counts.cumsum(0).int())
+    main_grad = randn(experts, n, k).float() if product.direction == "dW_into" else None
+    return Inputs(randn(rows, k), randn(experts, n, k) * k**-0.5, randn(rows, n), counts.cumsum(0).int(), main_grad)
 
 
 @dataclass(frozen=True)
@@ -138,51 +139,108 @@ class Sample:
 
     @property
     def places(self) -> Tensor:
-        size = len(self.inputs.offs) if self.product.direction == "dW" else len(self.inputs.x)
-        most = CHECKED_EXPERTS if self.product.direction == "dW" else CHECKED_ROWS
+        is_sum = self.product.direction in SUMS
+        size = len(self.inputs.offs) if is_sum else len(self.inputs.x)
+        most = CHECKED_EXPERTS if is_sum else CHECKED_ROWS
         return torch.linspace(0, size - 1, min(most, size), device=self.inputs.x.device).long()
 
     def __call__(self, out: Tensor) -> Tensor:
         return out[self.places]
 
     def truth(self) -> Tensor:
-        x, weight, dy, offs = vars(self.inputs).values()
+        x, weight, dy, offs, main_grad = vars(self.inputs).values()
         ends = [0, *offs.tolist()]
-        if self.product.direction == "dW":
+        if self.product.direction in SUMS:
             groups = [slice(ends[e], ends[e + 1]) for e in self.places.tolist()]
-            return torch.stack([dy[rows].double().t() @ x[rows].double() for rows in groups])
+            sums = torch.stack([dy[rows].double().t() @ x[rows].double() for rows in groups])
+            return sums if main_grad is None else main_grad[self.places].double() + sums
         expert = torch.searchsorted(offs, self.places, right=True)
         rows, matrices = (x, weight.mT) if self.product.direction == "fwd" else (dy, weight)
         pairs = zip(self.places.tolist(), expert.tolist(), strict=True)
         return torch.stack([rows[row].double() @ matrices[e].double() for row, e in pairs])
 
 
-def _call(function: Callable[..., Tensor], product: Product, inputs: Inputs) -> harness.Call:
-    x, weight, dy, offs = vars(inputs).values()
-    operands = {"fwd": (x, weight.mT), "dA": (dy, weight), "dW": (dy.t(), x)}[product.direction]
-    return lambda: (function(*operands, offs=offs),)
+def _operands(product: Product, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    x, weight, dy, *_ = vars(inputs).values()
+    return {"fwd": (x, weight.mT), "dA": (dy, weight)}.get(product.direction, (dy.t(), x))
+
+
+def _cute_kernels(product: Product, inputs: Inputs) -> harness.Call:
+    operands, offs = _operands(product, inputs), inputs.offs
+    if inputs.main_grad is None:
+        return lambda: (grouped_mm(*operands, offs),)
+    into = inputs.main_grad.clone()
+    return lambda: (grouped_mm(*operands, offs, accumulate_into=into),)
+
+
+def _torch(product: Product, inputs: Inputs) -> harness.Call:
+    operands, offs = _operands(product, inputs), inputs.offs
+    if inputs.main_grad is None:
+        return lambda: (torch._grouped_mm(*operands, offs=offs),)
+    into = inputs.main_grad.clone()
+    return lambda: (into.add_(torch._grouped_mm(*operands, offs=offs)),)
+
+
+def _quack(product: Product, inputs: Inputs, tuned: bool = True) -> harness.Call | None:
+    from quack import gemm_interface as quack
+
+    operands, ends = _operands(product, inputs), torch.nn.functional.pad(inputs.offs, (1, 0))
+    groups = "cu_seqlens_k" if product.direction in SUMS else "cu_seqlens_m"
+    options = {groups: ends, "tuned": tuned}
+    if inputs.main_grad is None:
+        return lambda: (quack.gemm(*operands, **options),)
+    into = inputs.main_grad.clone()
+
+    def call() -> tuple[Tensor]:
+        quack.gemm_add_inplace(*operands, into, **options)
+        return (into,)
+
+    return call
 
 
 def _equal_bmm(product: Product, inputs: Inputs) -> harness.Call | None:
-    x, weight, dy, offs = vars(inputs).values()
+    x, weight, dy, offs, _ = vars(inputs).values()
     if len(x) % len(offs):
         return None
     x, dy = (t.unflatten(0, (len(offs), -1)) for t in (x, dy))
-    operands = {"fwd": (x, weight.mT), "dA": (dy, weight), "dW": (dy.mT, x)}[product.direction]
+    operands = {"fwd": (x, weight.mT), "dA": (dy, weight)}.get(product.direction, (dy.mT, x))
     return lambda: (bmm(*operands),)
 
 
 def _dense(product: Product, inputs: Inputs) -> harness.Call:
-    x, weight, dy, _ = vars(inputs).values()
-    operands = {"fwd": (x, weight[0].t()), "dA": (dy, weight[0]), "dW": (dy.t(), x)}[product.direction]
+    x, weight, dy, *_ = vars(inputs).values()
+    operands = {"fwd": (x, weight[0].t()), "dA": (dy, weight[0])}.get(product.direction, (dy.t(), x))
     return lambda: (torch.mm(*operands),)
 
 
+def _read(product: Product, inputs: Inputs) -> harness.Call | None:
+    if product.variant != "decode":
+        return None
+    active = inputs.weight[inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) > 0].view(torch.int64).flatten(1)
+    return lambda: (active.amax(1),)
+
+
 PROVIDERS: dict[str, Callable[[Product, Inputs], harness.Call | None]] = {
-    "cute_kernels": functools.partial(_call, grouped_mm),
-    "torch": functools.partial(_call, torch._grouped_mm),
+    "cute_kernels": _cute_kernels,
+    "torch": _torch,
+    "quack": _quack,
+    "quack_default": functools.partial(_quack, tuned=False),
 }
-FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense}
+DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
+PACKAGES = {"quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
+FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "read": _read}
+
+
+def compile_own_kernels(cases: Sequence[Product], device: harness.Device) -> None:
+    """Before a peer is imported: quack changes classes of the DSL."""
+    for case in cases:
+        inputs = make_inputs(case, device.name)
+        for make in (_cute_kernels, _equal_bmm):
+            with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
+                call = make(case, inputs)
+                if call is not None:
+                    call()
+    device.synchronize()
 
 
 def measure_product(
@@ -192,8 +250,9 @@ def measure_product(
     sample = Sample(product, inputs)
     makers = {provider: functools.partial(PROVIDERS[provider], product, inputs) for provider in providers}
     floors = {name: functools.partial(make, product, inputs) for name, make in FLOORS.items()}
+    start = None if inputs.main_grad is None else {"out": inputs.main_grad}
     found = harness.measure(
-        product.case, makers, {"out": sample.truth()}, device, sample=sample, floors=floors, **options
+        product.case, makers, {"out": sample.truth()}, device, sample=sample, floors=floors, start=start, **options
     )
     return [found]
 
@@ -201,6 +260,7 @@ def measure_product(
 def run(cases: Sequence[Product], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases, beside torch, whose error is the yardstick."""
     selected = [(case, [case.case]) for case in cases]
+    settings = {"packages": PACKAGES, "compile_own_kernels": compile_own_kernels, **settings}
     return harness.run(selected, measure_product, [*providers, "torch"], harness.CudaDevice, **settings)
 
 
@@ -216,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return [product.case.name for product in products(quick)]
 
     options = harness.parse(
-        "moe", __doc__.splitlines()[0], "qwen3-30b, 8192 tokens", tuple(PROVIDERS), PROVIDERS, names, arguments
+        "moe", __doc__.splitlines()[0], "qwen3-30b, 8192 tokens", tuple(PROVIDERS), DEFAULT_PROVIDERS, names, arguments
     )
     if isinstance(options, int):
         return options

@@ -11,7 +11,7 @@ TINY = {"tiny": (4, 2, 16, 8)}
 
 def test_cases():
     names = [product.case.name for product in bench_moe.products()]
-    assert len(set(names)) == len(names) == 3 * 2 * 3 + 3 * 2 * 3 * 3 + 3 * 2 * 4
+    assert len(set(names)) == len(names) == 7 * 9 * 4 + 3 * 2 * 4 + 7 * 2 * 9
     quick = {product.case.name for product in bench_moe.products(quick=True)}
     assert quick < set(names)
 
@@ -28,7 +28,19 @@ def test_ours_is_right(direction, variant, monkeypatch):
     monkeypatch.setattr(bench_moe, "MODELS", TINY)
     monkeypatch.setitem(bench_moe.PROVIDERS, "torch", bench_moe.PROVIDERS["cute_kernels"])  # its own is a GPU's
     product = Product("tiny", "up", 8, direction, variant)
+    monkeypatch.setattr(bench_moe, "CHECKED_EXPERTS", 4)
     (found,) = bench_moe.measure_product(
         product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and {"cute_kernels", "equal_bmm", "dense"} <= set(found.results)
+
+
+def test_decode_reads_the_weights_of_experts_with_rows(monkeypatch):
+    monkeypatch.setattr(bench_moe, "MODELS", TINY)
+    monkeypatch.setitem(bench_moe.PROVIDERS, "torch", bench_moe.PROVIDERS["cute_kernels"])
+    product = Product("tiny", "up", 1, "fwd", "decode")
+    assert product.case.bytes == 2 * (2 * 16 * 16 + 2 * 32)
+    (found,) = bench_moe.measure_product(
+        product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
+    )
+    assert found.failures == {} and "read" in found.results
