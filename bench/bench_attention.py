@@ -38,6 +38,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_SIZES = (64, 128, 256)
 GQA_LENGTHS = (4096, 8192, 32768)  # of 32 heads on 8, of 128
 WINDOWS = {"window128_sinks": 128, "window4096": 4096}  # variant -> keys before a query's place, and its own
+# Batch, length, heads, heads of keys, head size, variant: no power of two, groups of 3, a head size that is padded
+OTHERS = ((3, 5000, 12, 4, 128, "causal"), (7, 1500, 20, 20, 64, "full"), (2, 6000, 15, 5, 80, "causal"))
 PACKED = "packed"  # a variant: causal, sequences of 17 to 8192 tokens
 CHECKED_ROWS = 32  # of each sequence: fp64 scores of all rows of 16384 tokens would be 34 GB
 
@@ -124,7 +126,7 @@ def attentions(quick: bool = False) -> list[Attention]:
     if not quick:
         cases += [Attention(TOKENS // n, n, 24, 24, 192, "causal", 128) for n in (4096, 8192)]
         cases += [Attention(4, 4096, 16, 16, 96, variant) for variant in ("causal", "full")]
-        cases += [Attention(1, TOKENS, 32, 8, 128, "window4096")]
+        cases += [Attention(1, TOKENS, 32, 8, 128, "window4096"), *(Attention(*other) for other in OTHERS)]
     return cases
 
 

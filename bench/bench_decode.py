@@ -8,11 +8,12 @@
 A case's name is op.direction.shape.dtype.variant: attention_with_kv_cache.decode.16x8192x32x8x128.bfloat16.paged16. The
 shape is batch x keys x query heads x heads of keys and values x head size; a chunk's begins with its queries:
 512q1x32768x32x8x128. Variants: contiguous, paged16, paged128 (pages in a random order), ragged (pages of 16, lengths
-from 1/16 of the keys to all of them).
+from 1/16 of the keys to all of them). The direction ``append`` writes new keys and values alone: 1q16x8192x8x128.
 
 ``torch`` is torch's attention with cuDNN, over gathered keys where they lie in pages: the gathering is not timed.
 ``flash_attn_4`` is ``flash_attn.cute``, which has one split on Hopper. Both are full: their causal mask is top-left or
-the same for one query. ``read_floor`` only reads as many bytes as the keys and values have.
+the same for one query. ``flashinfer`` plans its splits for the lengths; the plan is not timed. ``read_floor`` only
+reads as many bytes as the keys and values have.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,7 @@ from torch.nn.attention.bias import causal_lower_right
 from bench import harness
 from cute_kernels import attention_with_kv_cache
 from cute_kernels.attention import reference_cache
+from cute_kernels.attention.launch import attention_append
 from jit_cache import command
 
 BATCHES = (1, 4, 16, 17, 36, 64, 128)
@@ -39,6 +42,12 @@ KEYS = (1024, 4096, 8192, 32768, 131072)
 HEADS = ((32, 8, 128), (8, 1, 128), (64, 8, 64))
 MAX_BYTES = 40 * 10**9  # of keys and values
 CHUNKS, CONTEXT = (512, 2048), 32768
+# Shapes that no table of ours has: any batch, groups of 5 and 7, keys that are no power of two; a chunk of 300
+OTHERS = (
+    (23, 6000, 40, 8, 128, "contiguous", 1),
+    (9, 10000, 28, 4, 128, "paged16", 1),
+    (3, 20000, 28, 4, 128, "paged16", 300),
+)
 FLOOR = "read_floor"
 
 
@@ -103,7 +112,51 @@ def decodes(quick: bool = False) -> list[Decode]:
     cases += [
         Decode(1, CONTEXT, 32, 8, 128, variant, queries) for queries in CHUNKS for variant in ("paged16", "paged128")
     ]
+    cases += [Decode(*other) for other in OTHERS]
     return [case for case in cases if case.cached_bytes <= MAX_BYTES]
+
+
+@dataclass(frozen=True)
+class Append:
+    """New keys and values of each sequence behind those that are cached, all of the cache but them."""
+
+    batch: int
+    keys: int
+    variant: str
+    queries: int = 1
+    pairs: int = 8
+    head_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def case(self) -> harness.Case:
+        return harness.Case(
+            family="attention",
+            op="attention_with_kv_cache",
+            direction="append",
+            shape=f"{self.queries}q{self.batch}x{self.keys}x{self.pairs}x{self.head_size}",
+            dtype=str(self.dtype).removeprefix("torch."),
+            variant=self.variant,
+            bytes=4 * self.batch * self.queries * self.pairs * self.head_size * self.dtype.itemsize,
+            flops=0,
+        )
+
+    @property
+    def decode(self) -> Decode:
+        """What has the same cache."""
+        return Decode(self.batch, self.keys, self.pairs, self.pairs, self.head_size, self.variant, self.queries)
+
+
+def appends(quick: bool = False) -> list[Append]:
+    """Every case."""
+    if quick:
+        return [Append(16, 8192, "paged16")]
+    cases = [Append(batch, 8192, variant) for batch in (1, 16, 128) for variant in ("contiguous", "paged16")]
+    return [*cases, Append(1, CONTEXT, "paged16", 2048)]
+
+
+def every_case(quick: bool = False) -> list[Decode | Append]:
+    return [*decodes(quick), *appends(quick)]
 
 
 @dataclass(frozen=True)
@@ -189,6 +242,34 @@ def _flash_attn_4(case: Decode, inputs: Inputs) -> harness.Call | None:
     return call
 
 
+def _flashinfer(case: Decode, inputs: Inputs) -> harness.Call | None:
+    """Keys that lie contiguous are pages of 16 to it, where they are whole ones."""
+    import flashinfer
+
+    size, (k, v), table = case.page_size, (inputs.k, inputs.v), inputs.page_table
+    if table is None:
+        size = 16
+        if case.keys % size:
+            return None
+        k, v = (t.view(-1, size, *t.shape[2:]) for t in (k, v))
+        table = torch.arange(len(k), dtype=torch.int32, device=k.device).view(case.batch, -1)
+    pages = [-(-n // size) for n in case.lengths]
+    starts = torch.tensor([0, *pages], device=k.device).cumsum(0).int()
+    indices = torch.cat([row[:n] for row, n in zip(table, pages, strict=True)])
+    last = torch.tensor([n - (p - 1) * size for n, p in zip(case.lengths, pages, strict=True)]).int().to(k.device)
+    memory = torch.empty(512 << 20, dtype=torch.uint8, device=k.device)
+    heads, dtypes = (case.heads, case.pairs, case.head_size), {"q_data_type": case.dtype, "kv_data_type": case.dtype}
+    q = inputs.q.flatten(0, 1)
+    if case.queries == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory, "NHD", use_tensor_cores=True)
+        wrapper.plan(starts, indices, last, *heads, size, **dtypes)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(memory, "NHD")
+        rows = torch.arange(case.batch + 1, dtype=torch.int32, device=k.device) * case.queries
+        wrapper.plan(rows, starts, indices, last, *heads, size, causal=True, **dtypes)
+    return lambda: (wrapper.run(q, (k, v)).view(inputs.q.shape),)
+
+
 def _read_floor(case: Decode, inputs: Inputs) -> harness.Call:
     from bench import triton_gemm
 
@@ -201,15 +282,63 @@ PROVIDERS: dict[str, Callable[[Decode, Inputs], harness.Call | None]] = {
     "cute_kernels": _cute_kernels,
     "torch": _torch,
     "flash_attn_4": _flash_attn_4,
+    "flashinfer": _flashinfer,
     FLOOR: _read_floor,
 }
-PACKAGES = {"flash_attn_4": ("flash_attn.cute",), FLOOR: ("triton",)}  # what a provider imports, where it is not torch
+PACKAGES = {
+    "flash_attn_4": ("flash_attn.cute",),
+    "flashinfer": ("flashinfer",),
+    FLOOR: ("triton",),
+}  # what a provider imports, where it is not torch
+
+
+class NewRows:
+    """What an ``Append`` writes, and where: k and v of new keys, a cache each, the number of cached keys."""
+
+    def __init__(self, case: Append, device: str = "cuda") -> None:
+        inputs = make_inputs(case.decode, device)
+        generator = torch.Generator(device).manual_seed(harness.seed(case.case.name))
+        shape = case.batch, case.queries, case.pairs, case.head_size
+        self.k, self.v = (torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(2))
+        self.caches, self.table, self.queries = (inputs.k, inputs.v), inputs.page_table, case.queries
+        self.lengths = inputs.lengths - case.queries
+        place = self.lengths[:, None].long() + torch.arange(case.queries, device=device)
+        first = torch.arange(case.batch, device=device)[:, None].expand_as(place)
+        if self.table is not None:
+            first, place = self.table.long().gather(1, place // case.decode.page_size), place % case.decode.page_size
+        self.places = first, place
+
+    def of(self, cache: Tensor) -> Tensor:
+        """The new rows of a cache."""
+        return cache[self.places]
+
+    def ours(self) -> tuple[Tensor, Tensor]:
+        attention_append(self.k, self.v, *self.caches, self.lengths, self.table, None, self.queries)
+        return self.caches
+
+    def torchs(self) -> tuple[Tensor, Tensor]:
+        for cache, new in zip(self.caches, (self.k, self.v), strict=True):
+            cache[self.places] = new
+        return self.caches
+
+
+def measure_append(
+    case: Append, providers: Sequence[str], device: harness.Device, **options: Any
+) -> list[harness.Measurement]:
+    """One measurement; torch indexes with what is computed before."""
+    rows = NewRows(case, device.name)
+    calls = {"cute_kernels": rows.ours, "torch": rows.torchs}
+    makers = {name: functools.partial(lambda call: call, calls[name]) for name in providers if name in calls}
+    truth = {"k_cache": rows.k.double(), "v_cache": rows.v.double()}
+    return [harness.measure(case.case, makers, truth, device, sample=rows.of, **options)]
 
 
 def measure_decode(
-    case: Decode, cases: Sequence[harness.Case], providers: Sequence[str], device: harness.Device, **options
+    case: Decode | Append, cases: Sequence[harness.Case], providers: Sequence[str], device: harness.Device, **options
 ) -> list[harness.Measurement]:
     """One measurement."""
+    if isinstance(case, Append):
+        return measure_append(case, providers, device, **options)
     inputs = make_inputs(case, device.name)
     makers = {name: functools.partial(PROVIDERS[name], case, inputs) for name in providers}
     floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
@@ -217,15 +346,18 @@ def measure_decode(
     return [harness.measure(case.case, makers, truth, device, floors=floors, sample=lambda out: out[:, -1:], **options)]
 
 
-def compile_own_kernels(cases: Sequence[Decode], device: harness.Device) -> None:
+def compile_own_kernels(cases: Sequence[Decode | Append], device: harness.Device) -> None:
     """Before a peer is imported: quack changes classes of the DSL."""
     for case in cases:
+        if isinstance(case, Append):
+            NewRows(Append(1, 128, case.variant), device.name).ours()
+            continue
         inputs = make_inputs(Decode(1, 128, case.heads, case.pairs, case.head_size, case.variant), device.name)
         _cute_kernels(case, inputs)()
     device.synchronize()
 
 
-def run(cases: Sequence[Decode], providers: Sequence[str], **settings) -> list[harness.Measurement]:
+def run(cases: Sequence[Decode | Append], providers: Sequence[str], **settings) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
     return harness.run(
         [(case, [case.case]) for case in cases],
@@ -239,24 +371,28 @@ def run(cases: Sequence[Decode], providers: Sequence[str], **settings) -> list[h
 
 
 def print_rates(measurements: Sequence[harness.Measurement]) -> None:
-    """Our time over that of reading the same bytes, and GB/s."""
+    """GB/s, our time over that of reading the same bytes, our host's time over torch's."""
     for m in measurements:
-        ours, floor = m.results.get("cute_kernels"), m.results.get(FLOOR)
+        ours, floor, torchs = (m.results.get(name) for name in ("cute_kernels", FLOOR, "torch"))
         if ours:
             ratio = harness.number(ours.us / floor.us if floor else None, ".2f")
-            print(f"{m.case.name}: {m.case.bytes / ours.us / 1e3:.0f} GB/s, {ratio} of the time of reading")
+            host = harness.number(ours.host_us / torchs.host_us if torchs else None, ".2f")
+            print(
+                f"{m.case.name}: {m.case.bytes / ours.us / 1e3:.0f} GB/s, {ratio} of the time of reading; "
+                f"host {ours.host_us:.1f} us, {host} of torch's"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return [case.case.name for case in decodes(quick)]
+        return [case.case.name for case in every_case(quick)]
 
     options = harness.parse(
         "decode", __doc__.splitlines()[0], "8192 keys", tuple(PROVIDERS), tuple(PROVIDERS), names, arguments
     )
     if isinstance(options, int):
         return options
-    measurements = run(decodes(options.quick), options.providers, **options.settings)
+    measurements = run(every_case(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
     print_rates(measurements)
     return harness.exit_status(measurements)

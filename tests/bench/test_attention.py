@@ -9,7 +9,7 @@ from tests.bench.test_harness import FakeDevice
 
 def test_cases():
     names = [case.case(d).name for case in bench_attention.attentions() for d in case.directions]
-    assert len(set(names)) == len(names) == 2 * 3 * 6 + 3 + 2 + 2 + 2 + 1
+    assert len(set(names)) == len(names) == 2 * 3 * 6 + 3 + 2 + 2 + 2 + 1 + 3
     quick = {case.case(d).name for case in bench_attention.attentions(quick=True) for d in case.directions}
     assert quick < set(names)
 
