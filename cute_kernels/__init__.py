@@ -16,6 +16,7 @@ from cute_kernels.gemm import bmm, grouped_mm, linear, mm
 from cute_kernels.invariance import (
     Provenance,
     UncoveredOperatorError,
+    audit,
     batch_invariant,
     check_invariance,
     declare_invariant,
@@ -50,6 +51,7 @@ __all__ = [
     "UnsupportedDeviceError",
     "attention",
     "attention_with_kv_cache",
+    "audit",
     "batch_invariant",
     "bmm",
     "check_invariance",

@@ -1,5 +1,6 @@
 """Batch invariance for whole models: kernels under torch's operators, the check, and what computed a product."""
 
+from cute_kernels.invariance.audit import AuditReport, audit
 from cute_kernels.invariance.blocks import batch_invariant
 from cute_kernels.invariance.checker import Report, check_invariance
 from cute_kernels.invariance.errors import UncoveredOperatorError
@@ -8,9 +9,11 @@ from cute_kernels.invariance.operators import declare_invariant
 from cute_kernels.invariance.provenance import Provenance, provenance
 
 __all__ = [
+    "AuditReport",
     "Provenance",
     "Report",
     "UncoveredOperatorError",
+    "audit",
     "batch_invariant",
     "check_invariance",
     "declare_invariant",

@@ -12,7 +12,7 @@ from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import CALLS, OPS, first_calls
 
 # They call what they are given, or nothing
-NO_OPS = {"check_invariance", "declare_invariant", "install", "is_installed", "provenance", "uninstall"}
+NO_OPS = {"audit", "check_invariance", "declare_invariant", "install", "is_installed", "provenance", "uninstall"}
 NO_OPS |= {"moe.register_with_transformers"}
 
 
