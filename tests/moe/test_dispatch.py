@@ -6,6 +6,7 @@ import torch
 from cute_kernels import moe
 from cute_kernels.moe import prewarm
 from tests.fakes import fake_kernels
+from tests.moe import test_kernel_sanitizer
 from tests.moe.cases import BF16, assert_same_bits, make_layer, run_layer
 from tests.moe.test_kernel_moe import (  # noqa: F401
     test_a_token_does_not_know_its_batch,
@@ -70,3 +71,8 @@ def test_what_is_kept(generator):
     assert sorted(floats) == sorted([(5, 16), (5 * 2 + 15 * 4, 16), tuple(gate_up.shape), tuple(down.shape)])
     y.backward(layer.dy)
     assert_same_bits(x.grad, run_layer(layer, 2)["dx"])
+
+
+@pytest.mark.parametrize("name", test_kernel_sanitizer.RUNS)
+def test_what_the_sanitizer_runs(name):
+    assert all(result.isfinite().all() for result in test_kernel_sanitizer.results(name, "cpu"))
