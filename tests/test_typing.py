@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import cute_kernels
+import cute_kernels.compat.batch_invariant_ops
 import cute_kernels.models
 import cute_kernels.nn
 import jit_cache
@@ -21,6 +22,8 @@ PACKAGES = (
     cute_kernels.reduction,
     cute_kernels.scatter,
     cute_kernels.models,
+    cute_kernels.compat,
+    cute_kernels.compat.batch_invariant_ops,
     cute_kernels.nn,
     jit_cache,
 )
