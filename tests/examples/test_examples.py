@@ -33,6 +33,11 @@ def test_training(name, monkeypatch, capsys):
     assert "mismatches: 0" in capsys.readouterr().out
 
 
+def test_audit():
+    before, after = main_of("audit_my_model").main(device="cpu")
+    assert any("attention" in name for name in before) and not after
+
+
 def test_generate(monkeypatch):
     example = main_of("hf_generate_equals_training")
     monkeypatch.setattr(example, "NEW", 3)
