@@ -6,6 +6,7 @@ import pytest
 
 from cute_kernels.attention.config import HEAD_SIZES, AppendSpec, DecodeConfig, DecodeSpec, decode_config, decode_slots
 from tests.attention.cases import BF16, FP16
+from tests.marks import first_of
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
@@ -39,6 +40,7 @@ def test_slots():
     assert all(decode_slots(d, dv, PARALLEL) >= 3 for d in range(8, 257, 8) for dv in range(8, 257, 8))
 
 
+@pytest.mark.exhaustive  # test_classes.py compiles one
 @pytest.mark.parametrize(
     "spec", [AppendSpec(BF16, 192, 128, False, False), AppendSpec(FP16, 64, 64, True, True)], ids=str
 )
@@ -48,7 +50,7 @@ def test_append(spec):
     check_record(append.obtain("sm_90a", AppendSpec(*spec)).record)
 
 
-@pytest.mark.parametrize("sequential", [False, True], ids=["parallel", "sequential"])
+@pytest.mark.parametrize("sequential", first_of([False, True]), ids=["parallel", "sequential"])
 def test_instructions(sequential, tmp_path):
     """Every step outside of the products has a rounding of its own; counters alone are atomic, and are integers."""
     program = f"""

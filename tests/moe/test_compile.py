@@ -44,6 +44,7 @@ def test_shipped_kernels_compile_without_spills(arch):
         check_record(builder.obtain(*arguments).record)
 
 
+@pytest.mark.exhaustive  # test_classes.py compiles each class
 @pytest.mark.parametrize(("builder", "spec"), others(), ids=lambda value: getattr(value, "__name__", str(value)))
 def test_other_kernels_compile_without_spills(builder, spec):
     check_record(builder.obtain("sm_90a", spec).record)
