@@ -26,10 +26,11 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "rms_norm_eps": 1e-06,
 }
+EXPERTS = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2}
 TOKENS = [1, 5, 33, 300, 1000]
 
 
-def train_and_decode(device: str, numbers_of_tokens: Iterable[int], arch: str) -> None:
+def train_and_decode(device: str, numbers_of_tokens: Iterable[int], arch: str, num_experts: int | None = None) -> None:
     """Our modules, and a layer of torch's in ``batch_invariant``. Only Hopper has kernels of attention over a cache."""
     config = TransformerConfig(
         vocab_size=CONFIG["vocab_size"],
@@ -40,6 +41,7 @@ def train_and_decode(device: str, numbers_of_tokens: Iterable[int], arch: str) -
         ffn_hidden_size=CONFIG["intermediate_size"],
         max_sequence_length=2**18,
         hyper_connections=None,
+        num_experts=num_experts,
     )
     model = MHCTransformer(config, device=device, dtype=torch.bfloat16)
     linear = torch.nn.Linear(512, 1024, bias=False, device=device, dtype=torch.bfloat16)
@@ -63,19 +65,23 @@ def train_and_decode(device: str, numbers_of_tokens: Iterable[int], arch: str) -
 
 
 @pytest.mark.slow
-def test_a_model_runs_without_compiling(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_a_model_runs_without_compiling(config, tmp_path):
+    num_experts = config.get("num_experts")
+    if num_experts and arch_of(0) != "sm_90a":
+        pytest.skip("experts have kernels for Hopper")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     environment = {**os.environ, "JIT_CACHE_DIR": str(tmp_path / "cache")}
     prewarm = [sys.executable, "-m", "jit_cache", "prewarm", "cute_kernels", "--arch", arch_of(0)]
     prewarm += ["--config", str(tmp_path / "config.json")]
     for options in ([], ["--check"]):
         done = subprocess.run([*prewarm, *options], env=environment, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    program = """
+    program = f"""
 from jit_cache import stats
 from cute_kernels.runtime.targets import arch_of
 from tests.test_kernel_prewarm import TOKENS, train_and_decode
-train_and_decode("cuda", TOKENS, arch_of(0))
+train_and_decode("cuda", TOKENS, arch_of(0), {num_experts})
 assert stats().disk_loads and not stats().compiles
 """
     environment["JIT_CACHE_MODE"] = "off"

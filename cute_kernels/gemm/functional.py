@@ -2,6 +2,7 @@
 
 from cute_kernels.gemm.checks import Activation, check_epilogue
 from cute_kernels.gemm.fp32 import product as fp32_product
+from cute_kernels.gemm.launch import gemm
 from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped_sums_into
 from cute_kernels.gemm.op.grouped_mm import weight_gradient
 
@@ -9,6 +10,7 @@ __all__ = [
     "Activation",
     "check_epilogue",
     "fp32_product",
+    "gemm",
     "grouped_rows",
     "grouped_sums",
     "grouped_sums_into",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class MoE(nn.Module):
         score, groups, normalize, eps, scale: as of ``moe.route``.
         selection_bias: keep a buffer ``expert_bias`` (E,) fp32, zeros, that ``route`` adds to the scores for the
             selection alone; with "sigmoid". ``update_expert_bias`` is its update.
+        activation: of the experts, by its name in ``moe.experts``.
+        bias: keep biases of the router and of both weights of the experts, zeros at first.
         shared: a module that every token passes; its result is added to the experts'. None: none.
         device, dtype: of the parameters.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -65,6 +68,8 @@ class MoE(nn.Module):
         eps: float = 0.0,
         scale: float = 1.0,
         selection_bias: bool = False,
+        activation: str = "swiglu",
+        bias: bool = False,
         shared: nn.Module | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -80,8 +85,13 @@ class MoE(nn.Module):
         self.options = {"score": score, "groups": groups, "normalize": normalize, "eps": eps, "scale": scale}
         options = {"device": device, "dtype": dtype}
         self.router = nn.Parameter(torch.empty(num_experts, hidden, **options))
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden, **options))
+        columns = width if activation == "silu" else 2 * width
+        self.activation = activation
+        self.gate_up = nn.Parameter(torch.empty(num_experts, columns, hidden, **options))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width, **options))
+        sizes = {"router_bias": (num_experts,), "gate_up_bias": (num_experts, columns)}
+        for name, shape in (sizes | {"down_bias": (num_experts, hidden)}).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **options)) if bias else None)
         self.shared = shared
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if selection_bias else None
         self.register_buffer("expert_bias", bias)
@@ -89,12 +99,13 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1 / sqrt(columns), as torch.nn.Linear; the bias of the selection is 0."""
+        """Uniform in +-1 / sqrt(columns), as torch.nn.Linear; biases are 0."""
         for weight in (self.router, self.gate_up, self.down):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
-        if self.expert_bias is not None:
-            nn.init.zeros_(self.expert_bias)
+        for bias in (self.expert_bias, self.router_bias, self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, indices: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """The experts' sum of each token.
@@ -113,13 +124,15 @@ class MoE(nn.Module):
         hidden = self.router.shape[1]
         expect(x.shape[-1:] == (hidden,), "MoE", "x", f"have {hidden} columns, as hidden says", tuple(x.shape))
         rows = x.reshape(-1, hidden)
-        logits = moe.router_logits(rows, self.router, backend=self.backend)
+        logits = moe.router_logits(rows, self.router, self.router_bias, backend=self.backend)
         options = self.options if indices is None else {**self.options, "groups": None}
         bias = self.expert_bias if indices is None else None
         routing = moe.route(logits, self.k, **options, bias=bias, indices=indices, backend=self.backend)
         self.last_routing = moe.Routing(*(t.detach() for t in routing))
-        gate_up, down = _cast(self.gate_up, x), _cast(self.down, x)
-        y = moe.experts(rows, routing, gate_up, down, segments=segments, backend=self.backend).view(x.shape)
+        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        given: dict[str, Any] = {name: None if bias is None else _cast(bias, x) for name, bias in biases.items()}
+        given |= {"activation": self.activation, "segments": segments, "backend": self.backend}
+        y = moe.experts(rows, routing, _cast(self.gate_up, x), _cast(self.down, x), **given).view(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
     def counts(self) -> Tensor:

@@ -13,6 +13,7 @@ from tests.moe.test_kernel_moe import (  # noqa: F401
     test_a_token_of_other_layers_does_not_know_its_batch,
     test_combine_does_not_see_other_tokens,
     test_compile,
+    test_compile_of_other_layers,
     test_empty_slots,
     test_experts,
     test_gradients_of_rows,
@@ -33,6 +34,7 @@ from tests.moe.test_kernel_moe import (  # noqa: F401
 )
 from tests.moe.test_kernel_router import (  # noqa: F401
     test_a_token_of_logits_does_not_know_its_batch,
+    test_compile_of_a_router,
     test_logits,
     test_losses,
     test_main_grads_of_a_router,

@@ -451,6 +451,26 @@ def test_main_grads_of_biases(generator):
         assert_same_bits(result, other)
 
 
+@pytest.mark.sm90
+def test_compile_of_other_layers(generator, compile_backend):
+    """One graph, with biases and segments."""
+    torch._dynamo.reset()
+    layer, segments = make_other(ACTIVATIONS[1], generator, 33), torch.tensor([5, 33], device=generator.device)
+    options = {**ACTIVATIONS[1], "segments": segments}
+    wanted = run_layer(layer, 2, **options)
+
+    def call(x, logits, gate_up, down, *biases):
+        given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+        return moe.experts(x, moe.route(logits, 2), gate_up, down, **given, **options)
+
+    tensors = layer.x, layer.logits, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = torch.compile(call, fullgraph=True, backend=compile_backend)(*leaves)
+    found = dict(zip(wanted, (y.detach(), *torch.autograd.grad(y, leaves, layer.dy)), strict=True))
+    for name, result in wanted.items():
+        assert_same_bits(found[name], result, name)
+
+
 # Below: on a GPU only
 
 

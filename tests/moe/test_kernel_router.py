@@ -73,6 +73,24 @@ def test_losses(generator):
         assert_same_bits(call(logits), found)
 
 
+def test_compile_of_a_router(generator, compile_backend):
+    """One graph of logits and losses; gradients of eager mode, within what fusions round otherwise in the losses."""
+    torch._dynamo.reset()
+
+    def call(x, weight, bias):
+        logits = moe.router_logits(x, weight, bias)
+        return logits, moe.load_balancing_loss(logits, moe.route(logits, 2)) + moe.z_loss(logits)
+
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend=compile_backend)):
+        leaves = leaves_of(BF16, FP32, generator.manual_seed(0))
+        logits, loss = function(*leaves)
+        results.append((logits, loss, *torch.autograd.grad(loss, leaves)))
+    assert_same_bits(results[0][0], results[1][0])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-2)
+
+
 # Below: on a GPU only
 
 

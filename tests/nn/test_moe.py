@@ -95,6 +95,23 @@ def test_shared(path):
     assert_same_bits(with_shared(x).detach(), (without(x) + shared(x)).detach())
 
 
+@pytest.mark.parametrize("activation", ["swiglu_oai", "geglu", "silu"])
+def test_activations_and_biases(path, activation):
+    """Those of ``experts``; fp32 parameters' biases are cast."""
+    model, x = layer(activation=activation, bias=True), tokens(9)
+    with torch.no_grad():
+        for name in ("router_bias", "gate_up_bias", "down_bias"):
+            getattr(model, name).normal_()
+    routing = moe.route(moe.router_logits(x, model.router, model.router_bias), 2)
+    biases = {"gate_up_bias": model.gate_up_bias, "down_bias": model.down_bias}
+    wanted = moe.experts(x, routing, model.gate_up, model.down, **biases, activation=activation)
+    found = model(x)
+    assert_same_bits(found.detach(), wanted.detach())
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model.float()(x).dtype is BF16
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

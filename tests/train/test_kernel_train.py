@@ -54,7 +54,7 @@ def run(folder, **options):
     return train_cases.numbers(folder)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True, "dropout": 0.1}, {"hyper_connections": 0}])
+@pytest.mark.parametrize("options", [{}, {"recompute": True, "dropout": 0.1}, {"hyper_connections": 0}, {"experts": 8}])
 def test_a_captured_run_has_the_bits_of_an_eager_one(tmp_path, options):
     eager = run(tmp_path / "eager", steps=6, **options)
     assert run(tmp_path / "graph", steps=6, graph=True, **options) == eager
@@ -68,9 +68,10 @@ def test_compile(tmp_path):
     assert run(tmp_path / "graph", steps=6, compile=True, graph=True) == found
 
 
+@pytest.mark.parametrize("changed", [{}, {"experts": 8}], ids=["dense", "experts"])
 @pytest.mark.parametrize("graph", [{}, {"graph": True}], ids=["eager", "graph"])
-def test_resumes_with_the_same_losses(tmp_path, graph):
-    options = {"warmup": 10, "dropout": 0.1, "checkpoint_every": 3, "evaluate_every": 3}
+def test_resumes_with_the_same_losses(tmp_path, graph, changed):
+    options = {"warmup": 10, "dropout": 0.1, "checkpoint_every": 3, "evaluate_every": 3, **changed}
     whole = run(tmp_path / "whole", steps=6, **options)
     run(tmp_path / "parts", steps=3, **options)
     assert run(tmp_path / "parts", steps=6, resume=True, **graph, **options) == whole

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm import grouped_mm, linear
-from cute_kernels.gemm.functional import grouped_rows, grouped_sums, grouped_sums_into, weight_gradient
+from cute_kernels.gemm import grouped_mm
+from cute_kernels.gemm.functional import gemm, grouped_rows, grouped_sums, grouped_sums_into, weight_gradient
 from cute_kernels.moe import reference
 from cute_kernels.moe.checks import Activation, check_activation, check_experts, check_layout
 from cute_kernels.moe.config import OAI
@@ -223,7 +223,8 @@ class _ExpertsFunction(torch.autograd.Function):
             del weighted
         if down_bias is not None and needs_weights:
             # Each row's product with its bias: a column of those with all
-            products = linear(dy, down_bias, out_dtype=torch.float32)
+            products = empty(dy, (dy.shape[0], down_bias.shape[0]), torch.float32)
+            mode.of(gemm)(dy, down_bias, products)
             found = products.gather(1, indices.long().clamp(0, down_bias.shape[0] - 1))
             dweights = torch.where(rows.positions >= 0, dweights + found, 0.0)
         if needs_x:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels import reduction
 from cute_kernels.gemm import linear
 from cute_kernels.gemm.functional import fp32_product
 from cute_kernels.moe import reference
@@ -78,6 +77,8 @@ class _RouterFunction(torch.autograd.Function):
             fp32_product(dlogits.t(), x, torch.float32, into=into if dweight is None else into.zero_())
         if needs_gradient(needs_bias, bias, ctx.main_grads[1]):
             into, dbias = gradient_buffer("router_logits", "bias", bias, ctx.main_grads[1])
-            sums = reduction.sum(dlogits, 0)
-            into.add_(sums) if dbias is None else into.copy_(sums)
+            target = into if dbias is None else torch.zeros(into.shape, dtype=torch.float32, device=into.device)
+            ones = torch.ones(dlogits.shape[0], 1, dtype=torch.bfloat16, device=into.device)
+            fp32_product(dlogits.t(), ones, torch.float32, into=target.unsqueeze(1))
+            dbias = None if dbias is None else target.to(into.dtype)
         return dx, dweight, dbias
