@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import SHORT, UNBOUNDED, WARPGROUP_ROWS, backward_head_size, grid_for
+from cute_kernels.attention.config import SHORT, UNBOUNDED, WARPGROUP_ROWS, grid_for
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
@@ -423,10 +423,9 @@ def _fused_attention(model: Model, num_sms: int) -> None:
             (q.flatten(0, 1), k.flatten(0, 1), lengths),
         ):
             attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
-            if backward_head_size(d, d) is not None:
-                lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
-                tensors = rows, rows, keys, keys, rows, lse, None
-                attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
+            lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
+            tensors = rows, rows, keys, keys, rows, lse, None
+            attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
     # A token of one sequence, whose splits are CTAs of their own; chunks of so many that a CTA has all splits of a tile
     split = grid_for(d).split
     for (batch, queries), paged in itertools.product(((1, 1), (4 * num_sms, WARPGROUP_ROWS)), (False, True)):

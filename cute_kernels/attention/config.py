@@ -280,8 +280,9 @@ class BackwardSpec(NamedTuple):
     """A backward kernel is compiled for these facts; see ``ForwardSpec``.
 
     Attributes:
-        head_size: 64 or 128; tensors of fewer channels are ``padded``, those of v, too.
+        head_size: of q and k; with that of v a pair of BACKWARD_CONFIGS. Tensors of fewer channels are ``padded``.
         grouped: query heads share heads of keys and values.
+        head_size_v: of v and the output's gradient; 0: that of q.
     """
 
     dtype: torch.dtype
@@ -294,6 +295,11 @@ class BackwardSpec(NamedTuple):
     packed_k: bool = False
     used_k: bool = False
     padded: bool = False
+    head_size_v: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
 
 
 def finish_dq_spec(spec: BackwardSpec) -> BackwardSpec:
@@ -316,9 +322,21 @@ class DeltaSpec(NamedTuple):
     padded: bool = False
 
 
-def backward_head_size(head_size: int, head_size_v: int) -> int | None:
-    """What the backward's kernels compute with; None: there are none."""
-    return next((size for size in BACKWARD_CONFIGS if max(head_size, head_size_v) <= size), None)
+def backward_sizes(head_size: int, head_size_v: int) -> tuple[int, int]:
+    """The head sizes that the backward's kernels compute with; channels that are not there are zero."""
+    return next(sizes for sizes in BACKWARD_CONFIGS if head_size <= sizes[0] and head_size_v <= sizes[1])
+
+
+def backward_block(head_size: int) -> int:
+    """Keys of a partial of dq, at their multiples in a sequence: a part of the contract."""
+    return 128 if head_size <= 128 else 64
+
+
+def delta_spec(spec: BackwardSpec, has_lse_grad: bool) -> DeltaSpec:
+    """What the kernel depends on that finds delta; lanes of a row are a power of two."""
+    _, channels = spec.sizes
+    width = 1 << (channels - 1).bit_length()
+    return DeltaSpec(spec.dtype, width, has_lse_grad, spec.packed_q, spec.padded or width != channels)
 
 
 @dataclass(frozen=True)
@@ -327,27 +345,50 @@ class BackwardConfig:
 
     Attributes:
         tile_rows: queries of a step, 64 or 128.
-        stages: tiles of q, and of the output's gradient, in flight.
-        dv_first: p dout is issued before ds is found, which then runs beside it.
-        scores_ahead: scores of the next tile are issued before this one's dk is waited for.
+        stages: tiles of q in flight.
+        dv_first: p dout is issued before ds is found, which then runs beside it; not beyond 128 channels.
+        scores_ahead: scores of the next tile are issued before this one's dk is waited for; beyond 128 channels before
+            its dq has left the registers.
+        dout_stages: tiles of the output's gradient in flight.
+        adders: threads that add dq in turn, each from a buffer of its own.
+        dq_parts: in which a partial of dq goes through its buffer.
     """
 
     tile_rows: int
     stages: int
     dv_first: bool = True
     scores_ahead: bool = True
+    dout_stages: int = 2
+    adders: int = 2
+    dq_parts: int = 1
 
 
 def backward_config(spec: BackwardSpec) -> BackwardConfig:
     """A softcap takes p's rounded values before ds is found, for which tiles of 128 queries leave no registers."""
-    configs = BACKWARD_CONFIGS[spec.head_size]
+    configs = BACKWARD_CONFIGS[spec.sizes]
     return next(config for config in configs if config.dv_first or not spec.softcap)
 
 
-# At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries
+# At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries. Beyond,
+# shared memory has room for this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
-    64: (BackwardConfig(128, 2, False, False), BackwardConfig(128, 2, False), BackwardConfig(64, 3)),
-    128: (BackwardConfig(64, 2), BackwardConfig(64, 2, True, False), BackwardConfig(64, 2, False, False)),
+    (64, 64): (
+        BackwardConfig(128, 2, False, False),
+        BackwardConfig(128, 2, False),
+        BackwardConfig(64, 3, dout_stages=3),
+    ),
+    (128, 128): (
+        BackwardConfig(64, 2),
+        BackwardConfig(64, 2, True, False),
+        BackwardConfig(64, 2, False, False),
+    ),
+    (192, 128): (
+        BackwardConfig(64, 2, adders=1),
+        BackwardConfig(64, 2, scores_ahead=False, dq_parts=2),
+        BackwardConfig(64, 2, dout_stages=1, adders=1),
+    ),
+    (192, 192): (BackwardConfig(64, 2, adders=1), BackwardConfig(64, 2, scores_ahead=False, dq_parts=2)),
+    (256, 256): (BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_parts=2),),
 }
 PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together

@@ -38,16 +38,18 @@ class BackwardEpilogue:
             *_, mDk, mDv = matrices
             for i in cutlass.range_constexpr(cute.size(dk)):
                 dk[i] = scaled(dk[i], self.scale)
-            copy = self.store_dkv
-            for total, shared in ((dv, self.sV), (dk, self.sK)):
+            for total, shared, copy in ((dv, self.sV, self.store_dv), (dk, self.sK, self.store_dk)):
                 rounded = cute.make_rmem_tensor(total.shape, self.dtype)
                 rounded.store(total.load().to(self.dtype))
                 cute.copy(copy, copy.retile(rounded), copy.get_slice(opaque(self.tidx)).partition_D(shared))
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet()
             if self.tidx < WARP_SIZE:
-                keys = const_expr((self.block, self.head_size))
-                for atom, shared, matrix in ((tma_dv, self.sV, mDv), (tma_dk, self.sK, mDk)):
+                for atom, shared, matrix, channels in (
+                    (tma_dv, self.sV, mDv, self.head_size_v),
+                    (tma_dk, self.sK, mDk, self.head_size),
+                ):
+                    keys = const_expr((self.block, channels))
                     source, target = partition(atom, shared, self.keys_of(matrix, block), keys)
                     cute.copy(atom, source, target[None, block.n, 0])
                 cute.arch.cp_async_bulk_commit_group()

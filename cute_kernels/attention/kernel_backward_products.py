@@ -11,7 +11,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_backward_blocks import Block
-from cute_kernels.attention.kernel_backward_tiles import ADDERS, VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS
+from cute_kernels.attention.kernel_backward_tiles import VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS
 from cute_kernels.attention.kernel_row import ROWS, cap, column_of, first_column
 from cute_kernels.attention.kernel_row_backward import hide_queries, score_gradient, through_tanh, weight
 from cute_kernels.attention.kernel_threads import opaque, row_of_thread
@@ -25,9 +25,7 @@ class BackwardProducts:
     @cute.jit
     def compute(
         self,
-        score_mma: cute.TiledMma,
-        key_mma: cute.TiledMma,
-        dq_mma: cute.TiledMma,
+        mmas: tuple,
         atoms: tuple,
         matrices: tuple,
         dkv_sums: cute.Tensor,
@@ -37,33 +35,40 @@ class BackwardProducts:
         self.tidx = tidx
         self.wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         self.lane = tidx % WARP_SIZE
-        of_scores, of_keys, of_dq = (mma.get_slice(self.wg * WARPGROUP) for mma in (score_mma, key_mma, dq_mma))
+        score_mma, dk_mma, dv_mma, dq_mma = mmas[0], mmas[1], mmas[-2], mmas[-1]
+        of_scores, of_dk, of_dv, of_dq = (
+            mma.get_slice(self.wg * WARPGROUP) for mma in (score_mma, dk_mma, dv_mma, dq_mma)
+        )
         self.tSrK, self.tSrV = (score_mma.make_fragment_A(of_scores.partition_A(t)) for t in (self.sK, self.sV))
         self.tSrQ, self.tSrDout = (score_mma.make_fragment_B(of_scores.partition_B(t)) for t in (self.sQ, self.sDout))
-        self.tKrQ, self.tKrDout = (
-            key_mma.make_fragment_B(of_keys.partition_B(t)) for t in (self.sQ_across, self.sDout_across)
-        )
+        self.tKrQ = dk_mma.make_fragment_B(of_dk.partition_B(self.sQ_across))
+        self.tKrDout = dv_mma.make_fragment_B(of_dv.partition_B(self.sDout_across))
         self.tQrDs = dq_mma.make_fragment_A(of_dq.partition_A(self.sDs_across))
         self.tQrK = dq_mma.make_fragment_B(of_dq.partition_B(self.sK_across))
         # Atoms whose products start from zero, or are added
-        self.score_first, self.score_next, self.key_next, self.dq_first, self.dq_next = (
-            cute.make_mma_atom(m.op) for m in (score_mma, score_mma, key_mma, dq_mma, dq_mma)
+        self.score_first, self.score_next, self.dk_next, self.dv_next, self.dq_first, self.dq_next = (
+            cute.make_mma_atom(m.op) for m in (score_mma, score_mma, dk_mma, dv_mma, dq_mma, dq_mma)
         )
         for atom in (self.score_first, self.dq_first):
             atom.set(warpgroup.Field.ACCUMULATE, False)
-        for atom in (self.score_next, self.key_next, self.dq_next):
+        for atom in (self.score_next, self.dk_next, self.dv_next, self.dq_next):
             atom.set(warpgroup.Field.ACCUMULATE, True)
         self.scores_shape = score_mma.partition_shape_C((self.block, self.tile_rows))
         self.dq_shape = dq_mma.partition_shape_C((self.tile_rows, self.head_size))
-        shape = key_mma.partition_shape_C((self.block, self.head_size))
-        dk, dv = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-        shape = key_mma.partition_shape_A((self.block, self.tile_rows))
-        weights, gradients = (key_mma.make_fragment_A(shape) for _ in range(2))
+        dk = cute.make_rmem_tensor(dk_mma.partition_shape_C((self.block, self.head_size)), Float32)
+        dv = cute.make_rmem_tensor(dv_mma.partition_shape_C((self.block, self.head_size_v)), Float32)
+        if const_expr(self.by_channels):
+            weights, gradients = (dk_mma.make_fragment_A(of_dk.partition_A(t)) for t in (self.sP, self.sDs))
+        else:
+            shape = dk_mma.partition_shape_A((self.block, self.tile_rows))
+            weights, gradients = (dk_mma.make_fragment_A(shape) for _ in range(2))
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
         tensors = dk, dv, weights, gradients, scores
 
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        self.store_ds, self.store_dkv = (cute.make_tiled_copy_C(store, mma) for mma in (score_mma, key_mma))
+        self.store_ds, self.store_dk, self.store_dv = (
+            cute.make_tiled_copy_C(store, mma) for mma in (score_mma, dk_mma, dv_mma)
+        )
         count, blocks, turn = Int32(0), Int32(0), Int32(0)
         ticket = self.read_ticket(turn, False)
         while ticket < self.tickets:
@@ -101,14 +106,17 @@ class BackwardProducts:
         start = count - block.first
         # There is one tile at least; did the compiler not know, ptxas would have every product waited for
         for m in cutlass.range(block.first, cutlass.max(block.end, block.first + 1), unroll=1):
-            self.step(tensors, reach, m, block.end, start + m, blocks)
+            if const_expr(self.by_channels):
+                self.step_by_channels(tensors, reach, m, block.end, start + m, blocks)
+            else:
+                self.step(tensors, reach, m, block.end, start + m, blocks)
         warpgroup.wait_group(0)
 
     @cute.jit
     def step(self, tensors: tuple, reach: tuple, m: Int32, end: Int32, count: Int32, blocks: Int32):
         """A tile of queries: its part of dk and dv, and its partial of dq."""
         dk, dv, weights, gradients, scores = tensors
-        slot, phase = self.place_in_ring(count)
+        slot, phase = self.place_in_ring(count, self.stages)
         dp = cute.make_rmem_tensor(self.scores_shape, Float32)
         if const_expr(not self.scores_ahead):
             self.score(scores, count)
@@ -128,29 +136,29 @@ class BackwardProducts:
             if const_expr(not self.spec.softcap):
                 self.round(scores, weights)
             warpgroup.fence()
-            self.add_keys(dv, weights, self.tKrDout, slot)
+            self.add_keys(self.dv_next, dv, weights, self.tKrDout, slot)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
         self.find_gradients(scores, dp, slot)
         self.round(dp, gradients)
-        self.put_ds(gradients, count % 2)
+        self.put_scores(gradients, self.sDs, count % 2)
         if const_expr(not self.dv_first):
             self.round(scores, weights)
             warpgroup.fence()
-            self.add_keys(dv, weights, self.tKrDout, slot)
+            self.add_keys(self.dv_next, dv, weights, self.tKrDout, slot)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
         partial = cute.make_rmem_tensor(self.dq_shape, Float32)
         warpgroup.fence()
         self.multiply_ds(partial, count % 2)
-        self.add_keys(dk, gradients, self.tKrQ, slot)
+        self.add_keys(self.dk_next, dk, gradients, self.tKrQ, slot)
         warpgroup.wait_group(2)
         self.release(self.dout_empty + slot)
 
         if const_expr(self.scores_ahead):
             # Of the last tile's successor, which is none, whatever the slot holds: nothing is made of these scores
-            following, phase = self.place_in_ring(count + 1)
+            following, phase = self.place_in_ring(count + 1, self.stages)
             if m + 1 < end:
                 cute.arch.mbarrier_wait(self.q_full + following, phase)
             ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -168,24 +176,24 @@ class BackwardProducts:
     @cute.jit
     def score(self, scores: cute.Tensor, count: Int32):
         """Issue the scores of a tile."""
-        slot, phase = self.place_in_ring(count)
+        slot, phase = self.place_in_ring(count, self.stages)
         cute.arch.mbarrier_wait(self.q_full + slot, phase)
         warpgroup.fence()
         self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)
 
     def multiply_rows(self, target: cute.Tensor, of_keys: cute.Tensor, of_queries: cute.Tensor, slot: Int32):
         """Issue keys times queries, over the head size: ``serial_k16`` from zero."""
-        for k16 in range(self.head_size // 16):
+        for k16 in range(cute.size(of_keys, mode=[2])):
             atom = self.score_next if k16 else self.score_first
             cute.gemm(atom, target, of_keys[None, None, k16], of_queries[None, None, k16, slot], target)
         warpgroup.commit_group()
 
-    def add_keys(self, target: cute.Tensor, factors: cute.Tensor, of_queries: cute.Tensor, slot: Int32):
+    def add_keys(
+        self, atom: cute.MmaAtom, target: cute.Tensor, factors: cute.Tensor, of_queries: cute.Tensor, slot: Int32
+    ):
         """Issue what a tile of queries adds to dk or dv: ``serial_k16`` onto them."""
         for k16 in range(self.tile_rows // 16):
-            cute.gemm(
-                self.key_next, target, factors[None, None, k16], of_queries[None, None, k16, slot], target
-            )  # fmt: skip
+            cute.gemm(atom, target, factors[None, None, k16], of_queries[None, None, k16, slot], target)
         warpgroup.commit_group()
 
     def multiply_ds(self, target: cute.Tensor, slot: Int32):
@@ -199,12 +207,17 @@ class BackwardProducts:
         """Scores of queries that do not see a key, or of keys that do not exist."""
         own, keys = reach
         thread = opaque(self.tidx)
-        key = thread // WARPGROUP * WARPGROUP_ROWS + row_of_thread(thread % WARPGROUP)
+        if self.by_channels:
+            key = row_of_thread(thread % WARPGROUP)
+        else:
+            key = thread // WARPGROUP * WARPGROUP_ROWS + row_of_thread(thread % WARPGROUP)
         first, last = [], []
         for r in range(ROWS):
             column = Int32(-HIDDEN)
             if self.descends:
                 column = own + key + 8 * r - m * self.tile_rows - first_column(thread)
+                if self.by_channels:
+                    column -= thread // WARPGROUP * self.own_queries
             if self.spec.window:
                 last.append(column + self.left)
                 column -= self.right
@@ -214,12 +227,14 @@ class BackwardProducts:
     def values_of(self, values: cute.Tensor, slot: Int32, columns: int) -> cute.Tensor:
         """Those of the lane's pair of queries in 8 columns."""
         pair = cute.make_rmem_tensor((2,), Float32)
+        if self.by_channels:
+            columns += self.wg * (self.own_queries // 8)
         cute.autovec_copy(values[None, self.lane % 4, columns, slot], pair)
         return pair
 
     def find_weights(self, scores: cute.Tensor, weights: cute.Tensor, slot: Int32):
         """Scores become p; with a softcap p times the tanh's derivative, and p is rounded already."""
-        for columns in range(self.tile_rows // 8):
+        for columns in range(self.own_queries // 8):
             row_lse = self.values_of(self.sLse, slot, columns)
             found = cute.make_rmem_tensor((4,), Float32)
             for e in range(4):
@@ -233,7 +248,7 @@ class BackwardProducts:
 
     def find_gradients(self, weights: cute.Tensor, dp: cute.Tensor, slot: Int32):
         """dp becomes ds."""
-        for columns in range(self.tile_rows // 8):
+        for columns in range(self.own_queries // 8):
             delta = self.values_of(self.sDelta, slot, columns)
             for i in range(4 * columns, 4 * columns + 4):
                 dp[i] = score_gradient(weights[i], dp[i], delta[column_of(i) % 2])
@@ -245,21 +260,23 @@ class BackwardProducts:
             cute.make_tensor(values.iterator, flat).load().to(self.dtype)
         )  # fmt: skip
 
-    def put_ds(self, gradients: cute.Tensor, slot: Int32):
-        """ds into shared memory, where the product before the last has been read by both warpgroups."""
-        accumulators = cute.make_tensor(gradients.iterator, cute.make_layout(self.scores_shape))
-        target = self.store_ds.get_slice(self.tidx).partition_D(self.sDs)
+    def put_scores(self, values: cute.Tensor, shared: cute.Tensor, slot: Int32):
+        """ds, or p, into shared memory, where the product before the last has been read by both warpgroups."""
+        accumulators = cute.make_tensor(values.iterator, cute.make_layout(self.scores_shape))
+        target = self.store_ds.get_slice(self.tidx).partition_D(shared)
         cute.copy(self.store_ds, self.store_ds.retile(accumulators), target[None, None, None, slot])
 
     @cute.jit
     def put_dq(self, partial: cute.Tensor, count: Int32):
-        """A partial of dq into shared memory, once the last but one has been read."""
+        """A partial of dq into shared memory, a part after the other, once what was there has been read."""
         vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
-        slot = count % ADDERS * WARPGROUPS + self.wg
-        cute.arch.mbarrier_wait(self.dq_empty + slot, count // ADDERS % 2 ^ 1)
-        for i in cutlass.range_constexpr(cute.size(partial) // VECTOR):
-            for e in cutlass.range_constexpr(VECTOR):
-                vector[e] = partial[i * VECTOR + e]
-            cute.autovec_copy(vector, self.sDq[None, thread, i, slot])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.release(self.dq_full + slot)
+        slot = count % self.adders * WARPGROUPS + self.wg
+        vectors = const_expr(cute.size(partial) // (VECTOR * self.dq_parts))
+        for part in cutlass.range_constexpr(self.dq_parts):
+            cute.arch.mbarrier_wait(self.dq_empty + slot, (count // self.adders * self.dq_parts + part) % 2 ^ 1)
+            for i in cutlass.range_constexpr(vectors):
+                for e in cutlass.range_constexpr(VECTOR):
+                    vector[e] = partial[(part * vectors + i) * VECTOR + e]
+                cute.autovec_copy(vector, self.sDq[None, thread, i, slot])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.release(self.dq_full + slot)

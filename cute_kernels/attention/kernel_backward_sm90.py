@@ -39,12 +39,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.attention.config import BackwardConfig, BackwardSpec
 from cute_kernels.attention.kernel_backward_blocks import BackwardBlocks
+from cute_kernels.attention.kernel_backward_channels import BackwardChannels
 from cute_kernels.attention.kernel_backward_epilogue import BackwardEpilogue
 from cute_kernels.attention.kernel_backward_producer import BackwardProducer
 from cute_kernels.attention.kernel_backward_products import BackwardProducts
 from cute_kernels.attention.kernel_backward_sums import BackwardSums
 from cute_kernels.attention.kernel_backward_tiles import (
-    ADDERS,
     COMPUTE,
     WARP_SIZE,
     WARPGROUP,
@@ -55,10 +55,20 @@ from cute_kernels.attention.kernel_matrices import by_rows, ragged
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
 
-REGISTERS = 24, 240  # of a thread that loads, and one that computes
+# Of a thread that loads, and one that computes; three warpgroups start with 168 each. With 24 the warps that load and
+# add spill 8 to 24 bytes for packed sequences beyond 128 channels
+REGISTERS, REGISTERS_BY_CHANNELS = (24, 240), (40, 232)
 
 
-class BackwardSm90(BackwardTiles, BackwardBlocks, BackwardProducer, BackwardSums, BackwardProducts, BackwardEpilogue):
+class BackwardSm90(
+    BackwardTiles,
+    BackwardBlocks,
+    BackwardProducer,
+    BackwardSums,
+    BackwardProducts,
+    BackwardChannels,
+    BackwardEpilogue,
+):
     """See the module; arguments as in the builder ``backward_sm90``. Each part is a file of the same name."""
 
     @cute.jit
@@ -90,24 +100,25 @@ class BackwardSm90(BackwardTiles, BackwardBlocks, BackwardProducer, BackwardSums
         stream,
     ):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sK_layout, sQ_layout, *_ = self.layouts()
-        rows, keys = (self.tile_rows, self.head_size), (self.block, self.head_size)
-        of_tile = cute.slice_(sQ_layout, (None, None, 0))
+        sizes = self.head_size, self.head_size_v
+        (rows, rows_v), (keys, keys_v) = (tuple((n, size) for size in sizes) for n in (self.tile_rows, self.block))
+        sQ_layout, sDout_layout = (self.rows_layout(size, self.tile_rows) for size in sizes)
+        sK_layout, sV_layout = (self.rows_layout(size, self.block) for size in sizes)
         of_q, of_dout = (ragged(by_rows(t)) if self.ragged_q else by_rows(t) for t in (q, dout))
         of_k, of_v = (ragged(by_rows(t)) if self.ragged_k else by_rows(t) for t in (k, v))
         of_dk, of_dv = (ragged(by_rows(t)) if self.ragged_k else by_rows(t) for t in (dk, dv))
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, of_q, of_tile, rows)
-        tma_dout, mDout = cpasync.make_tiled_tma_atom(load, of_dout, of_tile, rows)
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, of_q, sQ_layout, rows)
+        tma_dout, mDout = cpasync.make_tiled_tma_atom(load, of_dout, sDout_layout, rows_v)
         tma_k, mK = cpasync.make_tiled_tma_atom(load, of_k, sK_layout, keys)
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, of_v, sK_layout, keys)
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, of_v, sV_layout, keys_v)
         tma_dk, mDk = cpasync.make_tiled_tma_atom(store, of_dk, sK_layout, keys)
-        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, of_dv, sK_layout, keys)
-        sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, of_dv, sV_layout, keys_v)
+        lines = q.shape[0], q.shape[1], q.shape[2], k.shape[1], k.shape[2]
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
         options = score_scale, before_tanh, scale, left, right
         self.kernel(
-            *self.tiled_mmas(), (tma_q, tma_k, tma_v, tma_dout, tma_dk, tma_dv), (mQ, mK, mV, mDout, mDk, mDv),
-            row_lse, delta, dq_sums, dkv_sums, counters, sizes, lengths, options, num_tiles, num_blocks, heads_together,
+            self.tiled_mmas(), (tma_q, tma_k, tma_v, tma_dout, tma_dk, tma_dv), (mQ, mK, mV, mDout, mDk, mDv),
+            row_lse, delta, dq_sums, dkv_sums, counters, lines, lengths, options, num_tiles, num_blocks, heads_together,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[COMPUTE + WARPGROUP, 1, 1],
@@ -119,9 +130,7 @@ class BackwardSm90(BackwardTiles, BackwardBlocks, BackwardProducer, BackwardSums
     @cute.kernel
     def kernel(
         self,
-        score_mma: cute.TiledMma,
-        key_mma: cute.TiledMma,
-        dq_mma: cute.TiledMma,
+        mmas: tuple,
         atoms: tuple,
         matrices: tuple,
         row_lse: cute.Tensor,
@@ -146,16 +155,17 @@ class BackwardSm90(BackwardTiles, BackwardBlocks, BackwardProducer, BackwardSums
         if tidx == 0:
             warps = const_expr(COMPUTE // WARP_SIZE)
             cute.arch.mbarrier_init(self.ticket_full, 1)
-            cute.arch.mbarrier_init(self.ticket_empty, warps + ADDERS)
+            cute.arch.mbarrier_init(self.ticket_empty, warps + self.adders)
             cute.arch.mbarrier_init(self.k_full, 1)
             cute.arch.mbarrier_init(self.v_full, 1)
             cute.arch.mbarrier_init(self.kv_empty, 1)
             for stage in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(self.q_full + stage, 1)
                 cute.arch.mbarrier_init(self.q_empty + stage, warps)
-                cute.arch.mbarrier_init(self.dout_full + stage, 1)
-                cute.arch.mbarrier_init(self.dout_empty + stage, warps)
-            for i in cutlass.range_constexpr(WARPGROUPS * ADDERS):
+                if const_expr(stage < self.dout_stages):
+                    cute.arch.mbarrier_init(self.dout_full + stage, 1)
+                    cute.arch.mbarrier_init(self.dout_empty + stage, warps)
+            for i in cutlass.range_constexpr(WARPGROUPS * self.adders):
                 cute.arch.mbarrier_init(self.dq_full + i, warps // WARPGROUPS)
                 cute.arch.mbarrier_init(self.dq_empty + i, 1)
         cute.arch.mbarrier_init_fence()
@@ -164,16 +174,17 @@ class BackwardSm90(BackwardTiles, BackwardBlocks, BackwardProducer, BackwardSums
 
         self.score_scale, self.before_tanh, self.scale, self.left, self.right = options
         self.schedule(sizes, lengths, counters, num_tiles, num_blocks, heads_together)
+        loads, computes = const_expr(REGISTERS_BY_CHANNELS if self.by_channels else REGISTERS)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(loads)
             if warp == 0:
                 self.load(atoms, matrices, row_lse, delta)
-            if (warp > 0) & (warp <= ADDERS):
+            if (warp > 0) & (warp <= self.adders):
                 if cute.arch.lane_idx() == 0:
                     self.add_dq(dq_sums, warp - 1)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.compute(score_mma, key_mma, dq_mma, atoms, matrices, dkv_sums, tidx - WARPGROUP)
+            cute.arch.setmaxregister_increase(computes)
+            self.compute(mmas, atoms, matrices, dkv_sums, tidx - WARPGROUP)
 
 
 @compiled
@@ -182,13 +193,13 @@ def backward_sm90(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Prog
     whose strides are multiples of 16 bytes, and row_lse and delta (H, all rows padded). Packed sequences: B of 1.
 
     ``dq_sums``: fp32, tile_rows * head_size numbers of each tile of queries of each head, as accumulators have them.
-    ``dkv_sums``: fp32, 256 * head_size numbers of each block of keys of each of their heads; used where it is
+    ``dkv_sums``: fp32, 2 * block * head_size numbers of each block of keys of each of their heads; used where it is
     ``grouped``. ``counters``: int32 zeros: the ticket, one of each tile of dq_sums, one of each block of dkv_sums.
     ``score_scale``, ``before_tanh``: see ``score_factors``; ``scale``: what scores are multiplied with. ``left``,
     ``right``: see ``window_bounds``. ``num_tiles``, ``num_blocks``: of queries and keys of all sequences, of one head,
     see ``Sequences``. ``heads_together``: heads whose rows are walked over together, a multiple of a group.
     """
-    dtype, d, dv = cutlass_dtype(spec.dtype), spec.head_size, spec.head_size
+    dtype, (d, dv) = cutlass_dtype(spec.dtype), spec.sizes
     if spec.padded:
         d, dv = (cute.sym_int(divisibility=8) for _ in range(2))
     batch_q, batch_k, len_q, len_k, heads, pairs, padded = (cute.sym_int() for _ in range(7))

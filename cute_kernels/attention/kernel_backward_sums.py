@@ -8,9 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_backward_blocks import Block
-from cute_kernels.attention.kernel_backward_tiles import ADDERS, VECTOR, WARPGROUP, WARPGROUPS
+from cute_kernels.attention.kernel_backward_tiles import COMPUTE, VECTOR, WARPGROUP, WARPGROUPS
 from cute_kernels.attention.kernel_threads import opaque
 
 
@@ -19,36 +18,40 @@ class BackwardSums:
 
     @cute.jit
     def add_dq(self, dq_sums: cute.Tensor, adder: Int32):
-        """Partials of dq into their sums, each in its turn; of a CTA's partials every second one is an adder's.
+        """Partials of dq into their sums, each in its turn, by the parts that shared memory has room for.
 
-        While one waits for its sum to be in memory, the other one waits for its turn.
+        Of two adders each has every second one of a CTA's partials: while one waits for its sum to be in memory, the
+        other one waits for its turn.
         """
-        num_bytes = const_expr(4 * self.dq_numbers)
+        adders, parts, numbers = const_expr((self.adders, self.dq_parts, self.dq_numbers // self.dq_parts))
         count, turn = Int32(0), Int32(0)
         ticket = self.read_ticket(turn, True)
         while ticket < self.tickets:
             block = Block(*self.block_of(ticket))
             first_tile = self.queries.first_tile(block.sequence, self.tile_rows)
-            first = block.first + (count + adder) % ADDERS
-            for m in cutlass.range(first, block.end, ADDERS, unroll=1):
+            first = block.first + (count + adder) % adders
+            for m in cutlass.range(first, block.end, adders, unroll=1):
                 line = (first_tile + m) * self.heads + block.head
                 counter = self.counters + (1 + line)
                 before = self.turn_of(block, m)
                 wait_for(counter, before)
                 target = dq_sums.iterator + Int64(line) * (WARPGROUPS * self.dq_numbers)
-                phase = (count + m - block.first) // ADDERS % 2
-                for wg in cutlass.range_constexpr(WARPGROUPS):
-                    slot = adder * WARPGROUPS + wg
-                    cute.arch.mbarrier_wait(self.dq_full + slot, phase)
-                    source = self.sDq[None, 0, 0, slot].iterator
-                    if before == 0:
-                        bulk_store(target + wg * self.dq_numbers, source, num_bytes)
-                    else:
-                        bulk_add(target + wg * self.dq_numbers, source, num_bytes)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                for wg in cutlass.range_constexpr(WARPGROUPS):
-                    cute.arch.mbarrier_arrive(self.dq_empty + (adder * WARPGROUPS + wg))
+                use = (count + m - block.first) // adders
+                for part in cutlass.range_constexpr(parts):
+                    phase = (use * parts + part) % 2
+                    for wg in cutlass.range_constexpr(WARPGROUPS):
+                        slot = adder * WARPGROUPS + wg
+                        cute.arch.mbarrier_wait(self.dq_full + slot, phase)
+                        source = self.sDq[None, 0, 0, slot].iterator
+                        place = const_expr(wg * self.dq_numbers + part * numbers)
+                        if before == 0:
+                            bulk_store(target + place, source, 4 * numbers)
+                        else:
+                            bulk_add(target + place, source, 4 * numbers)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    for wg in cutlass.range_constexpr(WARPGROUPS):
+                        cute.arch.mbarrier_arrive(self.dq_empty + (adder * WARPGROUPS + wg))
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async")
                 count_one(counter)
@@ -60,15 +63,16 @@ class BackwardSums:
     def add_head(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
         """This head's sums added to those of the group's heads before, in memory, by way of k's and v's place."""
         counter = self.counters + (1 + self.num_tiles * self.heads + line)
-        numbers = const_expr(self.block * self.head_size)
+        most = const_expr(self.block * self.head_size)
         vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
-        vectors = const_expr(WARPGROUP_ROWS * self.head_size // (VECTOR * WARPGROUP))
-        layout = cute.make_layout(
-            (VECTOR, WARPGROUP, vectors, WARPGROUPS), stride=(1, VECTOR, VECTOR * WARPGROUP, numbers // WARPGROUPS)
-        )
-        staged = cute.make_tensor(cute.recast_ptr(self.sK.iterator, cute.make_swizzle(0, 4, 3), Float32), layout)
         for which in cutlass.range_constexpr(2):
             total = (dk, dv)[which]
+            numbers = const_expr(self.block * (self.head_size, self.head_size_v)[which])
+            vectors = const_expr(numbers // (VECTOR * COMPUTE))
+            layout = cute.make_layout(
+                (VECTOR, WARPGROUP, vectors, WARPGROUPS), stride=(1, VECTOR, VECTOR * WARPGROUP, numbers // WARPGROUPS)
+            )
+            staged = cute.make_tensor(cute.recast_ptr(self.sK.iterator, cute.make_swizzle(0, 4, 3), Float32), layout)
             for i in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(VECTOR):
                     vector[e] = total[i * VECTOR + e]
@@ -76,7 +80,7 @@ class BackwardSums:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet()
             if self.tidx == 0:
-                target = dkv_sums.iterator + (Int64(line) * 2 + which) * numbers
+                target = dkv_sums.iterator + (Int64(line) * 2 + which) * most
                 source = staged[None, 0, 0, 0].iterator
                 if member == 0:
                     bulk_store(target, source, 4 * numbers)

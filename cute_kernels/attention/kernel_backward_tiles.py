@@ -1,4 +1,10 @@
-"""What the parts of attention's backward for SM90 share: tiled MMAs, shared memory, and the barriers in it."""
+"""What the parts of attention's backward for SM90 share: tiled MMAs, shared memory, and the barriers in it.
+
+Up to 128 channels a block has 128 keys and a warpgroup 64 of them, with all channels of their dk and dv: p and ds are
+in its registers, as the first operands of the products. Beyond (``by_channels``) a block has 64 keys, and each
+warpgroup half of the channels of dk, dv and dq. It finds the scores of half of a tile's queries, so p and ds come from
+shared memory.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,12 +12,11 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from cute_kernels.attention.config import WARPGROUP_ROWS, BackwardConfig, BackwardSpec, grid_for
+from cute_kernels.attention.config import WARPGROUP_ROWS, BackwardConfig, BackwardSpec, backward_block
 
 WARP_SIZE, WARPGROUP = 32, 128
 WARPGROUPS = 2  # that compute
 COMPUTE = WARPGROUPS * WARPGROUP
-ADDERS = 2  # threads that add dq in turn, each from a buffer of its own
 COMPUTE_BARRIER = 1  # the named barrier of all threads that compute
 VECTOR = 4  # fp32 numbers of sums that move together
 
@@ -22,20 +27,25 @@ class BackwardTiles:
     def __init__(self, dtype: type[cutlass.Numeric], spec: BackwardSpec, config: BackwardConfig):
         self.dtype = dtype
         self.spec = spec
-        self.head_size = spec.head_size
+        self.head_size, self.head_size_v = spec.sizes
         self.descends = spec.causal or spec.window
         self.ragged_q, self.ragged_k = spec.packed_q, spec.packed_k or spec.used_k
-        self.block = grid_for(self.head_size).block
-        self.tile_rows, self.stages = config.tile_rows, config.stages
+        self.block = backward_block(self.head_size)
+        self.by_channels = self.block == WARPGROUP_ROWS
+        self.tile_rows, self.stages, self.dout_stages = config.tile_rows, config.stages, config.dout_stages
+        self.own_queries = self.tile_rows // WARPGROUPS if self.by_channels else self.tile_rows  # of a warpgroup
+        self.adders, self.dq_parts = config.adders, config.dq_parts
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
 
     def tiled_mmas(self) -> tuple:
-        """Of scores and dp, keys by queries; of dk and dv, whose first operand is in registers; of dq's partial."""
+        """Of scores and dp, keys by queries; of dk and dv, two if their head sizes are; of dq's partial."""
         along, across = OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
-        across_keys = (WARPGROUPS, 1, 1)
         tiles = self.tile_rows // WARPGROUP_ROWS  # of dq's rows; a warpgroup has one, or half of the columns
         of_dq = (tiles, WARPGROUPS // tiles, 1), (WARPGROUP_ROWS, tiles * self.head_size // WARPGROUPS)
+        keys, parts, place = (WARPGROUPS, 1, 1), 1, source.RMEM
+        if self.by_channels:
+            keys, parts, place = (1, WARPGROUPS, 1), WARPGROUPS, source.SMEM
 
         def made(first, second, layout, tiler, place=source.SMEM):
             return sm90.make_trivial_tiled_mma(
@@ -43,26 +53,29 @@ class BackwardTiles:
             )
 
         return (
-            made(along, along, across_keys, (WARPGROUP_ROWS, self.tile_rows)),
-            made(along, across, across_keys, (WARPGROUP_ROWS, self.head_size), source.RMEM),
+            made(along, along, keys, (WARPGROUP_ROWS, self.own_queries)),
+            *(
+                made(along, across, keys, (WARPGROUP_ROWS, channels // parts), place)
+                for channels in dict.fromkeys((self.head_size, self.head_size_v))
+            ),
             made(across, across, *of_dq),
         )
 
-    def layouts(self) -> tuple:
-        """Swizzled shared memory: a block of keys, and rings of tiles of queries, along the head size and across it; of
-        ds, along the queries and across them. Along and across are the same bytes.
-        """
-        kinds = warpgroup.SmemLayoutAtomKind
-        along, across = (warpgroup.make_smem_layout_atom(k, self.dtype) for k in (kinds.K_SW128, kinds.MN_SW128))
-        d, rows, block = self.head_size, self.tile_rows, self.block
-        return (
-            cute.tile_to_shape(along, (block, d), order=(0, 1)),
-            cute.tile_to_shape(along, (rows, d, self.stages), order=(0, 1, 2)),
-            cute.tile_to_shape(along, (block, rows, 2), order=(0, 1, 2)),
-            cute.tile_to_shape(across, (d, block), order=(1, 0)),
-            cute.tile_to_shape(across, (d, rows, self.stages), order=(1, 0, 2)),
-            cute.tile_to_shape(across, (rows, block, 2), order=(1, 0, 2)),
-        )
+    def rows_layout(self, channels: int, rows: int, *stages: int):
+        """Swizzled shared memory of rows, in a ring if there are ``stages``."""
+        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if self.narrow(channels) else warpgroup.SmemLayoutAtomKind.K_SW128
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (rows, channels, *stages), order=(0, 1, 2)[: 2 + len(stages)])
+
+    def columns_layout(self, channels: int, rows: int, *stages: int):
+        """The same bytes across: channels by rows."""
+        kind = warpgroup.SmemLayoutAtomKind.MN_SW64 if self.narrow(channels) else warpgroup.SmemLayoutAtomKind.MN_SW128
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (channels, rows, *stages), order=(1, 0, 2)[: 2 + len(stages)])
+
+    def narrow(self, channels: int) -> bool:
+        """Whether half of the channels, which a warpgroup takes, is no multiple of the widest swizzle's 64."""
+        return self.by_channels and channels % 128 != 0
 
     def allocate(self, smem):
         """Barriers, the ticket, k and v, the rings, ds, and dq's partial."""
@@ -71,31 +84,40 @@ class BackwardTiles:
             return smem.allocate_array(Int64, number)
 
         self.ticket_full, self.ticket_empty, self.k_full, self.v_full, self.kv_empty = (barriers(1) for _ in range(5))
-        self.q_full, self.q_empty, self.dout_full, self.dout_empty = (barriers(self.stages) for _ in range(4))
-        self.dq_full, self.dq_empty = (barriers(WARPGROUPS * ADDERS) for _ in range(2))
+        self.q_full, self.q_empty = (barriers(self.stages) for _ in range(2))
+        self.dout_full, self.dout_empty = (barriers(self.dout_stages) for _ in range(2))
+        self.dq_full, self.dq_empty = (barriers(WARPGROUPS * self.adders) for _ in range(2))
         self.sTicket = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=8)
         # Values of queries: the pair of a lane in each 8 columns
-        of_rows = cute.make_layout((2, 4, self.tile_rows // 8, self.stages), stride=(1, 2, 8, self.tile_rows))
-        self.sLse, self.sDelta = (smem.allocate_tensor(Float32, of_rows, byte_alignment=128) for _ in range(2))
+        self.sLse, self.sDelta = (
+            smem.allocate_tensor(
+                Float32,
+                cute.make_layout((2, 4, self.tile_rows // 8, stages), stride=(1, 2, 8, self.tile_rows)),
+                byte_alignment=128,
+            )
+            for stages in (self.stages, self.dout_stages)
+        )
 
-        along, across = self.layouts()[:3], self.layouts()[3:]
+        def tensors(channels, rows, *stages):
+            along, across = (f(channels, rows, *stages) for f in (self.rows_layout, self.columns_layout))
+            tensor = smem.allocate_tensor(self.dtype, along.outer, byte_alignment=1024, swizzle=along.inner)
+            return tensor, cute.make_tensor(tensor.iterator, across.outer)
 
-        def tensors(i):
-            tensor = smem.allocate_tensor(
-                self.dtype, along[i].outer, byte_alignment=1024, swizzle=along[i].inner
-            )  # fmt: skip
-            return tensor, cute.make_tensor(tensor.iterator, across[i].outer)
-
-        (self.sK, self.sK_across), (self.sV, _) = tensors(0), tensors(0)
-        (self.sQ, self.sQ_across), (self.sDout, self.sDout_across) = tensors(1), tensors(1)
-        self.sDs, self.sDs_across = tensors(2)
-        numbers = self.tile_rows * self.head_size // WARPGROUPS
+        self.sK, self.sK_across = tensors(self.head_size, self.block)
+        self.sV, _ = tensors(self.head_size_v, self.block)
+        if self.by_channels:  # behind k and v: together they have room for a block's dk in fp32
+            (self.sP, _), (self.sDs, self.sDs_across) = (tensors(self.tile_rows, self.block, 2) for _ in range(2))
+        self.sQ, self.sQ_across = tensors(self.head_size, self.tile_rows, self.stages)
+        self.sDout, self.sDout_across = tensors(self.head_size_v, self.tile_rows, self.dout_stages)
+        if not self.by_channels:
+            self.sDs, self.sDs_across = tensors(self.tile_rows, self.block, 2)
+        self.dq_numbers = self.tile_rows * self.head_size // WARPGROUPS  # of a warpgroup
+        numbers = self.dq_numbers // self.dq_parts
         layout = cute.make_layout(
-            (VECTOR, WARPGROUP, numbers // (VECTOR * WARPGROUP), WARPGROUPS * ADDERS),
+            (VECTOR, WARPGROUP, numbers // (VECTOR * WARPGROUP), WARPGROUPS * self.adders),
             stride=(1, VECTOR, VECTOR * WARPGROUP, numbers),
         )
         self.sDq = smem.allocate_tensor(Float32, layout, byte_alignment=128)
-        self.dq_numbers = numbers  # of a warpgroup
 
     @cute.jit
     def release(self, barrier: cute.Pointer):

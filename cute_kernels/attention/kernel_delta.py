@@ -30,6 +30,7 @@ class DeltaSm90:
         self.has_lse_grad, self.padded = spec.has_lse_grad, spec.padded
         self.lanes = spec.head_size // VECTOR  # of a row
         self.rows = THREADS // self.lanes  # at a time
+        self.passes = 1 if spec.head_size <= 128 else 4  # all rows of a thread at once would not fit into its registers
 
     @cute.jit
     def __call__(
@@ -78,27 +79,29 @@ class DeltaSm90:
         sequence, within = find_tile(sequences, tile, PADDED_ROWS)
         matrix, first, rows = sequences.matrix(sequence), sequences.first(sequence), sequences.rows(sequence)
         lane = tidx % self.lanes
-        exists, places, products = [], [], []
-        for i in cutlass.range_constexpr(PADDED_ROWS // self.rows):
-            position = within * PADDED_ROWS + i * self.rows + tidx // self.lanes
-            place = first + cutlass.max(cutlass.min(position, rows - 1), 0)
-            place = cutlass.min(place, length - 1)  # of a sequence without rows
-            exists.append(Boolean(position < rows))
-            places.append(place)
-            products.append(tuple(self.load(t, matrix, place, head, lane) for t in (out, dout)))
-        of_lse = Int64(matrix * heads + head) * length
-        line = Int64(head) * delta.shape[1] + tile * PADDED_ROWS
-        for i in cutlass.range_constexpr(PADDED_ROWS // self.rows):
-            total = lanes_sum(dot(*products[i]), self.lanes)
-            if lane == 0:
-                row = i * self.rows + tidx // self.lanes
-                found, known = Float32(0.0), row_lse_of((lse.iterator + of_lse)[places[i]], exists[i])
-                if exists[i]:
-                    found = total
-                    if const_expr(self.has_lse_grad):
-                        found = less(total, (dlse.iterator + of_lse)[places[i]])
-                (delta.iterator + line)[row] = found
-                (row_lse.iterator + line)[row] = known
+        each = const_expr(PADDED_ROWS // self.rows // self.passes)
+        for part in cutlass.range_constexpr(self.passes):
+            exists, places, products = [], [], []
+            for i in cutlass.range_constexpr(part * each, (part + 1) * each):
+                position = within * PADDED_ROWS + i * self.rows + tidx // self.lanes
+                place = first + cutlass.max(cutlass.min(position, rows - 1), 0)
+                place = cutlass.min(place, length - 1)  # of a sequence without rows
+                exists.append(Boolean(position < rows))
+                places.append(place)
+                products.append(tuple(self.load(t, matrix, place, head, lane) for t in (out, dout)))
+            of_lse = Int64(matrix * heads + head) * length
+            line = Int64(head) * delta.shape[1] + tile * PADDED_ROWS
+            for i in cutlass.range_constexpr(each):
+                total = lanes_sum(dot(*products[i]), self.lanes)
+                if lane == 0:
+                    row = (part * each + i) * self.rows + tidx // self.lanes
+                    found, known = Float32(0.0), row_lse_of((lse.iterator + of_lse)[places[i]], exists[i])
+                    if exists[i]:
+                        found = total
+                        if const_expr(self.has_lse_grad):
+                            found = less(total, (dlse.iterator + of_lse)[places[i]])
+                    (delta.iterator + line)[row] = found
+                    (row_lse.iterator + line)[row] = known
 
     @cute.jit
     def load(self, t: cute.Tensor, batch: Int32, position: Int32, head: Int32, lane: Int32) -> cute.Tensor:

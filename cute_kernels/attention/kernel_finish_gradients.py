@@ -8,7 +8,7 @@ Profile: ncu --clock-control none -k regex:Finish python -m bench.bench_attentio
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
@@ -18,7 +18,6 @@ from cute_kernels.attention.kernel_backward_tiles import (
     VECTOR,
     WARP_SIZE,
     WARPGROUP,
-    WARPGROUPS,
     BackwardTiles,
 )
 from cute_kernels.attention.kernel_matrices import by_rows, partition, ragged
@@ -57,12 +56,11 @@ class FinishDqSm90:
         batch, length, heads, _ = dq.shape
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
         self.kernel(
-            self.summed.tiled_mmas()[2], tma_dq, mDq, dq_sums, (batch, length, heads, len_k), lengths, scale, right
+            self.summed.tiled_mmas()[-1], tma_dq, mDq, dq_sums, (batch, length, heads, len_k), lengths, scale, right
         ).launch(grid=[num_tiles * heads, 1, 1], block=[COMPUTE, 1, 1], stream=stream, use_pdl=True)
 
     def layout(self):
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (self.rows, self.head_size), order=(0, 1))
+        return self.summed.rows_layout(self.head_size, self.rows)
 
     @cute.kernel
     def kernel(
@@ -112,7 +110,7 @@ class FinishDkvSm90:
         self.dtype = dtype
         self.spec = spec
         self.summed = BackwardTiles(dtype, spec, config)  # whose accumulators they are
-        self.block, self.head_size, self.ragged = self.summed.block, spec.head_size, self.summed.ragged_k
+        self.block, self.sizes, self.ragged = self.summed.block, spec.sizes, self.summed.ragged_k
 
     @cute.jit
     def __call__(
@@ -126,20 +124,22 @@ class FinishDkvSm90:
         num_blocks: Int32,
         stream,
     ):
-        store, layout, shape = cpasync.CopyBulkTensorTileS2GOp(), self.summed.layouts()[0], (self.block, self.head_size)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        of_k, of_v = (self.summed.rows_layout(size, self.block) for size in self.sizes)
+        keys, keys_v = ((self.block, size) for size in self.sizes)
         of_dk, of_dv = (ragged(by_rows(t)) if self.ragged else by_rows(t) for t in (dk, dv))
-        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, of_dk, layout, shape)
-        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, of_dv, layout, shape)
+        tma_dk, mDk = cpasync.make_tiled_tma_atom(store, of_dk, of_k, keys)
+        tma_dv, mDv = cpasync.make_tiled_tma_atom(store, of_dv, of_v, keys_v)
         batch, length, pairs, _ = dk.shape
         self.kernel(
-            self.summed.tiled_mmas()[1], tma_dk, mDk, tma_dv, mDv, dkv_sums, (batch, length, pairs), cu_seqlens_k,
+            self.summed.tiled_mmas()[1:-1], tma_dk, mDk, tma_dv, mDv, dkv_sums, (batch, length, pairs), cu_seqlens_k,
             seqused_k, scale,
         ).launch(grid=[2 * num_blocks * pairs, 1, 1], block=[COMPUTE, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
-        mma: cute.TiledMma,
+        mmas: tuple,
         tma_dk: cute.CopyAtom,
         mDk: cute.Tensor,
         tma_dv: cute.CopyAtom,
@@ -152,7 +152,7 @@ class FinishDkvSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        layout = self.summed.layouts()[0]
+        layout = self.summed.rows_layout(self.sizes[0], self.block)
         shared = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         cute.arch.griddepcontrol_wait()
         batch, length, pairs = sizes
@@ -164,22 +164,49 @@ class FinishDkvSm90:
         sequence, n = find_tile(keys, line // pairs, self.block)
         rows = keys.rows(sequence)
         if n * self.block < rows:
-            totals = cute.make_rmem_tensor(mma.partition_shape_C((self.block, self.head_size)), Float32)
-            load_totals(totals, dkv_sums, bidx, self.block * self.head_size, tidx)
-            factor = Float32(select_(which == 0, scale, Float32(1.0)))
-            store_totals(totals, factor, mma, shared, self.dtype, tidx)
-            if tidx < WARP_SIZE:
-                place = pair, keys.matrix(sequence), keys.first(sequence), rows
-                if which == 0:
-                    store_box(tma_dk, shared, rows_of(mDk, self.ragged, *place), n, (self.block, self.head_size))
-                else:
-                    store_box(tma_dv, shared, rows_of(mDv, self.ragged, *place), n, (self.block, self.head_size))
+            if const_expr(self.sizes[0] == self.sizes[1]):
+                totals = self.load(mmas[0], dkv_sums, bidx, self.sizes[0], tidx)
+                factor = Float32(select_(which == 0, scale, Float32(1.0)))
+                store_totals(totals, factor, mmas[0], shared, self.dtype, tidx)
+                if tidx < WARP_SIZE:
+                    place = pair, keys.matrix(sequence), keys.first(sequence), rows
+                    if which == 0:
+                        self.store(tma_dk, shared, mDk, n, place, self.sizes[0])
+                    else:
+                        self.store(tma_dv, shared, mDv, n, place, self.sizes[1])
+            elif which == 0:
+                totals = self.load(mmas[0], dkv_sums, bidx, self.sizes[0], tidx)
+                store_totals(totals, scale, mmas[0], shared, self.dtype, tidx)
+                if tidx < WARP_SIZE:
+                    place = pair, keys.matrix(sequence), keys.first(sequence), rows
+                    self.store(tma_dk, shared, mDk, n, place, self.sizes[0])
+            else:
+                of_v = self.summed.rows_layout(self.sizes[1], self.block)
+                sV = cute.make_tensor(cute.recast_ptr(shared.iterator, of_v.inner), of_v.outer)
+                totals = self.load(mmas[-1], dkv_sums, bidx, self.sizes[1], tidx)
+                store_totals(totals, Float32(1.0), mmas[-1], sV, self.dtype, tidx)
+                if tidx < WARP_SIZE:
+                    place = pair, keys.matrix(sequence), keys.first(sequence), rows
+                    self.store(tma_dv, sV, mDv, n, place, self.sizes[1])
+
+    def load(self, mma: cute.TiledMma, sums: cute.Tensor, line: Int32, channels: int, tidx: Int32) -> cute.Tensor:
+        """A thread's accumulators of a block. Each has the room of the larger head size in memory."""
+        totals = cute.make_rmem_tensor(mma.partition_shape_C((self.block, channels)), Float32)
+        load_totals(totals, sums, line, self.block * self.sizes[0], tidx)
+        return totals
+
+    def store(
+        self, atom: cute.CopyAtom, shared: cute.Tensor, matrix: cute.Tensor, n: Int32, place: tuple, channels: int
+    ):
+        """A block of a sequence's rows of a head."""
+        store_box(atom, shared, rows_of(matrix, self.ragged, *place), n, (self.block, channels))
 
 
 @cute.jit
 def load_totals(totals: cute.Tensor, sums: cute.Tensor, tile: Int32, numbers: cutlass.Constexpr[int], tidx: Int32):
-    """A thread's accumulators of a tile."""
-    thread = tidx // WARPGROUP * (numbers // WARPGROUPS) + tidx % WARPGROUP * VECTOR
+    """A thread's accumulators of a tile; ``numbers``: from one tile to the next."""
+    of_warpgroup = const_expr(cute.size(totals) * WARPGROUP)
+    thread = tidx // WARPGROUP * of_warpgroup + tidx % WARPGROUP * VECTOR
     source = sums.iterator + cute.assume(Int64(tile) * numbers + thread, divby=VECTOR)
     vectors = const_expr(cute.size(totals) // VECTOR)
     of_thread = cute.make_layout((VECTOR, vectors), stride=(1, WARPGROUP * VECTOR))
@@ -211,7 +238,7 @@ def store_box(atom: cute.CopyAtom, shared: cute.Tensor, matrix: cute.Tensor, til
 @compiled
 def finish_dkv(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Program:
     """dk (B, L, Hkv, D) and dv (B, L, Hkv, Dv) of ``dkv_sums``, arguments as of ``backward_sm90``."""
-    dtype, d, dv = cutlass_dtype(spec.dtype), spec.head_size, spec.head_size
+    dtype, (d, dv) = cutlass_dtype(spec.dtype), spec.sizes
     if spec.padded:
         d, dv = (cute.sym_int(divisibility=8) for _ in range(2))
     batch, length, pairs = (cute.sym_int() for _ in range(3))

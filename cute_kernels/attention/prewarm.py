@@ -17,10 +17,10 @@ from cute_kernels.attention.config import (
     BackwardSpec,
     DecodeConfig,
     DecodeSpec,
-    DeltaSpec,
     ForwardSpec,
     backward_config,
     configs_for,
+    delta_spec,
     finish_dkv_spec,
     finish_dq_spec,
 )
@@ -78,13 +78,18 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.attention.kernel_delta import delta
     from cute_kernels.attention.kernel_finish_gradients import finish_dkv, finish_dq
 
-    for d in BACKWARD_CONFIGS:
+    for d, dv in BACKWARD_CONFIGS:
         for packing in PACKINGS:
+            of_v = 0 if d == dv else dv
+            specs = [
+                BackwardSpec(dtype, d, grouped=grouped, head_size_v=of_v, **mask, **packing)
+                for mask in MASKS
+                for grouped in (False, True)
+            ]
+            for spec in specs:
+                yield backward_sm90, (arch, spec, backward_config(spec))
+                if not spec.grouped:
+                    yield finish_dq, (arch, finish_dq_spec(spec), backward_config(spec))
             for has_lse_grad in (False, True):
-                yield delta, (arch, DeltaSpec(dtype, d, has_lse_grad, bool(packing)))
-            for mask in MASKS:
-                for grouped in (False, True):
-                    spec = BackwardSpec(dtype, d, grouped=grouped, **mask, **packing)
-                    yield backward_sm90, (arch, spec, backward_config(spec))
-                yield finish_dq, (arch, finish_dq_spec(spec), backward_config(spec))
-            yield finish_dkv, (arch, finish_dkv_spec(spec), backward_config(spec))
+                yield delta, (arch, delta_spec(specs[0], has_lse_grad))
+            yield finish_dkv, (arch, finish_dkv_spec(specs[1]), backward_config(specs[1]))

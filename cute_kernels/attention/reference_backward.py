@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import Lengths, Window
-from cute_kernels.attention.config import LOG2E, grid_for, score_factors
+from cute_kernels.attention.config import LOG2E, backward_block, backward_sizes, score_factors
 from cute_kernels.attention.reference import _fma, visible
 from cute_kernels.runtime.autograd import without_autocast
 
@@ -120,7 +120,7 @@ def kv_grid_backward(
 
     Products are summed in torch's own order, in fp32; all else has the kernels' order.
     """
-    block = grid_for(q.shape[3], v.shape[3]).block
+    block = backward_block(backward_sizes(q.shape[3], v.shape[3])[0])
     dtype, len_q, len_k = q.dtype, q.shape[1], k.shape[1]
     group = q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -26,8 +26,8 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
     ``logsumexp``, ``sum``, ``mean``, ``var``, ``cumsum``, norms, ``nll_loss``, ``layer_norm``, ``rms_norm``; additions
     by an index and the gradient of ``embedding``; ``sort`` and ``topk``; and their backwards.
     ``scaled_dot_product_attention`` runs ``attention`` without a mask, with ``is_causal`` where queries and keys are
-    equally many, and with ``causal_lower_right``; so does ``varlen_attn``. Other masks, dropout and, backward, heads
-    beyond 128 channels are not covered. Under ``sdpa_kernel(SDPBackend.MATH)`` it consists of products and a softmax,
+    equally many, and with ``causal_lower_right``; so does ``varlen_attn``. Other masks and dropout are not
+    covered. Under ``sdpa_kernel(SDPBackend.MATH)`` it consists of products and a softmax,
     with bits that depend on the number of keys; ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` keeps
     these in the dtype of the arguments. Left alone, since they reduce nothing: elementwise operators, views, copies,
     indexing, maxima, collectives that only move data. Tensors on the CPU are left alone, too: where there is no CUDA

@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from cute_kernels.attention import attention
-from cute_kernels.attention.config import backward_head_size
 from cute_kernels.invariance import aten, scopes
 from cute_kernels.invariance.fused_attention import is_taken, on_16_bytes
 from cute_kernels.runtime.operators import differentiates, mode_of
@@ -60,13 +59,11 @@ def scaled_dot_product_attention(
         return NotImplemented
     if not is_taken(q, k, v, scale, dropout_p) or not _are_heads(q, k, v, enable_gqa) or not _may_be_fused():
         return NotImplemented
-    if differentiates(q, k, v) and backward_head_size(q.shape[-1], v.shape[-1]) is None:
-        return NotImplemented
     q, k, v = (on_16_bytes(t.transpose(1, 2)) for t in (q, k, v))
     try:
         with scopes.inside():
             return attention(q, k, v, causal=is_causal, scale=scale).transpose(1, 2)
-    except (NotImplementedError, UnsupportedDeviceError):  # a head size, or a GPU, without a kernel
+    except UnsupportedDeviceError:  # a GPU without a kernel
         return NotImplemented
 
 

@@ -2,7 +2,7 @@
 
 A causal mask of theirs begins at the first key or ends at the last one; only the latter is ``attention``'s. So a causal
 operator of the first kind is taken where queries and keys are equally many. Masks of other kinds and dropout are not
-taken: there the replacement returns NotImplemented. The backwards are those of ``attention``, up to heads of 128.
+taken: there the replacement returns NotImplemented. The backwards are those of ``attention``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cute_kernels.attention import attention
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
-from cute_kernels.attention.config import backward_head_size
 from cute_kernels.attention.launch import attention_backward
 from cute_kernels.runtime.targets import UnsupportedDeviceError
 
@@ -32,7 +31,7 @@ def _attend(
     try:
         with torch.no_grad():  # the tensors are those that autograd knows, the call is below it
             return attention(q, k, v, causal=causal, scale=scale, return_lse=True, **options)
-    except (NotImplementedError, UnsupportedDeviceError):  # a head size, or a GPU, without a kernel
+    except UnsupportedDeviceError:  # a GPU without a kernel
         return NotImplemented
 
 
@@ -222,7 +221,7 @@ def _gradients(
     *lengths: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v, all of ``_attend``'s layouts; or NotImplemented."""
-    if not is_taken(q, k, v, scale, dropout_p) or backward_head_size(q.shape[-1], v.shape[-1]) is None:
+    if not is_taken(q, k, v, scale, dropout_p):
         return NotImplemented
     dout, q, k, v, out = (on_16_bytes(t) for t in (dout, q, k, v, out))
     left, right = (-1 if distance is None else distance for distance in window)

@@ -41,7 +41,7 @@ def register_transformers() -> None:
     again changes nothing.
 
     A forward raises ValueError for masks of other kinds (4-D tensors, chunks, blocks, functions of the user's), for
-    padding within a sequence, dropout and position biases; NotImplementedError where ``attention`` does.
+    padding within a sequence, dropout and position biases.
 
     Returns:
         None.

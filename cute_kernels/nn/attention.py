@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from cute_kernels.attention import attention, attention_with_kv_cache
 from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
-from cute_kernels.attention.config import backward_head_size
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
 from cute_kernels.runtime import launches
@@ -144,8 +143,6 @@ class Attention(nn.Module):
             return False
         if uses_reference("attention", q, self.backend):
             return not wants_gradient  # torch's takes less memory
-        if wants_gradient and backward_head_size(self.head_size, self.head_size) is None:
-            return False
         half = q.dtype in KERNEL_DTYPES or autocasts(q)
         return half and _arch_of(q.get_device()) == "sm_90a"
 

@@ -389,9 +389,7 @@ class MHCTransformer(nn.Module):
         use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections,
         and the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
 
-        Attention is ``attention``: a token's logits do not depend on the batch. In training with heads beyond 128
-        channels it is torch's, whose backward on GPUs is deterministic under
-        ``torch.use_deterministic_algorithms(True)`` alone. All else is deterministic.
+        Attention is ``attention``: a token's logits do not depend on the batch. All else is deterministic, too.
 
     Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
     ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import UnsupportedDeviceError, attention
 from cute_kernels.attention import launch, prewarm, reference, reference_backward
 from cute_kernels.attention.config import (
+    BACKWARD_CONFIGS,
     BACKWARD_L2_BYTES,
     PADDED_ROWS,
     BackwardSpec,
@@ -20,7 +21,6 @@ from cute_kernels.runtime.targets import Target
 from tests.attention.cases import (
     BF16,
     FP16,
-    HEAD_SIZES,
     Case,
     Inputs,
     gradients_of,
@@ -38,6 +38,8 @@ CASES = [
     Case(1, 12, 5, 2, 2, 64),
     Case(2, 9, 300, 2, 2, 64, False, FP16),
     Case(1, 130, 130, 6, 2, 128, False),
+    Case(1, 70, 130, 2, 1, 192, True, BF16, 128),
+    Case(2, 9, 70, 2, 2, 248, False),
 ]
 
 
@@ -127,7 +129,7 @@ def through(call, tensors, sinks, dout, dlse):
 
 
 @pytest.mark.parametrize("lengths", [None, ((70, 0, 33), (200, 5, 33)), "used"], ids=["dense", "packed", "used"])
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 72)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 72), (192, 128)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option(options, sizes, lengths, jobs, generator):
     """Against autograd through the reference in fp64. Rows that are no sequence's have no gradient."""
@@ -256,4 +258,4 @@ def test_heads_that_fit_into_the_cache_come_together():
 def test_the_config_follows_from_the_head_size_alone():
     jobs = [arguments[1:] for _, arguments in prewarm.specializations("sm_90a") if type(arguments[1]) is BackwardSpec]
     found = {backward_config(spec) for spec, _ in jobs}
-    assert len(found) <= len(HEAD_SIZES) and all(PADDED_ROWS % config.tile_rows == 0 for config in found)
+    assert len(found) <= len(BACKWARD_CONFIGS) and all(PADDED_ROWS % config.tile_rows == 0 for config in found)

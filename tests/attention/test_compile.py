@@ -34,10 +34,18 @@ SPILLED = {
     ForwardSpec(BF16, 256, False, 256, window=True, softcap=softcap, packed_q=True, packed_k=True): 8
     for softcap in (False, True)
 }
+
+
+def backward_spec(sizes: tuple[int, int], *options, **more) -> BackwardSpec:
+    d, dv = sizes
+    return BackwardSpec(BF16, d, *options, **more, head_size_v=0 if d == dv else dv)
+
+
 # Those of most options; test_classes.py compiles each class
 QUICK = [
     ForwardSpec(BF16, 64, False, 64, window=True, sinks=True, packed_q=True, packed_k=True),
     BackwardSpec(BF16, 128, True, True),
+    BackwardSpec(BF16, 256, True, True),
 ]
 
 
@@ -168,18 +176,18 @@ def test_registers_and_columns_of_sm100():
 def test_other_configs_of_the_backward_compile_without_spills(config):
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
 
-    d, config = config
-    check_record(backward_sm90.obtain("sm_90a", BackwardSpec(BF16, d, True, False), config).record)
+    sizes, config = config
+    check_record(backward_sm90.obtain("sm_90a", backward_spec(sizes, True, False), config).record)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"used_k": True}, {"softcap": True}, {"padded": True}], ids=str)
-@pytest.mark.parametrize("d", BACKWARD_CONFIGS)
-def test_what_is_not_prewarmed_of_the_backward_compiles_without_spills(d, options):
+@pytest.mark.parametrize("sizes", BACKWARD_CONFIGS, ids=str)
+def test_what_is_not_prewarmed_of_the_backward_compiles_without_spills(sizes, options):
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
 
-    spec = BackwardSpec(BF16, d, True, True, **options)
+    spec = backward_spec(sizes, True, True, **options)
     check_record(backward_sm90.obtain("sm_90a", spec, backward_config(spec)).record)
 
 

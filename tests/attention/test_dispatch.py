@@ -76,16 +76,16 @@ def test_a_model_finds_its_kernels_precompiled(arch, generator):
             long, lengths = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
             attention(*long, causal=True, **lengths)
             attention(*long, causal=True, **lengths, sinks=torch.zeros(1))
-            for d in config.BACKWARD_CONFIGS if arch == "sm_90a" else ():
+            for d, dv in config.BACKWARD_CONFIGS if arch == "sm_90a" else ():
                 for pairs in (1, 2):
-                    case = Case(1, 3, 3, 2, pairs, d, True, dtype)
+                    case = Case(1, 3, 3, 2, pairs, d, True, dtype, dv)
                     dense = make_inputs(case, generator)
                     tensors, lengths = make_packed(case, (1, 2), (2, 1), generator)
                     for mask in masks:
                         function = partial(attention, **mask, return_lse=True)
-                        gradients_of(function, dense, torch.zeros(1, 3, 2, d), torch.zeros(1, 2, 3))
+                        gradients_of(function, dense, torch.zeros(1, 3, 2, dv), torch.zeros(1, 2, 3))
                         function = partial(function, **lengths)
-                        gradients_of(function, tensors, torch.zeros(3, 2, d), torch.zeros(2, 3))
+                        gradients_of(function, tensors, torch.zeros(3, 2, dv), torch.zeros(2, 3))
     assert set(jobs) == {
         job
         for job in prewarm.specializations(arch)

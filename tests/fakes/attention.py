@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
-from cute_kernels.attention.config import LOG2E, PADDED_ROWS, UNBOUNDED, grid_for
+from cute_kernels.attention.config import LOG2E, PADDED_ROWS, UNBOUNDED, backward_block, grid_for
 
 
 def forward_sm90(
@@ -204,10 +204,10 @@ def backward_sm90(
     """``dq_sums`` are left in the order of dq: their own is between the kernels."""
     spec, config = static["spec"], static["config"]
     (batch, len_q, heads, d), (_, len_k, pairs, _) = q.shape, k.shape
-    group, block, rows = heads // pairs, grid_for(spec.head_size).block, config.tile_rows
+    group, block, rows = heads // pairs, backward_block(spec.head_size), config.tile_rows
     assert spec.dtype is q.dtype and spec.grouped == (group > 1) and bool(before_tanh) == spec.softcap
     assert (cu_seqlens_q is not None, cu_seqlens_k is not None, seqused_k is not None) == spec[6:9]
-    assert spec.padded == ((d, v.shape[3]) != (spec.head_size, spec.head_size))
+    assert spec.padded == ((d, v.shape[3]) != spec.sizes)
     queries, keys = _sequences(cu_seqlens_q, batch, len_q), _sequences(cu_seqlens_k, k.shape[0], len_k)
     for starts, found, length, tile, number in (
         (cu_seqlens_q, queries, len_q, rows, num_tiles),
@@ -259,7 +259,7 @@ def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale,
 def finish_dkv(static, dkv_sums, dk, dv, cu_seqlens_k, seqused_k, scale, num_blocks) -> None:
     spec, (batch, len_k, pairs, d) = static["spec"], dk.shape
     assert spec.grouped and not (spec.causal or spec.window or spec.softcap or spec.packed_q)
-    assert dkv_sums.numel() == 2 * num_blocks * pairs * grid_for(spec.head_size).block * spec.head_size
+    assert dkv_sums.numel() == 2 * num_blocks * pairs * backward_block(spec.head_size) * spec.head_size
     sums = dkv_sums[: 2 * batch * len_k * pairs * spec.head_size].view(2, *dk.shape[:3], spec.head_size)
     for i, (start, n) in enumerate(_sequences(cu_seqlens_k, batch, len_k)):
         used = n if seqused_k is None else min(seqused_k[i].item(), n)

@@ -18,13 +18,13 @@ from cute_kernels.attention.config import (
     UNBOUNDED,
     BackwardConfig,
     BackwardSpec,
-    DeltaSpec,
+    backward_block,
     backward_config,
-    backward_head_size,
     backward_heads_together,
+    backward_sizes,
+    delta_spec,
     finish_dkv_spec,
     finish_dq_spec,
-    grid_for,
     score_factors,
     window_bounds,
 )
@@ -89,10 +89,10 @@ def attention_backward(
         return gradients
     left, right = window_bounds(causal, (left, right))
     window = left != UNBOUNDED or right not in (0, UNBOUNDED)
-    size = backward_head_size(q.shape[-1], v.shape[-1])
+    d, dv = sizes = backward_sizes(q.shape[-1], v.shape[-1])
     spec = BackwardSpec(
         q.dtype,
-        size,
+        d,
         right == 0 and not window,
         q.shape[-2] != k.shape[-2],
         window,
@@ -100,7 +100,8 @@ def attention_backward(
         cu_seqlens_q is not None,
         cu_seqlens_k is not None,
         seqused_k is not None,
-        (q.shape[-1], v.shape[-1]) != (size, size),
+        (q.shape[-1], v.shape[-1]) != sizes,
+        0 if d == dv else dv,
     )
     launch = _backward.get(q.get_device(), spec)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
@@ -139,7 +140,7 @@ class BackwardLaunch(NamedTuple):
         from cute_kernels.attention import kernel_backward_sm90, kernel_delta, kernel_finish_gradients
 
         arch, finish_dkv = target.arch, kernel_finish_gradients.finish_dkv
-        of_delta = (DeltaSpec(spec.dtype, spec.head_size, has, spec.packed_q, spec.padded) for has in (False, True))
+        of_delta = (delta_spec(spec, has_lse_grad) for has_lse_grad in (False, True))
         return BackwardLaunch(
             tuple(launches.load(kernel_delta.delta, arch, found) for found in of_delta),
             launches.load(kernel_backward_sm90.backward_sm90, arch, spec, config),
@@ -181,7 +182,7 @@ class BackwardLaunch(NamedTuple):
         k, v, dk, dv = (as_batch(t, spec.packed_k) for t in (k, v, *gradients[1:]))
         if spec.packed_q:
             lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
-        heads, pairs, block = q.shape[2], k.shape[2], grid_for(d).block
+        heads, pairs, block = q.shape[2], k.shape[2], backward_block(d)
         sequences = cu_seqlens_q.shape[0] - 1 if spec.packed_q else q.shape[0]
         padded = number_of_tiles(q, PADDED_ROWS, spec.packed_q, sequences) * PADDED_ROWS
         tiles = number_of_tiles(q, rows, spec.packed_q, sequences)

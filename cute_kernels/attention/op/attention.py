@@ -43,7 +43,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` of each head, the bits of a row independent of all but its own keys and values.
 
-    Differentiable in q, k, v and sinks, through lse, too, for D and Dv up to 128; no second derivative.
+    Differentiable in q, k, v and sinks, through lse, too; no second derivative.
 
     Args:
         q: (B, Lq, H, D) bf16 or fp16, with ``cu_seqlens_q`` (all queries, H, D); D a multiple of 8 up to 256 (64, 96,
@@ -68,8 +68,7 @@ def attention(
             nothing.
         return_lse: also return the logarithm of each row's sum of exponentials.
         out: (like q, with v's head size) what to write to. It must not overlap k or v.
-        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which also
-            computes gradients of larger heads.
+        backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
         ``out``, or (B, Lq, H, Dv) or (all queries, H, Dv) of q's dtype, contiguous; with ``return_lse`` also lse
@@ -78,7 +77,6 @@ def attention(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        NotImplementedError: a gradient of heads beyond 128 channels is wanted of a kernel.
         UnsupportedDeviceError: a GPU without kernels: neither a Hopper nor a data-centre Blackwell.
 
     Numerics:
@@ -92,13 +90,14 @@ def attention(
         of the same sequence and head that do not see it; other sequences and heads never.
 
         The backward computes the weights again, from lse, and rounds them and the scores' gradients to q's dtype. A row
-        of q's gradient gets one sum of each block of 128 keys, in fp32, added from its last visible block to the first
-        under ``causal`` or a window, else from the first to the last: its bits depend on what a row of the output
-        depends on, and on the row's own gradient. Gradients of k and v are summed over a query head's rows in ascending
-        order, then over the heads that share them, in fp32: their bits depend on their sequence alone, and on no other
-        one of the batch. Those of sinks are reproducible run to run. Workspace: 4 bytes for each element of q, and with
-        shared heads 8 for each element of k, rows padded to 128, channels to 64 or 128. An incoming gradient whose rows
-        do not start on 16 bytes is copied.
+        of q's gradient gets one sum of each block of 128 keys (D or Dv beyond 128: of 64), in fp32, added from its last
+        visible block to the first under ``causal`` or a window, else from the first to the last: its bits depend on
+        what a row of the output depends on, and on the row's own gradient. Gradients of k and v are summed over a query
+        head's rows in ascending order, then over the heads that share them, in fp32: their bits depend on their
+        sequence alone, and on no other one of the batch. Those of sinks are reproducible run to run. Workspace: 4 bytes
+        for each element of q, and with shared heads 8 for each element of k, rows padded to 128, channels to 64, 128,
+        192 or 256. An incoming gradient whose rows do not start on 16 bytes is copied. D or Dv beyond 128: the
+        backward's kernels are compiled, and have not run.
 
         Under autocast q, k and v are cast to its dtype, as by torch's own attention.
 
@@ -152,7 +151,7 @@ def attention(
     check_sizes(q, k, lengths)
     wants_gradient = differentiates(q, k, v, sinks)
     if wants_gradient:
-        check_differentiable(q, v, out)
+        check_differentiable(out)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:
         sinks = sinks.float()

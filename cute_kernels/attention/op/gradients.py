@@ -6,21 +6,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import check_layout
-from cute_kernels.attention.config import BACKWARD_CONFIGS, backward_head_size
 from cute_kernels.attention.launch import attention_backward, attention_forward, attention_into
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.operators import mode_of
 
 
-def check_differentiable(q: Tensor, v: Tensor, out: Tensor | None) -> None:
-    """Raise ValueError for an ``out``, NotImplementedError for heads that are too large for the backward's kernels."""
+def check_differentiable(out: Tensor | None) -> None:
+    """Raise ValueError for an ``out``."""
     if out is not None:
         raise ValueError("attention: out must be None where a gradient is wanted, got a tensor")
-    if backward_head_size(q.shape[-1], v.shape[-1]) is None:
-        raise NotImplementedError(
-            f"attention: has no backward yet for head sizes beyond {max(BACKWARD_CONFIGS)}, got {q.shape[-1]} of q and "
-            f"{v.shape[-1]} of v. Call it under torch.no_grad(), or pass backend='reference' to run plain torch"
-        )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *options: object) -> tuple[Tensor, Tensor]:
