@@ -139,6 +139,7 @@ class Inputs:
     v: Tensor
     sinks: Tensor | None
     starts: Tensor | None  # of packed sequences
+    dout: Tensor | None = None  # of a backward
 
 
 def checked_rows(length: int) -> list[int]:
@@ -182,7 +183,8 @@ def sample(case: Attention, out: Tensor) -> Tensor:
 
 
 def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
-    return forward_backward.autograd_calls(function, (inputs.q, inputs.k, inputs.v), ())
+    incoming = () if inputs.dout is None else (inputs.dout,)
+    return forward_backward.autograd_calls(function, (inputs.q, inputs.k, inputs.v), incoming)
 
 
 def _cute_kernels(case: Attention, inputs: Inputs) -> Calls:
@@ -244,10 +246,10 @@ def _torch_flash(case: Attention, inputs: Inputs) -> Calls | None:
     return _sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
-def _flash_attn_4(case: Attention, inputs: Inputs) -> Calls:
+def _flash_attn_4(case: Attention, inputs: Inputs, deterministic: bool = False) -> Calls:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    options: dict[str, Any] = {"causal": case.causal and case.window is None}
+    options: dict[str, Any] = {"causal": case.causal and case.window is None, "deterministic": deterministic}
     if case.window is not None:
         options["window_size"] = case.window
     if inputs.sinks is not None:

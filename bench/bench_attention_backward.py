@@ -5,9 +5,9 @@
     python -m bench.bench_attention_backward --save                                and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_attention_backward --list                                the names of the cases
 
-Cases are those of bench_attention, and are named as there. ``flash_attn_4`` adds to dq in the order in which its blocks
-arrive, ``flash_attn_4_deterministic`` in a fixed one, as this library does. The TFLOP/s are of five products, half of
-them counted where the mask is causal.
+Cases are those of bench_attention, and are named as there; besides a batch of one, and heads that share keys without a
+mask. ``flash_attn_4`` adds to dq in the order in which its blocks arrive, ``flash_attn_4_deterministic`` in a fixed
+one, as this library does. The TFLOP/s are of five products, of what the mask leaves.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import bench_attention, forward_backward, harness
-from bench.bench_attention import Attention, print_rates
+from bench.bench_attention import Attention, Inputs, print_rates
 from bench.forward_backward import Calls
-from cute_kernels import attention
 from jit_cache import command
-
-NAMES = "dq", "dk", "dv"
 
 
 @dataclass(frozen=True)
@@ -41,53 +36,51 @@ class AttentionBackward(Attention):
     def case(self, direction: str) -> harness.Case:
         forward = super().case(direction)
         num_bytes = 2 * forward.bytes  # q, out and their gradients; k, v and theirs
-        return replace(forward, flops=forward.flops // 2 * 5, bytes=num_bytes)
+        d, dv = self.sizes
+        return replace(forward, flops=forward.flops // (d + dv) * (3 * d + 2 * dv), bytes=num_bytes)
 
 
 def backwards(quick: bool = False) -> list[AttentionBackward]:
     """Every case."""
-    names = "batch", "length", "heads", "pairs", "head_size", "variant"
-    return [
-        AttentionBackward(*(getattr(case, name) for name in names)) for case in bench_attention.attentions(quick=quick)
-    ]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """(batch, length, heads, head size)"""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v
+    names = "batch", "length", "heads", "pairs", "head_size", "variant", "head_size_v"
+    cases = bench_attention.attentions(quick=quick)
+    cases += [Attention(2, 8192, 32, 8, 128, "full")]
+    if not quick:
+        cases += [Attention(1, 4096, 32, 8, 128, variant) for variant in ("causal", "full")]
+    return [AttentionBackward(*(getattr(case, name) for name in names)) for case in cases]
 
 
 def make_inputs(case: Attention, device: str = "cuda") -> Inputs:
-    forward = bench_attention.make_inputs(case, device)
+    inputs = bench_attention.make_inputs(case, device)
     generator = torch.Generator(device).manual_seed(harness.seed(case.case("bwd").name))
-    dout = torch.randn(forward.q.shape, generator=generator, device=device, dtype=case.dtype)
-    return Inputs(*(t.requires_grad_() for t in (forward.q, forward.k, forward.v)), dout)
+    shape = *inputs.q.shape[:-1], case.sizes[1]
+    dout = torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
+    return replace(inputs, dout=dout, **{name: getattr(inputs, name).requires_grad_() for name in ("q", "k", "v")})
 
 
 def fp64_truth(case: Attention, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
     """Gradients of the first sequence and of one head of keys in fp64, a tile of queries at a time."""
-    group, rows = case.heads // case.pairs, 512
-    k, v = (t[0, :, 0].detach().double() for t in (inputs.k, inputs.v))
+    group, rows, length = case.heads // case.pairs, 512, case.lengths[0]
+    q_all, k_all, v_all, dout_all = (
+        bench_attention.sequences(case, t.detach())[0] for t in (inputs.q, inputs.k, inputs.v, inputs.dout)
+    )
+    k, v = (t[:, 0].double() for t in (k_all, v_all))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     scale, heads = case.head_size**-0.5, []
     for head in range(group):
         parts = []
-        for first in range(0, case.length, rows):
-            q, dout = (t[0, first : first + rows, head].detach().double() for t in (inputs.q, inputs.dout))
+        for first in range(0, length, rows):
+            q, dout = (t[first : first + rows, head].double() for t in (q_all, dout_all))
             scores = q @ k.T * scale
             if case.causal:
-                places = torch.arange(first, first + len(q), device=q.device).unsqueeze(1)
-                scores.masked_fill_(torch.arange(case.length, device=q.device) > places, -torch.inf)
-            p = scores.softmax(-1)
+                behind = torch.arange(first, first + len(q), device=q.device).unsqueeze(1)
+                behind = behind - torch.arange(length, device=q.device)  # how far a key is behind a query
+                seen = (behind >= 0) & (behind < bench_attention.WINDOWS.get(case.variant, length))
+                scores.masked_fill_(~seen, -torch.inf)
+            lse = scores.logsumexp(-1, keepdim=True)
+            if inputs.sinks is not None:
+                lse = torch.logaddexp(lse, inputs.sinks[head].double())
+            p = (scores - lse).exp()
             dp = dout @ v.T
             ds = p * (dp - (p * dp).sum(-1, keepdim=True))
             parts.append(ds @ k * scale)
@@ -99,58 +92,22 @@ def fp64_truth(case: Attention, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
 
 def first_group(case: Attention, gradient: Tensor) -> Tensor:
     """What ``fp64_truth`` has of a gradient."""
-    return gradient[0, :, : max(gradient.shape[2] // case.pairs, 1)]
-
-
-def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
-    return forward_backward.autograd_calls(function, inputs.leaves, (inputs.dout,))
-
-
-def _cute_kernels(case: Attention, inputs: Inputs) -> Calls:
-    return _calls(lambda q, k, v: attention(q, k, v, causal=case.causal), inputs)
-
-
-def _sdpa(case: Attention, inputs: Inputs, backend: SDPBackend) -> Calls:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.pairs)
-        return out.transpose(1, 2)
-
-    return _calls(call, inputs)
-
-
-def _torch(case: Attention, inputs: Inputs) -> Calls:
-    return _sdpa(case, inputs, SDPBackend.CUDNN_ATTENTION if inputs.q.is_cuda else SDPBackend.MATH)
-
-
-def _torch_flash(case: Attention, inputs: Inputs) -> Calls:
-    return _sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
-
-
-def _flash_attn_4(case: Attention, inputs: Inputs, deterministic: bool = False) -> Calls:
-    from flash_attn.cute import flash_attn_func
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(q, k, v, causal=case.causal, deterministic=deterministic)
-        return found[0] if isinstance(found, tuple) else found
-
-    return _calls(call, inputs)
+    return bench_attention.sequences(case, gradient)[0][:, : max(gradient.shape[-2] // case.pairs, 1)]
 
 
 PROVIDERS: dict[str, Callable[[Attention, Inputs], Calls | None]] = {
-    "cute_kernels": _cute_kernels,
-    "torch": _torch,
-    "torch_flash": _torch_flash,
-    "flash_attn_4": _flash_attn_4,
-    "flash_attn_4_deterministic": functools.partial(_flash_attn_4, deterministic=True),
+    **bench_attention.PROVIDERS,
+    "flash_attn_4_deterministic": functools.partial(bench_attention.PROVIDERS["flash_attn_4"], deterministic=True),
 }
 PACKAGES = dict.fromkeys(("flash_attn_4", "flash_attn_4_deterministic"), ("flash_attn.cute",))
 
 
 def compile_own_kernels(cases: Iterable[Attention], device: harness.Device) -> None:
-    few = (replace(case, batch=1, length=128, heads=case.heads // case.pairs, pairs=1) for case in cases)
-    forward_backward.compile_kernels(lambda case: _cute_kernels(case, make_inputs(case, device.name)), few, device)
+    def few(case: Attention) -> Attention:
+        return case if case.variant == bench_attention.PACKED else replace(case, batch=1)
+
+    ours = PROVIDERS["cute_kernels"]
+    forward_backward.compile_kernels(lambda case: ours(case, make_inputs(few(case), device.name)), cases, device)
 
 
 def measure_attention(

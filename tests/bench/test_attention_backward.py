@@ -2,14 +2,14 @@
 
 import pytest
 
-from bench import bench_attention, bench_attention_backward
+from bench import bench_attention, bench_attention_backward, harness
 from bench.bench_attention_backward import AttentionBackward
 from tests.bench.test_harness import FakeDevice
 
 
 def test_cases():
     names = [case.case(d).name for case in bench_attention_backward.backwards() for d in case.directions]
-    assert len(set(names)) == len(names) == len(bench_attention.attentions())
+    assert len(set(names)) == len(names) == len(bench_attention.attentions()) + 3
     assert all(".bwd." in name for name in names)
 
 
@@ -26,3 +26,25 @@ def test_providers_are_right(variant):
         case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and set(found.results) == set(providers)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionBackward(2, 70, 4, 2, 64, "window128_sinks"),
+        AttentionBackward(2, 70, 4, 2, 64, "window4096"),
+        AttentionBackward(1, 70, 4, 2, 64, "packed"),
+        AttentionBackward(2, 70, 2, 2, 192, "causal", 128),
+    ],
+    ids=lambda case: case.case("bwd").name,
+)
+def test_the_truth_is_ours(case, monkeypatch):
+    """Torch has no backward of flex_attention on a CPU."""
+    monkeypatch.setattr(bench_attention, "WINDOWS", {"window128_sinks": 20, "window4096": 50})
+    monkeypatch.setattr(bench_attention, "packed_lengths", lambda tokens: [30, 17, tokens - 47])
+    inputs = bench_attention_backward.make_inputs(case, "cpu")
+    _, backward = bench_attention_backward.PROVIDERS["cute_kernels"](case, inputs)
+    truth = bench_attention_backward.fp64_truth(case, inputs)["bwd"]
+    for found, wanted in zip(backward()(), truth.values(), strict=True):
+        found = bench_attention_backward.first_group(case, found)
+        assert found.shape == wanted.shape and harness.relative_rms(found, wanted) < 0.01
