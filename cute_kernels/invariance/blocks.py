@@ -71,8 +71,9 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
     ``addmm``, ``addmv``, ``baddbmm``, ``nll_loss``, ``cross_entropy``, norms with weights of a batch and the backwards
     of norms. They are not covered there: give them the batch as a dimension.
 
-    Functions of ``torch.compile`` run eagerly inside, and in every other thread meanwhile (the backward of a function
-    that was compiled and run before does not); torch refuses a block inside of one.
+    Functions of ``torch.compile``, whatever their backend, are compiled by "cute_kernels" inside, and in every other
+    thread meanwhile (the backward of a function that was compiled and run before is not); those of CPU tensors alone
+    run as they are traced. torch refuses a block inside of one.
 
     Example:
         >>> import torch

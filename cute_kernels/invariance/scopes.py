@@ -138,12 +138,32 @@ def _change(scope: Scope, change: Callable[[], None]) -> None:
 
 
 def _update_stance(scope: Scope) -> None:
-    """torch.compile's, of which a process has one: force_eager while any scope replaces."""
+    """torch.compile's, of which a process has one: functions go to our backend while any scope replaces."""
     global _stance
     (_on.add if scope.is_on() else _on.discard)(scope)
-    if _on and _stance is None:
-        _stance = torch.compiler.set_stance("force_eager")  # raises inside of a compiled function
-    elif not _on and _stance is not None:
+    backend = None
+    if _on:
+        backend = _refusing_backend if any(s.blocks[-1].mode == "strict" for s in _on) else _warning_backend
+    if _stance is not None:
+        if backend is not None and _stance.stance.backend is backend:
+            return
         if torch._dynamo.eval_frame._stance is _stance.stance:  # else others have set one meanwhile
             _stance.__exit__(None, None, None)
         _stance = None
+    if backend is not None:
+        _stance = torch.compiler.set_stance("default", force_backend=backend)  # raises inside of a compiled function
+
+
+# Two functions, since torch keeps what is compiled by the backend that compiled it
+
+
+def _refusing_backend(graph: Any, example_inputs: Any, **options: Any) -> Any:
+    from cute_kernels.invariance import compiled  # takes seconds, and is not wanted by each block
+
+    return compiled.forced(graph, example_inputs, strict=True)
+
+
+def _warning_backend(graph: Any, example_inputs: Any, **options: Any) -> Any:
+    from cute_kernels.invariance import compiled
+
+    return compiled.forced(graph, example_inputs, strict=False)
