@@ -34,6 +34,10 @@ from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.targets import expect_arch, meta_target, sm_counts
+from cute_kernels.sampling.config import MAX_COLUMNS as SAMPLED
+from cute_kernels.sampling.config import numbers_of
+from cute_kernels.sampling.launch import sample_rows
+from cute_kernels.scatter.launch import sum_into_rows
 from jit_cache import recording
 
 FP32 = torch.float32
@@ -170,10 +174,11 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
 
     That is: attention, of dense and packed sequences, and over a cache; linear layers, apart and fused, with and
     without ``main_grad``; norms, with and without a residual stream of the activations' dtype or fp32;
-    ``linear_log_prob``; softmax and log_softmax of the logits; and what ``batch_invariant`` runs in place of torch's
-    operators in the same places. Products may choose other kernels on a GPU with another number of SMs than
-    ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen weights are normalised, swiglu without
-    biases; the router's weights are fp32 where ``dtype`` is. Hyper-connections and quantizers are not among them.
+    ``linear_log_prob`` and ``sample``; the embedding's gradient; softmax and log_softmax of the logits; and what
+    ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
+    GPU with another number of SMs than ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen
+    weights are normalised, swiglu without biases; the router's weights are fp32 where ``dtype`` is. Hyper-connections
+    and quantizers are not among them.
 
     Args:
         config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
@@ -218,6 +223,8 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
         for out in (model.dtype, FP32):
             _linear(model, arch, num_sms, model.vocab_size, model.hidden_size, out)
         _log_prob(model, arch, num_sms)
+        _indexed(model)
+        _sample(model)
     for length in {model.vocab_size, *model.lengths}:
         if 0 < length <= MAX_COLUMNS:  # others are refused
             _softmax(model, length)
@@ -388,6 +395,30 @@ def _log_prob(model: Model, arch: str, num_sms: int) -> None:
             log_prob.log_prob_backward.function(
                 g, dentropy, x, weight, target, row_statistics, *gradients, *numbers, accumulate
             )
+
+
+def _indexed(model: Model) -> None:
+    """The gradient of the embedding, what ``main_grad`` gets; those of keys and values that padding has moved."""
+    c, dtype = model.hidden_size, model.parameter_dtype
+    kept = model.num_key_value_heads * model.head_dim
+    for n, source, out, store in (
+        (c, dtype, dtype, "write"),
+        (c, dtype, FP32, "add"),
+        (kept, model.dtype, model.dtype, "onto"),
+    ):
+        if n:
+            index = _empty(2, dtype=torch.int64)
+            sum_into_rows.function(_empty(2, n, dtype=source), index, _empty(2, n, dtype=out), -1, store)
+
+
+def _sample(model: Model) -> None:
+    """Tokens of logits in fp32 and in the activations' dtype, of all and of some."""
+    if model.vocab_size > SAMPLED:
+        return  # refused
+    integers = _empty(2, dtype=torch.int64)
+    for dtype, top_k in itertools.product((model.dtype, FP32), (None, 1)):
+        logits, numbers = _empty(2, model.vocab_size, dtype=dtype), numbers_of(1.0, top_k, None, None)
+        sample_rows.function(logits, integers, integers, integers, *numbers)
 
 
 def _softmax(model: Model, n: int) -> None:

@@ -422,7 +422,7 @@ def test_an_architecture_without_kernels():
 def test_parts_that_have_no_kernel_are_left_out():
     """A vocabulary beyond softmax's rows, a width that linear_log_prob refuses."""
     names = {builder.__name__ for builder, _ in for_config({"hidden_size": 60, "vocab_size": 262208}, "sm_90a")}
-    assert names == {"gemm", "norm_forward", "norm_backward", "row_sums", "column_sums"}
+    assert names == {"gemm", "norm_forward", "norm_backward", "row_sums", "column_sums", "segment_sums", "grouped_sums"}
 
 
 def test_other_targets_and_real_devices_are_left_alone():

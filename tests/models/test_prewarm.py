@@ -1,0 +1,31 @@
+"""``prewarm --config`` knows each kernel that models.log_prob, its backward and models.generate ask for."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from cute_kernels import batch_invariant, models  # noqa: E402
+from cute_kernels.prewarm import for_config  # noqa: E402
+from tests.fakes import fake_gpu  # noqa: E402
+from tests.models.cases import make_prepared, padded, prompts  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+def test_of_a_configuration(name):
+    model = make_prepared(name)
+    ids, present = padded(prompts((9, 4)), left=True)
+    with fake_gpu() as jobs, batch_invariant("strict"):
+        log_prob, _ = models.log_prob(model, ids, ids, attention_mask=present)
+        log_prob.backward(torch.ones_like(log_prob))
+        seeds = torch.arange(2)
+        for top_k in (None, 5):
+            models.generate(
+                model, ids, seeds=seeds, attention_mask=present, max_new_tokens=2, top_k=top_k, eos_token_id=[]
+            )
+    known = set(for_config(model.config.to_dict(), "sm_90a"))
+    missing = [f"{builder.__name__}{arguments}" for builder, arguments in dict.fromkeys(jobs)]
+    missing = [
+        text for text, job in zip(missing, dict.fromkeys(jobs), strict=True) if (job[0], tuple(job[1])) not in known
+    ]
+    assert not missing, "\n".join(missing)
