@@ -8,7 +8,7 @@ from tests.fakes import fake_gpu  # noqa: E402
 from tests.models.test_kernel_attention import *  # noqa: E402, F403
 
 
-@pytest.fixture(autouse=True)
-def path_of_the_kernels(inside):
+@pytest.fixture
+def path_of_the_kernels():
     with fake_gpu() as jobs:
         yield jobs

@@ -26,8 +26,13 @@ def model(request):
     return found, ADDS.get(request.param, set())
 
 
+@pytest.fixture
+def path_of_the_kernels():
+    """On the CPU fake kernels: before a block begins."""
+
+
 @pytest.fixture(autouse=True)
-def inside(model):
+def inside(model, path_of_the_kernels):
     with batch_invariant("warn" if model[1] else "strict") as uncovered:
         yield
     assert set(uncovered) <= model[1]

@@ -25,8 +25,13 @@ def model(request):
     return make_prepared(request.param, "cuda" if request.path.name.startswith("test_kernel") else "cpu")
 
 
+@pytest.fixture
+def path_of_the_kernels():
+    """On the CPU fake kernels: before a block begins."""
+
+
 @pytest.fixture(autouse=True)
-def inside(model):
+def inside(model, path_of_the_kernels):
     with batch_invariant("strict"):
         yield
 

@@ -13,8 +13,13 @@ from tests.runtime.bits import assert_same_bits  # noqa: E402
 pytestmark = pytest.mark.sm90
 
 
+@pytest.fixture
+def path_of_the_kernels():
+    """On the CPU fake kernels: before a block begins."""
+
+
 @pytest.fixture(autouse=True)
-def strict():
+def strict(path_of_the_kernels):
     with batch_invariant("strict"):
         yield
 

@@ -8,7 +8,7 @@ from tests.fakes import fake_gpu  # noqa: E402
 from tests.moe.test_kernel_transformers import *  # noqa: E402, F403
 
 
-@pytest.fixture(autouse=True)
-def path_of_the_kernels(strict):
+@pytest.fixture
+def path_of_the_kernels():
     with fake_gpu() as jobs:
         yield jobs
