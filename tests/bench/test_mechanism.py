@@ -1,0 +1,48 @@
+"""bench_mechanism on the CPU, over fake kernels."""
+
+import pytest
+import torch
+
+from bench import bench_mechanism, harness
+from cute_kernels.invariance import installation, scopes
+from tests.bench.test_harness import ENVIRONMENT, FakeDevice
+from tests.fakes import fake_gpu
+
+PROVIDERS = [bench_mechanism.TORCH, bench_mechanism.REGISTERED, bench_mechanism.OURS]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    sizes = {"LAYERS": 1, "HIDDEN": 64, "HEADS": 2, "KV_HEADS": 1, "FFN": 64, "VOCABULARY": 32, "ROUNDS": 1}
+    for name, size in sizes.items():
+        monkeypatch.setattr(bench_mechanism, name, size)
+    with fake_gpu():
+        yield
+
+
+def test_cases():
+    names = [mechanism.case.name for mechanism in bench_mechanism.mechanism_cases()]
+    assert len(set(names)) == len(names) == 11
+
+
+@pytest.mark.parametrize("mechanism", bench_mechanism.mechanism_cases(), ids=lambda m: f"{m.op}-{m.variant}")
+def test_each_case_in_each_state(mechanism, monkeypatch, capsys):
+    found, states = bench_mechanism.make_call(mechanism, "cpu"), []
+
+    def call():
+        states.append((installation._registration is not None, scopes.deciding() is not None))
+        return found()
+
+    monkeypatch.setattr(bench_mechanism, "make_call", lambda *_: call)
+    measured = bench_mechanism.measure_mechanism(mechanism, PROVIDERS, FakeDevice())
+    assert list(dict.fromkeys(states)) == [(False, False), (True, False), (True, True)]
+    assert measured.failures == {} and list(measured.results) == PROVIDERS
+    assert len(harness.lines(measured, ENVIRONMENT)) == 3
+    bench_mechanism.print_table([measured])
+    assert mechanism.variant in capsys.readouterr().out
+
+
+def test_a_token_inside_has_no_operator_that_is_refused():
+    model = bench_mechanism.Llama(1, 64, 2, 1, 64, 32, "cpu")
+    with bench_mechanism.state(bench_mechanism.OURS), torch.no_grad():
+        assert model(torch.zeros(1, 1, dtype=torch.int64)).isfinite().all()
