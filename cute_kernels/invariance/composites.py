@@ -28,13 +28,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Where gradients are wanted, or a mode of torch's looks on, it is made of torch's own ``addmm``.
     """
-    if not _PLAIN.issuperset(map(type, (x, weight, bias))) or weight.layout is not torch.strided:
+    if x.layout is not torch.strided or weight.layout is not torch.strided:
         return NotImplemented
-    if not differentiates(x, weight, bias) and mode_of(x, weight, bias).eager:
-        with scopes.inside():
+    if mode_of(x, weight, bias).eager and not differentiates(x, weight, bias):
+        scopes.thread.inside = True
+        try:
             found = aten.linear(x, weight, bias)
+        finally:
+            scopes.thread.inside = False
         if found is not NotImplemented:
             return found
+    elif not _PLAIN.issuperset(map(type, (x, weight, bias))):
+        return NotImplemented
     if bias is None or x.dim() in (0, 2) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         return NotImplemented
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)

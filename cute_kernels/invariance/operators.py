@@ -289,7 +289,14 @@ def _is_copied_view(name: str) -> bool:
 def overloads_of(name: str) -> list[OpOverload]:
     """Of one of torch's own operators; none if this torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    found = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return [op for op in found if op.name() in _dispatched()]
+
+
+@functools.cache
+def _dispatched() -> frozenset[str]:
+    """The names that torch's dispatcher knows, without those of TorchScript alone."""
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def _replacement_of(op: OpOverload, name: str) -> Callable[..., Any] | None:

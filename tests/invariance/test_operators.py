@@ -116,6 +116,30 @@ def test_arguments_that_make_an_operator_add_up():
         assert treatment.kind == "refused" and adds_up(treatment, op, args, kwargs) == adds, op
 
 
+# fmt: off
+MODELS_CALL = [
+    "clone", "copy_", "masked_fill", "masked_fill_", "index", "expand", "lerp_", "nan_to_num", "clamp", "isnan", "eq",
+    "where", "cat", "stack", "mul_", "add_", "rsqrt", "pow", "_foreach_add_", "_foreach_mul_", "_foreach_lerp_",
+    "_foreach_addcdiv_", "_foreach_sqrt", "_fused_adamw_", "sigmoid", "gelu", "silu", "tanh", "tril_", "triu_", "cos",
+    "sin", "detach", "alias", "view", "_unsafe_view", "select", "slice", "transpose", "permute", "_to_copy", "zeros",
+    "empty", "arange", "full_like", "embedding", "gather", "bernoulli_", "normal_", "uniform_", "nonzero", "argmax",
+    "amax", "fill_", "zero_", "_local_scalar_dense", "equal", "roll", "flip", "repeat", "logical_not", "bitwise_not",
+    "remainder", "floor_divide", "log1p", "softplus", "view_as_complex", "lift_fresh_copy", "index_copy_",
+    "masked_scatter", "resize_", "set_", "nll_loss_backward", "threshold_backward", "silu_backward", "gelu_backward",
+    "tanh_backward", "sigmoid_backward", "erfinv_", "exponential_", "native_dropout_backward", "addcmul_", "isin",
+    "histc", "_foreach_copy_", "split.Tensor", "unbind", "record_stream", "_fused_sdp_choice", "as_strided",
+    "scalar_tensor", "new_zeros", "diagonal", "slice_backward", "select_backward",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("name", MODELS_CALL)
+def test_what_models_call_runs_as_it_is(name):
+    packet, _, overload = name.partition(".")
+    ops = [op for op in operators.overloads_of(packet) if not overload or op._overloadname == overload]
+    assert ops and {treatment_of(op).kind for op in ops} == {"exact"}
+
+
 def test_reasons():
     for op, words in (
         (OPS.multinomial.default, "use cute_kernels.sample"),
