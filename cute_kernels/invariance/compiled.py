@@ -22,7 +22,8 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends import registry
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -30,6 +31,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from cute_kernels.invariance.compiled_operators import opaque_operators
 from cute_kernels.invariance.errors import UncoveredOperatorError, signatures, tensors
@@ -127,6 +129,7 @@ def _compile(
     if given.get("post_grad_custom_post_pass"):
         expect(False, "compile", "options['post_grad_custom_post_pass']", "be left out", "a pass")
     settings = {name: value for name, value in SETTINGS.items() if _is_setting(name)}
+    _specialize_floats()
     _linear_as_one(graph)
     return compile_fx(
         graph,
@@ -146,6 +149,23 @@ def _is_setting(name: str) -> bool:
 
 
 # The graph that Dynamo traced
+
+
+def _specialize_floats() -> None:
+    """Numbers of Python are constants of a graph: Dynamo traces once more where it made one an input.
+
+    torch would make a tensor of fp32 of it, and a product of bf16 by that one is not rounded.
+    """
+    context = torch._guards.TracingContext.try_get()
+    shapes = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    if shapes is None:
+        return
+    values = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val
+    names = [str(symbol) for symbol in values if symbol_is_type(symbol, SymT.FLOAT)]
+    if not all(map(TensorifyState.should_specialize, names)):
+        for name in names:
+            TensorifyState.specialize(name)
+        raise TensorifyScalarRestartAnalysis
 
 
 def _linear_as_one(graph: GraphModule) -> None:

@@ -126,6 +126,23 @@ def test_inductor_rounds_as_eager_code(how, generator, monkeypatch):
         assert not all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
 
 
+def test_numbers_of_python_are_constants(monkeypatch):
+    """torch makes inputs of them, and products that are not rounded."""
+    seen = []
+
+    def inner(graph, inputs, **options):
+        seen.extend(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compiled, "compile_fx_inner", inner)
+    scaled = torch.compile(lambda x, scale: x * scale + 1, backend="cute_kernels", dynamic=True, fullgraph=True)
+    x = torch.ones(3, 4, dtype=torch.bfloat16)
+    for scale in (1.25, 0.75):
+        assert torch.equal(scaled(x, scale), x * scale + 1)
+    floats = [value.dtype for value in seen if isinstance(value, torch.Tensor)]
+    assert floats == [torch.bfloat16] * 2 and not any(isinstance(value, torch.SymFloat) for value in seen)
+
+
 def _moments(x):
     y = (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True).sqrt()
     return y.cumsum(-1) + x.logsumexp(-1, keepdim=True) + y[:, torch.tensor([3, 3, 0])].sum()
