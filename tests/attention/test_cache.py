@@ -194,3 +194,15 @@ def test_merge(dtype, generator):
     assert same_bits(packed_out.float(), out[0].float()) and same_bits(packed_lse.float(), lse[0].float())
     nothing, of_nothing = merge_attention([parts[1][0]] * 2, [parts[1][1]] * 2)
     assert (nothing == 0).all() and (of_nothing == -math.inf).all()
+
+
+def test_sizes_have_launches():
+    """What follows from a call's sizes is found once; keys count by splits, of which the workspace has a place each."""
+    q, cache = torch.zeros(2, 1, 4, 64, dtype=BF16), torch.zeros(2, 3 * SPLIT, 2, 64, dtype=BF16)
+    lengths = torch.tensor([9, 5], dtype=torch.int32)
+    with fake_kernels(computes=False) as jobs:
+        for most, found in ((10, 1), (SPLIT, 1), (SPLIT + 1, 2), (10, 2), (3 * SPLIT, 3), (2 * SPLIT, 3)):
+            attention_with_kv_cache(q, cache, cache, cache_seqlens=lengths, max_seqlen_k=most)
+            assert len(jobs) == found
+        attention_with_kv_cache(q[:1], cache[:1], cache[:1], cache_seqlens=lengths[:1], max_seqlen_k=10)
+        assert len(jobs) == 4 and len(set(jobs)) == 1
