@@ -125,11 +125,12 @@ def attend(
 def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Of sequences whose keys are where ``mask`` says."""
     count = None
-    if _expect_keys(keys) is not None:
+    if _expect_keys(keys) is not None and keys.shape[3] == 1:
+        count = keys.view(-1)
+    elif keys is not None:
         count, columns = keys[:, 0, 0, 0].contiguous(), keys[:, 0, 0, 1:]
-        if columns.shape[1]:
-            rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
-            k, v = k[rows, columns], v[rows, columns]
+        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+        k, v = k[rows, columns], v[rows, columns]
     elif q.shape[1] != k.shape[1]:
         count = torch.full((len(k),), k.shape[1], dtype=torch.int32, device=k.device)
     if count is None or differentiates(q, k, v):
