@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_kernels import mhc
 from cute_kernels.runtime import launches, operators
 from tests.fakes import fake_kernels
+from tests.marks import first_of
 from tests.mhc.cases import (
     FP32,
     OPERATIONS,
@@ -58,7 +59,7 @@ def test_compile(op, generator):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("op", ["coefficients", "sinkhorn", "expand", "head", "hyper_connection"])
+@pytest.mark.parametrize("op", first_of(["hyper_connection", "coefficients", "sinkhorn", "expand", "head"], 2))
 def test_compile_of_several_layers(op, dynamic, generator):
     """Sizes, numbers and names that differ between a process's layers, or are told to, become symbols."""
     torch._dynamo.reset()
