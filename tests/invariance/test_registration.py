@@ -384,3 +384,55 @@ def test_attention_of_torch(generator):
         mask = torch.zeros(9, 9, dtype=torch.bfloat16)
         with pytest.raises(UncoveredOperatorError, match="use cute_kernels.attention"):
             OPS._scaled_dot_product_efficient_attention(q, k, v, mask, False)
+
+
+def test_tensors_in_shards():
+    """DTensor's own kernel takes the whole operator; its shards reach ours, forward and backward."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((4, 3, 16), (32, 16), (32,)))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        with fakes.fake_kernels() as jobs, fakes.covered(), install_for_test():
+            placed = zip((x, weight, bias), (Replicate(), Shard(0), Shard(0)), strict=True)
+            leaves = [distribute_tensor(t, mesh, [where]).requires_grad_() for t, where in placed]
+            y = F.linear(*leaves).to_local()
+            assert torch.equal(y, F.linear(x, weight[:16], bias[:16])) and {b.__name__ for b, _ in jobs} == {"gemm"}
+            jobs.clear()
+            y.backward(torch.ones_like(y))
+            assert leaves[1].grad.to_local().shape == (16, 16) and "gemm" in {b.__name__ for b, _ in jobs}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_transforms_of_linear():
+    """torch takes it apart in any of them: here it has one rounding nonetheless, and the gradients of autograd."""
+    with fakes.fake_gpu(), install_for_test():
+        x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((5, 3, 64), (48, 64), (48,)))
+        x = x.transpose(0, 1)
+        leaf = x.detach().requires_grad_()
+        wanted = F.linear(leaf, weight, bias)
+        (gradient,) = torch.autograd.grad(wanted.float().square().sum(), leaf)
+
+        def loss(t):
+            y = F.linear(t, weight, bias)
+            return y.float().square().sum(), y
+
+        found, y = torch.func.grad(loss, has_aux=True)(x)
+        assert torch.equal(y, wanted) and torch.equal(found, gradient)
+
+
+def test_a_second_backward_and_a_recomputation(covered):
+    x = torch.ones(3, requires_grad=True)
+    with batch_invariant() as uncovered:
+        y = x * 2
+        for _ in range(2):
+            y.backward(torch.ones(3), retain_graph=True)
+        for reentrant in (True, False):
+            z = torch.utils.checkpoint.checkpoint(lambda t: t.sin() * 2, x, use_reentrant=reentrant)
+            z.backward(torch.ones(3))
+    assert not uncovered and x.grad is not None
