@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from cute_kernels import moe
 from cute_kernels.models.attention import NAME, register_transformers
 from cute_kernels.models.families import family_of, head_of, model_of
 from cute_kernels.nn import RMSNorm
@@ -26,6 +27,8 @@ class HeadsNorm(RMSNorm):
 
 def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: bool = True) -> Model:
     """Let a causal language model of transformers attend by ``attention``, and check that its rows can be invariant.
+
+    Where it has experts, they are ``moe.experts``.
 
     Prepare both sides of a comparison, trainer and roll-out, alike: ``norms`` changes bits.
 
@@ -65,6 +68,9 @@ def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: 
         if log_prob:
             head_of(OP, found)
     found.set_attn_implementation(NAME)
+    if strict and family.has_experts:
+        moe.register_with_transformers()
+        found.set_experts_implementation(NAME)
     if strict and norms and family.weight_offset is not None:
         _swap_norms(found, family.weight_offset)
     return model

@@ -4,6 +4,7 @@ import torch
 import transformers
 
 from cute_kernels.models import prepare, register_transformers
+from tests.moe.transformers_cases import CONFIGS as OF_EXPERTS
 
 SIZES = dict(
     vocab_size=96,
@@ -49,6 +50,7 @@ FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=SIZES["vocab_size"], n_embd=128, n_layer=2, n_head=2, n_inner=192, **NO_DROPOUT
     ),
+    "mixtral": OF_EXPERTS["mixtral"],
 }
 
 
