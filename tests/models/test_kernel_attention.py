@@ -16,7 +16,13 @@ LENGTHS = (150, 7, 65)
 NEW = 2 * WINDOW
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+FEW = "llama", "gemma3"  # the second has windows and norms of heads
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[] if n in FEW else pytest.mark.exhaustive) for n in CONFIGS],
+)
 def model(request):
     """A model, of a mixture of experts its plain implementation, and what of it ``batch_invariant`` does not know."""
     device = "cuda" if request.path.name.startswith("test_kernel") else "cpu"
