@@ -168,29 +168,46 @@ class Product(torch.autograd.Function):
         return dy.cumprod(0)
 
 
-@pytest.mark.parametrize("way", ["in the thread", "in another one"])
-def test_a_backward(way, covered):
-    """That a block starts is its own, in whatever thread it runs; one that starts later is torch's, or install's."""
+def test_a_backward(covered):
+    """That a block starts is its own; one that starts later is torch's, or install's."""
     x = torch.ones(3, requires_grad=True)
-
-    def backward(y):
-        if way == "in the thread":
-            y.backward(torch.ones(3))
-        else:  # as autograd's threads begin: with the state of the one that called backward
-            future = torch.jit.fork(lambda: y.backward(torch.ones(3)))
-            torch.jit.wait(future)
-
     with batch_invariant():
         y = Product.apply(x)
         with pytest.raises(UncoveredOperatorError):
-            backward(y)
+            y.backward(torch.ones(3))
     y = Product.apply(x)
-    backward(y)
+    y.backward(torch.ones(3))
     install()
     y = torch.utils.checkpoint.checkpoint(lambda t: Product.apply(t), x, use_reentrant=False)
     with pytest.raises(UncoveredOperatorError):
-        backward(y)
+        y.backward(torch.ones(3))
     uninstall()
+
+
+def product(x: Tensor) -> Tensor:
+    return torch.cumprod(x, 0)
+
+
+def forked(x: Tensor) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(product, x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_threads_that_torch_starts(covered, monkeypatch):
+    """They take the state of the one that starts them, TorchScript's on a CPU as autograd's on a GPU."""
+    threads, deciding, scripted = [], scopes.deciding, torch.jit.script(forked)
+
+    def noted():
+        threads.append(threading.get_ident())
+        return deciding()
+
+    monkeypatch.setattr(scopes, "deciding", noted)
+    monkeypatch.setattr(installation, "make_registration", lambda: registration.Registration("CPU"))
+    with batch_invariant("warn") as uncovered:
+        scripted(torch.ones(3))
+    assert uncovered == {"aten.cumprod.default": 1} and threading.get_ident() not in threads
+    scripted(torch.ones(3))
+    assert uncovered.total() == 1
 
 
 def test_a_plain_thread_beside_a_block(covered):
