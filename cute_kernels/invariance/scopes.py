@@ -6,6 +6,7 @@ thread-local variables do not reach them.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 from collections import Counter
@@ -46,6 +47,7 @@ class Scope:
         scope = Scope.of_this_thread()
         if scope is None:
             scope = Scope()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(scope))  # torch 2.11 takes a reference that it is not given
             _stash_obj_in_tls(_KEY, scope)
         return scope
 
