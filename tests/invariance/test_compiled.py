@@ -18,6 +18,7 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends import registry
+from torch._inductor.codegen import cpp
 
 from cute_kernels import UncoveredOperatorError, batch_invariant
 from cute_kernels.invariance import compiled
@@ -28,6 +29,11 @@ from tests.runtime.bits import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
 exhaustive = pytest.mark.exhaustive
+# C++ kernels do not round between operators in torch 2.11, and do in 2.13; Triton kernels do in both
+rounds = pytest.mark.skipif(
+    "emulate_precision_casts" not in inspect.getsource(cpp),
+    reason="C++ kernels of this torch do not round between operators",
+)
 FAMILY = pytest.mark.parametrize(
     "family", [name if name == "gemma3" else pytest.param(name, marks=exhaustive) for name in FAMILIES]
 )
@@ -74,12 +80,14 @@ def test_graphs_of_dynamic_shapes(family, generator, graphs_alone):
     assert_three_batches_agree(family, generator)
 
 
+@rounds
 @exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inductor_compiles_a_training_step(family, generator):
     assert_three_batches_agree(family, generator)
 
 
+@rounds
 @exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_of_one_model_agree(family, generator):
@@ -111,6 +119,7 @@ def _compare(function, tensors, backend):
     return found
 
 
+@rounds
 @pytest.mark.parametrize("how", ["ours", pytest.param("inductor", marks=exhaustive), "without a setting"])
 def test_inductor_rounds_as_eager_code(how, generator, monkeypatch):
     """The positive controls: the comparison sees Inductor alone, and one that rounds only what it stores."""
@@ -319,6 +328,7 @@ print("hits", torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
+@rounds
 @exhaustive
 def test_cold_and_warm_cache(tmp_path):
     """Plain Inductor's graphs of the same model lie in the same cache."""
