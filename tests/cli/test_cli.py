@@ -278,7 +278,9 @@ def test_demo_with_gpu(monkeypatch, capsys):
     monkeypatch.setattr(harness, "bench_stream", contextlib.nullcontext)
     monkeypatch.setattr(harness, "CudaDevice", lambda **options: FakeDevice())
     monkeypatch.setattr(harness, "environment", lambda commit: {})
-    monkeypatch.setitem(bench_norm.PROVIDERS, "torch_compile", bench_norm.PROVIDERS["torch"])
+    for module in (bench_norm, bench_reduction):
+        monkeypatch.setitem(module.PROVIDERS, "torch_compile", module.PROVIDERS["torch"])
+    monkeypatch.setattr(harness.gc, "collect", lambda: 0)
     status, found = demo.run()
     assert status == 0 and found["ok"] and found["gpu"] == "NVIDIA T"
     assert {m["case"]["family"] for m in found["measurements"]} >= {"norm", "gemm", "mhc"}

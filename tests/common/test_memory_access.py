@@ -9,6 +9,8 @@ from tests.marks import first_of
 from tests.mhc.test_compile import BUILDERS, BY_WARPGROUPS
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
+pytestmark = pytest.mark.exhaustive  # a kernel or two of each builder is compiled again, for its PTX
+
 BULK_LOAD = re.compile(r"cp\.async\.bulk\.\S*shared::\w+\.global\S*")
 CHOICE = re.compile(rf"selp\.b64\s+(?P<policy>\S+), {EVICT_FIRST}, {EVICT_NORMAL}, (?P<condition>%p\d+);")
 

@@ -268,6 +268,7 @@ SPECS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_the_instructions_that_are_meant(tmp_path):
     """Tensor cores fed by TMA; of the statistics no exponential but to the base of 2, and nothing stored by TMA."""
     program = """

@@ -83,6 +83,7 @@ def test_learns_a_file(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compile(tmp_path):
     """Whole layers as graphs, whose sums are rounded in other places."""
