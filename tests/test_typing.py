@@ -30,6 +30,7 @@ PACKAGES = (
 PUBLIC = [getattr(package, name) for package in PACKAGES for name in package.__all__]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy")
 def test_a_users_script_is_checked(tmp_path):
     command = [sys.executable, "-m", "mypy", "--config-file=", "--cache-dir", str(tmp_path), "--python-version", "3.10"]

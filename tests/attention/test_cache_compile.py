@@ -50,6 +50,7 @@ def test_append(spec):
     check_record(append.obtain("sm_90a", AppendSpec(*spec)).record)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sequential", first_of([False, True]), ids=["parallel", "sequential"])
 def test_instructions(sequential, tmp_path):
     """Every step outside of the products has a rounding of its own; counters alone are atomic, and are integers."""

@@ -107,6 +107,7 @@ assert builder.obtain(*arguments).origin == "compiled"
     assert not re.search(r"\b(atom|red)\.", kernel)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", first_of([((128, 128),), ((64, 64),), ((256, 256),)]), ids=str)
 def test_instructions_of_sm100(sizes, tmp_path):
     """The same on SM100; P comes from tensor memory, of which a CTA has a power of two of columns."""
@@ -191,6 +192,7 @@ def test_what_is_not_prewarmed_of_the_backward_compiles_without_spills(sizes, op
     check_record(backward_sm90.obtain("sm_90a", spec, backward_config(spec)).record)
 
 
+@pytest.mark.exhaustive
 def test_instructions_of_the_backward(tmp_path):
     """Every step outside of the products has a rounding of its own; the bulk engine adds, atomics are of integers."""
     program = """

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cute_kernels.common.row_layout import WARP_SIZE, RowLayout
+from tests.marks import first_of
 
 # A module of its own: the compiler rewrites functions of the imported one where they are, once a kernel is compiled
 _SPEC = importlib.util.find_spec("cute_kernels.common.reduce")
@@ -108,7 +109,7 @@ PLAIN = type(
 )
 
 
-@pytest.mark.parametrize("warps", [1, 3, 16, 20, 33])
+@pytest.mark.parametrize("warps", first_of([1, 3, 16, 20, 33], 4))
 def test_rows_of_few_and_of_many_warps(warps):
     threads = warps * WARP_SIZE
     layout = RowLayout(threads, 1, threads, 1, 1, 1, 1, True, False)

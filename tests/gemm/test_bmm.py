@@ -153,6 +153,7 @@ def test_the_walk_over_a_batch(group):
         assert places.tolist() == [[entry, m, n] for entry in range(entries) for m, n in matrix]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 def test_instructions(arch, tmp_path):
     """Tiles come, and go where they can, by TMA of a dimension more; nothing else differs from products of matrices."""

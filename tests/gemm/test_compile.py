@@ -114,6 +114,7 @@ def test_options_compile(option, arch):
         compile_and_check(arch, kernel, **changes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("activation", "save_preact"), first_of([("silu", True), ("silu", False), ("gelu", True)]))
 def test_activations_without_a_bias(activation, save_preact):
     """ptxas computes the next part's ahead of the store of this one: up to 80 bytes of spills, on SM90 alone."""
@@ -331,6 +332,7 @@ def test_the_walk_over_tiles(group):
         assert places.tolist() == [[m, n] for rows in groups for n in range(tiles_n) for m in rows]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 def test_instructions(arch, tmp_path):
     program = f"""

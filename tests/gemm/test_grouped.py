@@ -195,6 +195,7 @@ def test_fp16_compiles():
     check_record(grouped.obtain(*grouped_arguments("sm_90a", spec, 64, DECODE[8], True)).record)
 
 
+@pytest.mark.exhaustive
 def test_instructions(tmp_path):
     """Operands come by TMA, no product is waited for by itself, nothing is atomic; a tail leaves 16 bytes a thread."""
     program = """

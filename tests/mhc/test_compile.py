@@ -334,6 +334,7 @@ def test_shared_memory_fits_a_cta():
 
 
 # Operands come by TMA, are multiplied by warp-level MMA from ldmatrix, and no sum is left to the order of atomics
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", first_of(["sm_90a", "sm_100a"]))
 def test_instructions(arch, tmp_path):
     program = f"""
@@ -377,6 +378,7 @@ obtain(aggregate_backward, AggregateBackwardSpec(4, 512, "channels", torch.bfloa
 """
 
 
+@pytest.mark.exhaustive
 def test_bounds_of_launches(tmp_path):
     """Where that is faster ptxas may use all registers; CTAs are small where a thread has many."""
     compile_in(tmp_path, BOUNDS)
@@ -411,6 +413,7 @@ pre_forward.obtain("sm_90a", spec, pre_config(spec))
 """
 
 
+@pytest.mark.exhaustive
 def test_both_adding_warps_end_a_turn(tmp_path):
     """With fewer than eight columns one of them sends nothing: the cluster's messages do not wait for it."""
     compile_in(tmp_path, HEAD)
@@ -439,6 +442,7 @@ def test_backward_by_warpgroups_compiles(op, layout, order, parameters, norm_wei
     compile_and_check([(builder, (arch, spec._replace(needs_dphi=needs_dphi), config))], arch)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op, boxes", [("projection", 10), ("hyper_connection", 12)])  # dH's; and R's
 def test_instructions_of_warpgroups(op, boxes, tmp_path):
     """Of eight streams: both operands from shared memory; phi, dH and R for two CTAs at once.

@@ -46,6 +46,7 @@ def test_compiles(dtype, arch):
         check(builder, arguments)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHS)
 def test_e5m2_compiles(arch):
     cases = [Case("3d_dual", (2, 96, 160), mode="even", out=E5M2), Case("rowwise", (96, 160), mode="floor", out=E5M2)]
@@ -141,6 +142,7 @@ for builder, arguments in kernels_of({cases}, {arch!r}):
     return kernels_in(folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", first_of(ARCHS))
 def test_instructions(arch, tmp_path):
     """Tiles come and go by TMA, 32-bit and wider accesses between; subnormal numbers are kept; no atomics but the
@@ -173,6 +175,7 @@ def test_instructions(arch, tmp_path):
         assert "ue8m0" not in kernel  # the scale is integer arithmetic on every GPU
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", first_of(ARCHS))
 def test_scales_of_squares_are_not_signed(arch, tmp_path):
     """They go through shared memory: a byte read back as signed would be wrong from 128 on."""

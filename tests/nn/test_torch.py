@@ -23,6 +23,7 @@ from cute_kernels.nn import (
     transformer,
 )
 from tests.fakes import fake_gpu, fake_kernels
+from tests.marks import first_of
 from tests.nn.cases import (
     BF16,
     FP32,
@@ -39,7 +40,7 @@ def run(config, dtype=BF16):
     return gradients(make_model(config, dtype=dtype), *make_tokens(config))
 
 
-@pytest.mark.parametrize("streams", [None, 4])
+@pytest.mark.parametrize("streams", first_of([None, 4]))
 def test_compile(streams):
     config = make_config(streams=streams, layers=2)
     wanted = run(config)
@@ -52,7 +53,7 @@ def test_compile(streams):
         assert_same_bits(wanted, gradients(model, tokens, targets))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", first_of([None, True]))
 def test_compile_of_several_layers(dynamic):
     """Their sizes, streams and layouts become symbols of one graph, or of one each."""
     torch._dynamo.reset()

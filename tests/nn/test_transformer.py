@@ -14,6 +14,7 @@ from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, t
 from tests.fakes import fake_kernels
 from tests.gemm import cases as gemm_cases
 from tests.log_prob import cases as log_prob_cases
+from tests.marks import first_of
 from tests.nn.cases import (
     BF16,
     FP32,
@@ -213,7 +214,7 @@ def test_training_makes_no_logits():
     assert {job.__name__ for job, _ in jobs} >= {"log_prob_statistics", "log_prob", "log_prob_gradient"}
 
 
-@pytest.mark.parametrize("streams", [None, 4])
+@pytest.mark.parametrize("streams", first_of([None, 4]))
 def test_export(streams):
     config = make_config(streams=streams)
     model, (tokens, _) = make_model(config), make_tokens(config)

@@ -114,6 +114,7 @@ def test_the_shipped_table_is_what_a_model_asks_for():
 
 
 # Data comes by bulk copies, and nothing is added up by atomics: their order would not be fixed
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", first_of(ARCHS))
 def test_instructions(arch, tmp_path):
     program = f"""

@@ -27,6 +27,7 @@ def test_rows_off_16_bytes_compile(spec):
     check_record(sample_rows.obtain("sm_90a", spec).record)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", [0, 1], ids=["plain", "filtered"])
 def test_instructions(kernel, tmp_path):
     """Each product and sum has a rounding of its own; no function of the hardware's; atomics are of integers."""

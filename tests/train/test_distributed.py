@@ -38,6 +38,7 @@ def test_resumes_on_another_number_of_ranks(runs, tmp_path, wrote, ranks, change
     train_cases.check_resumes_elsewhere(runs[0] / wrote, tmp_path / "run", ranks, LOSS_BOUND, **OPTIONS, **changed)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_job_and_the_resumed_job_goes_on(runs, tmp_path):
     """Bit by bit as the run that was not killed: two runs of two ranks are equal, too."""
     train_cases.check_killed_rank(runs[0] / "two", tmp_path, **OPTIONS)
