@@ -106,7 +106,7 @@ class Attention:
 
 @functools.cache
 def packed_lengths(tokens: int) -> list[int]:
-    """Of 17 to 8192 tokens, as many short as long ones by their logarithm; the last one is what is left."""
+    """Random sequence lengths, 17 to 8192 each, that sum to ``tokens``: as many short as long ones on a log scale."""
     generator, lengths = random.Random(0), []
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(min(round(17 * (8192 / 17) ** generator.random()), left))

@@ -91,7 +91,7 @@ def fp64_truth(case: Attention, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
 
 
 def first_group(case: Attention, gradient: Tensor) -> Tensor:
-    """What ``fp64_truth`` has of a gradient."""
+    """The part of ``gradient`` that ``fp64_truth`` computes: the first sequence, the first group of heads."""
     return bench_attention.sequences(case, gradient)[0][:, : max(gradient.shape[-2] // case.pairs, 1)]
 
 

@@ -143,7 +143,7 @@ class Append:
 
     @property
     def decode(self) -> Decode:
-        """What has the same cache."""
+        """The decode case with the same cache."""
         return Decode(self.batch, self.keys, self.pairs, self.pairs, self.head_size, self.variant, self.queries)
 
 
@@ -293,7 +293,7 @@ PACKAGES = {
 
 
 class NewRows:
-    """What an ``Append`` writes, and where: k and v of new keys, a cache each, the number of cached keys."""
+    """The new k and v that an ``Append`` writes, the caches that it writes to, and the number of cached keys."""
 
     def __init__(self, case: Append, device: str = "cuda") -> None:
         inputs = make_inputs(case.decode, device)

@@ -181,7 +181,7 @@ def make_inputs(gemm: Gemm, device: str = "cuda") -> Inputs:
 
 
 class Sample:
-    """What of an output is compared with fp64: random rows and random columns, or all of it where they are few."""
+    """The sample of an output that is compared with fp64: random rows and columns, or all of it where rows are few."""
 
     def __init__(self, gemm: Gemm, device: str) -> None:
         rows, cols, _ = gemm.product
@@ -397,7 +397,7 @@ def print_table(measurements: Sequence[harness.Measurement], console: Console | 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the cases of one direction and variant come to; ratio: cuBLAS's time over ours.
+    """The summary of the cases of one direction and variant; ratio: cuBLAS's time over ours.
 
     floor, floor_shape: the largest of our time over the floor's, up to FLOOR_TOKENS, and where; None without a floor.
     """

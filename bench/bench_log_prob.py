@@ -106,7 +106,7 @@ def make_inputs(size: LogProb, device: str) -> Inputs:
 
 
 def truth(inputs: Inputs) -> dict[str, dict[str, Tensor]]:
-    """Of both directions in fp64, some tokens at a time."""
+    """The results and gradients in fp64, computed ``ROWS`` tokens at a time."""
     weight = inputs.weight.detach().double()
     values, dx, dw = [], [], torch.zeros_like(weight)
     parts = (t.detach().split(ROWS) for t in (inputs.x, inputs.target, inputs.g, inputs.h))

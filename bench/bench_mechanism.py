@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Of random weights."""
+    """A Llama with random weights."""
 
     def __init__(self, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, device: str):
         super().__init__()
@@ -110,7 +110,7 @@ class Llama(nn.Module):
 
 
 def make_call(mechanism: MechanismCase, device: str) -> Callable[[], Any]:
-    """What is called in all states; a block's begin and end are those of the state."""
+    """The call that is measured in all states; a ``block`` calls nothing, since the state begins and ends the block."""
     if mechanism.variant == "token":
         model = Llama(LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY, device)
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)

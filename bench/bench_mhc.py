@@ -172,7 +172,7 @@ def minimal_bytes(connection: Connection, direction: str) -> int:
 
 
 def flops(connection: Connection, direction: str) -> int:
-    """Of a token: multiplications and additions; a backward computes twice as many, one product for each factor."""
+    """Multiplications and additions of all tokens; a backward computes twice as many, one product for each factor."""
     n = connection.n
     of_op = {
         "projection": 2 * connection.K * (connection.N + 1),
@@ -217,7 +217,7 @@ def connections(quick: bool = False) -> list[Connection]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an op is called with.
+    """The inputs of an op's call.
 
     tensors: its arguments, in order
     grad_outputs: the gradients of its outputs, in the order of OUTPUTS
@@ -517,7 +517,7 @@ def tf32_products() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the cases of one op, direction, number of streams and variant come to; share: the copy's time over ours."""
+    """The summary of one op, direction, number of streams and variant; share: the copy's time over ours."""
 
     op: str
     direction: str

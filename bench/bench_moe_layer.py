@@ -1,4 +1,4 @@
-"""What is around the products of experts, and whole layers: beside the same steps in torch, and transformers'.
+"""The steps around the products of experts, and whole layers: beside the same steps in torch, and transformers'.
 
     python -m bench.bench_moe_layer                                    every case, results printed
     python -m bench.bench_moe_layer --filter 'experts.*qwen3'          cases whose name matches
@@ -6,7 +6,7 @@
     python -m bench.bench_moe_layer --list                             the names of the cases
 
 A case's name is op.direction.shape.dtype.variant, like experts.bwd.qwen3-30b-8192.bfloat16.random; the shape is a model
-of bench_moe and the number of tokens. Of permute, combine and swiglu the copy moves the same bytes. ``route`` is the
+of bench_moe and the number of tokens. For permute, combine and swiglu the copy moves the same bytes. ``route`` is the
 routing of fp32 logits and the plan. ``experts`` takes logits, routes, and runs the layer; its backward finds the
 gradients of x and of both weights, of which that of x is checked. torch has the steps that transformers has: sort,
 gather, torch's grouped products, silu and product, weights, the inverse order, a sum. ``transformers`` is its own
@@ -129,7 +129,7 @@ def make_inputs(step: Step, device: str = "cuda") -> Inputs:
 
 
 def places(size: int, device: torch.device) -> Tensor:
-    """Of the rows that are compared."""
+    """The indices of the rows that are compared."""
     return torch.linspace(0, size - 1, min(CHECKED, size), device=device).long()
 
 
@@ -161,7 +161,7 @@ def fp64_truth(step: Step, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
 
 
 def _calls(step: Step, inputs: Inputs, function: Callable[..., Tensor]) -> Calls:
-    """Of the layer: the gradients of all, of which the first is given back."""
+    """The forward and backward calls of a step; the layer's backward computes all gradients and returns the first."""
     if step.op == "swiglu":
         return forward_backward.autograd_calls(function, (inputs.z,), (inputs.dh,))
     if step.op != "experts":

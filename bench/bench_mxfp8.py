@@ -170,7 +170,7 @@ def public_function(quantize: Quantize, module: object) -> Function:
 
 
 def operands(quantize: Quantize, x: Tensor) -> tuple[Tensor, ...]:
-    """What the op is called with: x, or of dequantize x's elements and scales."""
+    """The op's arguments: x, or the elements and scales of x for ``dequantize``."""
     if quantize.op != "dequantize":
         return (x,)
     rows, columns = ("rowwise", "colwise") if x.dim() == 2 else ("3d_dual", "3d_colwise")

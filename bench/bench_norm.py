@@ -130,7 +130,7 @@ def norms(quick: bool = False) -> list[Norm]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an op is called with.
+    """The inputs of an op's call.
 
     tensors: x, weight, bias (layer_norm), residual (variant residual), in this order
     grad_outputs: the gradients of y and, if it is returned, of the sum

@@ -174,7 +174,7 @@ def eager(call: harness.Call) -> harness.Captured:
 
 
 def replayed_loss(graph: harness.Captured, device: harness.Device) -> Tensor:
-    """What a replay writes over NaN; of a call that was not captured its loss."""
+    """The loss that a replay writes over NaN, or that a call without a graph returns."""
     if not graph.outputs:
         return graph.call()[0]
     graph.outputs[0].fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""What the benchmarks of ops with a backward share: two calls a provider, one measurement a direction.
+"""Helpers for benchmarks of ops with a backward: two calls a provider, one measurement a direction.
 
 A case knows its ``directions``, and the `harness.Case` of each: ``case(direction)``.
 """

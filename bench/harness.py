@@ -52,7 +52,7 @@ Call = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, whoever computes it.
+    """One measured case, whoever computes it.
 
     bytes: the least that the op must move through device memory; flops: floating-point operations;
     goal: the share of the same-bytes copy's speed that we aim at (1.0 = as fast as the copy), None if there is no goal.
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found for one provider.
+    """The measurements of one provider.
 
     Times in microseconds; error: output's name -> relative rms against fp64; kernels: name -> us, L2 warm; launches:
     of kernels in one call, 0 where nobody looked.
@@ -114,7 +114,7 @@ class Captured:
 
 
 class Device(Protocol):
-    """What `measure` needs of a device; the tests put a fake here."""
+    """The part of a device that `measure` uses; the tests put a fake here."""
 
     name: str
 

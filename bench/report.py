@@ -350,7 +350,7 @@ def about(lines: Sequence[Line]) -> str:
     return f"{last['gpu']}, {versions}; {', '.join(dates)}; commits {', '.join(commits)}."
 
 
-# What the figures show
+# Figures
 
 
 def draw(by_gpu: Iterable[Sequence[Line]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What of a model's training step could make a row depend on the batch: ``audit`` before and after ``prepare``.
+"""An audit of what in a model's training step could make a row depend on the batch, before and after ``prepare``.
 
     python examples/audit_my_model.py
 

@@ -1,4 +1,4 @@
-"""What our command lines share: exit statuses, Ctrl-C, --json, --version, progress."""
+"""Parts that our command lines share: exit statuses, Ctrl-C, --json, --version, progress."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _bar(title: str, total: int, done: int) -> Iterator[Update]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # What is printed to a terminal comes above the bar; what is printed to a file is left alone.
+    # Output to a terminal comes above the bar; output to a file is left alone.
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(title, total=total, completed=done, note="")
         yield lambda done, note: bar.update(task, completed=done, note=note)

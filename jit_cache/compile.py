@@ -87,7 +87,7 @@ class Program:
 
 @dataclass
 class Stats:
-    """What this process did: counts, and seconds in sum. Hits in memory are not counted: counting costs more."""
+    """Counts of this process, and seconds in sum. Hits in memory are not counted: counting costs more."""
 
     misses: int = 0
     compiles: int = 0
@@ -518,7 +518,7 @@ def recording() -> Iterator[list[tuple[Compiled, tuple[Any, ...]]]]:
 
 
 def _do_nothing(*args: Any) -> None:
-    """What a builder gives while its calls are recorded."""
+    """The function that a builder gives while its calls are recorded."""
 
 
 def _captured(build: Callable[..., Program]) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""What identifies a compiled kernel: a typed JSON record and its sha256.
+"""The identity of a compiled kernel: a typed JSON record and its sha256.
 
 Two calls share an object only if their records are equal, so whatever can change the machine code is in the record:
 builder, arguments, architecture, compiler, host processor, the compiler's environment variables, the kernel's source.
-What the record cannot represent exactly is refused, not approximated.
+A value that the record cannot represent exactly is refused, not approximated.
 """
 
 from __future__ import annotations

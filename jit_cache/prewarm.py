@@ -34,7 +34,7 @@ _WORKER_BYTES = 2**30  # 0.7 GB measured for a worker that has compiled a GEMM
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one job.
+    """The outcome of one job.
 
     `status` is `compiled` (now, and stored), `disk` or `bundle` (was there), `failed` (see `error`; one that cannot be
     stored, too) or `missing` (with check=True);
@@ -64,7 +64,7 @@ class Result:
         return self.error if self.error.startswith(str(self)) else f"{self}: {self.error}"
 
     def as_json(self) -> dict[str, Any]:
-        """What --json tells of a kernel."""
+        """The entry of a kernel in the output of --json."""
         names = {"kernel": self.builder, "arch": self.arch, "call": str(self), "status": self.status}
         return {**names, "seconds": self.seconds, "error": self.error, "record": self.record}
 
@@ -89,7 +89,7 @@ class Report:
         return not self.failed
 
     def as_json(self) -> dict[str, Any]:
-        """What --json tells of all."""
+        """The whole output of --json."""
         return {"ok": self.ok, "seconds": self.seconds, "kernels": [result.as_json() for result in self.results]}
 
 

@@ -1,4 +1,4 @@
-"""What a compiled kernel needs from the GPU, read out of the object: registers, local memory, shared memory, threads.
+"""The resources of a compiled kernel, read out of the object: registers, local memory, shared memory, threads.
 
 An object holds each CUDA module as a cubin, an ELF file of machine CUDA (190), whose section .nv.info lists attributes
 of its functions. Dynamic shared memory and block size are arguments of the launch, not in the cubin; they are taken

@@ -187,7 +187,7 @@ def _scan(name: str, path: Path, stamp: Stamp) -> tuple[str, bool, tuple[tuple[s
 
 
 def _imports(text: str, package: list[str]) -> Iterator[tuple[str, str | None]]:
-    """What the source of a module in `package` imports, as (module, name or None)."""
+    """The imports in the source of a module in `package`, as (module, name or None)."""
     statements = (_IMPORT.match(text, start) for start in _starts(text))
     bound: dict[str, str] = {}  # by a name of the text, which module that may be
     known: set[str] = set()
@@ -202,7 +202,7 @@ def _imports(text: str, package: list[str]) -> Iterator[tuple[str, str | None]]:
         for name, alias in _names(names):
             yield origin, name
             bound[alias or name] = f"{origin}.{name}"
-    # What else the text takes of a package, such as a.b.c after `import a` or `from . import a`, may be a module.
+    # Other names that the text takes of a package, such as a.b.c after `import a` or `from . import a`, may be modules.
     for name, module in bound.items():
         if _top(module) not in _NOT_FOLLOWED and _is_package(module):
             for chain in set(re.findall(rf"(?<![\w.]){re.escape(name)}((?:\.\w+)+)", text)):
@@ -228,7 +228,7 @@ def _starts(text: str) -> Iterator[int]:
 
 
 def _names(items: str) -> list[tuple[str, str]]:
-    """What is imported, with its alias or "", by a list such as `(a as b, c.d,)`."""
+    """The names in an import list such as `(a as b, c.d,)`, each with its alias or "" where it has none."""
     words = (item.split() for item in re.sub(r"#.*|[()\\]", " ", items).split(",")) if items else ()
     cut = ((word, word.index("as") if "as" in word else len(word)) for word in words if word)
     return [("".join(word[:end]), "".join(word[end + 1 :])) for word, end in cut]

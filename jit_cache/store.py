@@ -106,7 +106,7 @@ def warn_once(message: str) -> None:
 
 
 def describe(data: bytes) -> dict[str, Any]:
-    """What a record says of a file."""
+    """The entry of a file in a record: its size and its sha256."""
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 

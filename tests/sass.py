@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from jit_cache.compile import Kernel
 from jit_cache.resources import _cubins, _sections
 
-# Of the first of an instruction's two words the low bits are the operation: 0x9f0 is HGMMA with both operands in shared
-# memory, 0xdf0 with the first one in registers. Of the second word these bits say what a product signals: 7 is nothing
+# The low bits of an instruction's first word are the operation: 0x9f0 is HGMMA with both operands in shared memory,
+# 0xdf0 with the first one in registers. These bits of the second word say what a product signals: 7 is nothing
 IS_PRODUCT, PRODUCT = 0x1FF, 0x1F0
 SIGNAL_AT, SIGNALS, NONE = 20, 0xF, 7
 

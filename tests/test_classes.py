@@ -29,8 +29,8 @@ def shipped(family: str, arch: str) -> list:
 
 
 def others(family: str, arch: str) -> list:
-    """Of classes that are not the first of a builder: products by any strides, in turns, transposed, in blocks; the
-    quantizers' ring; hyper-connections that the tables do not have.
+    """Kernels of classes that are not the first of a builder: products by any strides, in turns, transposed, in blocks;
+    the quantizers' ring; hyper-connections that the tables do not have.
     """
     if family == "gemm":
         from cute_kernels.gemm.kernel import gemm

@@ -155,7 +155,7 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# Of each pair of head sizes, the first one first
+# The configs for each pair of head sizes, the usual one first
 FORWARD_CONFIGS = {
     (64, 64): (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
     (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2)),
@@ -303,17 +303,17 @@ class BackwardSpec(NamedTuple):
 
 
 def finish_dq_spec(spec: BackwardSpec) -> BackwardSpec:
-    """What the kernel depends on that rounds dq."""
+    """The Spec for the kernel that rounds dq: options that it does not depend on are off."""
     return spec._replace(grouped=False, softcap=False)
 
 
 def finish_dkv_spec(spec: BackwardSpec) -> BackwardSpec:
-    """What the kernel depends on that rounds dk and dv of groups."""
+    """The Spec for the kernel that rounds dk and dv of groups: options that it does not depend on are off."""
     return spec._replace(causal=False, window=False, softcap=False, packed_q=False)
 
 
 class DeltaSpec(NamedTuple):
-    """What is found of each row before the backward: of rows of the output, and of their gradients."""
+    """The Spec of the kernel that computes delta from each row of the output and of its gradient."""
 
     dtype: torch.dtype
     head_size: int
@@ -333,7 +333,7 @@ def backward_block(head_size: int) -> int:
 
 
 def delta_spec(spec: BackwardSpec, has_lse_grad: bool) -> DeltaSpec:
-    """What the kernel depends on that finds delta; lanes of a row are a power of two."""
+    """The Spec for the kernel that computes delta; its head size is a power of two, as the lanes of a row are."""
     _, channels = spec.sizes
     width = 1 << (channels - 1).bit_length()
     return DeltaSpec(spec.dtype, width, has_lse_grad, spec.packed_q, spec.padded or width != channels)

@@ -157,7 +157,7 @@ class BackwardProducts:
         self.release(self.dout_empty + slot)
 
         if const_expr(self.scores_ahead):
-            # Of the last tile's successor, which is none, whatever the slot holds: nothing is made of these scores
+            # The last tile has no successor: the slot holds whatever it holds, and nothing is made of these scores
             following, phase = self.place_in_ring(count + 1, self.stages)
             if m + 1 < end:
                 cute.arch.mbarrier_wait(self.q_full + following, phase)

@@ -55,8 +55,8 @@ from cute_kernels.attention.kernel_matrices import by_rows, ragged
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
 
-# Of a thread that loads, and one that computes; three warpgroups start with 168 each. With 24 the warps that load and
-# add spill 8 to 24 bytes for packed sequences beyond 128 channels
+# Registers of a thread that loads, and of one that computes; three warpgroups start with 168 each. With 24 the warps
+# that load and add spill 8 to 24 bytes for packed sequences beyond 128 channels
 REGISTERS, REGISTERS_BY_CHANNELS = (24, 240), (40, 232)
 
 

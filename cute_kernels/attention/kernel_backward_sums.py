@@ -108,7 +108,7 @@ def wait_for(counter: cute.Pointer, value: Int32):
 
 
 def count_one(counter: cute.Pointer):
-    """What this thread knows to be written is so for who reads the counter."""
+    """Increment ``counter`` with release: whoever acquires it sees all that this thread has written before."""
     cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 

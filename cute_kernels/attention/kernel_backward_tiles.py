@@ -1,4 +1,4 @@
-"""What the parts of attention's backward for SM90 share: tiled MMAs, shared memory, and the barriers in it.
+"""Tiles of attention's backward for SM90, as its parts share them: tiled MMAs, shared memory, and the barriers in it.
 
 Up to 128 channels a block has 128 keys and a warpgroup 64 of them, with all channels of their dk and dv: p and ds are
 in its registers, as the first operands of the products. Beyond (``by_channels``) a block has 64 keys, and each
@@ -38,7 +38,7 @@ class BackwardTiles:
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
 
     def tiled_mmas(self) -> tuple:
-        """Of scores and dp, keys by queries; of dk and dv, two if their head sizes are; of dq's partial."""
+        """Tiled MMAs of scores and dp (keys by queries), of dk and dv (two if head sizes differ), of dq's partial."""
         along, across = OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
         tiles = self.tile_rows // WARPGROUP_ROWS  # of dq's rows; a warpgroup has one, or half of the columns

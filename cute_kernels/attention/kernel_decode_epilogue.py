@@ -1,4 +1,4 @@
-"""What the SM90 kernel over a cache does with O: write it, or keep it as a partial and merge the partials of a tile."""
+"""The epilogue of the SM90 kernel over a cache: write O, or keep it as a partial and merge the partials of a tile."""
 
 import math
 

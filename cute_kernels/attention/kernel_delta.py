@@ -1,4 +1,4 @@
-"""What the backward of attention needs of each row: delta, the sum of dout * out less dlse, and lse in powers of two.
+"""Delta kernel of attention's backward: each row's delta, the sum of dout * out less dlse, and lse in powers of two.
 
 Rows of out and dout lie head by head within a position; what is known of them lies position by position within a head,
 where the backward reads it, in tiles of PADDED_ROWS (``kernel_sequences``). A row that does not exist has delta 0 and

@@ -1,4 +1,4 @@
-"""What the SM90 forward does with O: at the end of a split into A, at the end of a tile into out.
+"""The epilogue of the SM90 forward: O goes into A at the end of a split, into out at the end of a tile.
 
 A thread's part of A is its own, so A needs no barrier. (M, L) of a row is its four lanes' alone.
 """

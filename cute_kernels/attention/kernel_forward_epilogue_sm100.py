@@ -1,4 +1,4 @@
-"""What the SM100 forward does with O, which lies in tensor memory: rescale it, put it into A, write it.
+"""The epilogue of the SM100 forward, whose O lies in tensor memory: rescale it, put it into A, write it.
 
 A warpgroup, a thread a row, has the outputs of all tiles. After each block the softmax of its row tells it what to do.
 """
@@ -65,7 +65,7 @@ class ForwardSm100Epilogue(ForwardTiles):
 
     @cute.jit
     def listen(self, t: Int32, count: Int32):
-        """What the softmax has told of this row, once the product of the ``count``-th block is in O."""
+        """Wait until the product of the ``count``-th block is in O; return the softmax's two numbers for this row."""
         pair = cute.make_rmem_tensor((2,), Float32)
         cute.arch.mbarrier_wait(self.row_full + t, count % 2)
         cute.autovec_copy(self.sRows[None, self.thread, t], pair)
@@ -184,7 +184,7 @@ class ForwardSm100Epilogue(ForwardTiles):
         return copy, mine.partition_S(parts) if loads else mine.partition_D(parts)
 
     def part_layout(self, columns: int) -> cute.Layout:
-        """Of a thread's part of a row in registers, as those copies take it."""
+        """The layout of a thread's part of a row in registers, as those copies take it."""
         return cute.make_layout(((columns, 1), 1, 1))
 
     @cute.jit

@@ -221,7 +221,7 @@ class ForwardSm100(ForwardSm100Epilogue, Rings):
             self.softmax(cute.arch.make_warp_uniform(tidx // WARPGROUP))
 
     def begin(self, tidx: Int32, mQ: cute.Tensor, mK: cute.Tensor, num_tiles: Int32, paired: Int32):
-        """What a role knows of itself."""
+        """Set a role's own state: its thread, its lane, the schedule, and the counts that it divides by."""
         tidx = opaque(tidx)
         self.thread, self.lane = tidx % WARPGROUP, tidx % WARP_SIZE
         self.schedule(mQ, mK, num_tiles, paired)
@@ -348,7 +348,7 @@ class ForwardSm100(ForwardSm100Epilogue, Rings):
             (self.pv_next, True),
         ):
             atom.set(tcgen05.Field.ACCUMULATE, accumulates)
-        # Of the block whose values are still to be added: whether onto O; its keys
+        # The block whose values are still to be added: whether they go onto O, and its keys
         accumulates, keys = Int32(0), Int32(0)
         count, tiles = Int32(0), Int32(0)
         for turn in cutlass.range(self.turns):

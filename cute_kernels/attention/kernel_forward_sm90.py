@@ -456,7 +456,7 @@ def forward_sm90(arch: str, spec: ForwardSpec, config: ForwardConfig) -> Program
 
 
 def entry_of(spec: ForwardSpec, in_workspace: bool) -> tuple:
-    """What a kernel of the forward takes."""
+    """The fake arguments of a forward kernel."""
     dtype, (d, dv) = cutlass_dtype(spec.dtype), spec.sizes
     if spec.padded:
         d, dv = (cute.sym_int(divisibility=8) for _ in range(2))

@@ -120,7 +120,7 @@ def move_maximum(old: Float32, new: Float32, score_scale: Float32) -> tuple:
 
 
 def shift_of(maximum: Float32, score_scale: Float32) -> Float32:
-    """What is added to a score times its scale before its exponential: -m, or 0 while a row has seen nothing."""
+    """The addend of a scaled score before its exponential: -m, scaled, or 0 while a row has seen nothing."""
     return -multiply(choose(maximum == -infinity(), Float32(0.0), maximum), score_scale)
 
 

@@ -77,7 +77,7 @@ def attention_backward(
 
 
 def _sequences(batch: int, lengths: Lengths) -> Iterator[tuple[View, View, View]]:
-    """Of each sequence views, as dense batches, of tensors like q, like k, like lse; all dense ones are one batch."""
+    """Yield each sequence's views of tensors like q, k and lse as dense batches; all dense ones are one batch."""
     starts_q, starts_k, used = (
         None if t is None else t.tolist() for t in (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k)
     )

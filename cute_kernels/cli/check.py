@@ -303,7 +303,7 @@ def _connections(channels: int) -> list[Subject]:
 
 
 def _attention(head_size: int, length: int) -> list[Subject]:
-    """Of sequences of one length; a token behind as many keys, and a window of them, in a cache."""
+    """Attention of sequences of one length, and of a token behind as many cached keys, without and with a window."""
     import cute_kernels
 
     def whole(m: Make):

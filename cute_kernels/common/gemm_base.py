@@ -1,4 +1,4 @@
-"""What the matrix products of SM90 and SM100 have in common: static attributes, the entry, and the warp that loads."""
+"""The base of the matrix products of SM90 and SM100: static attributes, the entry, and the warp that loads."""
 
 from typing import Optional
 

@@ -1,4 +1,4 @@
-"""What the GEMM kernels share: the walk over the output's tiles, and what is done to a sum before it is stored."""
+"""Parts that the GEMM kernels share: the walk over the output's tiles, and the epilogue before a sum is stored."""
 
 import math
 from typing import Optional
@@ -29,9 +29,9 @@ LOG2_E = 1.4426950408889634
 
 
 def tile_divisors(tiles_m, tiles_n, group: int, batched: bool = False) -> tuple:
-    """What ``tile_of`` divides by, for the launch to prepare: tiles of a group, and rows of tiles of the last group.
+    """Divisors for ``tile_of``, which the launch prepares: tiles of a group, and rows of tiles of the last group.
 
-    Then, of a batch, what ``entry_and_tile`` divides by: the tiles of an entry.
+    Then, for a batch, the divisor of ``entry_and_tile``: the tiles of an entry.
 
     Divided by what only the kernel knows, a tile's place takes two divisions of 40 instructions in a row, before its
     first load and, since the compiler puts them off, after its last product.

@@ -322,7 +322,7 @@ class GemmSm100(GemmBase):
         num_stored: Int32,
         rows: tuple,
     ):
-        """What is done with the sums of part ``p`` of tile (m, n); returns how many parts have been stored so far.
+        """Finish and store the sums of part ``p`` of tile (m, n); return how many parts have been stored so far.
 
         ``out``: where to, and by what. ``rows``: what a kernel derived from this one knows of each row of d.
         """

@@ -83,7 +83,7 @@ class GemmSm90(GemmBase):
             )
         self.ring_bytes = config.ring_bytes
         self.multi_block_tma = multi_block_tma
-        # Of an instruction: those beyond the tile's are whatever lies behind them, at the ring's end B's tiles
+        # Rows of an instruction: those beyond the tile's are whatever lies behind them, at the ring's end B's tiles
         self.mma_rows = max(config.tile[0], 64)
         if (self.mma_rows - config.tile[0]) * BLOCK > config.stages * config.tile[1] * config.tile[2]:
             raise ValueError(f"config's tiles of B must hold what an instruction reads behind A's, got {config}")
@@ -95,7 +95,7 @@ class GemmSm90(GemmBase):
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
         # time none, and slots are free earlier: 256x14336x4096 49.6 -> 48.2 us, but 256x4096x14336 in one 54.6 -> 60.7
         self.in_flight = 0 if self.partners > 1 else 1
-        # What is no longer in flight is free after the first part of a tile's products: with none that is all
+        # A slot no longer in flight is free after the first part of a tile's products: with none in flight that is all
         self.chunks = max(config.tile[2] // CHUNK, 1) if self.in_flight else 1
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
@@ -334,7 +334,7 @@ class GemmSm90(GemmBase):
                     state.advance()
                     operands = tCrA[None, None, None, here.index], tCrB[None, None, None, here.index]
                     self.multiply_chunk(tiled_mma, sums, operands, 0)
-                    # What is no longer in flight is read: its slot is free
+                    # Products that are no longer in flight have read their slot: it is free
                     warpgroup.wait_group(self.in_flight)
                     if const_expr(self.in_flight == 0):
                         ring.consumer_release(here)
@@ -387,7 +387,7 @@ class GemmSm90(GemmBase):
         num_stored: Int32,
         rows: tuple,
     ):
-        """What is done with the sums of tile (m, n); returns how many parts have been stored so far.
+        """Finish and store the sums of tile (m, n); return how many parts have been stored so far.
 
         ``out``: where to, and by what. ``rows``: what a kernel derived from this one knows of each row of d.
         """

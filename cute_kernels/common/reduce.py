@@ -121,7 +121,7 @@ class RowSum:
             if const_expr(self.warps_per_row > 16):
                 widest = cute.arch.warp_reduction(widest, cute.arch.fmax)
             factors = [(gathered[1, w], cute.math.exp(gathered[0, w] - widest)) for w in warps]
-            # Of 17 to 32 warps a lane has one product, which others add, too
+            # With 17 to 32 warps a lane has one product, which others add, too
             total = rounded_product(*factors[0]) if const_expr(len(factors) == 1) else sum_of_products(factors)
             total = self._add([total])
         return widest, total

@@ -113,7 +113,7 @@ def load_columns(source: cute.Tensor, t, has_column, layout: cutlass.Constexpr):
 
 @cute.jit
 def share_columns(fragment, smem, team, t, row_in_pass, has_column, layout: cutlass.Constexpr):
-    """What ``load_columns`` loaded, in shared memory, as (vec, threads, chunks); the teams take turns to write.
+    """Copy what ``load_columns`` loaded to shared memory, as (vec, threads, chunks); the teams take turns to write.
 
     The caller synchronises the CTA before ``load_piece`` reads it.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 CONTRACT = "serial_k16"
-# What is done with a tile's sums, in the time of so many k of the products of a tile of 128 x 256
+# The cost of a tile's epilogue, in the time of so many k of the products of a tile of 128 x 256
 EPILOGUE_K = {"store": 130, "activate": 350, "accumulate": 700}
 
 
@@ -53,7 +53,7 @@ class GemmSpec(NamedTuple):
 
     @property
     def epilogue(self) -> str:
-        """What is done with a tile's sums, one of EPILOGUE_K."""
+        """The kind of a tile's epilogue, one of EPILOGUE_K."""
         return "accumulate" if self.accumulate else "store" if self.activation is None else "activate"
 
     def of_kernel(self, arch: str, config: GemmConfig | None, transposed: bool) -> GemmSpec:
@@ -69,7 +69,7 @@ class GemmSpec(NamedTuple):
 
 
 def gemm_arguments(arch: str, spec: GemmSpec, k: int, config: GemmConfig | None, transposed: bool) -> tuple:
-    """What the builder ``gemm`` takes for products of ``k``."""
+    """The arguments of the builder ``gemm`` for products of ``k``."""
     multi_block_tma = config is not None and config.multi_block_tma(arch, spec.majors, k)
     return arch, spec.of_kernel(arch, config, transposed), config, transposed, multi_block_tma
 

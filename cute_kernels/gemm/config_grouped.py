@@ -50,7 +50,7 @@ def begins_anywhere(ragged: str, a_major: str | None, b_major: str | None) -> bo
 
 
 def grouped_arguments(arch: str, spec: GroupedSpec, k: int, config: GemmConfig | None, transposed: bool) -> tuple:
-    """What the builder ``grouped`` takes for products of ``k``, which for sums nobody knows."""
+    """The arguments of the builder ``grouped`` for products of ``k``; for sums nobody knows ``k``."""
     if config is None:
         return arch, spec._replace(a_major=None, b_major=None), None, False, False
     whole = spec.ragged == "rows" and config.multi_block_tma(arch, spec.majors, k)

@@ -25,7 +25,7 @@ def gemm(arch: str, spec: GemmSpec, config: Optional[GemmConfig], transposed: bo
     if spec.batched and not (plain and not spec.accumulate and not spec.has_valid_k):
         raise ValueError("a batched product has no bias, activation, saved z, accumulation or valid_k")
     m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=BLOCK if multi_block_tma else 1)
-    # Of a, b and d, which need not be the same
+    # The batch sizes of a, b and d, which need not be the same
     batches = [(cute.sym_int(),) if spec.batched else () for _ in range(3)]
     a_along_k, b_along_k = (major in ("k", None) for major in (spec.majors[::-1] if transposed else spec.majors))
     majors = "k" if a_along_k else "m", "k" if b_along_k else "n"  # as the kernel sees them

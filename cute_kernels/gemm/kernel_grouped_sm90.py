@@ -221,7 +221,7 @@ class GroupedRowsSm90(GemmSm90):
                     state.advance()
                     operands = tCrA[None, None, None, here.index], tCrB[None, None, None, here.index]
                     self.multiply_chunk(tiled_mma, sums, operands, 0)
-                    # What is no longer in flight is read: its slot is free
+                    # Products that are no longer in flight have read their slot: it is free
                     warpgroup.wait_group(self.in_flight)
                     if const_expr(self.in_flight == 0):
                         ring.consumer_release(here)

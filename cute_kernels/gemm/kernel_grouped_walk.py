@@ -100,7 +100,7 @@ def part_of(matrix: cute.Tensor, group: Int32):
 
 @cute.jit
 def corner_of(matrix: cute.Tensor, first_m: Int32, first_n: Int32, end_m: Int32, end_n: Int32, alignment: int):
-    """What is left of a matrix in gmem from (first_m, first_n) up to the ends; its first element lies so aligned."""
+    """The part of a matrix in gmem from (first_m, first_n) up to the ends; its first element has this alignment."""
     offset = cute.crd2idx((first_m, first_n), matrix.layout)
     shape = (end_m - first_m, end_n - first_n)
     pointer = (matrix.iterator + offset).align(alignment)

@@ -143,7 +143,7 @@ def _sum_into(a: Tensor, b: Tensor, offs: Tensor, d: Tensor, accumulate: bool) -
 def _launch(
     ragged: str, a: Tensor, b: Tensor, d: Tensor, offs: Tensor, sizes: Sizes, by_tma: bool, accumulate: bool
 ) -> None:
-    """Of a (M, K) and b (N, K), or (E, N, K), and contiguous d."""
+    """Launch the product of a (M, K) and b (N, K), or (E, N, K), into contiguous d."""
     a_dim, b_dim = contiguous_dim(a, a.shape), contiguous_dim(b, b.shape)
     a_major = b_major = None
     if a_dim and b_dim and by_tma and (b.dim() == 2 or b.stride(0) > 0):

@@ -79,7 +79,7 @@ def _addmm(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Of halves: one product of all rows, the bias added before it is rounded."""
+    """A linear layer in half precision: one product of all rows, the bias added before the product is rounded."""
     if not _takes(x, weight, bias) or weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
         return NotImplemented
     n, k = weight.shape

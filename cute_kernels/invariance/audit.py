@@ -33,7 +33,7 @@ NON_REDUCING = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """What ``audit`` found; true if nothing was refused, foreign, or a kernel of others that may sum.
+    """The findings of ``audit``; true if nothing was refused, foreign, or a kernel of others that may sum.
 
     Args:
         exact: operator -> calls that reduce nothing.
@@ -150,7 +150,7 @@ def _class(func: OpOverload, treatment: Treatment, args: tuple[Any, ...], kwargs
 
 
 def _names(profiler: torch.profiler.profile) -> Iterable[str]:
-    """Of the CUDA kernels that ran."""
+    """The names of the CUDA kernels that ran."""
     for event in profiler.key_averages():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             yield event.key

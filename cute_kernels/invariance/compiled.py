@@ -43,7 +43,7 @@ from cute_kernels.version import __version__
 
 NAME = "cute_kernels"
 
-# What Inductor is told, by the option's name; those that a torch does not have are left out
+# Options for Inductor, by name; those that a torch does not have are left out
 SETTINGS: dict[str, Any] = {
     # Each operator rounds its result, as in eager mode: without it bits depend on what was fused. Nothing contracts a
     # product and a sum, divisions are rounded to nearest, and small numbers are not flushed to zero
@@ -219,7 +219,7 @@ def _stays(*args: Any, **kwargs: Any) -> Any:
 
 
 def _whole(op: OpOverload, own: Callable[..., Any], strict: bool, *args: Any, **kwargs: Any) -> Any:
-    """What is refused stays whole, so that it is called by its name; of integers, and in "warn" mode, as ever."""
+    """Decompose as ever, except an operator on floats that strict mode refuses: it stays whole and keeps its name."""
     if strict and computes_with_floats(args, kwargs) and adds_up(treatment_of(op), op, args, kwargs):
         return NotImplemented
     return own(*args, **kwargs)

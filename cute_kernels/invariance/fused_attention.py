@@ -54,7 +54,7 @@ def on_16_bytes(t: Tensor) -> Tensor:
 def _attend_heads_first(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Of (B, H, L, D), as scaled_dot_product_attention has it."""
+    """Attention of (B, H, L, D), as scaled_dot_product_attention has it."""
     if not q.dim() == k.dim() == v.dim() == 4:
         return NotImplemented
     found = _attend(*(t.transpose(1, 2) for t in (q, k, v)), causal, scale, dropout_p)
@@ -138,7 +138,7 @@ def _flash(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ):
-    """Of (B, L, H, D), or of packed sequences (L, H, D)."""
+    """Attention of (B, L, H, D), or of packed sequences (L, H, D)."""
     if return_debug_mask or alibi_slopes is not None or block_table is not None:
         return NotImplemented
     if q.dim() == 3 and (cum_seq_q is None or cum_seq_k is None):
@@ -172,7 +172,7 @@ def _efficient(
     seqlen_k: Tensor | None = None,
     window_size: int | None = None,
 ):
-    """Of (B, L, H, D). ``custom_mask_type`` 0: none, 1: causal, begins at the first key, 2: ends at the last one."""
+    """Attention of (B, L, H, D). ``custom_mask_type`` 0: none, 1: causal from top left, 2: from bottom right."""
     if any(t is not None for t in (bias, cu_seqlens_q, cu_seqlens_k, seqlen_k, window_size)):
         return NotImplemented
     if custom_mask_type == 1 and q.shape[1] != k.shape[1]:
@@ -220,7 +220,7 @@ def _gradients(
     window: tuple[int | None, int | None] = (None, None),
     *lengths: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, all of ``_attend``'s layouts; or NotImplemented."""
+    """The gradients of q, k and v in any of ``_attend``'s layouts; or NotImplemented."""
     if not is_taken(q, k, v, scale, dropout_p):
         return NotImplemented
     dout, q, k, v, out = (on_16_bytes(t) for t in (dout, q, k, v, out))
@@ -235,7 +235,7 @@ def _gradients(
 def _gradients_heads_first(
     tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float | None, dropout_p: float
 ) -> tuple[Tensor, ...]:
-    """Of (B, H, L, D): dout, q, k, v, out."""
+    """The gradients of q, k and v; ``tensors`` are dout, q, k, v, out, each (B, H, L, D)."""
     found = _gradients(*(t.transpose(1, 2) for t in tensors), lse, causal, scale, dropout_p)
     return found if found is NotImplemented else tuple(t.transpose(1, 2) for t in found)
 
@@ -343,7 +343,7 @@ def _padded_lse(lse: Tensor, wanted: bool) -> Tensor:
 
 
 def _random_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """What a backward would make dropout's masks of, were there any."""
+    """The random state from which a backward would make dropout's masks, if there were any."""
     return q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
 
 
@@ -362,7 +362,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention_backward.default": _sdpa_cudnn_backward,
     "_flash_attention_backward.default": _flash_backward,
 }
-# Of other namespaces than aten, by whole names
+# Operators of other namespaces than aten, by whole names
 OTHERS: dict[str, Callable[..., Any]] = {
     "torch_attn::_varlen_attn.default": _varlen,
     "torch_attn::_varlen_attn_backward.default": _varlen_backward,

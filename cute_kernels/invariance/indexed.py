@@ -1,4 +1,4 @@
-"""What stands in for torch's operators that add where an index says, and for those that leave ties open.
+"""Replacements of torch's operators that add where an index says, and of those that leave ties open.
 
 As in ``aten.py``: a function takes an operator's arguments, and returns NotImplemented for those it has no kernel for.
 """

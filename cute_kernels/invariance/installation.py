@@ -36,7 +36,7 @@ _warned_of_cpu = False  # once a process
 
 
 class _Installed:
-    """What decides in threads without a block."""
+    """The block that decides in threads without a block of their own."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
@@ -175,7 +175,7 @@ def has_device() -> bool:
 
 
 def make_registration() -> Registration:
-    """Of CUDA's operators. Tests put one of the CPU's in its place."""
+    """The registration for CUDA's operators. Tests put one for the CPU's in its place."""
     return Registration()
 
 

@@ -1,4 +1,4 @@
-"""What ``batch_invariant`` does with each operator of torch: one table, for eager calls, compiled graphs and audits.
+"""The treatment of each operator of torch by ``batch_invariant``: one table, for eager calls, compiled graphs, audits.
 
 An overload is of exactly one class:
 
@@ -25,7 +25,7 @@ Kind = Literal["exact", "replaced", "composite", "refused"]
 
 
 class Treatment(NamedTuple):
-    """What becomes of one overload.
+    """The treatment of one overload.
 
     Attributes:
         kind: the class.
@@ -137,7 +137,7 @@ REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("scatter_reduce",), "of its reductions sum, amax and amin are covered"),
     (("index_reduce",), "use index_add, or scatter_reduce with amax or amin"),
 )
-# Of torch's own namespaces beside aten: prims, which compiled graphs hold, add up by these names
+# Operators of prims, a namespace of torch's own that compiled graphs hold, add up if they have these names
 PRIMS_THAT_ADD_UP = frozenset(["sum", "prod", "xor_sum", "var", "svd", "fft_r2c", "fft_c2c", "fft_c2r"])
 EXACT_ELSEWHERE = frozenset(
     f"inductor::{name}"
@@ -187,7 +187,7 @@ def declare_invariant(op: str | torch._ops.OpOverload | torch._ops.OpOverloadPac
 
 @functools.cache
 def treatment_of(op: OpOverload) -> Treatment:
-    """What becomes of an overload, of any namespace."""
+    """The treatment of an overload of any namespace."""
     if op.namespace != "aten":
         return _of_another_namespace(op)
     name = op._schema.name.rpartition("::")[2]
@@ -227,7 +227,7 @@ def is_composite(op: OpOverload) -> bool:
 
 
 def treatments() -> dict[OpOverload, Treatment]:
-    """Of all overloads of torch's own."""
+    """The treatments of all overloads of torch's own operators."""
     return {op: treatment_of(op) for op in overloads("aten")}
 
 
@@ -262,7 +262,7 @@ def _is_exact(op: OpOverload, name: str) -> bool:
 
 
 def _base(name: str) -> str:
-    """Of the form that returns its result, of one tensor."""
+    """The name of the form that takes one tensor and returns its result."""
     return name if name.endswith("__") else name.removesuffix("_").removeprefix("_foreach_")
 
 
@@ -287,7 +287,7 @@ def _is_copied_view(name: str) -> bool:
 
 
 def overloads_of(name: str) -> list[OpOverload]:
-    """Of one of torch's own operators; none if this torch lacks it."""
+    """The overloads of one of torch's own operators; none if this torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
     found = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     return [op for op in found if op.name() in _dispatched()]
@@ -320,7 +320,7 @@ def _replacement_of(op: OpOverload, name: str) -> Callable[..., Any] | None:
 
 
 def _taken(op: OpOverload) -> list[tuple[str, str]]:
-    """What an overload takes, but for where it writes to; in place it writes to its first argument."""
+    """(name, type) of an overload's arguments except ``out``; an overload in place writes to its first argument."""
     return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
 
 

@@ -49,7 +49,7 @@ class Owner(NamedTuple):
 
 
 class Registration:
-    """What goes under torch's operators on one backend, and what torch has there.
+    """The kernels put under torch's operators on one backend, and those that torch has there.
 
     Args:
         backend: the dispatch key of the tensors. Tests take "CPU" and "Meta".
@@ -114,7 +114,7 @@ class Registration:
         self._libraries = list(libraries.values())
 
     def remove(self) -> None:
-        """What was there before is there again."""
+        """Restore what was there before."""
         for library in self._libraries:
             library._destroy()
         self._libraries = []

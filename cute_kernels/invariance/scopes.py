@@ -25,7 +25,7 @@ _KEY = "cute_kernels.batch_invariant"
 
 
 class Block(Protocol):
-    """What is live in a scope: its mode, and what was not covered and ran."""
+    """A live block of a scope: its mode, and the operators that ran without being covered."""
 
     mode: Mode
     uncovered: Counter[str]
@@ -108,7 +108,7 @@ def inside() -> Iterator[None]:
 
 
 def live_blocks() -> int:
-    """Of all threads."""
+    """The number of live blocks in all threads."""
     return _live
 
 

@@ -1,4 +1,4 @@
-"""What stands in for torch's logsumexp, cumsum, norms and variances.
+"""Replacements of torch's logsumexp, cumsum, norms and variances.
 
 As in ``aten.py``: a function takes an operator's arguments, and returns NotImplemented for those it has no kernel for.
 """

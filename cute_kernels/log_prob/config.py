@@ -23,7 +23,7 @@ class StatisticsSpec(NamedTuple):
 
 
 class LogProbSpec(NamedTuple):
-    """What the statistics come to."""
+    """The Spec of the kernel that computes log-probabilities from the statistics."""
 
     target: torch.dtype
 

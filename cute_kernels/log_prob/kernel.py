@@ -23,7 +23,7 @@ GROUPS = 64  # of tiles, whose numbers are added apart: tile t belongs to group 
 
 @compiled
 def log_prob_statistics(arch: str, spec: StatisticsSpec, config: GemmConfig) -> Program:
-    """Of logits x weight^T, x (M, K), weight (V, K), for each row and tile t of ``vocabulary_tile`` columns:
+    """Statistics of logits x weight^T, x (M, K), weight (V, K), for each row and tile t of ``vocabulary_tile`` columns:
 
     statistics[:, t, row] = (largest logit, sum of 2^u, sum of u 2^u), u = scale (logit - largest); and
     target_logit[row], that of its target, where that is a column. x may have more rows than the others.

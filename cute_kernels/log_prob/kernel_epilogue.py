@@ -1,4 +1,4 @@
-"""What the kernels of linear_log_prob share on either architecture: entries, and what is done with logits in registers.
+"""Parts of linear_log_prob's kernels on either architecture: entries, and the arithmetic on logits in registers.
 
 Exponentials are to the base of 2, of differences to a largest logit. The scale comes after the difference, so that its
 product is rounded where it is small. Where a product is added it is a fused multiply-add by name: what the compiler

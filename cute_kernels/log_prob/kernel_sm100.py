@@ -31,7 +31,7 @@ class StatisticsSm100(StatisticsEntry, GemmSm100):
         GemmSm100.__init__(self, None, "k", weight_major, False, False, False, config)
 
     def part(self) -> tuple[int, int]:
-        """What statistics are of; of 128 columns at once 350 bytes a thread would spill."""
+        """The rows and columns of one pass of statistics; with 128 columns a thread would spill 350 bytes."""
         return self.tile[0], vocabulary_tile("sm_100a")
 
     @cute.jit

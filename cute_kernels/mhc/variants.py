@@ -22,7 +22,7 @@ LEAST_NORMAL = 2.0**-126  # of fp32: what is less is 0 to the fast reciprocal of
 
 
 class Constants(NamedTuple):
-    """What the kernels of the coefficients know of a ``Variant``: neither orientation nor layout."""
+    """The part of a ``Variant`` that the coefficients' kernels depend on: neither orientation nor layout."""
 
     rms_eps: float
     rms_eps_placement: RmsEpsPlacement

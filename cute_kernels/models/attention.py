@@ -123,7 +123,7 @@ def attend(
 
 
 def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Of sequences whose keys are where ``mask`` says."""
+    """Attention of sequences whose keys are where ``mask`` says."""
     count = None
     if _expect_keys(keys) is not None and keys.shape[3] == 1:
         count = keys.view(-1)

@@ -41,7 +41,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _begin(self, batch: int, lengths: Tensor) -> None:
-        """Of so many sequences, which have as many keys."""
+        """Begin with ``batch`` sequences that have ``lengths`` keys, and distribute the pages among them."""
         self.batch_size, self.lengths = batch, lengths
         pages = torch.arange(len(self.keys), dtype=torch.int32, device=self.device)
         self.page_table = pages.view(-1, batch).t().contiguous()

@@ -95,7 +95,7 @@ def _check_dropout(model: Any) -> None:
 
 
 def _swap_norms(model: nn.Module, weight_offset: float) -> None:
-    """Of classes called ...RMSNorm of transformers, which have a weight and an eps."""
+    """Replace modules of transformers' classes called ...RMSNorm, which have a weight and an eps."""
     for parent in list(model.modules()):
         for name, old in list(parent.named_children()):
             if not type(old).__name__.endswith("RMSNorm") or isinstance(old, RMSNorm):

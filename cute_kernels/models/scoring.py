@@ -95,7 +95,7 @@ def check_mask(op: str, attention_mask: Tensor, input_ids: Tensor) -> None:
 
 
 def _positions(attention_mask: Tensor, given: Tensor | None) -> Tensor:
-    """Of each token in its sequence; with a mask transformers does not look at positions that begin again."""
+    """Each token's position in its sequence; with a mask transformers does not look at positions that begin again."""
     present = attention_mask.bool()
     positions = (present.long().cumsum(1) - 1).clamp(min=0)
     if given is not None and not torch.compiler.is_compiling():

@@ -90,7 +90,7 @@ class ExpertParallel:
         sent, counts = self._exchange_counts(rows.counts.view(self.ranks, here))
         received = counts.sum(1).tolist()
         travel = sum(sent), sent, received, self.group
-        # Of each row that comes: its expert among these; rows of a rank after those of the rank before
+        # The expert, among these, of each row that comes; rows of a rank after those of the rank before
         local = torch.arange(here, device=x.device).repeat(self.ranks).repeat_interleave(counts.flatten())[:, None]
         segments = counts.sum(1).cumsum(0) if by_ranks else None
         if uses_reference("experts", x, backend):

@@ -24,7 +24,7 @@ class WarpRows(NamedTuple):
     most_ctas: int
 
     def ctas(self, rows: int) -> int:
-        """Of so many rows."""
+        """The number of CTAs for so many rows."""
         return min(-(-rows // WARPS), self.most_ctas)
 
 

@@ -71,7 +71,7 @@ def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _activation(module: nn.Module) -> Activation:
-    """What ``experts`` calls the module's activation; where it has none of it, the module's own function."""
+    """The name of the module's activation in ``experts``, or the module's own function where it has no name there."""
     if not module.has_gate:
         return UNGATED.get(type(module.act_fn).__name__, module.act_fn)
     gate = type(module)._apply_gate.__qualname__

@@ -232,7 +232,7 @@ class QuantizeDual:
 
     @cute.jit
     def place(self, number: Int32, rank: Int32, along_a: cute.FastDivmodDivisorV2, along_b: cute.FastDivmodDivisorV2):
-        """Of the ``number``-th tiles, a CTA's: the first along A, which one along B, of which expert."""
+        """A CTA's place in the ``number``-th tiles: the first tile along A, the tile along B, the expert."""
         rest, b = divmod(number, along_b)
         e, a = divmod(rest, along_a)
         return a * TALL, b * self.ctas + rank, e
@@ -381,7 +381,7 @@ class QuantizeDual:
             row, column = (a, b) if const_expr(is_row) else (b, a)
             wait_in_cluster(cluster_full + turn, phase)
             if const_expr(exchanges):
-                # What was put together two times ago has been written, so its place is free for the next time
+                # The tile put together two times ago has been written, so its place is free for the next time
                 self.arrive(cluster_full + (turn ^ 1), lane)
                 self.send(staged, slot, together[None, turn].iterator, together_full + turn, lane, rank)
             else:
@@ -431,7 +431,7 @@ class QuantizeDual:
         rows: Int32,
         columns: Int32,
     ):
-        """What a CTA writes alone, of both tiles: their scales in atoms or rows, or in columns of the col pass."""
+        """Write what a CTA writes alone, the scales of both tiles: in atoms or rows, or in columns of the col pass."""
         first, kind = self.staged_at(staged, side, slot)
         if const_expr(kind == "pairs"):
             store_words(self.words, WARP, 4 * TALL, first.align(4), s, lane, row * TILE, column * 4, e, rows, columns)

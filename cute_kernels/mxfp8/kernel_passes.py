@@ -34,8 +34,8 @@ UNIT = 64  # columns that a warp takes at once in the col pass, of 32 rows
 
 
 def of_passes(transposed: bool, of_k: tuple, of_n: tuple) -> tuple[tuple, tuple]:
-    """What belongs to blocks along K and along N, as the row pass's, whose blocks are along the contiguous dimension,
-    and the col pass's.
+    """Order what belongs to blocks along K and along N as (the row pass's, the col pass's); blocks of the row pass are
+    along the contiguous dimension.
     """
     return (of_n, of_k) if transposed else (of_k, of_n)
 
@@ -53,7 +53,7 @@ def as_memory(t: cute.Tensor, swapped: cutlass.Constexpr[bool]):
 
 
 class Passes:
-    """Of tiles of ``dtype``, ``width`` columns wide, to ``out``.
+    """The passes that quantize tiles of ``dtype``, ``width`` columns wide, to ``out``.
 
     Below, ``sT`` points to a tile's elements; ``squares`` are the scales of its 16 squares, None if blocks are no
     squares; ``staged`` is where its scales go, None if they go nowhere, in the order of their ``kind``.

@@ -135,7 +135,7 @@ class NormForward:
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 tile_row = j * layout.rows_per_pass + row_in_pass
                 row = tile * layout.tile_rows + tile_row
-                # Of a row beyond the last one whatever the slot holds: its sums are its own and nothing of it is stored
+                # A row beyond the last one is whatever the slot holds: its sums are its own and nothing of it is stored
                 sX = self.ring.row(x, tiles[0], slot, tile_row, row, column)
                 rH = load_row(sX, t, has_column, True, layout)
                 if const_expr(residual is not None):
@@ -143,7 +143,7 @@ class NormForward:
                     rR = load_row(sR, t, has_column, True, layout)
                     for k in cutlass.range_constexpr(len(pieces)):
                         pH = piece_of(rH, pieces[k], layout)
-                        # What is stored as the residual is what is normalised: round first
+                        # The stored residual is what is normalised: round first
                         h = (pH.load() + piece_of(rR, pieces[k], layout).load()).to(residual.element_type)
                         pH.store(to_fp32(h))
                 tile_h.append(rH)
@@ -313,7 +313,7 @@ class NormBackward:
         messages, message_mbars = self.row_sum.allocate(smem)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         cute.arch.griddepcontrol_wait()
-        # What the first row needs beside its elements is asked for before them
+        # The first row's other operands are loaded before its elements
         has_column = valid_columns(column, t, layout)
         if const_expr(weight is not None):
             rW = load_columns(columns_of(weight, column, layout), t, has_column, layout)
@@ -341,8 +341,8 @@ class NormBackward:
         rdW.fill(0.0)
         rdB.fill(0.0)
 
-        # What is read again after the row sums, or is not in them, keeps its ring slot until all threads are done with
-        # it; else the sums are known when every thread has its elements of both matrices
+        # A matrix that is read again after the row sums, or is not in them, keeps its ring slot until all threads are
+        # done with it; else the sums are known when every thread has its elements of both matrices
         late_release = const_expr(layout.reload or dh_out is not None)
         slot = team * layout.stages
         phase = Int32(0)

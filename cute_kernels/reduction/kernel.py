@@ -50,7 +50,7 @@ LOWEST = -3.4028234663852886e38  # of fp32: where a row, or a thread's part of i
 
 
 class RowKernel:
-    """What the kernels that stream rows share: geometry, launch, and the walk of a team over its tiles."""
+    """The base of the kernels that stream rows: geometry, launch, and the walk of a team over its tiles."""
 
     rounds = 1  # of messages that ``reduce_row`` takes
     sums_all = True  # whether it takes the elements of all streams
@@ -107,7 +107,7 @@ class RowKernel:
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 tile_row = j * layout.rows_per_pass + row_in_pass
                 row = tile * layout.tile_rows + tile_row
-                # Of a row beyond the last one whatever the slot holds: its sums are its own and nothing of it is stored
+                # A row beyond the last one is whatever the slot holds: its sums are its own and nothing of it is stored
                 fragments = []
                 for i in cutlass.range_constexpr(len(streams)):
                     sRow = self.ring.row(streams[i], tiles[i], slot, tile_row, row, column)

@@ -35,7 +35,7 @@ def shaped(y: Tensor, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
 
 
 def kept(y: Tensor, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """What has x's shape without ``dims``, with size 1 there."""
+    """Reshape y, which has x's shape without ``dims``, to have size 1 there."""
     return y.reshape([1 if d in dims else size for d, size in enumerate(x.shape)])
 
 

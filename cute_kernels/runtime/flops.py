@@ -110,7 +110,7 @@ def _attention_backward(dout, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) 
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """Of all rows, those beyond the last group, too: their number is on the device."""
+    """The operations of all rows, those beyond the last group, too: their number is on the device."""
     return 2 * math.prod(a) * b[-1]
 
 

@@ -30,7 +30,7 @@ class UnsupportedDeviceError(RuntimeError):
     """
 
 
-# What kernels for tensors of the meta device, whose index is -1, are compiled for: architecture, number of SMs
+# The target of kernels for tensors of the meta device, whose index is -1: architecture, number of SMs
 _meta_target: ContextVar[tuple[str, int]] = ContextVar("target of the meta device")
 
 

@@ -45,7 +45,7 @@ class SampleSpec(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a call's numbers are to the arithmetic.
+    """The numbers of a call as the arithmetic takes them.
 
     Attributes:
         noisy: whether there is noise; else the largest logit is chosen.
@@ -67,7 +67,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Numbers:
-    """Of a call; the largest logit passes every filter."""
+    """The ``Numbers`` of a call; the largest logit passes every filter."""
     if not temperature:
         return Numbers(False, 1.0, MAX_COLUMNS, 0, -math.inf)
     return Numbers(

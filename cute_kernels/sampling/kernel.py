@@ -291,7 +291,7 @@ class SampleRows:
 
     @cute.jit
     def weight_of(self, histogram: cute.Tensor, bucket: Int32) -> Uint64:
-        """Of a bucket, in all CTAs; 0 of one that is not there."""
+        """The weight of a bucket in all CTAs; 0 if there is no such bucket."""
         total = Uint64(0)
         if bucket >= 0:
             for rank in cutlass.range(self.cluster, unroll=4):
@@ -333,7 +333,7 @@ def best_of_warp(value: Float32, index: Int32):
 
 
 def better(value: Float32, index: Int32, other: Float32, other_index: Int32):
-    """Of two the larger value; of equal ones the lower index."""
+    """The larger of two values, with its index; the lower index if they are equal."""
     wins = (other > value) | ((other == value) & (other_index < index))
     return choose(wins, other, value), choose(wins, other_index, index)
 

@@ -23,7 +23,7 @@ CTAS_PER_SM = 4  # with 64 registers a thread a batch is in flight; with 32, whi
 
 
 class SumsOfRows:
-    """What both kernels share: a thread has ``vec`` columns; ``lanes`` threads share a place."""
+    """The base of both kernels: a thread has ``vec`` columns; ``lanes`` threads share a place."""
 
     def __init__(self, spec: RowsSpec):
         self.vec, self.lanes, self.groups = spec.vec, spec.lanes, spec.groups

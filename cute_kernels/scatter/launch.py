@@ -35,7 +35,7 @@ def sum_into_rows(source: Tensor, index: Tensor, out: Tensor, padding_idx: int, 
         return
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
-    # What is sorted is exact, and stable: the sources of a row stay in their order
+    # The sorted keys are exact, and the sort is stable: the sources of a row stay in their order
     narrow = index.to(torch.int32 if out.shape[0] <= INT32_ROWS else torch.int64)
     keys, order = torch.sort(narrow, stable=True)
     if store == "write":

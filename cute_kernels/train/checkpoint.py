@@ -52,7 +52,7 @@ def has_digests(checkpoint: Path) -> bool:
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    """What ``save`` was given to tell of the run.
+    """The facts of the run that ``save`` was given.
 
     Raises:
         OSError: it could not be read, or files are missing or damaged.

@@ -1,4 +1,4 @@
-"""What the tests of attention's backward on a GPU share."""
+"""Helpers for the tests of attention's backward on a GPU."""
 
 import math
 
@@ -35,7 +35,7 @@ def spec_of(case: Case, grouped: bool) -> BackwardSpec:
 
 
 class Saved:
-    """What a backward takes: the forward's inputs and results, and incoming gradients."""
+    """The arguments of a backward: the forward's inputs and results, and incoming gradients."""
 
     def __init__(self, case: Case, generator: torch.Generator, through_lse: bool = False):
         self.case, self.inputs = case, make_inputs(case, generator)

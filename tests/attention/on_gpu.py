@@ -1,4 +1,4 @@
-"""What the tests of attention's kernels share."""
+"""Helpers for the tests of attention's kernels."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ HOPPER = [
 
 
 def forward_job(spec: ForwardSpec, config: ForwardConfig | None = None) -> tuple:
-    """What compiles a kernel."""
+    """The builder and the arguments that compile a forward kernel."""
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     return forward_sm90, ("sm_90a", spec, config or forward_config(spec))

@@ -21,7 +21,7 @@ from cute_kernels.attention.config import grid_for
 from tests.attention.cache_cases import Layout, Sequences, cached, packed
 from tests.attention.cases import BF16, FP16, bits
 
-# What is compiled: of each head size and dtype the rows of a page that one copy brings, of packed and of dense queries
+# Compiled kinds: of each head size and dtype the rows of a page that one copy brings, for packed and dense queries
 KINDS = {
     (128, BF16): {True: (0, 16, 32, 64, 128), False: (0, 16)},
     (64, BF16): {True: (0, 16, 128), False: (16,)},

@@ -94,7 +94,7 @@ BAD = [
     (lambda: attention(Q, K, V, out=Q.to("meta")), ValueError, "attention: out must be on cpu, got meta"),
     (lambda: attention(Q, K, V, out=Q.mT.contiguous().mT), ValueError, "out must have a contiguous last dimension"),
 ]
-# What plain torch takes
+# Arguments that plain torch takes
 OF_KERNELS = [
     (
         lambda: attention(*tensors(dtype=torch.float32)),

@@ -197,7 +197,7 @@ def test_merge(dtype, generator):
 
 
 def test_sizes_have_launches():
-    """What follows from a call's sizes is found once; keys count by splits, of which the workspace has a place each."""
+    """A launch is found once for a call's sizes; keys count by splits, each of which has a place in the workspace."""
     q, cache = torch.zeros(2, 1, 4, 64, dtype=BF16), torch.zeros(2, 3 * SPLIT, 2, 64, dtype=BF16)
     lengths = torch.tensor([9, 5], dtype=torch.int32)
     with fake_kernels(computes=False) as jobs:

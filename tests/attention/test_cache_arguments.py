@@ -93,7 +93,7 @@ BAD = [
         "max_seqlen_q must be the longest of cu_seqlens_q",
     ),
 ]
-# What plain torch takes
+# Arguments that plain torch takes
 OF_KERNELS = [
     (lambda: call(q=Q.float(), k_cache=CACHE.float()), TypeError, "q must have dtype bfloat16, float16, got"),
     (lambda: call(q=Q.new_zeros(Q.numel() + 1)[1:].view(Q.shape)), ValueError, "q must start on 16 bytes"),

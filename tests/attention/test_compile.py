@@ -161,7 +161,7 @@ def test_a_use_before_its_wait_is_found():
 
 
 def test_registers_and_columns_of_sm100():
-    """What the warps of a CTA have after setmaxnreg, and what S and O take of tensor memory, is there."""
+    """A CTA has the registers that its warps get from setmaxnreg, and tensor memory the columns of S and O."""
     for sizes, config in FORWARD_SM100_CONFIGS.items():
         threads = 128 * (config.tiles + 2)
         of_softmax, *others = REGISTERS[config.tiles]

@@ -332,7 +332,7 @@ def test_softcap_and_sinks(walk, generator):
 
 
 def check_accuracy(sequences: Sequences, lengths: list[int], queries: list[int], layout: Layout, **options) -> None:
-    """Of rows against fp64, as near as rounding the weights and the result lets them be."""
+    """Compare rows with fp64: they are as near as rounding the weights and the result lets them be."""
     found = rows_of(sequences, lengths, queries, layout, **options)
     for i, (n, m) in enumerate(zip(lengths, queries, strict=True)):
         q, k, v = (t[i][:n].double() for t in (sequences.q, sequences.k, sequences.v))

@@ -25,7 +25,7 @@ WAITS = (
 
 @dataclass
 class World:
-    """What CTAs share: tickets, sums of dq by tile and their counters; tasks, and what each waits for.
+    """The state that CTAs share: tickets, sums of dq by tile and their counters; tasks, and what each waits for.
 
     ``blocks``: (turn of its first tile's partial as a function of the tile, first tile, end), in the order of tickets.
     """
@@ -92,7 +92,7 @@ class Cta:
         self.arrivals[name, slot] += 1
 
     def wait(self, name: str, slot, use: int):
-        """Of a first use that needs nobody, ``use`` is -1."""
+        """Wait for a use to be over; ``use`` is -1 for a first use that needs nobody."""
         if use < 0 or name == self.world.without:
             return
 

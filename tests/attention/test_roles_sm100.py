@@ -51,12 +51,12 @@ class Machine:
         self.arrived[name, slot] += 1
 
     def wait(self, name: str, slot: int, use: int):
-        """Of a first use that needs nobody, ``use`` is -1."""
+        """Wait for a use to be over; ``use`` is -1 for a first use that needs nobody."""
         if use >= 0 and name != self.without:
             yield name, slot, use
 
     def is_over(self, wait) -> bool:
-        """What the instruction tells: whether the phase under way has the other parity."""
+        """Whether the phase under way has the other parity, as the instruction tells."""
         return wait is None or self.over(*wait[:2]) % 2 != wait[2] % 2
 
     # ---- memory

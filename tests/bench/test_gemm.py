@@ -86,7 +86,7 @@ def test_sample(rows, cols):
 
 
 def test_sample_of_a_batch():
-    """Of each entry; what all of them have is one tensor of numbers, in which a wrong entry is seen."""
+    """The samples of all entries are one tensor of numbers, in which a wrong entry is seen."""
     inputs, sample = bench_gemm.make_inputs(BATCH, "cpu"), bench_gemm.Sample(BATCH, "cpu")
     assert inputs.a.shape == (3, 70, 48) and inputs.b.shape == (3, 48, 80) and inputs.b.mT.is_contiguous()
     exact, truth = inputs.a.double() @ inputs.b.double(), sample.truth(inputs)

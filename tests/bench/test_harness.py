@@ -82,7 +82,7 @@ PROFILES = [
 
 @pytest.mark.parametrize("line", [line for _, line in PROFILES], ids=[path for path, _ in PROFILES])
 def test_the_case_of_a_profile_exists(line, capsys):
-    """What a kernel's docstring tells to run."""
+    """The command in a kernel's docstring finds a case."""
     words = line.split()
     module, pattern = words[words.index("-m") + 1], words[words.index("--filter") + 1]
     importlib.import_module(module).main(["--list", "--filter", pattern])

@@ -95,7 +95,7 @@ def test_places(size):
 
 @pytest.mark.parametrize("output", [0, 1, 2, 3])
 def test_one_wrong_byte_is_refused(output, monkeypatch):
-    """Of the last expert, in any output; a missing output; of ours, nothing is kept."""
+    """A wrong byte of the last expert is refused in any output, and so is a missing output; nothing of ours is kept."""
     quantize = SMALL[1]
 
     def damaged(quantize, inputs):

@@ -31,7 +31,7 @@ def test_names():
 
 
 def test_flops():
-    """Of each weight a multiplication and an addition a token, twice more backward; scores and values of half."""
+    """A weight costs a multiplication and an addition a token, twice more backward; scores and values count by half."""
     weights = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 64 * 32
     assert Step(*SMALL).case().flops == 6 * 16 * weights + 3 * 2 * (2 * 2 * 16 * 16 // 2 * 32)
     assert Step(*SMALL).case().bytes == 6 * weights

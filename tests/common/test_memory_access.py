@@ -69,7 +69,7 @@ CHOOSE = {
 
 
 def conditions(ptx: str) -> set[tuple[str, int]]:
-    """Of each choice between the two priorities: how an integer must compare to which constant for evict_first."""
+    """For each choice between the two priorities: how an integer must compare to which constant for evict_first."""
     found, lines = set(), ptx.splitlines()
     for at, line in enumerate(lines):
         if choice := CHOICE.search(line):

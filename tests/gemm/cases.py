@@ -328,7 +328,7 @@ def check_gates(name: str, result: Tensor, exact: Exact) -> None:
     )
 
 
-# What is called, and by which kernel
+# Calls, and the kernels that they take
 
 
 class Recorder(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What the tests of grouped_mm share: groups, inputs, products of each group by ``mm``, a choice of the kernel."""
+"""Helpers for the tests of grouped_mm: groups, inputs, products of each group by ``mm``, a choice of the kernel."""
 
 from __future__ import annotations
 

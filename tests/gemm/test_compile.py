@@ -53,7 +53,7 @@ def arguments(arch: str, kernel: tuple, **changes) -> tuple:
 
 
 def products(arch: str) -> list[tuple]:
-    """What is precompiled of the builder ``gemm``."""
+    """The precompiled kernels of the builder ``gemm``."""
     return [job for job in prewarm.specializations(arch) if isinstance(job[1][1], GemmSpec)]
 
 
@@ -292,7 +292,7 @@ INSTRUCTIONS = {
 
 
 def early_reads(ptx: str) -> list[str]:
-    """What touches a warpgroup's sums while they are added to: ptxas then waits for every product by itself."""
+    """The lines that touch a warpgroup's sums while they are added to: ptxas then waits for every product by itself."""
     busy, found = set(), []
     for line in ptx.splitlines():
         if "wgmma.mma_async" in line:

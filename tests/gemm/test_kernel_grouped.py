@@ -350,7 +350,7 @@ def test_opcheck(generator):
 
 
 def test_torch_s_own_has_the_same_bits(generator):
-    """Of torch 2.11 on SM90: no promise of its, a fact that says what replacing it changes."""
+    """torch 2.11 has our bits on SM90: it does not promise them, but they say what replacing its kernel changes."""
     for groups, n, k in (("edges", 264, 200), ("edges", 1536, 2048), ("few", 768, 4096)):
         a, b, offs = make_grouped(Grouped(groups, n, k), generator)
         found = torch._grouped_mm(a, b, offs=offs)
@@ -376,7 +376,7 @@ def test_other_groups_in_a_captured_graph(generator):
 
 
 def test_more_than_2_31_elements(generator):
-    """Of the result, and of a: offsets beyond 32 bits, by TMA and by threads."""
+    """The result, and a, have offsets beyond 32 bits, by TMA and by threads."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 22e9:
         pytest.skip("needs 22 GB of free GPU memory")

@@ -249,7 +249,7 @@ def test_second_derivative_is_refused(generator):
         torch.autograd.grad(y.float().square().sum(), inputs.x, create_graph=True)
 
 
-# What the tests are made of
+# The tests' own helpers and data
 
 
 def test_bits_differ_where_values_do_not():

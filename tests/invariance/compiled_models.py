@@ -13,7 +13,7 @@ WIDTH, HEADS, KV_HEADS, CHANNELS, VOCABULARY = 32, 4, 2, 8, 97
 
 
 class Family(NamedTuple):
-    """What a family has; ``eager``: attention of products and softmax, as transformers writes it."""
+    """The properties of a family; ``eager``: attention of products and softmax, as transformers writes it."""
 
     layer_norm: bool = False  # with biases and learned positions, as gpt2
     qk_norm: bool = False

@@ -23,7 +23,7 @@ from tests.invariance.cases import (
     squares,
 )
 
-# What passes
+# Functions that pass
 
 
 @pytest.mark.parametrize("function", [squares, row_sums, lambda x: (x.relu(), {"sum": row_sums(x)})])

@@ -66,7 +66,7 @@ def test_graphs_of_a_training_step(family, generator, graphs_alone):
 
 
 def assert_three_batches_agree(family, generator):
-    """Of one graph of dynamic shapes."""
+    """One graph of dynamic shapes agrees with eager mode on three batches."""
     model = make_model(family, generator)
     run = torch.compile(model.loss, backend="cute_kernels", fullgraph=True, dynamic=True)
     for batch, tokens in ((3, 12), (2, 12), (4, 17)):

@@ -26,7 +26,7 @@ def test_tensors_that_wrap_others():
 
 
 def test_a_row_alone_has_the_kernels_of_one_among_others(path_of_the_kernels):
-    """What decides about the order of its sum: the kernel's geometry."""
+    """The kernel's geometry, which decides about the order of a row's sum, is the same for a row alone."""
     wide = torch.randn(5, 400).bfloat16()
     functions = {
         "softmax": lambda t: t.softmax(-1),

@@ -27,7 +27,7 @@ def make(generator):
 
 
 def _indices(m, name):
-    """Of x (6, 5, 4): (indices, the shape of values)"""
+    """(indices, the shape of values) for x (6, 5, 4)."""
     mask = m.ids(2, 6, 5).bool()
     return {
         "rows": ((m.ids(6, 40),), (40, 5, 4)),

@@ -285,7 +285,7 @@ def test_a_compiled_function_runs_eagerly(x):
 
 
 def test_rows_that_are_masked(x):
-    """Of attention: where all keys are masked the probabilities are 0, as torch has them."""
+    """Attention's probabilities are 0 where all keys are masked, as torch has them."""
     mask = torch.ones(12, 12, device=x.device, dtype=torch.bool).tril()
     mask[3] = False
     q = x.unsqueeze(1)

@@ -106,7 +106,7 @@ def test_integers_pass(covered):
 
 
 def test_each_overload_that_adds_up_has_a_kernel(covered):
-    """Of those that the backend has at all; no other one has."""
+    """Every overload that adds up and that the backend has at all has a kernel of ours; no other one has."""
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     elsewhere = {"scaled_dot_product_attention", *registration.TAKEN_APART}
     with batch_invariant():
@@ -211,7 +211,7 @@ def test_threads_that_torch_starts(covered, monkeypatch):
 
 
 def test_a_plain_thread_beside_a_block(covered):
-    """What it computes meanwhile has torch's bits, and nobody counts it."""
+    """The thread's results meanwhile have torch's bits, and nobody counts its calls."""
     x = torch.randn(40, 40)
     wanted, begun, done, found = x.cumprod(0) @ x, threading.Event(), threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""What the command lines share, and what `python -m jit_cache` tells: statuses, Ctrl-C, --json, progress, stale."""
+"""The shared parts of command lines, and `python -m jit_cache`: statuses, Ctrl-C, --json, progress, stale."""
 
 import contextlib
 import importlib.metadata

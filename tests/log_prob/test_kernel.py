@@ -35,7 +35,7 @@ CASES = [
     Case(100, 520, 64, temperature=1e-2, exact=True),
     Case(300, 1033, 72, temperature=1e-6, exact=True),
 ]
-# Of gradients that are sums of rounded factors and are rounded themselves: a rounding's rms error is 0.42 steps
+# Bounds of gradients that are sums of rounded factors and are rounded themselves: a rounding's rms error is 0.42 steps
 RMS = {BF16: 3e-3, FP16: 4e-4}
 
 
@@ -111,7 +111,7 @@ def test_a_target_that_is_masked(generator):
     for temperature, wanted in ((1.0, torch.finfo(BF16).min), (2.0, torch.finfo(BF16).min / 2), (0.7, -math.inf)):
         found = run(linear_log_prob, replace(case, temperature=temperature), padded)
         assert torch.allclose(found["log_prob"], torch.full_like(found["log_prob"], wanted), rtol=1e-6)
-        # What is multiplied by the lowest number may leave bf16
+        # A product with the lowest number may leave bf16
         assert found["dx"][:, 1:].isfinite().all() and found["dw"].isfinite().all()
     with torch.no_grad():
         padded.weight[:, 0] = -math.inf
@@ -393,7 +393,7 @@ def test_another_number_of_tokens_compiles_nothing(generator):
     assert stats().compiles == before
 
 
-# What the CPU does not show
+# Behaviour that the CPU does not show
 
 
 def test_graph(generator):

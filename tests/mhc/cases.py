@@ -310,7 +310,7 @@ def in_the_other_layout(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case
     return replace(case, layout=swapped), {name: permuted(name, t) for name, t in tensors.items()}
 
 
-# What the tests of the kernels ask of products on tensor cores
+# Precision and margins of products on tensor cores, for the tests of the kernels
 
 WITH_PRODUCTS = ("projection", "head", "pre", "hyper_connection")
 

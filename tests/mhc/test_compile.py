@@ -69,7 +69,7 @@ def pre_spec(n: int, channels: int, columns: int, layout="streams", phi=FP32, pr
 def backward_spec(
     n: int, channels: int, columns: int, layout="streams", x=BF16, phi=FP32, precision="tf32", residual=True, layer=True
 ) -> ProjectionBackwardSpec:
-    """Of all gradients."""
+    """The Spec of a projection's backward with all gradients."""
     options = "io" if residual else None, layer, True, False
     return ProjectionBackwardSpec(n, channels, layout, columns, precision, x, phi, None, True, True, *options)
 
@@ -90,7 +90,7 @@ def compile_and_check(jobs, arch: str) -> None:
 
 
 def jobs_of(arch: str, *calls) -> list:
-    """Of (op, case) or (op, case, precision)."""
+    """The kernels of calls, each (op, case) or (op, case, precision)."""
     return kernels_of([(*call, *["tf32"] * (2 - len(call[1:])), True) for call in calls], arch)
 
 
@@ -141,7 +141,7 @@ def test_every_builder_is_among_them():
 
 
 def test_every_ring_has_two_slots():
-    """Of the projection's backward: with one it would wait for itself."""
+    """The ring of the projection's backward has at least two slots: with one it would wait for itself."""
     dtypes = BF16, FP16, FP32
     rings = {
         projection_backward_config(
@@ -326,7 +326,7 @@ def test_parts_of_k(align):
 
 
 def test_shared_memory_fits_a_cta():
-    """Of the widest configurations, which the table does not hold."""
+    """The widest configurations, which the table does not hold, fit the shared memory of a CTA."""
     calls = [("projection", Case(n, 4096, (5,), dtype), p) for n in (4,) for dtype in (FP32, BF16) for p in ("fp32",)]
     for builder, arguments in jobs_of("sm_90a", *calls):
         for kernel in builder.obtain(*arguments).record["kernels"]:
@@ -445,9 +445,9 @@ def test_backward_by_warpgroups_compiles(op, layout, order, parameters, norm_wei
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op, boxes", [("projection", 10), ("hyper_connection", 12)])  # dH's; and R's
 def test_instructions_of_warpgroups(op, boxes, tmp_path):
-    """Of eight streams: both operands from shared memory; phi, dH and R for two CTAs at once.
+    """With eight streams both operands come from shared memory; phi, dH and R come for two CTAs at once.
 
-    Of the projection alone a warpgroup computes 128 columns of dx, half of the slice; with the rest 128 are all of it.
+    For the projection alone a warpgroup computes 128 columns of dx, half of the slice; with the rest 128 are all of it.
     """
     program = f"""
 from tests.mhc.test_compile import jobs_of

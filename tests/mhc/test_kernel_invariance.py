@@ -31,7 +31,7 @@ from tests.mhc.cases import (
 
 PARAMETERS = {"phi", "alpha", "beta", "norm_weight", "bias", "fn", "base", "scale"}
 TOKENS = (1, 13, 128, 8192)
-# What the numerics use, too: the kernels are the same
+# Cases that the numerics use, too: the kernels are the same
 FULL = Case(4, 64, (130,), norm_weight=True, bias=True)
 DEEP = Case(4, 1280, (1100,), norm_weight=True, bias=True)  # two parts of K, three chunks of tokens
 RING = Case(4, 4096, norm_weight=True)  # a cluster of 16 walks over 74 blocks of tokens: its ring turns

@@ -269,7 +269,7 @@ def test_any_strides_of_tokens(layout, variant, generator):
             assert name in ("layer_input", "h") or one.is_contiguous(), (op, name)
 
 
-# What the composite calls are made of
+# Parts of the composite calls
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -54,7 +54,7 @@ class Rings:
             ready = []
             for task in self.tasks:
                 wait = awaited.get(task)
-                # What the instruction tells: whether the phase under way has the other parity
+                # The instruction tells whether the phase under way has the other parity
                 if wait is None or self.over(*wait[:2]) % 2 != wait[2] % 2:
                     ready.append(task)
             assert ready, "all wait"

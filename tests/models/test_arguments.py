@@ -100,7 +100,7 @@ def test_prepare_refuses_by_name():
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_norms_are_ours_and_share_weights(name):
-    """Of the same results, but for a rounding; state and gradients as before. Preparing again changes nothing."""
+    """Prepared models keep results, but for a rounding, and state and gradients. Preparing again changes nothing."""
     model, (row,) = make_model(name), prompts((7,))
     state = list(model.state_dict())
     with torch.no_grad():

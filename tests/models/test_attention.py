@@ -88,7 +88,7 @@ def test_set_later_on_and_registered_twice():
 
 
 def test_columns_of_keys():
-    """What the layers are told, by hand."""
+    """The layers are told the columns of keys that are found by hand."""
     causal = transformers.masking_utils.causal_mask_function
 
     def of(q_length, kv_length, q_offset=0, kv_offset=0, present=None):
@@ -103,7 +103,7 @@ def test_columns_of_keys():
     # The cache has dropped 3 keys and 11: whole splits of 8 stay away
     assert of(1, 2, 4, 3) == [[5, 0, 0, 0, 0, 1]] * 2
     assert of(1, 2, 12, 11)[0][:6] == [5, 0, 0, 0, 0, 1]
-    # Of the first sequence the first two places are padding
+    # The first two places of the first sequence are padding
     assert of(1, 2, 4, 3, present=[[0, 0, 1, 1, 1], [1] * 5])[0][:4] == [3, 0, 0, 1]
 
 

@@ -10,7 +10,7 @@ from tests.attention.cases import BF16  # noqa: E402
 from tests.models.cases import CONFIGS, WINDOW, alone, generated, make_model, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
-# Of their experts, one after the other, the results are added in place
+# The results of these models' experts, one after the other, are added in place
 ADDS = {"gpt_oss": {"aten.index_add_.default"}}
 LENGTHS = (150, 7, 65)
 NEW = 2 * WINDOW

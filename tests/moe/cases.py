@@ -1,4 +1,4 @@
-"""What the tests of experts share: sizes of models, inputs, bits."""
+"""Helpers for the tests of experts: sizes of models, inputs, bits."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ BAD = [
     (lambda: moe.experts(X, ROUTING, UP, DOWN, gate_up_bias=X.float()), TypeError, "gate_up_bias must have dtype"),
     (lambda: moe.experts(X, ROUTING, UP, DOWN, backend="gpu"), ValueError, "experts: backend must be None or"),
 ]
-# What plain torch takes
+# Arguments that plain torch takes
 OF_KERNELS = [
     (lambda: moe.permute(X[:, :15], PLAN), ValueError, "permute: x must have columns that are a multiple of 8, got 15"),
     (lambda: moe.combine(ROWS.t().contiguous().t(), PLAN), ValueError, "combine: rows must have a contiguous last"),

@@ -68,7 +68,7 @@ def test_nan_and_signs_of_zero(generator):
 
 @pytest.mark.parametrize("router", [r for r in ROUTERS if not r.biased and r.groups is None], ids=str)
 def test_replay(router, generator):
-    """Of the same experts in any order: the same bits. Of unlikely ones: gradients that are not zero."""
+    """The same experts in any order give the same bits; unlikely ones have gradients that are not zero."""
     logits = randn(TOKENS, router.experts, generator=generator) * 2
     options = router.options(generator)
     found = moe.route(logits, router.k, **options)
@@ -492,7 +492,7 @@ def test_another_routing_in_a_captured_graph(generator):
 
 @pytest.mark.sm90
 def test_a_control(generator):
-    """What others do, float atomics in the combine, differs on this data from batch to batch, or from run to run."""
+    """Float atomics in the combine, as others have, differ on this data from batch to batch, or from run to run."""
     rows = randn(8192, 256, generator=generator)
     index = torch.randint(0, 64, (8192,), generator=generator, device="cuda")
     found = [torch.zeros(64, 256, device="cuda").index_add_(0, index, rows) for _ in range(5)]

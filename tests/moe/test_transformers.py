@@ -29,7 +29,7 @@ def test_as_transformers_own(name):
 
 
 class Experts(torch.nn.Module):
-    """Of a gate, or without one, of their own."""
+    """Experts with a gate of their own, or without one."""
 
     has_bias, is_transposed = False, False
 

@@ -115,7 +115,7 @@ def test_alignment(path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_alignment_in_a_graph(variant, path):
-    """What a compiled call of CUDA tensors runs names function and argument as an eager call does."""
+    """The error of a compiled call of CUDA tensors names function and argument as an eager call's does."""
     if path == "reference":
         return
     case = Case(variant, (2, 32, 64) if variant.startswith("3d") else (64, 64))

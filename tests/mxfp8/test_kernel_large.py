@@ -67,7 +67,7 @@ def test_a_matrix_of_more_than_2_31_elements(variant, generator):
         part = x[begin : begin + block]
         wanted = call(Case(variant, tuple(part.shape)), part, reference)
         for i, (t, w) in enumerate(zip(found, wanted, strict=True)):
-            # Of the columns' scales (K, M / 32) the blocks of these rows; of all else the rows
+            # The blocks of these rows in the columns' scales (K, M / 32); the rows in all else
             colwise_scale = i % 2 == 1 and (variant == "colwise" or i == 3)
             size = len(part) // 32
             mine = t[:, begin // 32 : begin // 32 + size] if colwise_scale else t[begin : begin + len(part)]

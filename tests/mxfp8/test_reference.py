@@ -158,7 +158,7 @@ def test_the_integer_rule_is_exact(mode, out):
 
 @pytest.mark.parametrize("out", [E4M3, E5M2])
 def test_products_in_bf16(out):
-    """Of each finite bf16 number and each factor the product rounded to bf16 has the fp8 of the one in fp32."""
+    """The product of any finite bf16 number and any factor has the same fp8 from bf16 as from fp32."""
     x = torch.arange(2**16).to(torch.int16).view(BF16)
     x = x[x.isfinite()].float()
     for s in range(255):

@@ -81,7 +81,7 @@ def assert_same_bits(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 
 
 def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Of each gradient by its norm, the largest first.
+    """The error of each gradient relative to its norm, the largest first.
 
     Those of alpha and scale are sums of terms of both signs over all tokens, next to nothing now and then: they are
     measured by those of beta and base, which sum the same terms with other factors, too.

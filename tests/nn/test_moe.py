@@ -45,7 +45,7 @@ def test_a_token_alone():
 
 
 def test_replay(path):
-    """Of its own choice the same bits; of another one a gradient to the router all the same."""
+    """A layer's own choice gives the same bits; another choice gives the router a gradient all the same."""
     model, x = layer(score="sigmoid", groups=(4, 2), selection_bias=True, eps=1e-20, scale=2.5), tokens(9)
     wanted = model(x)
     assert_same_bits(model(x, model.last_routing.indices.flip(1)).detach(), wanted.detach())

@@ -196,7 +196,7 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, Exact]:
         dx_terms = dx_terms + rstd * g.abs().mean(-1, keepdim=True)
     dx_margin = dw_margin = 0.0
     if case.save == "output":
-        # What is saved is rounded once more, and carries the forward's own error
+        # The saved output is rounded once more, and carries the forward's own error
         y_error = 0.5 * torch.finfo(case.out or case.dtype).eps * y.abs() + 4 * torch.finfo(FP32).eps * y_terms
         # |w| counts as eps at least: of smaller ones x_hat is lost, and is 0 where w is
         x_error = y_error / w.abs().clamp_min(EPS) * (w != 0) + x_hat.abs() * (w.abs() < EPS)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
-    """Of NaN and of zeros' signs, too; a failure says where the first difference is, and how many there are."""
+    """Assert equal bits, of NaN and zeros' signs, too; a failure says where the first difference is, and how many."""
     assert found.shape == wanted.shape and found.dtype is wanted.dtype, (found.shape, found.dtype, wanted.shape)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
     different = found.contiguous().view(integers) != wanted.contiguous().view(integers)

@@ -15,7 +15,7 @@ KERNELS = [op for op in OPS if op not in ("to_blocked", "from_blocked", "mhc.dro
 
 
 def bad(t: Tensor) -> Iterator[object]:
-    """What may stand in a tensor's place by mistake; some of it is good in some places."""
+    """Values that may stand in a tensor's place by mistake; some of them are good in some places."""
     yield from (None, [1.0], 1.0)
     yield t.to(torch.int16) if t.dtype.is_floating_point else t.double()
     yield t.to(torch.float64)

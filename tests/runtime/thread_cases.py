@@ -153,7 +153,7 @@ def _plan(generator: torch.Generator, size: int) -> Call:
 
 
 def _plan_for(x: object) -> moe.Plan:
-    """Of 13 tokens with 2 experts of 5 each, where x is."""
+    """A plan of 13 tokens with 2 experts of 5 each, where x is."""
     indices = torch.arange(26, device=getattr(x, "device", None)).view(13, 2) % 5
     return moe.plan(indices, 5)
 

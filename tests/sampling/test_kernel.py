@@ -88,7 +88,7 @@ def test_the_distribution(temperature, generator):
 
 
 def kept_tokens(logits: torch.Tensor, **options) -> set[int]:
-    """What is drawn of one row by many seeds."""
+    """The tokens that are drawn from one row by many seeds."""
     number = 3000
     device = logits.device
     seeds, zero = torch.arange(number, device=device), torch.zeros(number, dtype=torch.int64, device=device)

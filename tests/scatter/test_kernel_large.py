@@ -26,7 +26,7 @@ def test_two_runs_beside_other_work(generator):
 
 
 def test_a_graph_takes_new_ids(generator):
-    """What is launched does not depend on the ids' values."""
+    """The launches do not depend on the ids' values."""
     case = Case(5000, 300, 64, "zipf")
     dy, ids = make_inputs(case, generator)
     index = ids.view(-1, 10)

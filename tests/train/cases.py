@@ -45,7 +45,7 @@ def start(command: list[str], ranks: int = 0) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """What it printed; it must end well."""
+    """Wait for the process, which must end well, and return what it printed."""
     with stopped_on_error(process):
         text, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, text
@@ -83,7 +83,7 @@ def numbers(folder: Path) -> list[dict]:
     ]
 
 
-# What holds of two ranks, on the CPU and on GPUs. A run makes 16 steps, with checkpoints after 6 and 12.
+# Properties of two ranks, on the CPU and on GPUs. A run makes 16 steps, with checkpoints after 6 and 12.
 
 RANKS_OPTIONS = {"steps": 16, "checkpoint_every": 6, "evaluate_every": 6}
 
@@ -113,7 +113,7 @@ def check_resumes_elsewhere(wrote: Path, folder: Path, ranks: int, bound: float,
 
 
 def check_killed_rank(whole: Path, folder: Path, **options: object) -> None:
-    """Of two ranks one is killed: torchrun says which; resumed, the run has the bits of the whole one."""
+    """One of two ranks is killed: torchrun says which; resumed, the run has the bits of the whole one."""
     process = start_ranks(folder, 2, **options)
     text = kill_after(process, folder, steps=7, rank=1)
     assert process.returncode != 0

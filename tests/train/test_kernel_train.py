@@ -25,7 +25,7 @@ def compiled(precompiled):
 
 
 def losses(backend: str | None = None, flipped: bool = False) -> torch.Tensor:
-    """Of every step; flipped: the rows of a batch in the other order, which rounds the sums over tokens otherwise."""
+    """The loss of every step; flipped: a batch in the other order, which rounds sums over tokens otherwise."""
     text, ranks = data.read_text(None, OPTIONS.sequence), World(0, 1, torch.device("cuda"), sharded=False)
     learner = Learner(OPTIONS, ranks, backend)
     found = []

@@ -76,7 +76,7 @@ def test_recompute_changes_no_bit(tmp_path):
 
 
 def test_learns_a_file(tmp_path):
-    """Of one letter: that is soon learned."""
+    """A file of one letter is soon learned."""
     path = tmp_path / "text"
     path.write_bytes(b"a" * 4000)
     assert run(tmp_path / "run", data=path, steps=30)[-1]["held_out_loss"] < 0.5

@@ -1,4 +1,4 @@
-"""What a type checker must know of the public functions: tests/test_typing.py runs mypy over it; nothing runs it.
+"""The types of the public functions for a checker: tests/test_typing.py runs mypy over it; nothing runs it.
 
 Every `type: ignore` is an error that mypy must find.
 """

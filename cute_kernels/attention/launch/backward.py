@@ -220,7 +220,7 @@ def as_batch(t: Tensor, packed: bool) -> Tensor:
 
 
 def number_of_tiles(t: Tensor, rows: int, packed: bool, sequences: int) -> int:
-    """Of all sequences, of a head; see ``kernel_sequences``."""
+    """The number of tiles of all sequences for one head; see ``kernel_sequences``."""
     return t.shape[1] // rows + sequences if packed else -(-t.shape[1] // rows) * sequences
 
 

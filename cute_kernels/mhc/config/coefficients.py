@@ -96,7 +96,7 @@ class SinkhornBackwardSpec(NamedTuple):
 
 
 def coefficient_threads(splits: int) -> int:
-    """Of a CTA for 32 tokens: the more parts of K there are to add, the more threads ask for them; 0: there is H.
+    """Threads of a CTA for 32 tokens: more parts of K to add take more threads that load; ``splits`` 0: H is there.
 
     H200, 128 -> 512: of 8 parts projection.2048x4x5120 42.0 -> 36.9 us, of H coefficients_sinkhorn.8192 10.5 -> 8.4,
     but of one part layer.65536x4x768 459 -> 466, of two layer.16384x4x1280 200 -> 202.

@@ -77,7 +77,7 @@ class PreConfig:
 
     @property
     def boxes(self) -> int:
-        """Of 64 columns, that a CTA has of a token."""
+        """Boxes of 64 columns that a CTA has of a token."""
         return self.n * self.slice_c // 64
 
     @property
@@ -91,7 +91,7 @@ class PreConfig:
 
     @property
     def steps(self) -> int:
-        """Of 16 columns, that each of eight warps multiplies."""
+        """Steps of 16 columns that each of eight warps multiplies."""
         return self.boxes // 2
 
     @property
@@ -101,21 +101,21 @@ class PreConfig:
 
     @property
     def octets(self) -> int:
-        """Of rows of phi."""
+        """Octets of rows of phi."""
         return -(-self.columns // 8)
 
     @property
     def row_tiles(self) -> int:
-        """Of 16 rows, that the terms of phi fill."""
+        """Tiles of 16 rows that the terms of phi fill."""
         return -(-self.octets * self.phi_terms // 2)
 
     @property
     def product_registers(self) -> int:
-        """Of a thread that multiplies: terms of phi, and sums."""
+        """Registers of a thread that multiplies: terms of phi, and sums."""
         return self.row_tiles * (4 * self.steps + 8)
 
     def registers(self, has_layer_input: bool) -> tuple[int, int, int]:
-        """Of a thread that multiplies, that makes the layer input, that helps.
+        """Registers of a thread that multiplies, of one that makes the layer input, of one that helps.
 
         Together at most what a CTA of 512 threads, or of 384 that mixes nothing, starts with: 128 or 168 a thread.
         H200, pre, 4096x4x7168, us: 224, 40, 24 102.1, 216, 48, 32 91.5.

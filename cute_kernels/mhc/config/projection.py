@@ -77,7 +77,7 @@ class ProjectionConfig:
 
     @property
     def tiles(self) -> int:
-        """Of K; every ``splits``-th is one part's."""
+        """Tiles of K; every ``splits``-th belongs to one part."""
         return -(-self.k // self.tile_k)
 
     def grid(self, num_tokens: int, num_sms: int) -> int:
@@ -142,7 +142,7 @@ class WarpgroupProjectionConfig:
 
     @property
     def instruction_rows(self) -> int:
-        """Of these, that one instruction multiplies: all, where its sums fit the 128 registers of a thread of 512.
+        """Rows that one instruction multiplies: all ``term_rows`` if sums fit the 128 registers of a thread of 512.
 
         240 would need 146, says ptxas, whatever `setmaxnreg` adds later.
         """
@@ -150,7 +150,7 @@ class WarpgroupProjectionConfig:
 
     @property
     def tiles(self) -> int:
-        """Of K; every ``splits``-th is one part's."""
+        """Tiles of K; every ``splits``-th belongs to one part."""
         return -(-self.k // TILE_K)
 
     def grid(self, num_tokens: int, num_sms: int) -> int:

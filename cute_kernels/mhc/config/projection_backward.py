@@ -127,12 +127,12 @@ class ProjectionBackwardConfig:
 
     @property
     def warps(self) -> int:
-        """Of a CTA, that compute dx."""
+        """Warps of a CTA that compute dx."""
         return self.groups * self.parts
 
     @property
     def sum_warps(self) -> int:
-        """Of a CTA, that add up the gradient of phi."""
+        """Warps of a CTA that add up the gradient of phi."""
         return self.warps // self.sum_groups
 
     @property
@@ -217,12 +217,12 @@ class WarpgroupBackwardConfig:
 
     @property
     def boxes(self) -> int:
-        """Of a tile."""
+        """Boxes of a tile."""
         return self.slice_k // self.box
 
     @property
     def pairs(self) -> int:
-        """Of CTAs, that share a token."""
+        """Pairs of CTAs that share a token."""
         return -(-self.k // self.runs // (2 * self.run))
 
     def chunks(self, num_tokens: int) -> int:
@@ -248,7 +248,7 @@ def backward_by_warpgroups(arch: str, spec: ProjectionBackwardSpec) -> bool:
 
 
 def warpgroup_backward_config(spec: ProjectionBackwardSpec) -> WarpgroupBackwardConfig:
-    """What else than the projection reaches x needs all streams of a channel: a slice has SLICE_CHANNELS of each."""
+    """The config of warpgroups; for a residual or layer gradient a slice has SLICE_CHANNELS of every stream."""
     n, columns = spec.n, spec.columns
     residual, layer = spec.has_residual_grad, spec.has_layer_grad
     phi_terms, stages = min(terms_of(spec.phi, spec.norm_weight), 2), 2

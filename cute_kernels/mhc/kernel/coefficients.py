@@ -252,7 +252,7 @@ class CoefficientsBackward:
         row = bidx * TOKENS + lane
         if const_expr(self.has_sinkhorn):
             history, (logits, p, dp) = self.math.sinkhorn.allocate(SmemAllocator(), lane)
-        # What is summed over the tokens: the gradients of h, then each times H / rms by group
+        # Sums over the tokens: the gradients of h, then each times H / rms by group
         delta = cute.make_rmem_tensor((columns,), Float32)
         dalphas = cute.make_rmem_tensor((3,), Float32)
         delta.fill(0.0)

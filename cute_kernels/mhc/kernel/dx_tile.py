@@ -1,10 +1,10 @@
-"""What warpgroups add to the products of a tile of dx, and where they put it (projection_backward_wgmma.py).
+"""The epilogue of a tile of dx: warpgroups add to its products and store it (projection_backward_wgmma.py).
 
     dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
              + pre_i dlayer[m, c] + sum_o R(i, o) dout_o[m, c]
 
 The sums are those of a wgmma: a thread has two neighbouring columns of every octet, of two tokens eight rows apart.
-Of a slice with sixteen channels of eight streams it has two channels of all streams (order of streams), or two streams
+In a slice with sixteen channels of eight streams it has two channels of all streams (order of streams), or two streams
 of all channels (order of channels), whose others it reads where they lie.
 """
 

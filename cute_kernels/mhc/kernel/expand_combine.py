@@ -57,7 +57,7 @@ Dtype = type[cutlass.Numeric]
 
 @cute.jit
 def keep_scales(seed: cute.Tensor, row, channel, threshold: Uint32, scale: Float32, s: cutlass.Constexpr):
-    """What dropout multiplies each element of a fragment (vec, n) by: 0 or ``scale`` = 1 / (1 - p).
+    """Dropout's factor for each element of a fragment (vec, n): 0 or ``scale`` = 1 / (1 - p).
 
     Element k of a token is dropped where word k % 4 of the random words of (k // 4, token) is below ``threshold``.
     """

@@ -1,4 +1,4 @@
-"""What the warps of ``projection_backward`` multiply and add: dx, and the sums of dphi, of a tile in the ring."""
+"""The products of ``projection_backward`` by warps: dx, and the sums of dphi, of a tile in the ring."""
 
 from typing import Optional
 

@@ -42,8 +42,8 @@ from jit_cache import Program, compiled
 Dtype = type[cutlass.Numeric]
 HELPERS = 4  # warps beside those that multiply: one moves tiles, three prepare what the tokens have beside x
 TOKEN_WARPS = HELPERS - 1
-# Of a thread that computes dx, adds up, helps, by the number of warps of the first two: with these, and up to four
-# streams, nothing that CI compiles spills
+# Registers of a thread that computes dx, adds up, helps, by the number of warps of the first two: with these, and up
+# to four streams, nothing that CI compiles spills
 REGISTERS = {(8, 4): (144, 136, 88), (8, 0): (200, 0, 104), (4, 4): (152, 208, 144)}
 MORE_TO_LOAD = (112, 200, 88)  # in place of the first, where x has terms or does not come by TMA
 

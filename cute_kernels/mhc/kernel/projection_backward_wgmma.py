@@ -1,4 +1,4 @@
-"""What projection_backward_mma.py computes where phi has many rows, for bf16 x on SM90.
+"""The same function as in projection_backward_mma.py, where phi has many rows, for bf16 x on SM90.
 
     dx[m, k] = sum_j dH[m, j] phi'[j, k] + 2 x[m, k] dmean_square[m] / K
              + pre_i dlayer[m, c] + sum_o R(i, o) dout_o[m, c]           (what the rest of a hyper-connection adds)
@@ -7,7 +7,7 @@
 Both by warpgroup MMA from one reading of x. A CTA walks over tiles of 64 tokens of the same columns, of which phi'
 stays in shared memory as bf16 terms; the CTAs of a pair have neighbouring columns, and share dH and R
 (wgmma_products.py). Two warpgroups compute dx with phi as the second operand; one adds up with x, transposed, as
-the first. dx goes where x was as soon as that one has read it, and from there to memory. Of the projection alone a
+the first. dx goes where x was as soon as that one has read it, and from there to memory. For the projection alone a
 slice is 256 columns, half of them for each warpgroup of dx; with the rest it is sixteen channels of every stream
 (dx_tile.py says why), and the warpgroups take turns.
 
@@ -51,7 +51,7 @@ Dtype = type[cutlass.Numeric]
 DX_GROUPS = 2  # warpgroups that compute dx
 SUM_WARP, LOADER, MOVER, SPLITTER = 8, 12, 13, 14  # the first warp of those that add up, load dH, move x, split dH
 SPLITTERS = 2 * WARP_SIZE
-# Of a thread that computes dx, that adds up, that helps, by the number of warpgroups that share a tile
+# Registers of a thread that computes dx, that adds up, that helps, by the number of warpgroups that share a tile
 REGISTERS = {2: (120, 200, 72), 1: (168, 120, 56)}
 PHI_BOX = 64  # columns of phi' that lie together, 128 bytes of each row
 

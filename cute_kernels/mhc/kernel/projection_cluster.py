@@ -372,7 +372,7 @@ class ProjectionClusterForward:
             cute.arch.mbarrier_arrive(self.sums_full + buffer)
 
     def steps_by_piece(self) -> list[list[int]]:
-        """Of each piece of a block, the steps that can be multiplied when it has come and those before it have."""
+        """For each piece of a block, the steps that can be multiplied when it has come and those before it have."""
         boxes = self.config.boxes // self.pieces
         steps = range(self.config.steps)
         return [[s for s in steps if (2 * s + 1) // boxes == piece] for piece in range(self.pieces)]

@@ -246,7 +246,7 @@ class ProjectionSplitForward:
                     partials[split, self.config.columns, row] = total
 
     def scratch_layout(self):
-        """What the warps of the odd columns hand over: a thread's sums and squares, by thread."""
+        """The layout of the sums and squares that the warps of the odd columns hand over, by thread."""
         tiles = TOKENS // (16 * self.warps_m)
         threads = self.warps_m * WARP_SIZE
         count = tiles * (self.config.padded_columns // 8 * 4 + 2)

@@ -30,9 +30,9 @@ class Sinkhorn:
         self.eps = eps
 
     def allocate(self, smem, lane):
-        """What the backward of a warp's 32 matrices needs: history (n, rows | columns, iteration) and three matrices.
+        """Allocate for the backward of a warp's 32 matrices: history (n, rows | columns, iteration) and three matrices.
 
-        The matrices, (n n,) each, are registers, of 8 streams shared memory: three of 64 elements do not fit.
+        The matrices, (n n,) each, are in registers, for 8 streams in shared memory: three of 64 elements do not fit.
         """
         shape = (self.n, 2, self.iterations, WARP_SIZE)
         stride = (WARP_SIZE, self.n * WARP_SIZE, 2 * self.n * WARP_SIZE, 1)
@@ -77,7 +77,7 @@ class Sinkhorn:
 
     @cute.jit
     def start(self, logits: cute.Tensor, p: cute.Tensor):
-        """What the division of rows and columns starts from."""
+        """Set ``p`` to the matrix that the division of rows and columns starts from."""
         n = const_expr(self.n)
         for i in cutlass.range_constexpr(n):
             largest = logits[i * n]

@@ -42,7 +42,7 @@ class TileRing:
 
     @property
     def arrivals(self) -> int:
-        """Of the warp that asks for a tile, on the slot's barrier."""
+        """Arrivals of the loading warp on the barrier of a slot, for each tile."""
         return 1 if self.config.tma else WARP_SIZE
 
     @cute.jit
@@ -216,12 +216,12 @@ def advance(slot: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
 
 
 def swizzle_bits(config: ProjectionBackwardConfig, dtype) -> int:
-    """Of a row's units of 16 bytes, as a power of two."""
+    """The binary logarithm of the number of 16-byte units in a row."""
     return (config.slice_c * dtype.width // 8 // 16).bit_length() - 1
 
 
 def swizzle_of(config: ProjectionBackwardConfig, dtype):
-    """Of the ring's rows: so that eight rows of 16 bytes lie in different banks."""
+    """The swizzle of the ring's rows, by which eight rows of 16 bytes lie in different banks."""
     return cute.make_swizzle(swizzle_bits(config, dtype), 4, 3)
 
 

@@ -1,4 +1,4 @@
-"""What the tokens of a tile have beside x in ``projection_backward``: from global memory to a ring in shared memory."""
+"""The operands beside x of ``projection_backward``'s tokens: from global memory to a ring in shared memory."""
 
 from typing import Optional
 
@@ -51,7 +51,7 @@ class TokenRows:
 
     @cute.jit
     def put(self, rows, slot: Int32, lane: Int32):
-        """What was fetched to a slot: dH in terms side by side, res as R(i, o) by rows of i."""
+        """Store what was fetched to a slot: dH in terms side by side, res as R(i, o) by rows of i."""
         config = self.config
         n, tile_m = const_expr(config.n), const_expr(config.tile_m)
         dh, dmean_square, res, pre = rows
@@ -86,7 +86,7 @@ class TokenRows:
 
     @cute.jit
     def scale(self, slot: Int32, token: Int32):
-        """What x is multiplied by: 2 dmean_square / K."""
+        """The factor of x: 2 dmean_square / K."""
         return self.sScale[token, slot]
 
     @cute.jit

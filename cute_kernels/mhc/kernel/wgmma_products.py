@@ -1,4 +1,4 @@
-"""What the products of bf16 x with many fp32 rows have in common on SM90: pairs of CTAs, their ring, their warps.
+"""The base of products of bf16 x with many fp32 rows on SM90: pairs of CTAs, their ring, their warps.
 
 The rows (phi of eight streams, or as many columns of dH) are few beside x, but too many for the registers of warps,
 where their bf16 terms would be made again for every few tokens: they come with every tile of x, once for both CTAs of a

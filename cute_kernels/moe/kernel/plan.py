@@ -52,7 +52,7 @@ class Plan:
             self.step(indices, mine, base + lane, last, lane)
         cute.arch.barrier()
 
-        # Of an expert: slots of the warps before, then its first row
+        # Slots of an expert in the warps before, then its first row
         count = Int32(0)
         if tidx < experts:
             for w in cutlass.range(WARPS, unroll=4):
@@ -113,7 +113,7 @@ class Plan:
 
 @compiled
 def plan(arch: str, spec: PlanSpec) -> Program:
-    """Of indices (T k,): ends of the experts' rows, the slot of each row (-1: none), the row of each slot, counts."""
+    """Plan indices (T k,): ends of the experts' rows, the slot of each row (-1: none), the row of each slot, counts."""
     total, rows = cute.sym_int(), cute.sym_int()
     return Program(
         Plan(spec),

@@ -103,7 +103,7 @@ class Route:
 
     @cute.jit
     def remove(self, keys, expert: Int32, lane: Int32):
-        """Of an expert that is chosen."""
+        """Remove an expert that is chosen: its key becomes the lowest."""
         for s in cutlass.range_constexpr(self.per_lane):
             if s * WARP + lane == expert:
                 keys[s] = Int32(LOWEST)
@@ -153,9 +153,9 @@ class Route:
 
     @cute.jit
     def weights_of(self, logits, values, token: Int32, expert: Int32, lane: Int32, eps: Float32):
-        """Of this lane's expert: (weight before the scale, score, sum of the chosen scores); and of all experts the
+        """Return (weight before the scale, score, sum of the chosen scores) of this lane's expert, 0 where it has none.
 
-        largest logit and the reciprocal of the softmax's sum. 0 where a lane has no expert.
+        Then, for all experts, the largest logit and the reciprocal of the softmax's sum.
         """
         valid = lane < self.spec.k and expert >= 0 and expert < self.spec.num_experts
         logit, inverse, largest = -Float32.inf, Float32(1.0), Float32(0.0)
@@ -205,7 +205,7 @@ class RouteBackward(Route):
             weight, score, total, largest, inverse = self.weights_of(logits, values, token, expert, lane, eps)
             valid = expert >= 0 and expert < experts
             gradient = gradient if valid else Float32(0.0)
-            # Of the scores, then of the logits: what each chosen one adds, and a share of all of a softmax
+            # Gradients of the scores, then of the logits: what each chosen one adds, and a share of all of a softmax
             if const_expr(self.spec.normalize or self.spec.score == "chosen"):
                 gradient = (gradient - cute.arch.warp_reduction(gradient * weight, operator.add)) / total
             share = Float32(0.0)
@@ -266,7 +266,7 @@ def _operands(spec: RouteSpec) -> tuple:
 
 @compiled
 def route(arch: str, spec: RouteSpec) -> Program:
-    """Of logits (T, E): indices (T, k), ascending, and weights (T, k)."""
+    """Route logits (T, E): indices (T, k), ascending, and weights (T, k)."""
     logits, indices, weights = _operands(spec)
     return Program(
         Route(spec),

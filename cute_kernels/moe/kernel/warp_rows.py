@@ -1,4 +1,4 @@
-"""What kernels with a warp for each row share: their walk, and 16 bytes a lane of a row."""
+"""The base of kernels with a warp for each row: their walk, and 16 bytes a lane of a row."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr

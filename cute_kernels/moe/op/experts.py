@@ -108,7 +108,7 @@ def experts(
 def rows_of_experts(
     x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *options: object
 ) -> Tensor:
-    """Of rows x (N, H) with an expert (N, 1) each the experts' results (N, H), for a combine elsewhere.
+    """The experts' results (N, H) for rows x (N, H) with an expert (N, 1) each, for a combine elsewhere.
 
     Its gradient is to be asked of results that are weighted, as those of ``experts`` are: the incoming one is that of
     the weighted sum, and ``weights`` (N, 1) are for the backward alone. ``options``: segments, transposed, gate, align.
@@ -195,7 +195,7 @@ class _ExpertsFunction(torch.autograd.Function):
         parameters = gate_up, down, gate_up_bias, down_bias
         needed = [needs_gradient(*given) for given in zip(needed, parameters, ctx.main_grads, strict=True)]
         first, second = (gate_up.mT, down.mT) if transposed else (gate_up, down)
-        # Of a row before its weight: the weights' gradients are its products with h, and h has room for the weight
+        # Gradients before the weight: the weights' gradients are their products with h, which has room for the weight
         mode = mode_of(dy, *tensors, *ctx.main_grads)
         empty, product = mode.empty, mode.of(grouped_rows)
         dy = gradient_rows(dy, mode.eager)

@@ -26,10 +26,10 @@ class Gate(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to rows before an activation, or before their sum.
+    """The bias that is added to rows before an activation, or before their sum.
 
     Attributes:
-        experts: (T, k) int32: of each slot.
+        experts: (T, k) int32: the expert of each slot.
         bias: (E, columns) of the rows' dtype.
     """
 

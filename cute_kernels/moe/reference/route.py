@@ -68,7 +68,7 @@ def route(
 
 
 def _select(logits: Tensor, k: int, score: str, bias: Tensor | None, groups: Groups | None) -> Tensor:
-    """Of each token the k best, of equal ones the lower index first; -0 equals +0."""
+    """The k best experts of each token, the lower index first among equal ones; -0 equals +0."""
     scores = (torch.sigmoid(logits) if score == "sigmoid" else logits).detach() + 0.0
     if bias is not None:
         scores = scores + bias

@@ -50,7 +50,7 @@ def in_segments(indices: Tensor, num_experts: int, align: int, segments: Tensor)
     counts = firsts.diff()
     padded = -(-counts // align) * align
     ends = padded.cumsum(0)
-    # Of the j-th slot in this order: the start of its group, and its place there
+    # For the j-th slot in this order: the start of its group, and its place there
     shift = torch.cat([ends - padded - firsts[:-1], ends.new_zeros(1)])
     rows = rows_of(tokens * k, groups, align)
     places = torch.where(keys < groups, torch.arange(tokens * k, **like) + shift[keys], rows)
