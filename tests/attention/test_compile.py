@@ -11,7 +11,6 @@ from cute_kernels.attention.config import (
     FORWARD_SM100_CONFIGS,
     BackwardSpec,
     ForwardSpec,
-    backward_config,
     configs_for,
     grid_for,
 )
@@ -179,17 +178,6 @@ def test_other_configs_of_the_backward_compile_without_spills(config):
 
     sizes, config = config
     check_record(backward_sm90.obtain("sm_90a", backward_spec(sizes, True, False), config).record)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{"used_k": True}, {"softcap": True}, {"padded": True}], ids=str)
-@pytest.mark.parametrize("sizes", BACKWARD_CONFIGS, ids=str)
-def test_what_is_not_prewarmed_of_the_backward_compiles_without_spills(sizes, options):
-    from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
-
-    spec = backward_spec(sizes, True, True, **options)
-    check_record(backward_sm90.obtain("sm_90a", spec, backward_config(spec)).record)
 
 
 @pytest.mark.exhaustive

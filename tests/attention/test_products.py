@@ -93,16 +93,15 @@ def backward_spec(sizes: tuple[int, int], causal: bool, grouped: bool, **options
     return BackwardSpec(BF16, d, causal, grouped, head_size_v=0 if d == dv else dv, **options)
 
 
-OPTIONS = [{}, PACKED, {"softcap": True}, {"softcap": True, **PACKED}, {"used_k": True}, {"padded": True}]
 BACKWARD = [
-    backward_spec(sizes, causal, grouped, window=window, **options)
+    backward_spec(sizes, causal, grouped, window=window, **packing)
     for sizes in BACKWARD_CONFIGS
     for grouped in (False, True)
     for causal, window in ((True, False), (False, False), (False, True))
-    for options in OPTIONS
+    for packing in ({}, PACKED)
 ]
-
-
+RARE = [{"softcap": True}, {"softcap": True, **PACKED}, {"used_k": True}, {"padded": True}]
+BACKWARD += [backward_spec(sizes, True, True, **options) for sizes in BACKWARD_CONFIGS for options in RARE]
 QUICK = [backward_spec(sizes, True, True) for sizes in ((128, 128), (256, 256))]
 
 
