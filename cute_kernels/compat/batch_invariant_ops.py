@@ -1,6 +1,6 @@
 """The public names of the package batch_invariant_ops, on this library's kernels.
 
-What that package leaves to torch, an operator that it has no kernel for, ours counts and warns of: ``install("warn")``.
+That package leaves an operator without a kernel to torch. Ours does, too, counts it and warns: ``install("warn")``.
 """
 
 from __future__ import annotations

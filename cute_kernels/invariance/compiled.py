@@ -2,7 +2,7 @@
 
 AOTAutograd takes a model's forward and backward apart by a table. This one is Inductor's own, but for the entries of
 the operators that ``batch_invariant`` replaces, which become opaque operators of ours, and of those that it refuses,
-which stay whole. What is left is elementwise, and Inductor fuses it as ever. The last pass over a graph refuses, by
+which stay whole. The rest is elementwise, and Inductor fuses it as ever. The last pass over a graph refuses, by
 name and with the line that called it, what still adds up.
 """
 

@@ -21,7 +21,7 @@ def load_balancing_loss(
     p is the softmax of a token's logits, n_e the number of tokens that have the expert e.
 
     Args:
-        logits: (T, E) fp32. Of several layers: one behind the other, as their routings.
+        logits: (T, E) fp32. Those of several layers follow each other, as their routings do.
         routing: of ``moe.route``; its indices (T, k) are counted.
         mask: (T,) bool: the tokens that count. None: all.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
