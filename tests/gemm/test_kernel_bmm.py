@@ -344,7 +344,7 @@ def test_more_than_2_31_elements(m, n, generator):
 PROGRAM = """
 import torch
 from cute_kernels import bmm
-from cute_kernels.gemm.launch import forced
+from tests.gemm.cases import only_kernel
 from tests.gemm.test_kernel_bmm import OF_THE_SANITIZER
 
 for kernel in OF_THE_SANITIZER:

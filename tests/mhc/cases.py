@@ -268,7 +268,7 @@ def check(
     margins: Mapping[str, Tensor | float] | None = None,
 ) -> None:
     """Fails if an element is off by more than its rounding and ``noise`` of the largest error of torch in fp32, or the
-    root mean square of the error is more than twice that of torch's rounded result.
+    root mean square of the error, of 16 elements or more, is more than twice that of torch's rounded result.
 
     ``margins``: what else a result may be off by, by name; for products in tf32, say.
     """
@@ -289,6 +289,8 @@ def check(
             f"{name}: element {worst} of {tuple(value.shape)} is {result.flatten()[worst]}, not "
             f"{value.flatten()[worst]}: {ratio.max():.2f} times the bound; {(ratio > 1.0).sum()} elements are beyond it"
         )
+        if value.numel() < 16:
+            continue  # torch's few errors may all be small by chance
         theirs = (peer.to(result.dtype).double() - value).norm()
         size = torch.as_tensor(margin, dtype=FP64, device=value.device).expand(value.shape).norm()
         allowed = 2 * theirs + 4 * FP32_EPS * value.norm() + size

@@ -17,7 +17,7 @@ OPTIONS = Options(steps=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(precompiled):
+def precompiled():
     if torch.cuda.is_available():
         configs = [config_of(OPTIONS), config_of(Options(hyper_connections=0))]
         jobs = nn_cases.kernels_of(configs, arch_of(0), batch=OPTIONS.batch, dtypes=(torch.float32,))
