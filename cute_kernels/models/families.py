@@ -10,10 +10,14 @@ from cute_kernels.runtime.checks import fail
 
 
 class Family(NamedTuple):
-    """``weight_offset``: of its RMSNorms, None where it has none; ``has_experts``: of some layers."""
+    """``weight_offset``: of its RMSNorms, None where it has none; ``has_experts``: of some layers.
+
+    ``has_latents``: its cache is given latent keys and values, which a layer's ``expand_kv`` makes those of heads of.
+    """
 
     weight_offset: float | None = 0.0
     has_experts: bool = False
+    has_latents: bool = False
 
 
 # By the config's model_type
@@ -30,14 +34,14 @@ FAMILIES = {
     "gemma3_text": Family(1.0),
     "gpt2": Family(None),
     "mixtral": Family(has_experts=True),
+    "qwen3_moe": Family(has_experts=True),
+    "gpt_oss": Family(has_experts=True),
+    "deepseek_v3": Family(has_experts=True, has_latents=True),
+    "glm4_moe": Family(has_experts=True),
 }
 # Why others are not among them
-EXPERTS = "its roll-outs have not been compared with its forwards yet"
 STATES = "linear attention and state spaces are not covered"
-REFUSED = {
-    **dict.fromkeys(("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"), EXPERTS),
-    **dict.fromkeys(("qwen3_next", "falcon_h1", "mamba", "mamba2"), STATES),
-}
+REFUSED = dict.fromkeys(("qwen3_next", "falcon_h1", "mamba", "mamba2"), STATES)
 
 
 class Head(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from cute_kernels import moe
-from cute_kernels.models.attention import NAME, register_transformers
+from cute_kernels.models.attention import NAME, PAGES, register_transformers
 from cute_kernels.models.families import family_of, head_of, model_of
 from cute_kernels.nn import RMSNorm
 from cute_kernels.runtime.checks import fail
@@ -71,6 +73,8 @@ def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: 
     if strict and family.has_experts:
         moe.register_with_transformers()
         found.set_experts_implementation(NAME)
+    if strict and family.has_latents:
+        _keep_pages(found)
     if strict and norms and family.weight_offset is not None:
         _swap_norms(found, family.weight_offset)
     return model
@@ -92,6 +96,20 @@ def _check_dropout(model: Any) -> None:
         p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if isinstance(p, float) and p > 0.0:
             fail(OP, "model's dropout", "be 0: it is drawn by place in the batch", f"{p} in {name}")
+
+
+def _keep_pages(model: nn.Module) -> None:
+    """Let keys that ``expand_kv`` makes of a PagedCache's latents name the cache's layer, as the latents do."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and not isinstance(module.expand_kv, partial):
+            module.expand_kv = partial(_expand, module.expand_kv)
+
+
+def _expand(expand_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], nope: Tensor, rope: Tensor):
+    keys, values = expand_kv(nope, rope)
+    if hasattr(nope, PAGES):
+        setattr(keys, PAGES, getattr(nope, PAGES))
+    return keys, values
 
 
 def _swap_norms(model: nn.Module, weight_offset: float) -> None:

@@ -76,6 +76,8 @@ def log_prob(
     if attention_mask is not None:
         check_mask(OP, attention_mask, input_ids)
         kwargs["position_ids"] = _positions(attention_mask, kwargs.get("position_ids"))
+    elif kwargs.get("position_ids") is not None and "cu_seq_lens_q" not in kwargs:
+        kwargs |= _packing(kwargs["position_ids"], input_ids)
     hidden = hidden_states(found, input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
     of_rows = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the last row scores none
     log_p, entropy = head_log_prob(head, hidden, of_rows, temperature)
@@ -104,6 +106,19 @@ def _positions(attention_mask: Tensor, given: Tensor | None) -> Tensor:
             expected = "count the tokens of attention_mask; packed sequences come without one"
             fail(OP, "position_ids", expected, "others")
     return positions
+
+
+def _packing(positions: Tensor, input_ids: Tensor) -> dict[str, Any]:
+    """The starts of packed sequences by positions that begin again, which not each model looks at; else nothing."""
+    if torch.compiler.is_compiling() or positions.dim() != 2:
+        return {}
+    begins = F.pad(positions.expand_as(input_ids).diff(dim=1) != 1, (1, 0), value=True).flatten()
+    starts = begins.nonzero().flatten()
+    if len(starts) == len(input_ids):
+        return {}
+    starts = F.pad(starts, (0, 1), value=begins.numel()).to(torch.int32)
+    longest = input_ids.shape[1]
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
 def hidden_states(model: Any, input_ids: Tensor, **options: Any) -> Tensor:

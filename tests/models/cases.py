@@ -20,6 +20,7 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=None,
 )
+HEADS_OF_192 = dict(qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, head_dim=64)
 NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WINDOW = 6
 HALF_SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
@@ -50,7 +51,10 @@ FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=SIZES["vocab_size"], n_embd=128, n_layer=2, n_head=2, n_inner=192, **NO_DROPOUT
     ),
-    "mixtral": OF_EXPERTS["mixtral"],
+    **OF_EXPERTS,
+    "deepseek_v3, heads of 192 and 128": lambda: transformers.DeepseekV3Config(
+        **{**OF_EXPERTS["deepseek_v3"]().to_dict(), **HEADS_OF_192}
+    ),
 }
 
 

@@ -48,6 +48,18 @@ CONFIGS = {
         topk_group=2,
         first_k_dense_replace=1,
     ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SIZES,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+    ),
 }
 
 
