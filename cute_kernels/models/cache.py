@@ -28,11 +28,11 @@ class PagedLayer(CacheLayerMixin):
         self.pages, self.page_size = pages, page_size
         self.columns = 0  # of the inputs so far, padding among them
         self.unread = False  # whether keys came that ``attend`` has not seen
+        self.is_full = False  # whether columns are those of all pages, whatever comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = key_states.shape[0]
-        expect(self.pages >= batch, OP, "pages", f"be at least {batch}, one for each sequence", self.pages)
         count = self.pages // batch * batch
         self.keys, self.values = (
             t.new_empty(count, self.page_size, t.shape[1], t.shape[3]) for t in (key_states, value_states)
@@ -48,14 +48,15 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values, by which ``attend`` finds this layer; it appends them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         if self.unread:
             raise RuntimeError(f"{OP}: keys of the forward before were not attended to by {NAME!r}; reset the cache")
         batch, _, new, _ = key_states.shape
-        expect(batch == self.batch_size, OP, "the batch", f"have {self.batch_size} sequences, as before", batch)
-        needed = -(-(self.columns + new) // self.page_size) * batch
-        expect(needed <= len(self.keys), OP, "pages", f"be at least {needed}", len(self.keys))
+        before = self.batch_size if self.is_initialized else batch
+        expect(batch == before, OP, "the batch", f"have {before} sequences, as before", batch)
+        expect(self.pages >= batch, OP, "pages", f"be at least {batch}, one for each sequence", self.pages)
+        needed = -(-(self.columns + (0 if self.is_full else new)) // self.page_size) * batch
+        count = self.pages // batch * batch
+        expect(needed <= count, OP, "pages", f"be at least {needed}", count)
         self.unread = True
         key_states = key_states.view_as(key_states)  # a tensor of its own, to be told by its attribute
         setattr(key_states, PAGES, self)
@@ -63,9 +64,11 @@ class PagedLayer(CacheLayerMixin):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         """Append keys and values (B, S, heads of keys, D), and attend to all; of left padding nothing is kept."""
+        if not self.is_initialized:  # here the keys have the size that attention sees, of latent ones, too
+            self.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
         self.unread = False
         new = q.shape[1]
-        self.columns += new
+        self.columns += 0 if self.is_full else new
         if mask is None or new == 1:
             out = self._attend(q, k, v, options)
             self.lengths += new
@@ -92,7 +95,7 @@ class PagedLayer(CacheLayerMixin):
         return len(self.page_table[0]) * self.page_size if self.is_initialized else -1
 
     def reset(self) -> None:
-        self.columns, self.unread = 0, False
+        self.columns, self.unread, self.is_full = 0, False, False
         if self.is_initialized:
             self.lengths.zero_()
 
@@ -171,11 +174,27 @@ class PagedCache(Cache):
         expect(implementation == NAME, OP, "config", f"be of a model that attends by {NAME!r}", repr(implementation))
         super().__init__(layers=[PagedLayer(pages, page_size) for _ in range(config.num_hidden_layers)])
 
-    def keep(self, lengths: Tensor) -> None:
+    def fill(self) -> None:
+        """Take its pages for full on the host, so that a step that a CUDA graph has captured may come again.
+
+        Lengths on the device go on to count. The host does not see when they pass the pages: the caller does.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: an empty cache.
+        """
+        for layer in self.layers:
+            expect(layer.is_initialized, OP, "the cache", "have tokens", "an empty one")
+            layer.columns, layer.is_full = layer.get_max_length(), True
+
+    def keep(self, lengths: Tensor, longest: int | None = None) -> None:
         """Forget what lies behind the first tokens of each sequence, as padding on the right does after a prompt.
 
         Args:
             lengths: (B,) int32 or int64: tokens of each sequence, at most those that it has. Values are not checked.
+            longest: the largest of them, behind which there is room again; None: what was forgotten keeps its room.
 
         Returns:
             None.
@@ -190,3 +209,4 @@ class PagedCache(Cache):
                 got = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
                 fail(OP, "lengths", f"be integers of shape ({layer.batch_size},)", got)
             layer.lengths.copy_(lengths)
+            layer.columns = layer.columns if longest is None else longest

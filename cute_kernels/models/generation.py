@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.gemm import linear
+from cute_kernels.models.decoding import OP, Captured, Paged, Prompts, Static
 from cute_kernels.models.families import Head, head_of, model_of
-from cute_kernels.models.scoring import check_ids, check_mask, head_log_prob, hidden_states, in_half
+from cute_kernels.models.scoring import check_ids, head_log_prob, in_half
+from cute_kernels.models.speculation import speculated
+from cute_kernels.runtime import operators
 from cute_kernels.runtime.checks import expect, expect_dtype, expect_int, expect_tensor
 from cute_kernels.runtime.real import as_float
 from cute_kernels.sampling import sample
 
-OP = "models.generate"
-PAGE_SIZE = 128
 CacheName = Literal["paged", "static"]
 Stop = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,6 +69,8 @@ def generate(
     stop: Stop | Sequence[Stop] = (),
     logits_processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
     cache: CacheName = "paged",
+    graph: bool = False,
+    speculate: int | None = None,
 ) -> Generation:
     """New tokens behind each prompt, which depend on the prompt and its seed alone: not on the batch, nor its order.
 
@@ -92,6 +95,10 @@ def generate(
         logits_processors: functions of (ids, logits) that return logits (B, V), transformers' logits processors, before
             the temperature; log_probs are those of the logits before them.
         cache: "paged": a ``PagedCache``; "static": transformers' StaticCache.
+        graph: replay the steps of decoding from a CUDA graph, which each call captures in its third step: for many
+            tokens of a small model, where the host takes longer than the device.
+        speculate: guess so many tokens behind each new one, which are those that followed the last two tokens when
+            they came before, and keep those that a forward of all of them draws, too. The results are the same.
 
     Returns:
         ``Generation``: tokens, log_probs, lengths.
@@ -99,7 +106,9 @@ def generate(
     Raises:
         TypeError: no model of transformers; other dtypes; no max_new_tokens.
         ValueError: seeds of another length; padding inside of a prompt, or a prompt without a token; a temperature,
-            top_k, top_p or min_p out of range; beam search; a model that is not known, or not prepared.
+            top_k, top_p or min_p out of range; beam search; a model that is not known, or not prepared; graph or
+            speculate with logits_processors or another cache than "paged", or together; graph on a CPU; speculate
+            with stop.
 
     Numerics:
         A token is ``sample`` of the row's fp32 logits, scale and softcap before the temperature. Its log-probability
@@ -151,18 +160,37 @@ def generate(
     ends = [ends] if isinstance(ends, int) else list(ends)
     pad = default("pad_token_id", pad_token_id, ends[0] if ends else 0)
     stops = (stop,) if callable(stop) else tuple(stop)
-    prompts = _Prompts(input_ids, attention_mask, pad)
-    model_steps = (_Paged if cache == "paged" else _Static)(found, prompts, steps)
-
+    for name, given in (("graph", graph), ("speculate", speculate is not None)):
+        good = not given or (cache == "paged" and not choice.processors)
+        expect(good, OP, name, "come with cache='paged' and no logits_processors", "others")
+    prompts = Prompts(input_ids, attention_mask, pad)
     end_tokens = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
+    if speculate is not None:
+        expect_int(OP, "speculate", speculate)
+        expect(speculate > 0, OP, "speculate", "be positive", speculate)
+        expect(not stops and not graph, OP, "speculate", "come without stop and graph", "one of them")
+
+        def draw_rows(hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+            of_rows = seeds.unsqueeze(1).expand_as(places).flatten()
+            token, log_p, _ = _choose(head, hidden.flatten(0, 1), choice, None, of_rows, places.flatten())
+            return token.view_as(places), log_p.view_as(places)
+
+        paged = Paged(found, prompts, steps + speculate)
+        return Generation(*speculated(paged, draw_rows, speculate, steps, end_tokens, pad))
+    expect(not graph or operators.on_gpu(input_ids), OP, "graph", "be False on a CPU", graph)
     finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     tokens = input_ids.new_full((batch, steps), pad)
     log_probs = torch.zeros(batch, steps, dtype=torch.float32, device=input_ids.device)
     lengths = torch.zeros_like(seeds)
     ids = prompts.left if choice.processors or stops else None
-    hidden = model_steps.begin()
+
+    def draw(hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _choose(head, hidden, choice, ids, seeds, places)
+
+    model_steps = (Paged if cache == "paged" else Static)(found, prompts, steps)
+    captured = Captured(model_steps, draw) if graph else None  # type: ignore[arg-type]
+    token, log_p, logits = draw(model_steps.begin(), prompts.lengths)
     for step in range(steps):
-        token, log_p, logits = _choose(head, hidden, choice, ids, seeds, prompts.lengths + step)
         tokens[:, step] = torch.where(finished, pad, token)
         log_probs[:, step] = torch.where(finished, 0.0, log_p)
         lengths += ~finished
@@ -175,7 +203,11 @@ def generate(
         if (ends or stops) and bool(finished.all()):
             return Generation(tokens[:, : step + 1], log_probs[:, : step + 1], lengths)
         if step + 1 < steps:
-            hidden = model_steps.next(tokens[:, step : step + 1])
+            last = tokens[:, step : step + 1]
+            if captured is not None:
+                token, log_p, logits = captured.next(last)
+            else:
+                token, log_p, logits = draw(model_steps.next(last), prompts.lengths + step + 1)
     return Generation(tokens, log_probs, lengths)
 
 
@@ -195,78 +227,3 @@ def _choose(
     token = sample(scores, seeds=seeds, positions=positions, temperature=choice.temperature, **filters)
     log_p, _ = head_log_prob(head, hidden, token, choice.temperature or 1.0)
     return token, log_p, logits
-
-
-class _Prompts:
-    """Prompts padded on the right, on the left, and how many tokens each has."""
-
-    def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, pad: int) -> None:
-        batch, width = input_ids.shape
-        self.right = self.left = input_ids
-        self.present = torch.ones_like(input_ids)
-        self.lengths = torch.full_like(input_ids[:, 0], width)
-        if attention_mask is None:
-            return
-        check_mask(OP, attention_mask, input_ids)
-        real = attention_mask.bool()
-        self.lengths = real.sum(1)
-        first, places = real.int().argmax(1, keepdim=True), torch.arange(width, device=input_ids.device)
-        together = (places >= first) & (places < first + self.lengths[:, None])
-        good = bool(((real == together).all(1) & (self.lengths > 0)).all())
-        expect(good, OP, "attention_mask", "have tokens in each row, without a gap between them", "one that has not")
-        self.right = input_ids.gather(1, (places + first).clamp(max=width - 1))
-        padding = width - self.lengths[:, None]
-        self.present = (places >= padding).to(input_ids.dtype)
-        self.left = torch.where(self.present > 0, self.right.gather(1, (places - padding).clamp(min=0)), pad)
-
-
-class _Paged:
-    """Forwards over a PagedCache: prompts padded right, whose padding is forgotten; no masks."""
-
-    def __init__(self, model: Any, prompts: _Prompts, steps: int) -> None:
-        from cute_kernels.models.cache import PagedCache
-
-        batch, width = prompts.right.shape
-        self.model, self.prompts = model, prompts
-        self.cache = PagedCache(model.config, batch * -(-(width + steps) // PAGE_SIZE), PAGE_SIZE)
-        self.positions = prompts.lengths[:, None].clone()
-
-    def begin(self) -> Tensor:
-        ids, lengths = self.prompts.right, self.prompts.lengths
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        hidden = self._forward(ids, positions)
-        self.cache.keep(lengths)
-        return hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
-
-    def next(self, tokens: Tensor) -> Tensor:
-        hidden = self._forward(tokens, self.positions)
-        self.positions += 1
-        return hidden[:, 0]
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return hidden_states(self.model, ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
-
-
-class _Static:
-    """Forwards over transformers' StaticCache: prompts padded left, by a mask."""
-
-    def __init__(self, model: Any, prompts: _Prompts, steps: int) -> None:
-        from transformers import StaticCache
-
-        self.model, self.prompts, self.mask = model, prompts, prompts.present
-        self.cache = StaticCache(model.config, prompts.left.shape[1] + steps)
-        self.positions = prompts.lengths[:, None].clone()
-
-    def begin(self) -> Tensor:
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        return self._forward(self.prompts.left, positions)
-
-    def next(self, tokens: Tensor) -> Tensor:
-        self.mask = nn.functional.pad(self.mask, (0, 1), value=1)
-        hidden = self._forward(tokens, self.positions)
-        self.positions += 1
-        return hidden
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        options = {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
-        return hidden_states(self.model, ids, attention_mask=self.mask, **options)[:, -1]

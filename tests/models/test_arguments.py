@@ -50,6 +50,13 @@ BAD = {
     "another mask": ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask must have shape \(2, 5\)"),
     "top_p": ({"top_p": 0.0}, ValueError, r"top_p must be None or in \(0, 1\], got 0.0"),
     "temperature": ({"temperature": -1.0}, ValueError, "temperature must be at least 0"),
+    "a graph on a CPU": ({"graph": True}, ValueError, "graph must be False on a CPU, got True"),
+    "a graph of a static cache": ({"graph": True, "cache": "static"}, ValueError, "graph must come with cache='paged'"),
+    "guesses of a static cache": ({"speculate": 2, "cache": "static"}, ValueError, "speculate must come with cache="),
+    "guesses and processors": ({"speculate": 2, "logits_processors": [min]}, ValueError, "no logits_processors"),
+    "guesses and stop": ({"speculate": 2, "stop": min}, ValueError, "speculate must come without stop and graph"),
+    "no guess": ({"speculate": 0}, ValueError, "speculate must be positive, got 0"),
+    "half a guess": ({"speculate": 1.5}, TypeError, "speculate must be an int"),
 }
 
 
@@ -129,6 +136,23 @@ def test_log_prob_is_that_of_the_logits(model):
         models.log_prob(model, row[None], row[None], attention_mask=torch.ones(1, 9), position_ids=positions)
     with pytest.raises(ValueError, match=r"labels must have shape \(1, 9\)"):
         models.log_prob(model, row[None], row[None, 1:])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_prepared_model_is_copied_and_trains(name):
+    """Latent keys name their cache, in a copy, too; positions that begin again tell packed sequences."""
+    model, rows = copy.deepcopy(models.prepare(make_prepared(name))), prompts((9, 5))
+    found = models.generate(model, rows[0][None], seeds=SEEDS[:1], max_new_tokens=2, eos_token_id=[])
+    whole = torch.cat([rows[0], found.tokens[0]])[None]
+    scored, _ = models.log_prob(model, whole, whole)
+    torch.testing.assert_close(found.log_probs[0], scored[0, 9:], atol=0.05, rtol=0.05)
+    positions = torch.cat([torch.arange(n) for n in (9, 5)])[None]
+    packed, _ = models.log_prob(model, torch.cat(rows)[None], torch.cat(rows)[None], position_ids=positions)
+    alone = [models.log_prob(model, row[None], row[None])[0][0, 1:] for row in rows]
+    torch.testing.assert_close(packed[0, 1:9], alone[0], atol=0.05, rtol=0.05)
+    torch.testing.assert_close(packed[0, 10:], alone[1], atol=0.05, rtol=0.05)
+    packed.sum().backward()
+    assert all(p.grad is not None for key, p in model.named_parameters() if "experts" in key)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
@@ -213,6 +237,14 @@ def test_paged_cache(model):
     cache.batch_select_indices(torch.tensor([2]))
     assert cache.batch_size == 1 and cache.layers[1].lengths.tolist() == [9]
     cache.keep(torch.tensor([3]))
+    assert cache.get_seq_length() == 9
+    cache.keep(torch.tensor([3]), longest=3)
+    assert cache.get_seq_length() == 3
+    cache.fill()
+    assert cache.get_seq_length() == cache.get_max_length() == 32
+    with torch.no_grad():
+        model(ids[:1, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 32 and cache.layers[1].lengths.tolist() == [4]
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.layers[1].lengths.tolist() == [0]
 
@@ -224,6 +256,8 @@ def test_paged_cache_refuses(model):
         new(model.config, 4, 100)
     with pytest.raises(ValueError, match="config must be of a model that attends by 'cute_kernels', got 'eager'"):
         new(make_model("llama", implementation="eager").config, 4)
+    with pytest.raises(ValueError, match="the cache must have tokens, got an empty one"):
+        new(model.config, 4, 16).fill()
     with torch.no_grad():
         with pytest.raises(ValueError, match="pages must be at least 4, got 2"):
             model(ids, past_key_values=new(model.config, 2, 16))

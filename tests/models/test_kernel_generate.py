@@ -30,6 +30,11 @@ def path_of_the_kernels():
     """On the CPU fake kernels: before a block begins."""
 
 
+@pytest.fixture
+def capture():
+    """On the CPU a graph is what it captures."""
+
+
 @pytest.fixture(autouse=True)
 def inside(model, path_of_the_kernels):
     with batch_invariant("strict"):
@@ -61,6 +66,25 @@ def test_as_one_forward_whatever_the_batch(model, device):
     alone = models.generate(model, rows[1][None], seeds=seeds[1:2], **OPTIONS)
     assert torch.equal(alone.tokens[0], tokens[1])
     assert_same_bits(alone.log_probs[0], log_probs[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.exhaustive)])
+def test_graphs_and_guesses_change_no_bit(model, device, temperature, capture):
+    """Steps from a CUDA graph, and 1, 3 and 7 guesses a step: what a step at a time draws, with an end and without."""
+    new, widths = (9, (1, 3, 7)) if device == "cuda" else (4, (3,))
+    row = prompts((13,), device=device)[0]
+    ids, present = padded([row.repeat(3), *prompts((1, 17), device=device)], left=True)
+    options = {**OPTIONS, "max_new_tokens": new, "temperature": temperature, "top_k": 4}
+    options |= {"seeds": torch.tensor([5, 6, 7], device=device), "attention_mask": present}
+    wanted = models.generate(model, ids, **options)
+    end = wanted.tokens[0, 3].item()
+    for ends in ([], [end]) if device == "cuda" else ([end],):
+        options["eos_token_id"] = ends
+        wanted = models.generate(model, ids, **options) if ends else wanted
+        for other in ({"graph": True}, *({"speculate": width} for width in widths)):
+            found = models.generate(model, ids, **options, **other)
+            for name, a, b in zip(found._fields, found, wanted, strict=True):
+                assert a.shape == b.shape and torch.equal(a, b), f"{name} of {other}, ends {ends}: {a} and {b}"
 
 
 def test_log_prob_does_not_know_padding_or_packing(model, device):
