@@ -37,7 +37,7 @@ from cute_kernels.runtime.targets import expect_arch, meta_target, sm_counts
 from cute_kernels.sampling.config import MAX_COLUMNS as SAMPLED
 from cute_kernels.sampling.config import numbers_of
 from cute_kernels.sampling.launch import sample_rows
-from cute_kernels.scatter.launch import sum_into_rows
+from cute_kernels.scatter.launch import sum_into_elements, sum_into_rows
 from jit_cache import recording
 
 FP32 = torch.float32
@@ -55,6 +55,8 @@ NAMES = {
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ALL_BIASED = ("gpt2", "gpt_neox", "phi", "starcoder2")  # projections have biases, whatever the config says
+# Routers whose products transformers computes in fp32
+FP32_ROUTERS = ("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe")
 QKV_BIASED = ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text")
 
 
@@ -93,6 +95,7 @@ class Model:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    has_fp32_router: bool = False  # of transformers
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Model:
@@ -143,6 +146,7 @@ class Model:
             has_logit_softcap=bool(config.get("final_logit_softcapping")),
             lengths=tuple(lengths),
             num_experts=num_experts,
+            has_fp32_router=model_type in FP32_ROUTERS,
         )
 
     @property
@@ -285,9 +289,10 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
     moe.moe_route.function(logits, None, indices, indices, weights, *options)
     moe.moe_route_backward.function(weights, logits, indices, logits, "chosen", False, 0.0, 1.0)
     if model.parameter_dtype is FP32:
-        _router(model, arch, num_sms)
+        _router(model, arch, num_sms, dtype if dtype is torch.bfloat16 else FP32)
     else:
         _linear(model, arch, num_sms, e, c, FP32)
+    _transformers_router(model, arch, num_sms)
     offs, up, down = _empty(e, **int32), _empty(e, 2 * f, c, dtype=dtype), _empty(e, c, f, dtype=dtype)
     for align in (1, EXPERTS_ALIGN):
         moe.moe_plan.function(indices, offs, _empty(2 * k, **int32), indices, offs, align)
@@ -308,20 +313,37 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
             grouped_sums_into.function(a.t(), b, offs, _empty(e, a.shape[1], b.shape[1], dtype=FP32))
 
 
-def _router(model: Model, arch: str, num_sms: int) -> None:
-    """Logits of fp32 weights, and their gradients: products of parts, three of bf16 activations."""
+def _transformers_router(model: Model, arch: str, num_sms: int) -> None:
+    """What ``batch_invariant`` runs in a router of transformers: logits, softmax, the chosen weights' sum."""
+    e, c, k = model.num_experts, model.hidden_size, model.experts_per_token
+    sums = {k}
+    if model.has_fp32_router:
+        _router(model, arch, num_sms, FP32)
+        sum_into_elements.function(_empty(2, k, dtype=FP32), _empty(2, k, dtype=torch.int64), _empty(2, e, dtype=FP32))
+        sums.add(2)  # the largest two of a group of experts
+    else:
+        _linear(model, arch, num_sms, e, c, model.dtype)
+        logits = _empty(2, e, dtype=FP32)
+        reduction.softmax_forward(logits, logits, False)
+        reduction.softmax_backward(logits, logits, logits, False)
+    for n in sums:
+        reduction.sum_rows(_empty(2, n, dtype=FP32), _empty(2, dtype=FP32), 1.0)
+
+
+def _router(model: Model, arch: str, num_sms: int, x_dtype: torch.dtype) -> None:
+    """Logits of fp32 weights, and their gradients: products of parts, six, and three of bf16 activations."""
     e, c = model.num_experts, model.hidden_size
-    parts, all_parts = 3, 6
+    parts, all_parts = 3 if x_dtype is torch.bfloat16 else 6, 6
 
     def choices(m: int) -> Hashable:
         sizes = ((m, e, parts * c), (m, c, all_parts * e), (e, c, parts * m))
         return tuple(choose(arch, *mnk, num_sms, epilogue, 1, False) for mnk in sizes for epilogue in EPILOGUE_K)
 
-    x_dtype = model.dtype if model.dtype is torch.bfloat16 else FP32
     for m in _rows(choices, (e, c), num_sms):
         x, weight, logits = _empty(m, c, dtype=x_dtype), _empty(e, c, dtype=FP32), _empty(m, e, dtype=FP32)
         fp32_product(x, weight.t(), FP32)
         fp32_product(logits, weight, x_dtype)
+        fp32_product(logits.t(), x, FP32)
         fp32_product(logits.t(), x, FP32, into=weight)
 
 

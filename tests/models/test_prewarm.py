@@ -11,7 +11,10 @@ from tests.fakes import fake_gpu  # noqa: E402
 from tests.models.cases import make_prepared, padded, prompts  # noqa: E402
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gemma2", "mixtral", "qwen3_moe", "glm4_moe"))],
+)
 def test_of_a_configuration(name):
     model = make_prepared(name)
     ids, present = padded(prompts((9, 4)), left=True)
