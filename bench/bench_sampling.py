@@ -1,7 +1,7 @@
 """sample beside torch: softmax and multinomial, with the filters as transformers has them; argmax where greedy.
 
     python -m bench.bench_sampling                                    every case, results printed
-    python -m bench.bench_sampling --filter '*64x151936*top_p'        cases whose name matches
+    python -m bench.bench_sampling --filter '64x151936.*top_p'        cases whose name matches
     python -m bench.bench_sampling --save                             and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_sampling --list                             the names of the cases
 
