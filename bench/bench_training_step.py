@@ -7,8 +7,10 @@
 A case's name is training_step.fwd_bwd.<layers>x<tokens>x<channels>.bfloat16.<model>. The models: mhc, which is
 ``nn.MHCTransformer`` with a plain residual; llama, transformers' Llama with 32 heads on 8, its attention implementation
 "cute_kernels" or "sdpa". A step is forward and backward of one sequence, without the optimizer. All but attention is
-the same. ``torch`` attends by cuDNN, ``torch_flash`` by torch's flash kernels. peak is what a step holds at once beside
-the parameters. The error is the loss's, relative to that of torch's products and softmax on the same parameters.
+the same. ``torch`` attends by cuDNN, ``torch_flash`` by torch's flash kernels. ``batch_invariant`` is the whole model
+under the promise: inside of ``batch_invariant("strict")``, and llama prepared by ``models.prepare``, which replaces its
+norms, too. peak is what a step holds at once beside the parameters. The error is the loss's, relative to that of
+torch's products and softmax on the same parameters.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import bench_transformer, harness
 from bench.bench_transformer import eager, host_us
-from cute_kernels.models import register_transformers
+from cute_kernels import batch_invariant
+from cute_kernels.models import prepare, register_transformers
 from cute_kernels.nn.attention import Attention
 from jit_cache import command
 
 SIZE, QUICK_SIZE = (8, 4096, 4096), (2, 4096, 4096)  # layers, tokens, channels
 HEADS, PAIRS, FEED_FORWARD, VOCABULARY = 32, 8, 11008, 1024
 WORST_LOSS = 1e-3  # relative; as bench_transformer has it
+STRICT = "batch_invariant"
 PROVIDERS = {
     "cute_kernels": None,
+    STRICT: None,
     "torch": SDPBackend.CUDNN_ATTENTION,
     "torch_flash": SDPBackend.FLASH_ATTENTION,
 }
@@ -84,7 +89,9 @@ def attending(backend: SDPBackend | None) -> Iterator[None]:
         yield
 
 
-def make_loss(step: Step, device: str, backend: SDPBackend | None) -> tuple[torch.nn.Module, Callable[[], Tensor]]:
+def make_loss(
+    step: Step, device: str, backend: SDPBackend | None, strict: bool = False
+) -> tuple[torch.nn.Module, Callable[[], Tensor]]:
     """(A model, what its loss is): the same parameters and tokens for all."""
     generator = torch.Generator(device).manual_seed(harness.seed("training_step"))
     tokens, targets = torch.randint(VOCABULARY, (2, 1, step.tokens), generator=generator, device=device)
@@ -110,6 +117,8 @@ def make_loss(step: Step, device: str, backend: SDPBackend | None) -> tuple[torc
     )
     with torch.device(device):
         llama = LlamaForCausalLM(config).to(torch.bfloat16)
+    if strict:
+        prepare(llama)
 
     def loss() -> Tensor:
         logits = llama(input_ids=tokens).logits
@@ -118,12 +127,13 @@ def make_loss(step: Step, device: str, backend: SDPBackend | None) -> tuple[torc
     return llama, loss
 
 
-def make_call(step: Step, device: str, backend: SDPBackend | None) -> tuple[torch.nn.Module, harness.Call]:
+def make_call(step: Step, device: str, provider: str) -> tuple[torch.nn.Module, harness.Call]:
     """Forward and backward; returns the loss."""
-    model, loss_of = make_loss(step, device, backend)
+    backend, strict = PROVIDERS[provider], provider == STRICT
+    model, loss_of = make_loss(step, device, backend, strict)
 
     def call() -> tuple[Tensor]:
-        with attending(backend):
+        with attending(backend), batch_invariant("strict") if strict else contextlib.nullcontext():
             model.zero_grad(set_to_none=True)
             loss = loss_of()
             loss.backward()
@@ -144,7 +154,7 @@ def measure_step(
     wanted, found, failures = true_loss(step, device.name), {}, {}
     for provider in providers:
         try:
-            model, call = make_call(step, device.name, PROVIDERS[provider])
+            model, call = make_call(step, device.name, provider)
             device.warm_up(call)
             error = ((call()[0] - wanted).abs() / wanted).item()
             if not error <= WORST_LOSS:  # NaN, too

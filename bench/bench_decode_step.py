@@ -1,0 +1,232 @@
+"""A step of decoding of a Llama, replayed from a CUDA graph: this library's, and plain torch's.
+
+    python -m bench.bench_decode_step                     every case, results printed
+    python -m bench.bench_decode_step --filter '[.]16x'   cases whose name matches
+    python -m bench.bench_decode_step --save              and kept in bench/results/<gpu>.jsonl
+    python -m bench.bench_decode_step --list              the names of the cases
+
+A case's name is decode_step.fwd.<batch>x<context>.bfloat16.llama: a token of each sequence behind as many keys, through
+8 layers of the shape of 8B and its output layer. ``cute_kernels`` is a model that ``models.prepare`` has prepared, over
+a ``PagedCache``, inside of ``batch_invariant("strict")``. ``torch`` is transformers' own with its attention
+implementation "sdpa", over keys of just that length: it needs no mask. Parameters and keys are the same.
+The error is that of the logits against torch's. Bytes are those of parameters and keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import harness
+from bench.bench_transformer import host_us
+from cute_kernels import batch_invariant, models
+from jit_cache import command
+
+LAYERS, HIDDEN, HEADS, PAIRS, FFN, VOCABULARY = 8, 4096, 32, 8, 14336, 128256
+CONTEXT, BATCHES = 4096, (1, 16, 128)
+PAGE_SIZE = 128
+WORST = 0.05  # relative rms of logits, both rounded layer by layer
+OURS, TORCH = "cute_kernels", "torch"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A token of each sequence; ``context``: its keys, the new one among them."""
+
+    batch: int
+    context: int = CONTEXT
+    directions: tuple[str, ...] = ("fwd",)
+
+    def case(self, direction: str = "fwd") -> harness.Case:
+        head = HIDDEN // HEADS
+        weights = LAYERS * HIDDEN * (2 * HIDDEN + 2 * head * PAIRS + 3 * FFN) + VOCABULARY * HIDDEN
+        keys = 2 * LAYERS * self.batch * self.context * PAIRS * head
+        return harness.Case(
+            family="decode_step",
+            op="decode_step",
+            direction=direction,
+            shape=f"{self.batch}x{self.context}",
+            dtype="bfloat16",
+            variant="llama",
+            bytes=2 * (weights + keys),
+            flops=2 * self.batch * weights + 2 * keys * HEADS // PAIRS,
+            goal=1.1,
+        )
+
+
+def steps(quick: bool = False) -> list[Step]:
+    return [Step(batch) for batch in (BATCHES[1:2] if quick else BATCHES)]
+
+
+def make_model(device: str, implementation: str) -> Any:
+    """A Llama with random weights, the same for all."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=PAIRS,
+        max_position_embeddings=2 * CONTEXT,
+        attn_implementation=implementation,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(default)
+
+
+def make_keys(step: Step, device: str, layer: int) -> tuple[Tensor, Tensor]:
+    """(B, heads of keys, context, D) of a layer, twice."""
+    generator = torch.Generator(device).manual_seed(layer)
+    shape = step.batch, PAIRS, step.context, HIDDEN // HEADS
+    options = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    return torch.randn(shape, **options), torch.randn(shape, **options)
+
+
+def full_cache(step: Step, device: str) -> Any:
+    """A cache of transformers whose last place the new token takes, in each call."""
+    from transformers import Cache
+    from transformers.cache_utils import CacheLayerMixin
+
+    class Full(CacheLayerMixin):
+        is_sliding = False
+
+        def __init__(self, layer: int) -> None:
+            super().__init__()
+            self.keys, self.values = make_keys(step, device, layer)
+            self.is_initialized = True
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            pass
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+            return self.keys, self.values
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return step.context, 0
+
+        def get_seq_length(self) -> int:
+            return step.context - 1
+
+        def get_max_length(self) -> int:
+            return step.context
+
+    return Cache(layers=[Full(layer) for layer in range(LAYERS)])
+
+
+def paged_cache(step: Step, model: Any, device: str) -> models.PagedCache:
+    """The same keys in pages."""
+    cache = models.PagedCache(model.config, step.batch * (step.context // PAGE_SIZE), PAGE_SIZE)
+    for i, layer in enumerate(cache.layers):
+        keys, values = make_keys(step, device, i)
+        layer.lazy_initialization(keys, values)
+        for pages, given in ((layer.keys, keys), (layer.values, values)):
+            pages.unflatten(0, (-1, step.batch)).copy_(given.unflatten(2, (-1, PAGE_SIZE)).permute(2, 0, 3, 1, 4))
+    return cache
+
+
+def make_call(step: Step, device: str, provider: str) -> Callable[[], tuple[Tensor]]:
+    """A step, which returns the logits."""
+    generator = torch.Generator(device).manual_seed(harness.seed("decode_step"))
+    tokens = torch.randint(VOCABULARY, (step.batch, 1), generator=generator, device=device)
+    positions = torch.full((step.batch, 1), step.context - 1, device=device)
+    model = make_model(device, "sdpa")
+    if provider == OURS:
+        models.prepare(model)
+        cache = paged_cache(step, model, device)
+        cache.fill()
+    else:
+        cache = full_cache(step, device)
+
+    @torch.no_grad()
+    def call() -> tuple[Tensor]:
+        with batch_invariant("strict") if provider == OURS else contextlib.nullcontext():
+            if provider == OURS:
+                for layer in cache.layers:
+                    layer.lengths.fill_(step.context - 1)
+            options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            return (model(input_ids=tokens, **options).logits,)
+
+    return call
+
+
+def measure_step(
+    step: Step, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
+) -> harness.Measurement:
+    """All providers in turn; one whose logits are wrong is a failure."""
+    found, failures, wanted = {}, {}, None
+    for provider in sorted(providers, reverse=True):  # torch first
+        try:
+            call = make_call(step, device.name, provider)
+            device.warm_up(call)
+            logits = call()[0].float()
+            wanted = logits if wanted is None else wanted
+            error = ((logits - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+            if not error <= WORST:  # NaN, too
+                failures[provider] = f"wrong result: logits {error:.1e} > {WORST:.1e}"
+                continue
+            found[provider] = device.capture(call), device.peak_bytes(call), host_us(call, device), error
+        except Exception as exception:  # one that does not take the case
+            failures[provider] = harness.describe(exception)
+    order = [graph for graph, *_ in found.values()] + [device.copy(step.case().bytes)]
+    *times, copies = device.time_us(order, repetitions)
+    results = {}
+    for (provider, (graph, peak, host, error)), samples in zip(found.items(), times, strict=True):
+        kernels, launches = harness.profiled(graph.call, device, provider, failures) if breakdown else ({}, 0)
+        results[provider] = harness.Result(
+            us=statistics.median(samples),
+            us_min=min(samples),
+            us_max=max(samples),
+            host_us=host,
+            peak_bytes=peak,
+            error={"logits": error},
+            kernels=kernels,
+            launches=launches,
+        )
+    return harness.Measurement(step.case(), statistics.median(copies), results, failures)
+
+
+def run(cases: Sequence[Step], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+    """`harness.run` of these cases."""
+    return harness.run(
+        [(step, [step.case()]) for step in cases],
+        lambda step, directions, *rest, **options: [measure_step(step, *rest, **options)],
+        providers,
+        functools.partial(harness.CudaDevice, shuffled=True),
+        **settings,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    def names(quick: bool) -> list[str]:
+        return [step.case().name for step in steps(quick)]
+
+    providers = (OURS, TORCH)
+    what = __doc__.splitlines()[0]
+    options = harness.parse("decode_step", what, "a batch of 16", providers, providers, names, arguments)
+    if isinstance(options, int):
+        return options
+    measurements = run(steps(options.quick), options.providers, **options.settings)
+    harness.print_table(measurements)
+    return harness.exit_status(measurements)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run("bench_decode_step", main))
