@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels.moe.checks import check_activation, check_experts, check_layout
 from cute_kernels.moe.config import OAI
 from cute_kernels.moe.op.experts import experts, rows_of_experts
-from cute_kernels.moe.op.gate import Gate
+from cute_kernels.moe.op.gate import NO_BIAS, Bias, Gate
 from cute_kernels.moe.op.rows import combine, combined, gathered, permute, plan
 from cute_kernels.moe.reference import Plan, Routing
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
@@ -59,6 +59,8 @@ class ExpertParallel:
         gate_up: Tensor,
         down: Tensor,
         *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
         transposed: bool = False,
         interleaved: bool = False,
         activation: str = "swiglu",
@@ -74,6 +76,8 @@ class ExpertParallel:
             x: (T, H) of this rank.
             routing: of its tokens, with indices in [0, E).
             gate_up, down: (E / n, 2 I, H) and (E / n, H, I) of its experts.
+            gate_up_bias, down_bias: (E / n, 2 I) and (E / n, H) of its experts, as of ``experts``; all ranks have the
+                same of them. Each rank gets all of down_bias, which it adds to its tokens' rows.
             transposed, interleaved, activation, limit, alpha, align: as of ``experts``; an activation by name.
             by_ranks: the tokens of each rank are a segment, as ``segments`` are of ``experts``.
             backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -93,9 +97,11 @@ class ExpertParallel:
         # The expert, among these, of each row that comes; rows of a rank after those of the rank before
         local = torch.arange(here, device=x.device).repeat(self.ranks).repeat_interleave(counts.flatten())[:, None]
         segments = counts.sum(1).cumsum(0) if by_ranks else None
+        biases = gate_up_bias, down_bias
         if uses_reference("experts", x, backend):
             options = {"transposed": transposed, "interleaved": interleaved, "activation": activation}
             options |= {"limit": limit, "alpha": alpha, "align": align, "segments": segments}
+            options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
             at_experts = _exchanged(permute(x, rows, backend=backend), *travel)
             ones = torch.ones(local.shape, dtype=weights.dtype, device=x.device)
             found = experts(at_experts, Routing(local, ones), gate_up, down, **options, backend=backend)
@@ -111,14 +117,28 @@ class ExpertParallel:
         at_experts = _exchanged(permute(x, rows), *travel)
         slots = rows.slots[: sum(sent)].long()
         of_rows = _exchanged(weights.reshape(-1)[slots, None], *travel)
-        options = None, None, transposed, activation, align, segments
-        check_experts(at_experts, local, of_rows, gate_up, down, *options, HALVES)
+        check_experts(
+            at_experts, local, of_rows, gate_up, down, *biases, transposed, activation, align, segments, HALVES
+        )
+        for name, bias in zip(("gate_up_bias", "down_bias"), biases, strict=True):
+            if bias is not None:
+                check_layout("experts", name, bias)
         local = local.to(torch.int32)
-        found = rows_of_experts(at_experts, of_rows, local, gate_up, down, segments, transposed, gate, align)
+        found = rows_of_experts(at_experts, of_rows, local, gate_up, down, *biases, segments, transposed, gate, align)
         at_home = _exchanged(found, sum(received), received, sent, self.group)
+        of_all = NO_BIAS
+        if down_bias is not None:
+            of_all = Bias(indices.to(torch.int32).contiguous(), self._of_all_ranks(down_bias))
         if differentiates(at_home):
-            return apply(_CombineFunction, at_home, weights.detach(), *rows)
-        return combined(mode_of(at_home), at_home, rows, weights)
+            return apply(_CombineFunction, at_home, weights.detach(), *of_all, *rows)
+        return combined(mode_of(at_home), at_home, rows, weights, *of_all)
+
+    def _of_all_ranks(self, bias: Tensor) -> Tensor:
+        """(E, H) of all experts, from this rank's."""
+        bias = bias.detach().contiguous()
+        found = bias.new_empty(self.ranks * bias.shape[0], bias.shape[1])
+        dist.all_gather(list(_bytes(found).chunk(self.ranks)), _bytes(bias), group=self.group)
+        return found
 
     def _exchange_counts(self, counts: Tensor) -> tuple[list[int], Tensor]:
         """Rows that go to each rank; (ranks, experts here) of those that come, from counts (ranks, experts there)."""
@@ -134,15 +154,18 @@ def _exchanged(
     return _ExchangeFunction.apply(rows[:count], sent, received, group)
 
 
+def _bytes(rows: Tensor) -> Tensor:
+    """Contiguous rows as bytes, which every backend takes; of a single column the stride may be any number."""
+    count, columns = rows.shape
+    return rows.view(count * columns).view(torch.uint8).view(count, columns * rows.itemsize)
+
+
 class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, sent, received, group):
         ctx.travel = received, sent, group
         found = rows.new_empty(sum(received), rows.shape[1])
-        # As bytes, which every backend takes
-        dist.all_to_all_single(
-            found.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent, group=group
-        )
+        dist.all_to_all_single(_bytes(found), _bytes(rows.contiguous()), received, sent, group=group)
         return found
 
     @staticmethod
@@ -152,17 +175,17 @@ class _ExchangeFunction(torch.autograd.Function):
 
 
 class _CombineFunction(torch.autograd.Function):
-    """The weighted sum; what goes back are rows without weights, as ``rows_of_experts`` wants them."""
+    """The weighted sum, of rows with a bias; what goes back are rows without weights, as ``rows_of_experts`` wants."""
 
     @staticmethod
-    def forward(ctx, rows, weights, *plan):
+    def forward(ctx, rows, weights, experts, bias, *plan):
         ctx.save_for_backward(*plan)
         ctx.count = rows.shape[0]
-        return combined(mode_of(rows, weights), rows, Plan(*plan), weights)
+        return combined(mode_of(rows, weights), rows, Plan(*plan), weights, experts, bias)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
         mode = mode_of(dy)
         rows = gathered(mode, gradient_rows(dy, mode.eager), Plan(*ctx.saved_tensors))
-        return rows[: ctx.count], None, None, None, None, None
+        return rows[: ctx.count], *[None] * 7

@@ -106,14 +106,22 @@ def experts(
 
 
 def rows_of_experts(
-    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *options: object
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *options: object,
 ) -> Tensor:
     """The experts' results (N, H) for rows x (N, H) with an expert (N, 1) each, for a combine elsewhere.
 
-    Its gradient is to be asked of results that are weighted, as those of ``experts`` are: the incoming one is that of
-    the weighted sum, and ``weights`` (N, 1) are for the backward alone. ``options``: segments, transposed, gate, align.
+    There down_bias is added, too. The gradient is to be asked of results that are weighted, as those of ``experts``
+    are: the incoming one is that of the weighted sum, and ``weights`` (N, 1) are for the backward alone. ``options``:
+    segments, transposed, gate, align.
     """
-    tensors = x, weights, gate_up, down, None, None
+    tensors = x, weights, gate_up, down, gate_up_bias, down_bias
     if differentiates(*tensors):
         return apply(_ExpertsFunction, *tensors, indices, *options, False)
     return _forward(*tensors, indices, *options, False)[0]
@@ -171,7 +179,9 @@ def _forward(
     z = product(gathered(mode, x, rows), first, rows.offs, x.dtype)
     h = gated(mode, z, gate, rows.slots, Bias.of(indices, gate_up_bias))
     y = product(h, second, rows.offs, x.dtype)
-    return combined(mode, y, rows, weights if weighted else None, *Bias.of(indices, down_bias)), z, rows
+    if not weighted:
+        return combined(mode, y, rows, None), z, rows
+    return combined(mode, y, rows, weights, *Bias.of(indices, down_bias)), z, rows
 
 
 class _ExpertsFunction(torch.autograd.Function):
