@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from cute_kernels import moe
 from cute_kernels.nn._whole import expect_whole
-from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_int, expect_tensor
+from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
 from cute_kernels.runtime.real import as_float
 
 
@@ -31,6 +32,9 @@ class MoE(nn.Module):
         activation: of the experts, by its name in ``moe.experts``.
         bias: keep biases of the router and of both weights of the experts, zeros at first.
         shared: a module that every token passes; its result is added to the experts'. None: none.
+        balance: coefficient of ``moe.load_balancing_loss`` of each call in training. The backward adds its gradient to
+            that of whatever is differentiated, as if the loss were one of its terms; a factor of that, as of a scaled
+            loss, is not applied. 0: without it.
         device, dtype: of the parameters.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
@@ -43,7 +47,8 @@ class MoE(nn.Module):
 
     Numerics:
         A token's result, and its gradient, have the same bits whatever the other tokens, their number and their
-        experts. Gradients of parameters are reproducible sums over tokens.
+        experts; but for the gradient of ``balance``, a function of the batch. Gradients of parameters are reproducible
+        sums over tokens.
 
     Example:
         >>> import torch
@@ -71,6 +76,7 @@ class MoE(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         shared: nn.Module | None = None,
+        balance: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: Backend | None = None,
@@ -81,6 +87,10 @@ class MoE(nn.Module):
             expect(size > 0, "MoE", name, "be positive", size)
         expect(k <= num_experts, "MoE", "k", f"be at most num_experts = {num_experts}", k)
         expect_backend("MoE", backend)
+        balance = as_float(balance)
+        expect_float("MoE", "balance", balance)
+        expect(0.0 <= balance < math.inf, "MoE", "balance", "be finite and not negative", balance)
+        self.balance = balance
         self.num_experts, self.k, self.backend = num_experts, k, backend
         self.options = {"score": score, "groups": groups, "normalize": normalize, "eps": eps, "scale": scale}
         options = {"device": device, "dtype": dtype}
@@ -133,6 +143,8 @@ class MoE(nn.Module):
         given: dict[str, Any] = {name: None if bias is None else _cast(bias, x) for name, bias in biases.items()}
         given |= {"activation": self.activation, "segments": segments, "backend": self.backend}
         y = moe.experts(rows, routing, _cast(self.gate_up, x), _cast(self.down, x), **given).view(x.shape)
+        if self.balance and self.training and len(rows) and torch.is_grad_enabled():
+            y = _WithLoss.apply(y, self.balance * moe.load_balancing_loss(logits, routing, backend=self.backend))
         return y if self.shared is None else y + self.shared(x)
 
     def counts(self) -> Tensor:
@@ -168,6 +180,20 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         hidden, width = self.down.shape[1:]
         return f"hidden={hidden}, width={width}, num_experts={self.num_experts}, k={self.k}"
+
+
+class _WithLoss(torch.autograd.Function):
+    """y; its backward also gives the loss the gradient 1."""
+
+    @staticmethod
+    def forward(ctx, y, loss):
+        ctx.dtype = loss.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dy):
+        return dy, torch.ones((), dtype=ctx.dtype, device=dy.device)
 
 
 def _cast(weight: Tensor, x: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class TransformerConfig:
         hyper_connections: a ``HyperConnectionConfig`` of the same hidden_size; None: one residual stream.
         num_experts: of an ``MoE`` in the place of each layer's MLP, from 1; None: an MLP.
         experts_per_token: of these, for each token, from 1.
+        balance: of each ``MoE``, from 0.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Raises:
@@ -82,6 +83,7 @@ class TransformerConfig:
     hyper_connections: HyperConnectionConfig | None = None
     num_experts: int | None = None
     experts_per_token: int = 2
+    balance: float = 0.0
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
@@ -99,13 +101,14 @@ class TransformerConfig:
             expect(k <= most, name, "experts_per_token", f"be at most {most}", k)
         good = self.num_heads % self.kv_heads == 0
         expect(good, name, "num_kv_heads", f"divide num_heads = {self.num_heads}", self.num_kv_heads)
-        for field in ("rope_theta", "norm_eps", "dropout_p"):
+        for field in ("rope_theta", "norm_eps", "dropout_p", "balance"):
             object.__setattr__(self, field, as_float(getattr(self, field)))
             expect_float(name, field, getattr(self, field))
         for field in ("rope_theta", "norm_eps"):
             value = getattr(self, field)
             expect(0.0 < value < math.inf, name, field, "be finite and positive", value)
         expect(0.0 <= self.dropout_p < 1.0, name, "dropout_p", "be in [0, 1)", self.dropout_p)
+        expect(0.0 <= self.balance < math.inf, name, "balance", "be finite and not negative", self.balance)
         expect(self.backend in BACKENDS, name, "backend", "be None or 'reference'", repr(self.backend))
         hc = self.hyper_connections
         if hc is None:
@@ -180,7 +183,7 @@ class TransformerLayer(nn.Module):
             self.mlp: nn.Module = MLP(config, **options)
         else:
             sizes = config.hidden_size, config.ffn_hidden_size, config.num_experts, config.experts_per_token
-            self.mlp = MoE(*sizes, backend=config.backend, **options)
+            self.mlp = MoE(*sizes, balance=config.balance, backend=config.backend, **options)
         hc = config.hyper_connections
         if hc is not None:
             self.attention_connection = HyperConnection(hc, backend=config.backend, device=device)

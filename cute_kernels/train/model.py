@@ -40,6 +40,7 @@ def config_of(options: Options, backend: str | None = None) -> TransformerConfig
         hyper_connections=connections,
         num_experts=options.experts or None,
         experts_per_token=options.experts_per_token,
+        balance=options.balance,
         backend=backend,
     )
 

@@ -35,6 +35,7 @@ class Options:
     hyper_connections: int = _option(4, "residual streams; 0: a plain residual", choices=STREAMS)
     experts: int = _option(0, "experts in the place of a layer's MLP; 0: an MLP")
     experts_per_token: int = _option(2, "experts that each token has, with --experts")
+    balance: float = _option(0.0, "of a loss that is least where all experts have as many tokens, with --experts")
     dropout: float = _option(0.0, "share of a sublayer's output that is dropped")
     sequence: int = _option(64, "tokens (bytes) of a sequence")
     batch: int = _option(16, "sequences of a step, of all ranks together")
@@ -78,6 +79,9 @@ class Options:
         _expect(
             1 <= self.experts_per_token <= most, "experts_per_token", f"be from 1 to {most}", self.experts_per_token
         )
+        _expect(0 <= self.balance < math.inf, "balance", "be finite and not negative", self.balance)
+        of_experts = "be left out, or --experts be at least 1"
+        _expect(self.experts > 0 or not self.balance, "balance", of_experts, self.balance)
         _expect(0 <= self.dropout < 1, "dropout", "be at least 0 and below 1", self.dropout)
         _expect(self.seed < 2**63, "seed", "be below 2^63", self.seed)
         _expect(0 < self.lr < math.inf, "lr", "be positive and finite", self.lr)
