@@ -26,6 +26,7 @@ from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped
 from cute_kernels.log_prob import launch as log_prob
 from cute_kernels.log_prob.config import config_for
 from cute_kernels.moe import launch as moe
+from cute_kernels.moe.config import OAI
 from cute_kernels.moe.prewarm import ALIGN as EXPERTS_ALIGN
 from cute_kernels.nn.attention import PAGE_SIZE
 from cute_kernels.norm import launch as norm
@@ -50,6 +51,7 @@ NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "expert_width": ("moe_intermediate_size",),
+    "shared_width": ("shared_expert_intermediate_size",),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
     "vocab_size": ("vocab_size",),
 }
@@ -57,6 +59,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ALL_BIASED = ("gpt2", "gpt_neox", "phi", "starcoder2")  # projections have biases, whatever the config says
 # Routers whose products transformers computes in fp32
 FP32_ROUTERS = ("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe")
+SIGMOID = ("deepseek_v3", "glm4_moe")  # their routers have sigmoids, a bias for the selection, and groups
 QKV_BIASED = ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text")
 
 
@@ -70,6 +73,10 @@ class Model:
         activation: of the MLP, if a product's epilogue has it.
         lengths: numbers of keys and of loss terms, which ``batch_invariant`` adds up.
         num_experts, experts_per_token, expert_width: of ``MoE`` in the place of an MLP, and an expert's channels.
+        shared_width: channels of an MLP beside the experts.
+        router: score, and whether there is a bias of the selection, groups, those of them that are kept, and whether
+            chosen scores are normalised, as of ``RouteSpec``.
+        has_oai_experts: experts are as gpt-oss has them: with biases, weights transposed, and a gate of its own.
     """
 
     hidden_size: int
@@ -96,6 +103,9 @@ class Model:
     experts_per_token: int = 0
     expert_width: int = 0
     has_fp32_router: bool = False  # of transformers
+    shared_width: int = 0
+    router: tuple[str, bool, int, int, bool] = ("chosen", False, 1, 1, False)
+    has_oai_experts: bool = False
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Model:
@@ -119,8 +129,10 @@ class Model:
             expect(0 < k <= num_experts, "prewarm", "config.num_experts_per_tok", f"be from 1 to {num_experts}", k)
             sizes["expert_width"] = sizes["expert_width"] or sizes["intermediate_size"]
             expect(sizes["expert_width"] > 0, "prewarm", "config.moe_intermediate_size", "be there with experts", None)
+            shared = _size(config, ("n_shared_experts", "num_shared_experts")) * sizes["expert_width"]
+            sizes["shared_width"] = sizes["shared_width"] or shared
         else:
-            sizes["experts_per_token"] = sizes["expert_width"] = 0
+            sizes["experts_per_token"] = sizes["expert_width"] = sizes["shared_width"] = 0
         if heads:
             sizes["head_dim"] = sizes["head_dim"] or hidden // heads
         parameters = _dtype(config, "dtype") or _dtype(config, "torch_dtype") or torch.bfloat16
@@ -147,19 +159,21 @@ class Model:
             lengths=tuple(lengths),
             num_experts=num_experts,
             has_fp32_router=model_type in FP32_ROUTERS,
+            router=_router_of(config, model_type),
+            has_oai_experts=model_type == "gpt_oss",
         )
 
     @property
     def projections(self) -> Iterator[tuple[int, int, bool, str | None]]:
         """(N, K, whether it has a bias, activation) of each linear layer of a block, apart and fused."""
-        c, f = self.hidden_size, self.intermediate_size
+        c = self.hidden_size
         q, kv = (self.head_dim * n for n in (self.num_attention_heads, self.num_key_value_heads))
         if q:
             for n in (q, kv, q + 2 * kv):
                 yield n, c, self.attention_bias, None
         for bias in {False, self.attention_bias}:
             yield c, q or c, bias, None
-        if f:
+        for f in {self.intermediate_size, self.shared_width} - {0}:
             for n in (f, 2 * f):
                 yield n, c, self.mlp_bias, None
             if self.activation is not None:
@@ -181,14 +195,15 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     ``linear_log_prob`` and ``sample``; the embedding's gradient; softmax and log_softmax of the logits; and what
     ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
     GPU with another number of SMs than ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen
-    weights are normalised, swiglu without biases; the router's weights are fp32 where ``dtype`` is. Hyper-connections
-    and quantizers are not among them.
+    weights are normalised, swiglu without biases; of gpt_oss, deepseek_v3 and glm4_moe as those have them. The router's
+    weights are fp32 where ``dtype`` is. Hyper-connections, quantizers and deepseek_v3's attention are not among them.
 
     Args:
         config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
             ``intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``vocab_size``,
             ``dtype``, ``attention_bias``, ``mlp_bias``, ``hidden_act``, ``sliding_window``, ``attn_logit_softcapping``,
-            ``final_logit_softcapping``; of experts ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``.
+            ``final_logit_softcapping``; of experts ``model_type``, ``num_experts``, ``num_experts_per_tok``,
+            ``moe_intermediate_size``, ``n_shared_experts``, ``n_group``, ``topk_group``, ``norm_topk_prob``.
             What is not named is left out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
             it is not there. ``lengths``: numbers of keys, where attention runs as products and a softmax, and numbers
             of loss terms: under ``batch_invariant`` a sum over so many elements has a kernel of its own.
@@ -282,35 +297,63 @@ def _linear(
 def _experts(model: Model, arch: str, num_sms: int) -> None:
     """The router, and a layer of experts of few rows and of many, forward and backward."""
     e, k, c, f, dtype = model.num_experts, model.experts_per_token, model.hidden_size, model.expert_width, model.dtype
-    int32 = {"dtype": torch.int32}
-    options = "chosen", 1, 1, False, 0.0, 1.0
+    int32, oai = {"dtype": torch.int32}, model.has_oai_experts
+    score, has_bias, groups, kept, normalize = model.router
+    numbers = normalize, 0.0, 1.0
     logits, indices, weights = _empty(2, e, dtype=FP32), _empty(2, k, **int32), _empty(2, k, dtype=FP32)
-    moe.moe_route.function(logits, None, None, indices, weights, *options)
-    moe.moe_route.function(logits, None, indices, indices, weights, *options)
-    moe.moe_route_backward.function(weights, logits, indices, logits, "chosen", False, 0.0, 1.0)
+    bias = _empty(e, dtype=FP32) if has_bias else None
+    moe.moe_route.function(logits, bias, None, indices, weights, score, groups, kept, *numbers)
+    moe.moe_route.function(logits, None, indices, indices, weights, score, 1, 1, *numbers)
+    moe.moe_route_backward.function(weights, logits, indices, logits, score, *numbers)
+    _balance(e)
     if model.parameter_dtype is FP32:
         _router(model, arch, num_sms, dtype if dtype is torch.bfloat16 else FP32)
     else:
         _linear(model, arch, num_sms, e, c, FP32)
     _transformers_router(model, arch, num_sms)
-    offs, up, down = _empty(e, **int32), _empty(e, 2 * f, c, dtype=dtype), _empty(e, c, f, dtype=dtype)
+    offs = _empty(e, **int32)
+    # (E, K, N) each; they lie as (E, N, K), but gpt-oss'
+    up, down = (
+        _empty(e, *size, dtype=dtype) if oai else _empty(e, *size[::-1], dtype=dtype).mT
+        for size in ((c, 2 * f), (f, c))
+    )
+    up_bias, down_bias = (_empty(e, n, dtype=dtype) if oai else None for n in (2 * f, c))
+    gate = ("swiglu", True, *OAI) if oai else ("swiglu", False, None, None)
     for align in (1, EXPERTS_ALIGN):
         moe.moe_plan.function(indices, offs, _empty(2 * k, **int32), indices, offs, align)
     # Rows of an expert by which products choose their kernel
     for mean in (*DECODE, max(DECODE) + 1):
         slots = _empty(mean * e, **int32)
         rows, z, h = (_empty(mean * e, n, dtype=dtype) for n in (c, 2 * f, f))
-        moe.moe_gather.function(_empty(2, c, dtype=dtype), slots, None, None, rows, None, k)
-        for given in (weights, None):
-            moe.moe_combine.function(rows, indices, given, None, None, _empty(2, c, dtype=dtype))
-        gate = "swiglu", False, None, None
-        moe.moe_gate.function(z, None, None, None, h, *gate)
-        moe.moe_gate_backward.function(h, z, slots, weights, None, None, z, h, weights, *gate)
-        for a, b in ((rows, up.mT), (h, down.mT), (rows, down), (z, up)):
+        given = indices if oai else None, up_bias
+        for of_rows in (None, weights) if oai else (None,):
+            moe.moe_gather.function(_empty(2, c, dtype=dtype), slots, of_rows, None, rows, None, k)
+        moe.moe_combine.function(rows, indices, weights, indices if oai else None, down_bias, _empty(2, c, dtype=dtype))
+        moe.moe_combine.function(rows, indices, None, None, None, _empty(2, c, dtype=dtype))
+        moe.moe_gate.function(z, slots if oai else None, *given, h, *gate)
+        moe.moe_gate_backward.function(h, z, slots, weights, *given, z, h, weights, *gate)
+        for a, b in ((rows, up), (h, down), (rows, down.mT), (z, up.mT)):
             grouped_rows.function(a, b, offs, dtype)
-        for a, b in ((rows, h), (z, rows)):
+        for a, b in ((h, rows), (rows, z)) if oai else ((rows, h), (z, rows)):
             grouped_sums.function(a.t(), b, offs, dtype)
             grouped_sums_into.function(a.t(), b, offs, _empty(e, a.shape[1], b.shape[1], dtype=FP32))
+        for of_bias in (z, rows) if oai else ():
+            n = of_bias.shape[1]
+            grouped_sums.function(_empty(mean * e, 8, dtype=dtype).t(), of_bias, offs, dtype)
+            ones = _empty(mean * e, 1, dtype=dtype).t()
+            grouped_sums_into.function(ones, of_bias, offs, _empty(e, 1, n, dtype=FP32))
+    if oai:
+        _linear(model, arch, num_sms, e, c, FP32)  # rows' products with down_bias
+
+
+def _balance(num_experts: int) -> None:
+    """``load_balancing_loss`` of a router's logits, and its gradient."""
+    n, total = num_experts, _empty(1, dtype=FP32)
+    p = _empty(2, n, dtype=FP32)
+    reduction.softmax_forward(p, p, False)
+    reduction.softmax_backward(p, p, p, False)
+    _column_sums(n, FP32)
+    reduction.sum_rows(_empty(1, n, dtype=FP32), total, 1.0)
 
 
 def _transformers_router(model: Model, arch: str, num_sms: int) -> None:
@@ -545,6 +588,14 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     good = type(config[name]) is int and config[name] > 0
     expect(good, "prewarm", f"config.{name}", "be a positive integer", repr(config[name]))
     return config[name]
+
+
+def _router_of(config: Mapping[str, Any], model_type: str) -> tuple[str, bool, int, int, bool]:
+    """``Model.router``."""
+    if model_type not in SIGMOID:
+        return "chosen", False, 1, 1, False
+    groups, kept = _size(config, ("n_group",)) or 1, _size(config, ("topk_group",)) or 1
+    return "sigmoid", True, groups, kept, bool(config.get("norm_topk_prob", True))
 
 
 def _dtype(config: Mapping[str, Any], name: str) -> torch.dtype | None:

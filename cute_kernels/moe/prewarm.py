@@ -1,4 +1,7 @@
-"""The kernels of experts that an installation needs: bf16, k experts of E, as models have them."""
+"""The kernels of experts that an installation needs: bf16, k experts of E, as models have them.
+
+That is Mixtral, Qwen3, gpt-oss, with its gate and biases, and DeepSeek-V3.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,18 @@ from typing import Any
 
 import torch
 
-from cute_kernels.moe.config import CombineSpec, GateSpec, GatherSpec, PlanSpec, RouteSpec
+from cute_kernels.moe.config import OAI, CombineSpec, GateSpec, GatherSpec, PlanSpec, RouteSpec
 from cute_kernels.runtime.targets import expect_arch
 
 BF16 = torch.bfloat16
-MODELS = {(8, 2): "chosen", (128, 8): "chosen", (128, 4): "chosen"}  # (E, k) -> score
+ROUTERS = (
+    RouteSpec(8, 2, "chosen"),
+    RouteSpec(128, 8, "chosen"),
+    RouteSpec(32, 4, "chosen"),
+    RouteSpec(128, 4, "chosen"),
+    RouteSpec(256, 8, "sigmoid", has_bias=True, groups=8, kept_groups=4, normalize=True),
+)
+BIASED_K = 4  # gpt-oss'
 ALIGN = 16
 
 
@@ -23,15 +33,18 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.moe.kernel.route import route, route_backward
     from cute_kernels.moe.kernel.rows import combine, gather
 
-    for (experts, k), score in MODELS.items():
-        spec = RouteSpec(experts, k, score)
+    for spec in ROUTERS:
         yield route, (arch, spec)
-        yield route_backward, (arch, spec)
-    for experts in dict.fromkeys(experts for experts, _ in MODELS):
+        yield route_backward, (arch, RouteSpec(spec.num_experts, spec.k, spec.score, normalize=spec.normalize))
+    for experts in dict.fromkeys(spec.num_experts for spec in ROUTERS):
         yield plan, (arch, PlanSpec(experts, ALIGN))
-    for k in dict.fromkeys(k for _, k in MODELS):
+    for k in dict.fromkeys(spec.k for spec in ROUTERS):
         yield gather, (arch, GatherSpec(BF16, k))
         for weighted in (True, False):
             yield combine, (arch, CombineSpec(BF16, k, weighted))
     yield gate, (arch, GateSpec(BF16))
     yield gate_backward, (arch, GateSpec(BF16, weighted=True))
+    yield gather, (arch, GatherSpec(BF16, BIASED_K, weighted=True))
+    yield combine, (arch, CombineSpec(BF16, BIASED_K, weighted=True, biased=True))
+    yield gate, (arch, GateSpec(BF16, True, *OAI, biased=True))
+    yield gate_backward, (arch, GateSpec(BF16, True, *OAI, weighted=True, biased=True))

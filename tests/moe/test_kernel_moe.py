@@ -386,9 +386,9 @@ ACTIVATIONS = [
 ]
 
 
-def make_other(options, generator, tokens=97):
+def make_other(options, generator, tokens=97, hidden=136, experts=8):
     """A layer with biases, of these options."""
-    layer = make_layer(tokens, 136, 72, 8, generator, biased=True, gated=options["activation"] != "silu")
+    layer = make_layer(tokens, hidden, 72, experts, generator, biased=True, gated=options["activation"] != "silu")
     if options.get("transposed"):
         layer.gate_up, layer.down = (t.mT.contiguous() for t in (layer.gate_up, layer.down))
     return layer

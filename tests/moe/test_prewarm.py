@@ -1,0 +1,48 @@
+"""``prewarm --config`` knows the kernels of experts of models of transformers, from few rows of an expert to many."""
+
+import torch
+
+from cute_kernels import moe, nn
+from cute_kernels.prewarm import for_config
+from tests.fakes import fake_kernels
+from tests.moe.cases import BF16, FP32, randn, run_layer
+from tests.moe.test_kernel_moe import ACTIVATIONS, make_other
+
+TOKENS = (9, 60, 400)
+
+
+def assert_known(jobs, **config):
+    """They are precompiled for a model of such experts, whose tokens have 64 channels."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 2}
+    missing = set(jobs) - set(for_config({**sizes, "torch_dtype": "bfloat16", **config}, "sm_90a"))
+    assert jobs and not missing, [(builder.__name__, arguments) for builder, arguments in missing]
+
+
+def test_gpt_oss(generator):
+    """With a main_grad and without."""
+    options = ACTIVATIONS[1]
+    with fake_kernels(computes=False) as jobs:
+        for tokens in TOKENS:
+            layer = make_other(options, generator, tokens, hidden=64)
+            run_layer(layer, 2, **options)
+            gate_up, down, *biases = (
+                t.clone().requires_grad_() for t in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+            )
+            for t in (gate_up, down, *biases):
+                t.main_grad = torch.zeros_like(t, dtype=FP32)
+            given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+            routing = moe.route(layer.logits.requires_grad_(), 2)
+            moe.experts(layer.x, routing, gate_up, down, **given, **options).backward(layer.dy)
+    assert_known(jobs, model_type="gpt_oss")
+
+
+def test_deepseek(generator):
+    """A router of sigmoids and groups, with a loss, and its replay."""
+    options = {"score": "sigmoid", "groups": (4, 2), "eps": 1e-20, "scale": 2.5, "selection_bias": True}
+    with fake_kernels(computes=False) as jobs:
+        model = nn.MoE(64, 72, 8, 2, dtype=BF16, balance=0.1, **options).train()
+        for tokens in TOKENS:
+            x = randn(tokens, 64, generator=generator, dtype=BF16).requires_grad_()
+            model(x).sum().backward()
+            model(x, model.last_routing.indices)
+    assert_known(jobs, model_type="deepseek_v3", n_group=4, topk_group=2, n_shared_experts=1)
