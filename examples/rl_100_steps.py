@@ -4,8 +4,8 @@
     python examples/rl_100_steps.py --model qwen3_moe    one with experts
     python examples/rl_100_steps.py --graph              its steps of decoding replayed from CUDA graphs
 
-The model learns to repeat the last token of its prompt. Each step rolls out four samples of each prompt, in batches of
-five and one and in another order than the trainer's one batch. On a GPU nothing differs, so no importance weight
+Tokens are rewarded that repeat the last one of the prompt. Each step rolls out four samples of each prompt, in batches
+of five and one and in another order than the trainer's one batch. On a GPU nothing differs, so no importance weight
 corrects anything; on a CPU, where plain torch computes, something may.
 """
 
