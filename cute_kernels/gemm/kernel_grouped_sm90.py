@@ -211,7 +211,6 @@ class GroupedRowsSm90(GemmSm90):
                     # A wait for a slot's parity tells of its last two turns alone: none before the other's last wait
                     if index != first_tile:
                         cute.arch.barrier(barrier_id=ORDER_BARRIER + turn, number_of_threads=2 * WARPGROUP)
-                warpgroup.fence()
                 arrived = cutlass.Boolean(False)
                 for k in cutlass.range(k_tiles):
                     ring.consumer_wait(state, arrived)
@@ -220,6 +219,9 @@ class GroupedRowsSm90(GemmSm90):
                         self.mask(sA, sB, here.index, end_k - first_k - k * tile_k, thread, turn)
                     state.advance()
                     operands = tCrA[None, None, None, here.index], tCrB[None, None, None, here.index]
+                    # At each tile of K: ptxas knows of no branch here that all threads take it, serializes all products
+                    # where it has to put a fence itself (C7520), and says so of tiles of 192 columns
+                    warpgroup.fence()
                     self.multiply_chunk(tiled_mma, sums, operands, 0)
                     # Products that are no longer in flight have read their slot: it is free
                     warpgroup.wait_group(self.in_flight)
