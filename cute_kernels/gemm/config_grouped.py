@@ -67,12 +67,18 @@ SUMS = (
     GemmConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
     GemmConfig((128, 128, 64), (2, 1), 5, 8, ping_pong=True),
 )
-# Few rows a group, along N, the product transposed: the bytes of the weights are what counts. Of 64 rows a group those
-# above take 1.05 times as long as bmm of equal groups (gpt-oss-120b, T=2048, H200, a probe)
+# Few rows a group, along N, the product transposed: the bytes of the weights are what counts. Mean of a group's rows up
+# to -> kernel. A tile is wider than the mean, since random groups have more, and a second tile reads the weights again.
+# H200, us, (64, 8), (64, 16), (64, 32), 128 rows; bmm of equal groups, random groups (0.3), up:
+#     mean 4   Qwen3-30B 180, 184, 185, -; 183   Mixtral 440, 442, 451, -; 438
+#     mean 8   Qwen3-30B 217, 195, 199, -; 196   gpt-oss-120b 1160, 967, 959, -; 941
+#     mean 16  Qwen3-30B 312, 239, 204, -; 203   Mixtral 1038, 683, 449, -; 446
+#     mean 32  Mixtral -, 996, 645, 492; 447     64 experts of DeepSeek-V3 -, 1771, 1155, 935; 879
+# With a depth of 256, or tiles of 16 or 32 weights: within 2 %, or slower. (64, 48), (64, 64): slower everywhere
 DECODE = {
-    8: GemmConfig((64, 8, 128), (1, 1), 11, 1),
-    16: GemmConfig((64, 16, 128), (1, 1), 10, 1),
-    32: GemmConfig((64, 32, 128), (1, 1), 8, 1),
+    4: GemmConfig((64, 8, 128), (1, 1), 11, 1),
+    7: GemmConfig((64, 16, 128), (1, 1), 10, 1),
+    24: GemmConfig((64, 32, 128), (1, 1), 8, 1),
 }
 
 
@@ -92,9 +98,17 @@ def choose_rows(rows: int, groups: int, n: int) -> tuple[GemmConfig, bool]:
     return min(ROWS, key=lambda config: _padded(n, config)), False
 
 
-def choose_sums(m: int, n: int) -> tuple[GemmConfig, bool]:
-    """(kernel, False) for sums of (m, n) a group."""
-    return min(SUMS, key=lambda config: _padded(m, config, 0) * _padded(n, config)), False
+def choose_sums(m: int, n: int, accumulate: bool = False) -> tuple[GemmConfig, bool]:
+    """(kernel, False) for sums of (m, n) a group.
+
+    Of what is accumulated into, a tile that overhangs is read in small parts: whole tiles go first. H200, us, 192 and
+    128 columns, T=8192: Qwen3-30B (1536, 2048) 1961, 1171; gpt-oss-120b (5760, 2880) 5739, 6248.
+    """
+
+    def cost(config: GemmConfig) -> tuple[bool, float]:
+        return accumulate and n % config.tile[1] > 0, _padded(m, config, 0) * _padded(n, config)
+
+    return min(SUMS, key=cost), False
 
 
 def _padded(size: int, config: GemmConfig, mode: int = 1) -> float:

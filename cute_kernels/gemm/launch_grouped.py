@@ -64,7 +64,7 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
     m, n, k, groups = sizes
     is_rows = spec.ragged == "rows"
     if candidate is None:
-        candidate = choose_rows(m, groups, n) if is_rows else choose_sums(m, n)
+        candidate = choose_rows(m, groups, n) if is_rows else choose_sums(m, n, spec.accumulate)
     config, transposed = candidate
     if config is None or spec.a_major is None:
         config, transposed = None, False

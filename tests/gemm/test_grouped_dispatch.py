@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates
+from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates, choose_sums
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
@@ -49,12 +49,13 @@ def test_every_kernel_computes(ragged, generator):
 
 
 def test_who_is_chosen():
-    """By the mean number of rows: one tile of tokens on N if that holds them; pairs along N for many."""
+    """By the mean number of rows: a tile of tokens on N that is wider for few of them; pairs along N for many."""
     for rows, transposed, width in (
         (5, True, 8),
-        (60, True, 16),
-        (150, True, 32),
-        (200, False, 192),
+        (20, True, 8),
+        (35, True, 16),
+        (120, True, 32),
+        (125, False, 192),
         (5000, False, 192),
     ):
         a, b = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, 64, 1536, dtype=BF16)
@@ -63,6 +64,12 @@ def test_who_is_chosen():
         ((launch, _, _),) = launches
         assert launch.transposed == transposed and launch.config.tile[1] == width, rows
         assert launch.num_ctas <= 132 and launch.num_ctas % launch.config.cluster[1] == 0
+
+
+def test_who_is_chosen_to_accumulate():
+    """Whole tiles go first."""
+    assert [choose_sums(1536, 2048, into)[0].tile[1] for into in (False, True)] == [192, 128]
+    assert choose_sums(5760, 2880, True)[0].tile[1] == 192
 
 
 def test_a_layer_finds_its_kernels_precompiled(jobs):
