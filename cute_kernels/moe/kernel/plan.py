@@ -15,6 +15,7 @@ from cute_kernels.moe.kernel.warp_rows import WARP, symbolic_list
 from jit_cache import Program, compiled
 
 WARPS = 32
+AHEAD = 8  # indices of a lane that are on their way at once: one at a time 8192 x 8 of them took 129 us (H200)
 THREADS = WARPS * WARP
 ALL = -1  # lanes of a warp
 
@@ -48,8 +49,11 @@ class Plan:
         last = cutlass.min(first + each, total)
         mine = sCounts[warp, None]
         cute.arch.barrier()
-        for base in cutlass.range(first, last, WARP, unroll=1):
-            self.step(indices, mine, base + lane, last, lane)
+        for base in cutlass.range(first, last, AHEAD * WARP, unroll=1):
+            experts_of = [self.expert_of(indices, base + i * WARP + lane, last) for i in range(AHEAD)]
+            for i in cutlass.range_constexpr(AHEAD):
+                if base + i * WARP < last:
+                    self.step(mine, experts_of[i], lane)
         cute.arch.barrier()
 
         # Slots of an expert in the warps before, then its first row
@@ -84,21 +88,28 @@ class Plan:
         for row in cutlass.range(all_rows + tidx, slots.shape[0], THREADS):
             slots[row] = -1
         cute.arch.barrier()
-        for base in cutlass.range(first, last, WARP, unroll=1):
-            position = self.step(indices, mine, base + lane, last, lane)
-            if base + lane < last:
-                positions[base + lane] = position
-                if position >= 0:
-                    slots[position] = base + lane
+        for base in cutlass.range(first, last, AHEAD * WARP, unroll=1):
+            experts_of = [self.expert_of(indices, base + i * WARP + lane, last) for i in range(AHEAD)]
+            for i in cutlass.range_constexpr(AHEAD):
+                if base + i * WARP < last:
+                    slot, position = base + i * WARP + lane, self.step(mine, experts_of[i], lane)
+                    if slot < last:
+                        positions[slot] = position
+                        if position >= 0:
+                            slots[position] = slot
 
     @cute.jit
-    def step(self, indices, counts, slot: Int32, last: Int32, lane: Int32):
-        """Count 32 slots; what is counted of a lane's expert before it, -1 of no expert."""
+    def expert_of(self, indices, slot: Int32, last: Int32) -> Int32:
+        """The expert of a slot; num_experts where there is none."""
         expert = Int32(self.num_experts)
         if slot < last:
             expert = indices[slot]
-        valid = expert >= 0 and expert < self.num_experts
-        expert = expert if valid else Int32(self.num_experts)
+        return expert if expert >= 0 and expert < self.num_experts else Int32(self.num_experts)
+
+    @cute.jit
+    def step(self, counts, expert: Int32, lane: Int32) -> Int32:
+        """Count the experts of 32 slots; what is counted of a lane's expert before it, -1 of no expert."""
+        valid = expert < self.num_experts
         same = cute.arch.match_sync(ALL, expert)
         rank = cute.arch.popc(same & cute.arch.lanemask_lt()).to(Int32)
         found = Int32(-1)
