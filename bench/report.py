@@ -264,10 +264,13 @@ SECTIONS = {
     ),
     "moe": Section(
         "Experts",
-        "Products of all experts of a layer; shapes are model, part, rows x experts x N x K.",
-        has_copy=False,
-        note="torch is its grouped_mm. equal_bmm is our bmm of as many rows in equal groups, dense torch.mm of as many "
-        "rows with one weight: neither computes the result, they say what the groups cost.",
+        "Products of all experts of a layer have shapes of model, part, rows x experts x N x K; dA = dy weight, dW "
+        "sums over each expert's rows, dW_into onto fp32. Other shapes are model and tokens. Groups are random "
+        "(experts' popularity, as logits, has a deviation of 0.3), skew (0.7) or equal; decode has few rows.",
+        not_peers=("equal_bmm", "dense", "read"),
+        note="torch is its grouped_mm, in a layer what transformers does around it in torch's operators; transformers "
+        "is its own function. Three columns compute no result and say what groups cost: our bmm of as many rows in "
+        "equal groups, torch.mm of as many rows with one weight, a maximum over the weights of experts that have rows.",
     ),
     "mhc": Section(
         "Hyper-connections",
@@ -384,6 +387,7 @@ BAR_GROUPS: dict[str, tuple[str, Callable[[Line], bool]]] = {
     "… of up to 256 rows": ("gemm", lambda line: line["variant"] == "decode"),
     "Reductions": ("reduction", lambda line: True),
     "Log-probabilities": ("log_prob", lambda line: line["variant"] != "loss"),
+    "Products of experts": ("moe", lambda line: line["op"] == "grouped_mm"),
     "Hyper-connections": ("mhc", lambda line: line["op"] == "layer"),
     "Block-scaled fp8": ("mxfp8", lambda line: True),
 }

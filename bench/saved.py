@@ -22,7 +22,11 @@ NAMES = {  # providers, in the order of the columns
     "liger": "Liger",
     "transformer_engine": "TransformerEngine",
     "batch_invariant_triton": "Triton",
+    "transformers": "transformers",
     "bare_products": "bare products",
+    "equal_bmm": "bmm of equal groups",
+    "dense": "one weight",
+    "read": "reading weights",
     "read_floor": "reading the weights",
 }
 FLOORS = ("bare_products", "read_floor")  # compute less than the op: no peers
@@ -37,6 +41,7 @@ LABELS = {  # variants and dtypes in the table's first column
 }
 OPS = (  # in the order of the rows; the others after them
     *("rms_norm", "layer_norm", "mm", "linear", "bmm", "softmax", "log_softmax", "sum"),
+    *("experts", "grouped_mm", "route", "permute", "combine", "swiglu"),
     *("layer", "pre", "projection", "aggregate", "expand_combine", "coefficients_sinkhorn"),
     *("quantize_rowwise", "quantize_colwise", "quantize_dual", "quantize_3d_colwise", "quantize_3d_dual"),
 )
@@ -90,12 +95,13 @@ def _case(line: Line) -> tuple[str, ...]:
 
 
 def _table_order(line: Line) -> tuple[Any, ...]:
-    """Forward before backward, plain bf16 cases first, shapes by what a row has, then by the number of rows."""
-    rows, *features = map(int, line["shape"].split("x"))
+    """Forward before backward, plain bf16 cases first, shapes by model, by what a row has, by the number of rows."""
+    model, _, sizes = line["shape"].rpartition("-")
+    rows, *features = map(int, sizes.split("x"))
     special = line["variant"] not in ("plain", "prefill") or line["dtype"] != "bfloat16"
     direction = line["direction"] != "fwd", line["direction"]
     kind = special, line["variant"], line["dtype"]
-    return _place(line["op"], OPS), direction, kind, features, rows, column(line["provider"])
+    return _place(line["op"], OPS), direction, kind, model, features, rows, column(line["provider"])
 
 
 def column(provider: str) -> tuple[int, str]:
