@@ -5,6 +5,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_decode_items import DecodeItems, Rows
@@ -18,7 +19,6 @@ from cute_kernels.attention.kernel_row import (
     merge_row,
     merge_rows,
     quad_sum,
-    reset,
 )
 from cute_kernels.attention.kernel_threads import WARPGROUP, opaque, row_of_thread
 
@@ -154,18 +154,22 @@ class DecodeEpilogue(DecodeItems, Products):
         rows: Rows,
         is_first: cutlass.Boolean,
     ):
-        """A split that ended into (M, L) and A, which lies in the workspace."""
+        """A split that ended into (M, L) and A, which lies in the workspace; O, which is waited for, becomes 0.
+
+        The waits are behind the branch as in ``weigh``.
+        """
         merged_maximum, merged_total = merged
         for r in cutlass.range_constexpr(ROWS):
             total[r] = quad_sum(total[r])
         if is_first:  # merged into nothing it is what it was
+            warpgroup.wait_group(0)
             for r in cutlass.range_constexpr(ROWS):
                 merged_maximum[r], merged_total[r] = maximum[r], total[r]
             self.move_rows(output, partials, rows, (Float32(0.0),) * ROWS, (Float32(1.0),) * ROWS, "keep")
         else:
+            warpgroup.wait_group(0)
             a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
             self.move_rows(output, partials, rows, a, b, "merge")
-        reset(maximum, total)
         output.fill(0.0)
 
     @cute.jit

@@ -21,7 +21,7 @@ Profile: ncu --clock-control none -k regex:DecodeSm90 python -m bench.bench_deco
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -38,7 +38,7 @@ from cute_kernels.attention.kernel_decode_epilogue import DecodeEpilogue
 from cute_kernels.attention.kernel_decode_items import Rows
 from cute_kernels.attention.kernel_decode_producer import DecodeProducer
 from cute_kernels.attention.kernel_matrices import by_rows
-from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, quad_sum
+from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, quad_sum, reset, softmax_step
 from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
@@ -229,9 +229,12 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
                 splits = cute.ceil_div(tile_last, self.split_blocks) - first_split
 
                 self.first_block(tensors, state, rows, first, count)
-                for n in cutlass.range(first + 1, last, unroll=1):
-                    at = count + 2 * (n - first) - 1
-                    self.next_block(tensors, state, merged, partials, rows, first_split, n, at)
+                start = count - 2 * first - 1  # of a block's number in the ring
+                if const_expr(self.sequential):
+                    self.walk(tensors, state, merged, partials, rows, first, last, start)
+                else:
+                    for n in cutlass.range(first + 1, last, unroll=1):
+                        self.next_block(tensors, state, rows, n, start + 2 * n)
                 count += 2 * (last - first)
                 self.last_values(tensors, rows, last, count - 1)
                 for r in cutlass.range_constexpr(ROWS):
@@ -293,21 +296,70 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self.weigh_first(tensors, state, scores)
 
     @cute.jit
-    def next_block(
+    def walk(
         self,
         tensors: tuple,
         state: tuple,
         merged: tuple,
         partials: cute.Tensor,
         rows: Rows,
-        first_split: Int32,
+        first: Int32,
+        last: Int32,
+        start: Int32,
+    ):
+        """All but the last product with values, of all splits."""
+        first_split, end_split = first // self.split_blocks, cute.ceil_div(last, self.split_blocks)
+        for split in cutlass.range(first_split, end_split, unroll=1):
+            begin = cutlass.max(split * self.split_blocks, first) + 1
+            end = cutlass.min((split + 1) * self.split_blocks, last)
+            for n in cutlass.range(begin, end, unroll=1):
+                self.next_block(tensors, state, rows, n, start + 2 * n)
+            if end < last:
+                self.border_block(tensors, state, merged, partials, rows, end, start + 2 * end, split == first_split)
+
+    @cute.jit
+    def next_block(self, tensors: tuple, state: tuple, rows: Rows, n: Int32, count: Int32):
+        """Scores and p of block ``n`` beside the product of block n - 1 with the values."""
+        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        v_slot = self.issue_products(tensors, scores, count)
+        self.mask(scores, rows, n)
+        self.weigh(tensors, state, scores)
+        self.release(v_slot)
+        self.round_weights(scores, tensors[1])
+
+    @cute.jit
+    def border_block(
+        self,
+        tensors: tuple,
+        state: tuple,
+        merged: tuple,
+        partials: cute.Tensor,
+        rows: Rows,
         n: Int32,
         count: Int32,
+        is_first: Boolean,
     ):
-        """Scores and p of block ``n`` beside the product of block n - 1 with the values; at a border the merge."""
+        """``next_block`` where block n - 1 ends a split, of this tile the first one or not.
+
+        Apart from ``next_block``: ptxas serializes the products of a loop with this branch.
+        """
         output, weights = tensors
-        maximum, total, _ = state
+        maximum, total, rescale = state
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        v_slot = self.issue_products(tensors, scores, count)
+        ended_maximum, ended_total = per_row(), per_row()
+        for r in cutlass.range_constexpr(ROWS):
+            ended_maximum[r], ended_total[r] = maximum[r], total[r]
+        reset(maximum, total)
+        self.mask(scores, rows, n)
+        softmax_step(scores, maximum, total, rescale, self.score_scale)
+        self.end_split(output, ended_maximum, ended_total, merged, partials, rows, is_first)
+        self.release(v_slot)
+        self.round_weights(scores, weights)
+
+    @cute.jit
+    def issue_products(self, tensors: tuple, scores: cute.Tensor, count: Int32):
+        """A block's with q, which is waited for, and the block's before with p, which is not. Returns its v's slot."""
         k_slot, k_phase = self.place_in_ring(count)
         v_slot, v_phase = self.place_in_ring(count + 1)
         cute.arch.mbarrier_wait(self.full + k_slot, k_phase)
@@ -317,16 +369,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self.add_values(tensors, v_slot)
         warpgroup.wait_group(1)
         self.release(k_slot)
-
-        if const_expr(self.sequential):
-            if n % self.split_blocks == 0:
-                warpgroup.wait_group(0)
-                is_first = n == (first_split + 1) * self.split_blocks
-                self.end_split(output, maximum, total, merged, partials, rows, is_first)
-        self.mask(scores, rows, n)
-        self.weigh(tensors, state, scores)
-        self.release(v_slot)
-        self.round_weights(scores, weights)
+        return v_slot
 
     @cute.jit
     def last_values(self, tensors: tuple, rows: Rows, last: Int32, count: Int32):
