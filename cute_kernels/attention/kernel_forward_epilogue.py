@@ -78,10 +78,13 @@ class ForwardEpilogue(ForwardTiles, Products):
 
     @cute.jit
     def load_rows(self, maximum: cute.Tensor, total: cute.Tensor, thread: Int32):
+        """The four lanes of a row are here before one reads it, and before one writes it again."""
         pair = cute.make_rmem_tensor((2,), Float32)
+        cute.arch.sync_warp()
         for r in cutlass.range_constexpr(ROWS):
             cute.autovec_copy(self.kept_row(thread, r), pair)
             maximum[r], total[r] = pair[0], pair[1]
+        cute.arch.sync_warp()
 
     @cute.jit
     def finish(
