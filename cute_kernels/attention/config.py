@@ -64,6 +64,8 @@ class ForwardSpec(NamedTuple):
         packed_k: sequences of keys are packed, cu_seqlens_k says where.
         used_k: seqused_k says how many keys there are.
         padded: tensors have fewer channels than the kernel computes with.
+        cached: keys and values are a cache's; seqused_k counts them, without the new ones.
+        page_rows: rows of a page of the cache that one copy brings; 0: the cache is contiguous.
     """
 
     dtype: torch.dtype
@@ -77,6 +79,8 @@ class ForwardSpec(NamedTuple):
     packed_k: bool = False
     used_k: bool = False
     padded: bool = False
+    cached: bool = False
+    page_rows: int = 0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -177,6 +181,11 @@ FORWARD_SM100_CONFIGS = {
 }
 
 
+def panel_columns(size: int) -> int:
+    """Channels that lie together in shared memory, which the swizzle spans."""
+    return 32 if size % 64 else 64
+
+
 def merges_in_workspace(head_size: int) -> bool:
     """Whether a CTA's merged splits have no place in shared memory."""
     return head_size > 128
@@ -274,6 +283,38 @@ def decode_config(head_size_v: int, rows: int, tiles: int, splits: int, num_sms:
     """
     whole = rows >= WARPGROUP_ROWS and tiles >= 4 * num_sms
     return DecodeConfig(sequential=splits > 1 and whole and head_size_v <= 192)
+
+
+def prefills(head_size_v: int, queries: int, sequences: int, max_seqlen_q: int, heads: int, num_sms: int) -> bool:
+    """Whether the forward's kernel serves a call over a cache: tiles of a head's queries, all their splits in a CTA.
+
+    Where a sequence has whole tiles on average, and these occupy half of the SMs: the forward does not split keys. With
+    256 channels and pages it spills.
+    """
+    rows = 2 * WARPGROUP_ROWS
+    whole = max_seqlen_q >= rows and queries >= rows * sequences
+    return whole and 2 * (queries // rows) * heads >= num_sms and head_size_v <= 192
+
+
+def prefill_spec(spec: DecodeSpec, left: int = UNBOUNDED, right: int = 0) -> ForwardSpec:
+    """The Spec of the forward's kernel that serves the same calls; ``left``, ``right``: see ``window_bounds``."""
+    sizes = spec.head_size, spec.head_size_v
+    d, dv = kernel_sizes(*sizes)
+    window = left != UNBOUNDED or right not in (0, UNBOUNDED)
+    return ForwardSpec(
+        spec.dtype,
+        d,
+        right == 0 and not window,
+        dv,
+        window,
+        spec.softcap,
+        spec.sinks is not None,
+        packed_q=spec.packed,
+        used_k=True,
+        padded=sizes != (d, dv),
+        cached=True,
+        page_rows=spec.page_rows,
+    )
 
 
 class BackwardSpec(NamedTuple):

@@ -84,6 +84,8 @@ class ForwardSm100(ForwardSm100Epilogue, Rings):
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        page_table: None,
+        appended: None,
         workspace: cute.Tensor,
         score_scale: Float32,
         before_tanh: Float32,

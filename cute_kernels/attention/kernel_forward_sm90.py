@@ -20,6 +20,9 @@ Packed sequences: where a sequence begins is read from the device. Rows of v beh
 memory. Rows of out are cut off by TMA: out is seen as matrices of ``RAGGED_ROWS`` rows, one for each place in memory
 that a sequence may end at, whose last row is there.
 
+Over a cache, for whole tiles of queries of a sequence (a chunk of a prompt): blocks of keys come in boxes of a page's
+rows, the rest is the same.
+
 The parts: kernel_forward_tiles.py says which tiles and blocks, kernel_forward_producer.py loads, here they are walked
 over, kernel_products_sm90.py multiplies, kernel_forward_epilogue.py merges and writes.
 
@@ -38,6 +41,7 @@ from cute_kernels.attention.config import (
     ForwardSpec,
     grid_for,
     merges_in_workspace,
+    panel_columns,
 )
 from cute_kernels.attention.kernel_forward_epilogue import VECTOR, ForwardEpilogue
 from cute_kernels.attention.kernel_forward_producer import ForwardProducer
@@ -51,6 +55,7 @@ from jit_cache import Program, compiled
 TURN_BARRIER = 1  # the first of the named barriers of a warpgroup's turn to issue products
 # Registers of a producer's and a consumer's thread, by warpgroups that multiply; 65536 in all
 REGISTERS = {2: (24, 240), 3: (32, 160)}
+PAGED_REGISTERS = {**REGISTERS, 2: (40, 232)}
 
 
 class ForwardSm90(ForwardProducer, ForwardEpilogue):
@@ -69,6 +74,9 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.warpgroups, self.stages = config.warpgroups, config.stages
         self.ping_pong = config.ping_pong and config.warpgroups > 1
         self.tile_rows = config.tile_rows
+        self.paged = spec.page_rows > 0
+        self.box_rows = spec.page_rows or self.block
+        self.boxes = self.block // self.box_rows  # of a block
 
     @cute.jit
     def __call__(
@@ -82,6 +90,8 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        appended: Int32 | None,
         workspace: cute.Tensor | None,
         score_scale: Float32,
         before_tanh: Float32,
@@ -100,19 +110,23 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         tma_q, mQ = cpasync.make_tiled_tma_atom(
             load, by_rows(q), cute.slice_(sQ_layout, (None, None, 0)), (WARPGROUP_ROWS, d)
         )
-        tma_k, mK = cpasync.make_tiled_tma_atom(
-            load, by_rows(k), cute.slice_(sK_layout, (None, None, 0)), (self.block, d)
-        )
-        tma_v, mV = cpasync.make_tiled_tma_atom(
-            load, by_columns(v), cute.slice_(sV_layout, (None, None, 0)), (dv, self.block)
-        )
+        if const_expr(self.paged):
+            (tma_k, mK), (tma_v, mV) = (self.box_atom(load, cache, size) for cache, size in ((k, d), (v, dv)))
+        else:
+            tma_k, mK = cpasync.make_tiled_tma_atom(
+                load, by_rows(k), cute.slice_(sK_layout, (None, None, 0)), (self.block, d)
+            )
+            tma_v, mV = cpasync.make_tiled_tma_atom(
+                load, by_columns(v), cute.slice_(sV_layout, (None, None, 0)), (dv, self.block)
+            )
         tma_o, mO = cpasync.make_tiled_tma_atom(store, matrix_out, sO_layout, (WARPGROUP_ROWS, dv))
         m_tiles = cute.ceil_div(q.shape[1], self.tile_rows)
         counts = q.shape[2], q.shape[0] * q.shape[2], m_tiles, cute.ceil_div(m_tiles, 2)
         divisors = [cute.FastDivmodDivisorV2(Int32(count)) for count in counts]
         self.kernel(
             qk_mma, pv_mma, tma_q, mQ, tma_k, mK, tma_v, mV, tma_o, mO, out, lse, sinks, cu_seqlens_q, cu_seqlens_k,
-            seqused_k, workspace, score_scale, before_tanh, left, right, num_tiles, paired, *divisors,
+            seqused_k, page_table, appended, workspace, score_scale, before_tanh, left, right, num_tiles, paired,
+            *divisors,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -124,16 +138,24 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
     def layouts(self) -> tuple:
         """Swizzled shared memory: q of each warpgroup, the rings of k and v as wgmma reads them, a warpgroup's out."""
         kinds, d, dv = warpgroup.SmemLayoutAtomKind, self.head_size, self.head_size_v
-
-        def along(size: int):
-            return warpgroup.make_smem_layout_atom(kinds.K_SW64 if size % 64 else kinds.K_SW128, self.dtype)
-
         across = warpgroup.make_smem_layout_atom(kinds.MN_SW64 if dv % 64 else kinds.MN_SW128, self.dtype)
         return (
-            cute.tile_to_shape(along(d), (WARPGROUP_ROWS, d, self.warpgroups), order=(0, 1, 2)),
-            cute.tile_to_shape(along(d), (self.block, d, self.stages), order=(0, 1, 2)),
+            cute.tile_to_shape(self.along(d), (WARPGROUP_ROWS, d, self.warpgroups), order=(0, 1, 2)),
+            cute.tile_to_shape(self.along(d), (self.block, d, self.stages), order=(0, 1, 2)),
             cute.tile_to_shape(across, (dv, self.block, self.stages), order=(1, 0, 2)),
-            cute.tile_to_shape(along(dv), (WARPGROUP_ROWS, dv), order=(0, 1)),
+            cute.tile_to_shape(self.along(dv), (WARPGROUP_ROWS, dv), order=(0, 1)),
+        )
+
+    def along(self, size: int):
+        """The swizzle of rows of so many channels."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        return warpgroup.make_smem_layout_atom(kinds.K_SW64 if size % 64 else kinds.K_SW128, self.dtype)
+
+    def box_atom(self, load: cpasync.CopyBulkTensorTileG2SOp, cache: cute.Tensor, size: int) -> tuple:
+        """A copy of a box, and the cache as it sees it. Values lie in shared memory as keys do."""
+        box = self.box_rows, panel_columns(size)
+        return cpasync.make_tiled_tma_atom(
+            load, by_rows(cache), cute.tile_to_shape(self.along(size), box, order=(0, 1)), box
         )
 
     @cute.kernel
@@ -155,6 +177,8 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        appended: Int32 | None,
         workspace: cute.Tensor | None,
         score_scale: Float32,
         before_tanh: Float32,
@@ -189,20 +213,26 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         cute.arch.barrier()
 
         self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k = cu_seqlens_q, cu_seqlens_k, seqused_k
+        self.page_table, self.appended = page_table, appended
+        self.num_pages, self.page_size, self.lane = mK.shape[3], mK.shape[0], cute.arch.lane_idx()
         self.score_scale, self.before_tanh, self.left, self.right = score_scale, before_tanh, left, right
         divisors = by_heads, by_all_heads, by_m_tiles, by_pairs
         if const_expr(self.in_workspace):  # for the constants of quick divisions there are no registers
             divisors = [Int32(by.divisor) for by in divisors]
         self.by_heads, self.by_all_heads, self.by_m_tiles, self.by_pairs = divisors
         self.schedule(mQ, mK, num_tiles, paired)
+        registers = const_expr(PAGED_REGISTERS if self.paged and not self.in_workspace else REGISTERS)
         if warp < 4:
             if const_expr(self.warpgroups > 1):
-                cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
+                cute.arch.setmaxregister_decrease(registers[self.warpgroups][0])
             if warp == 0:
-                self.load(tma_q, mQ, tma_k, mK, tma_v, mV)
+                if const_expr(self.paged):
+                    self.load_pages(tma_q, mQ, tma_k, mK, tma_v, mV)
+                else:
+                    self.load(tma_q, mQ, tma_k, mK, tma_v, mV)
         else:
             if const_expr(self.warpgroups > 1):
-                cute.arch.setmaxregister_increase(REGISTERS[self.warpgroups][1])
+                cute.arch.setmaxregister_increase(registers[self.warpgroups][1])
             self.compute(qk_mma, pv_mma, tma_o, mO, lse, sinks, tidx - WARPGROUP)
             if const_expr(self.spec.packed_q):
                 self.fill_rest(out, lse, tidx - WARPGROUP)
@@ -447,6 +477,9 @@ def forward_sm90(arch: str, spec: ForwardSpec, config: ForwardConfig) -> Program
     """out (B, Lq, H, Dv) and lse (B, H, Lq) of q (B, Lq, H, D), k and v (B, Lk, Hkv, D), whose strides are multiples of
     16 bytes; with sinks (H,). Packed sequences: B of 1, lse (H, Lq), cu_seqlens int32.
 
+    k and v may be a cache: (B, capacity, Hkv, D), or (pages, page size, Hkv, D) with ``page_table`` (B, pages of a
+    sequence). A sequence has ``seqused_k`` keys, and its new ones where ``appended`` is 1.
+
     ``workspace``: 64 Dv fp32 numbers for each warpgroup of each CTA, where A is not in shared memory. ``score_scale``,
     ``before_tanh``: see ``score_factors``. ``left``, ``right``: see ``window_bounds``. ``num_tiles``: of tiles of all
     heads; of packed sequences at most that many. ``paired``: see ``ForwardSm90.tile_at``.
@@ -461,7 +494,7 @@ def entry_of(spec: ForwardSpec, in_workspace: bool) -> tuple:
     if spec.padded:
         d, dv = (cute.sym_int(divisibility=8) for _ in range(2))
     batch_q, batch_k, len_q, len_k, heads, pairs = (cute.sym_int() for _ in range(6))
-    if not spec.packed_q and not spec.packed_k:
+    if not spec.packed_q and not spec.packed_k and not spec.page_rows:
         batch_k = batch_q
 
     def operand(batch, length, number, size):
@@ -471,6 +504,10 @@ def entry_of(spec: ForwardSpec, in_workspace: bool) -> tuple:
     def integers(present):
         return cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if present else None
 
+    page_table = None
+    if spec.page_rows:
+        shape, strides = (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)
+        page_table = cute.runtime.make_fake_tensor(Int32, shape, strides, assumed_align=4)
     lse = (heads, len_q) if spec.packed_q else (batch_q, heads, len_q)
     return (
         operand(batch_q, len_q, heads, d),
@@ -482,6 +519,8 @@ def entry_of(spec: ForwardSpec, in_workspace: bool) -> tuple:
         integers(spec.packed_q),
         integers(spec.packed_k),
         integers(spec.used_k),
+        page_table,
+        Int32(0) if spec.cached else None,
         cute.runtime.make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16) if in_workspace else None,
         Float32(1.0),
         Float32(1.0),

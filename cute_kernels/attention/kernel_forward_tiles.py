@@ -45,8 +45,9 @@ class ForwardTiles:
     """A part of a kernel of the forward.
 
     It has ``spec``, ``causal``, ``window``, ``rows`` (of a warpgroup), ``tile_rows``, ``block``, ``in_workspace``,
-    ``warpgroups`` (that write), and of a call ``left``, ``right``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``seqused_k``
-    and the divisors ``by_heads``, ``by_all_heads``, ``by_m_tiles``, ``by_pairs``.
+    ``warpgroups`` (that write), and of a call ``left``, ``right``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``seqused_k``,
+    over a cache ``appended`` and ``page_table``, and the divisors ``by_heads``, ``by_all_heads``, ``by_m_tiles``,
+    ``by_pairs``.
     """
 
     def schedule(self, mQ: cute.Tensor, mK: cute.Tensor, num_tiles: Int32, paired: Int32):
@@ -55,6 +56,8 @@ class ForwardTiles:
         grid, _, _ = cute.arch.grid_dim()
         self.bidx, self.grid, self.paired = bidx, grid, paired
         self.len_q, self.heads, self.len_k = mQ.shape[0], mQ.shape[2], mK.shape[0]
+        if const_expr(self.spec.page_rows > 0):
+            self.len_k *= self.page_table.shape[1]
         self.group = self.heads // mK.shape[2]
         self.m_tiles = cute.ceil_div(self.len_q, self.tile_rows)
         self.all_heads = self.heads * mQ.shape[3]
@@ -96,7 +99,10 @@ class ForwardTiles:
             first_k = self.cu_seqlens_k[sequence]
             batch_k, len_k = Int32(0), self.cu_seqlens_k[sequence + 1] - first_k
         if const_expr(self.spec.used_k):
-            len_k = cutlass.min(self.seqused_k[sequence], len_k)
+            used = self.seqused_k[sequence]
+            if const_expr(self.spec.cached):
+                used += self.appended * len_q
+            len_k = cutlass.min(used, len_k)
         return Tile(m, head, batch_q, batch_k, first_q, first_k, len_q, len_k)
 
     @cute.jit

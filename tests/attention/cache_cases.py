@@ -6,10 +6,24 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels import attention_with_kv_cache
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.launch import decode as launch_decode
+from cute_kernels.runtime import launches
+
+# A CTA has a split, all splits, or the forward's kernel serves
+WAYS = ("parallel", "sequential", "forward")
+
+
+def choose_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Calls over a cache go this way, whatever their sizes."""
+    monkeypatch.setattr(launch_decode, "decode_config", lambda *sizes: DecodeConfig(way == "sequential"))
+    monkeypatch.setattr(launch_decode, "prefills", lambda *sizes: way == "forward")
+    launches.forget()
 
 
 @dataclass(frozen=True)

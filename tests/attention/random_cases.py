@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cute_kernels import attention, attention_with_kv_cache
 from cute_kernels.attention.config import grid_for
-from tests.attention.cache_cases import Layout, Sequences, cached, packed
+from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, packed
 from tests.attention.cases import BF16, FP16, bits
 
 # Compiled kinds: of each head size and dtype the rows of a page that one copy brings, for packed and dense queries
@@ -67,7 +67,7 @@ class Case:
         page_size, page_seed: of the cache.
         appended: keys and values of the queries are new.
         is_packed: queries are packed; else each has the same number.
-        sequential: a CTA walks over all splits of its rows.
+        way: one of WAYS.
     """
 
     order: tuple[int, ...]
@@ -77,7 +77,7 @@ class Case:
     page_seed: int
     appended: bool
     is_packed: bool
-    sequential: bool
+    way: str
 
 
 def limits_of(seed: int) -> Limits:
@@ -160,7 +160,7 @@ def case_of(source: Source, number: int) -> Case:
         order, lengths, queries = [0], [source.lengths[0]], [same if not is_packed else 1]
     return Case(
         tuple(order), tuple(lengths), tuple(queries), page_size, rng.randrange(1000), rng.random() < 0.5, is_packed,
-        rng.random() < 0.5,
+        rng.choice(WAYS),
     )  # fmt: skip
 
 

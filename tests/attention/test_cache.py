@@ -7,8 +7,8 @@ import torch
 
 from cute_kernels import UnsupportedDeviceError, attention, attention_with_kv_cache, merge_attention
 from cute_kernels.attention import launch
-from cute_kernels.attention.config import decode_config
-from tests.attention.cache_cases import Layout, Sequences, cached, packed, rows_of
+from cute_kernels.attention.config import ForwardSpec, decode_config, prefills
+from tests.attention.cache_cases import Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, SPLIT, same_bits
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
@@ -107,6 +107,44 @@ def test_what_compiles(generator):
         rows_of(sequences, [300, 9], [2, 1], Layout(128))
         rows_of(sequences, [300, 9], [2, 1], Layout(256))
         assert len(set(jobs)) == 2
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.page_size))
+def test_chunks_of_a_prompt(layout, is_packed, monkeypatch, generator):
+    """By the forward's kernel the same rows; its Spec says which masks there are, and how keys lie."""
+    lengths, m = [300, 140], 130
+    sequences = Sequences.make(lengths, 8, 2, 64, BF16, generator)
+    cache = cached(sequences, [n - m for n in lengths], layout, room=max(lengths))
+    q, k, v = (
+        [t[n - m : n] for t, n in zip(of, lengths, strict=True)] for of in (sequences.q, sequences.k, sequences.v)
+    )
+    together = torch.cat if is_packed else torch.stack
+    rows = {**(packed(q) if is_packed else {"q": torch.stack(q)}), "k": together(k), "v": together(v)}
+    wanted = ForwardSpec(BF16, 64, True, 64, packed_q=is_packed, used_k=True, cached=True)
+    wanted = wanted._replace(page_rows=min(layout.page_size, 128))
+    sinks = torch.zeros(8, dtype=BF16)
+    for options, facts in (
+        ({}, {}),
+        ({"causal": False}, {"causal": False}),
+        (
+            {"window": (200, 0), "softcap": 3.0, "sinks": sinks},
+            {"causal": False, "window": True, "softcap": True, "sinks": True},
+        ),
+    ):
+        found = {}
+        for way in ("parallel", "forward"):
+            choose_way(monkeypatch, way)
+            with fake_kernels() as jobs:
+                found[way] = attention_with_kv_cache(**rows, **cache, **options, return_lse=True)
+        assert jobs[-1][1][1] == wanted._replace(**facts)
+        assert_close(found["forward"], found["parallel"])
+
+
+def test_which_calls_are_chunks_of_a_prompt():
+    assert prefills(128, 512, 1, 512, 32, 132) and not prefills(128, 512, 1, 512, 8, 132)
+    assert not prefills(128, 64, 1, 64, 128, 132) and not prefills(256, 512, 1, 512, 32, 132)
+    assert prefills(128, 2048, 16, 2048, 32, 132) and not prefills(128, 2047, 16, 1000, 32, 132)
 
 
 def test_many_splits_and_many_tiles(generator):

@@ -1,5 +1,6 @@
 """Attention over a cache on a GPU: its rows have the bits of the forward's, whatever the batch, pages and chunks."""
 
+import functools
 import math
 import random
 
@@ -9,11 +10,20 @@ from torch import Tensor
 
 from cute_kernels import attention, attention_with_kv_cache
 from cute_kernels.attention import reference_cache
-from cute_kernels.attention.config import DecodeConfig, DecodeSpec, ForwardSpec, forward_config, grid_for, kernel_sizes
+from cute_kernels.attention.config import (
+    DecodeConfig,
+    DecodeSpec,
+    ForwardSpec,
+    forward_config,
+    grid_for,
+    kernel_sizes,
+    prefill_spec,
+    prefills,
+)
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cache_cases import Layout, Sequences, cached, packed, rows_of
+from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, SPLIT, bits, rms
 from tests.precompiled import precompile
 
@@ -25,7 +35,7 @@ pytestmark = [
     ),
 ]
 HEADS = pytest.mark.parametrize("head_size", HEAD_SIZES)
-WALKS = pytest.mark.parametrize("sequential", [False, True], ids=["parallel", "sequential"])
+WALKS = pytest.mark.parametrize("way", WAYS)
 SIZES = [(96, 96), (80, 72), (192, 128), (192, 192), (256, 256)]
 LAYOUTS = [Layout(), Layout(16), Layout(32, seed=1), Layout(64, seed=2), Layout(128, seed=3), Layout(256, seed=4)]
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 77]
@@ -51,19 +61,16 @@ def precompiled():
     for d, dv in SIZES:
         sizes = kernel_sizes(d, dv)
         forwards.append(ForwardSpec(BF16, sizes[0], True, sizes[1], padded=sizes != (d, dv)))
+    forwards += [prefill_spec(spec) for spec in specs if spec.head_size_v <= 192]
     jobs += [(forward_sm90, ("sm_90a", spec, forward_config(spec))) for spec in forwards]
     precompile(jobs)
 
 
 @pytest.fixture
 def walk(monkeypatch):
-    """Chooses one CTA for a split, or one for all."""
+    """Chooses a CTA for a split, one for all, or the forward's kernel."""
 
-    def choose(sequential: bool) -> None:
-        monkeypatch.setattr(launch_decode, "decode_config", lambda *sizes: DecodeConfig(sequential))
-        launches.forget()
-
-    yield choose
+    yield functools.partial(choose_way, monkeypatch)
     launches.forget()
 
 
@@ -99,19 +106,21 @@ def assert_rows(sequences: Sequences, lengths: list[int], queries: list[int], la
 @HEADS
 @WALKS
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.page_size))
-def test_a_row_has_the_bits_of_the_forward(layout, sequential, head_size, walk, generator):
+def test_a_row_has_the_bits_of_the_forward(layout, way, head_size, walk, generator):
     """T4, T6, T8, T9: one query, at every kind of length; what is behind the keys is NaN."""
-    walk(sequential)
+    walk(way)
     sequences = Sequences.make(LENGTHS, 8, 2, head_size, BF16, generator)
     assert_rows(sequences, LENGTHS, [1] * len(LENGTHS), layout)
 
 
 @WALKS
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_head_sizes(size, sequential, walk, generator):
+def test_head_sizes(size, way, walk, generator):
     """Those of other grids, and those that run as the next larger one."""
-    walk(sequential)
     d, dv = size
+    if way == "forward" and not prefills(dv, 1000, 1, 1000, 1000, 1):
+        pytest.skip("not used")
+    walk(way)
     split = grid_for(d, dv).split
     lengths = [split + 77, 2 * split + 1, 300, 5]
     sequences = Sequences.make(lengths, 4, 2, d, BF16, generator, dv)
@@ -122,9 +131,9 @@ def test_head_sizes(size, sequential, walk, generator):
 @HEADS
 @WALKS
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_chunks(dtype, sequential, head_size, walk, generator):
+def test_chunks(dtype, way, head_size, walk, generator):
     """T5: decode, chunks of a prompt and whole prompts in one batch, cut anywhere."""
-    walk(sequential)
+    walk(way)
     lengths = [2 * SPLIT + 77, SPLIT + 1, 300, 300, 1, SPLIT, 2 * SPLIT + 1]
     sequences = Sequences.make(lengths, 8, 2, head_size, dtype, generator)
     for layout in (Layout(), Layout(16)):
@@ -138,8 +147,8 @@ def test_groups(heads, pairs, head_size, walk, generator):
     """T12: rows of a tile are (query, head of the group), of any number."""
     lengths = [SPLIT + 77, 130, 5]
     sequences = Sequences.make(lengths, heads, pairs, head_size, BF16, generator)
-    for sequential in (False, True):
-        walk(sequential)
+    for way in WAYS:
+        walk(way)
         assert_rows(sequences, lengths, [1, 40, 3], Layout(16))
 
 
@@ -166,9 +175,9 @@ def test_the_batch(head_size, generator):
 
 @HEADS
 @WALKS
-def test_number_of_ctas(sequential, head_size, walk, monkeypatch, generator):
+def test_number_of_ctas(way, head_size, walk, monkeypatch, generator):
     """T11: 1, 7, 66 SMs, and all; items of several turns."""
-    walk(sequential)
+    walk(way)
     lengths = [2 * SPLIT + 77, 300, SPLIT + 1, 64]
     sequences = Sequences.make(lengths, 8, 2, head_size, BF16, generator)
     wanted = rows_of(sequences, lengths, [1, 100, 3, 1], Layout())
@@ -293,8 +302,8 @@ def test_windows(page_size, walk, generator):
     sequences = Sequences.make(lengths, 8, 2, 128, BF16, generator)
     layout = Layout(page_size)
     wanted = rows_of(sequences, lengths, queries, layout)
-    for sequential in (False, True):
-        walk(sequential)
+    for way in WAYS:
+        walk(way)
         for window in ((10**6, 0), (-1, None), (2 * SPLIT + 77, 5)):
             for i, pair in enumerate(rows_of(sequences, lengths, queries, layout, window=window)):
                 assert_same(pair, wanted[i], f"sequence {i}, window {window}")
@@ -308,8 +317,8 @@ def test_a_window_is_a_row_of_less_keys(walk, generator):
     """The first visible key at a split's border: the same bits as a sequence that has no other keys."""
     length = 2 * SPLIT + 300
     sequences = Sequences.make([length], 8, 2, 128, BF16, generator)
-    for sequential in (False, True):
-        walk(sequential)
+    for way in WAYS:
+        walk(way)
         found = rows_of(sequences, [length], [1], Layout(), window=(length - 1 - SPLIT, 0))
         tail = Sequences(*([t[0][SPLIT:]] for t in (sequences.q, sequences.k, sequences.v)))
         assert_same(found[0], rows_of(tail, [length - SPLIT], [1], Layout())[0], "window")
@@ -322,8 +331,8 @@ def test_softcap_and_sinks(walk, generator):
     wanted = rows_of(sequences, lengths, queries, layout)
     nothing = torch.full((8,), -math.inf, dtype=BF16, device="cuda")
     sinks = torch.randn(8, generator=generator, device="cuda").to(BF16)
-    for sequential in (False, True):
-        walk(sequential)
+    for way in WAYS:
+        walk(way)
         for i, pair in enumerate(rows_of(sequences, lengths, queries, layout, sinks=nothing)):
             assert_same(pair, wanted[i], f"sequence {i}")
         for options in ({"sinks": sinks}, {"softcap": 5.0}, {"softcap": 5.0, "sinks": sinks, "window": (1000, 0)}):
@@ -363,9 +372,9 @@ def test_accuracy(head_size, generator):
 
 
 @WALKS
-def test_a_graph_of_other_lengths(sequential, walk, generator):
+def test_a_graph_of_other_lengths(way, walk, generator):
     """T18: work follows from lengths on the device; counters are 0 again."""
-    walk(sequential)
+    walk(way)
     room = 3 * SPLIT
     sequences = Sequences.make([room] * 4, 8, 2, 128, BF16, generator)
     cache = cached(sequences, [room - 1] * 4, Layout(16), room=room)

@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from cute_kernels.attention.config import AppendSpec, DecodeConfig, DecodeSpec, ForwardSpec, configs_for
-from cute_kernels.attention.launch import decode as launch_decode
+from cute_kernels.attention.config import (
+    AppendSpec,
+    DecodeConfig,
+    DecodeSpec,
+    ForwardSpec,
+    configs_for,
+    forward_config,
+    prefill_spec,
+)
 from cute_kernels.runtime import launches
+from tests.attention.cache_cases import choose_way
 from tests.attention.on_gpu import HOPPER
 from tests.attention.random_cases import KINDS, case_of, describe, differing, source_of
 from tests.precompiled import precompile
@@ -26,6 +34,8 @@ def jobs_of_kinds() -> list[tuple]:
             for rows in pages:
                 spec = DecodeSpec(dtype, d, d, is_packed, rows)
                 jobs += [(decode_sm90, ("sm_90a", spec, DecodeConfig(sequential))) for sequential in (False, True)]
+                forward = prefill_spec(spec)
+                jobs.append((forward_sm90, ("sm_90a", forward, forward_config(forward))))
                 jobs.append((append, ("sm_90a", AppendSpec(dtype, d, d, is_packed, rows > 0))))
         for options in ({}, {"packed_q": True, "packed_k": True}):
             spec = ForwardSpec(dtype, d, True, d, **options)
@@ -45,8 +55,7 @@ def test_rows_of_a_cache_are_the_forwards(seed, monkeypatch):
     for number in range(CASES):
         case = case_of(source, number)
         with monkeypatch.context() as patch:
-            patch.setattr(launch_decode, "decode_config", lambda *sizes, way=case.sequential: DecodeConfig(way))
-            launches.forget()
+            choose_way(patch, case.way)
             found.append(differing(source, case))
     launches.forget()
     counts = torch.stack([wrong.sum() for wrong in found]).tolist()

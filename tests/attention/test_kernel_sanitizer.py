@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels import attention, attention_with_kv_cache
-from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
-from tests.attention.cache_cases import Layout, Sequences, cached, packed
+from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed
 from tests.attention.cases import BF16, Case, make_inputs, make_packed
 from tests.attention.on_gpu import HOPPER
 from tests.fakes import fake_kernels
@@ -34,14 +31,12 @@ print("done")
 
 
 @contextmanager
-def few_ctas(sequential: bool = False) -> Iterator[None]:
-    """Two SMs, so that a CTA has several tiles; over a cache one CTA for all splits of a tile or for one."""
+def few_ctas(way: str = "parallel") -> Iterator[None]:
+    """Two SMs, so that a CTA has several tiles; ``way``: over a cache, one of WAYS."""
     whole = launches.target_of
-    with (
-        mock.patch.object(launches, "target_of", lambda index: whole(index)._replace(num_sms=2)),
-        mock.patch.object(launch_decode, "decode_config", lambda *sizes: DecodeConfig(sequential)),
-    ):
-        launches.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "target_of", lambda index: whole(index)._replace(num_sms=2))
+        choose_way(patch, way)
         yield
     launches.forget()
 
@@ -81,7 +76,7 @@ def packs(device: str) -> list[Tensor]:
     return list(found)
 
 
-def over_a_cache(sequential: bool):
+def over_a_cache(way: str):
     """New keys, contiguous and in pages."""
 
     def results(device: str) -> list[Tensor]:
@@ -94,14 +89,14 @@ def over_a_cache(sequential: bool):
             )
             arguments = {**rows, **cache, "k": new_k["q"], "v": new_v["q"]}
             arguments = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
-            with few_ctas(sequential):
+            with few_ctas(way):
                 found += attention_with_kv_cache(**arguments, return_lse=True)
         return found
 
     return results
 
 
-RUNS = {"dense": dense, "packed": packs, "cache": over_a_cache(False), "cache, sequential": over_a_cache(True)}
+RUNS = {"dense": dense, "packed": packs, **{f"cache, {way}": over_a_cache(way) for way in WAYS}}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.attention.cache_cases import WAYS
 from tests.attention.random_cases import FAR, LARGE, TINY, case_of, describe, differing, rows_of, source_of
 from tests.fakes import fake_kernels
 
@@ -33,7 +34,7 @@ class Drawn:
 
 
 def test_cases_cover_what_they_are_for():
-    """Every page size, dense and packed queries, decode and whole prompts, new keys, both walks, borders of splits."""
+    """Every page size, dense and packed queries, decode and whole prompts, new keys, every way, borders of splits."""
     kinds = (128, torch.bfloat16), (64, torch.bfloat16)
     cases = [
         case_of(Drawn(seed, limits, kinds[seed % 2], [limits.longest, 4096, 2049, 130, 1]), number)
@@ -42,8 +43,9 @@ def test_cases_cover_what_they_are_for():
         for number in range(100)
     ]
     assert {c.page_size for c in cases} == {0, 16, 32, 64, 128, 256, 384}
-    for name in ("appended", "is_packed", "sequential"):
+    for name in ("appended", "is_packed"):
         assert {getattr(c, name) for c in cases} == {False, True}
+    assert {c.way for c in cases} == set(WAYS)
     places = [place for c in cases for place in zip(c.lengths, c.queries, strict=True)]
     assert {1, 2, 5} <= {m for _, m in places} and any(m == n > 64 for n, m in places)
     assert all(1 <= m <= n for n, m in places) and max(n for n, _ in places) > 100_000

@@ -20,6 +20,8 @@ def forward_sm90(
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_k,
+    page_table,
+    appended,
     workspace,
     score_scale,
     before_tanh,
@@ -43,6 +45,13 @@ def forward_sm90(
     assert bool(before_tanh) == spec.softcap
     softcap = score_scale / LOG2E if spec.softcap else 0.0
     scale = before_tanh * softcap if spec.softcap else score_scale / LOG2E
+    assert (appended is None) == (not spec.cached) and (page_table is None) == (not spec.page_rows)
+    if spec.cached:
+        assert spec.used_k and not spec.packed_k
+        assert spec.page_rows == (0 if page_table is None else min(k.shape[1], grid_for(d, dv).block))
+        bounds = (UNBOUNDED, 0) if spec.causal else (left, right) if spec.window else (UNBOUNDED, UNBOUNDED)
+        _over_a_cache(q, k, v, seqused_k, page_table, cu_seqlens_q, out, lse, sinks, scale, softcap, bounds, appended)
+        return
     # fp64: what torch's sums owe to the number of rows is then gone with the rounding
     found = reference.attention(
         q[0] if spec.packed_q else q,
@@ -125,24 +134,47 @@ def decode_sm90(
     scale, softcap = score_scale / LOG2E, 0.0
     if spec.softcap:
         scale, softcap = before_tanh * scale, scale
+    _over_a_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        page_table,
+        cu_seqlens_q,
+        out,
+        lse,
+        sinks,
+        scale,
+        softcap,
+        (left, right),
+        appended,
+    )
+
+
+def _over_a_cache(
+    q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, out, lse, sinks, scale, softcap, bounds, appended
+) -> None:
+    """``q`` and ``out`` packed as a batch of one."""
+    packed = cu_seqlens_q is not None
+    queries = cu_seqlens_q.diff() if packed else torch.full_like(cache_seqlens, q.shape[1])
     found = reference_cache.attention_with_kv_cache(
         q[0] if packed else q,
         k_cache,
         v_cache,
-        cache_seqlens=keys,
+        cache_seqlens=cache_seqlens + appended * queries,
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=int(queries.max()) if packed else None,
         causal=False,
-        window=tuple(None if bound == UNBOUNDED else bound for bound in (left, right)),
+        window=tuple(None if bound == UNBOUNDED else bound for bound in bounds),
         softcap=softcap,
         sinks=sinks,
         scale=scale,
         return_lse=True,
         compute_dtype=torch.float64,
     )
-    out.copy_(found[0])
-    lse.copy_(found[1])
+    (out[0] if packed else out).copy_(found[0])
+    (lse[0] if lse.dim() == 3 and packed else lse).copy_(found[1])
 
 
 def _sequences(cu_seqlens, batch, length):

@@ -19,9 +19,11 @@ from cute_kernels.attention.config import (
     decode_config,
     grid_for,
     page_rows,
+    prefills,
     score_factors,
 )
 from cute_kernels.attention.launch.forward import regular
+from cute_kernels.attention.launch.prefill import prefill
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
 from cute_kernels.runtime.operators import alias, empty, operator
@@ -61,11 +63,17 @@ def attention_decode(
     queries = of_q[0] if packed else of_q[0] * of_q[1]
     grid = grid_for(d, dv)
     rows = 0 if page_table is None else page_rows(of_k[1], grid.block)
-    spec = DecodeSpec(q.dtype, d, dv, packed, rows, softcap != 0.0, None if sinks is None else sinks.dtype)
     index = q.get_device()
     sequences = cache_seqlens.shape[0] or 1
+    spec = DecodeSpec(q.dtype, d, dv, packed, rows, softcap != 0.0, None if sinks is None else sinks.dtype)
     splits = -(-max_seqlen_k // grid.split) or 1
     launch = _decode.get(index, spec).of((sequences, queries, heads, pairs, max_seqlen_q, splits))
+    if launch is None:
+        prefill(
+            spec, q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, sinks, out, lse, max_seqlen_q, appended,
+            left, right, softcap, scale,
+        )  # fmt: skip
+        return
     if observers:
         observe(launch, (sequences, heads, max_seqlen_q, max_seqlen_k, d), index)
     if packed:
@@ -130,21 +138,23 @@ class DecodeLaunches:
                 "Pass backend='reference' to run plain torch"
             )
         self._target, self._spec = target, spec
-        self._launches: dict[Sizes, DecodeLaunch] = bounded()
+        self._launches: dict[Sizes, tuple[DecodeLaunch | None]] = bounded()
 
-    def of(self, sizes: Sizes) -> DecodeLaunch:
-        """The launch for these sizes."""
-        launch = self._launches.get(sizes)
-        if launch is None:
-            launch = self._launches[sizes] = launch_of(self._target, self._spec, sizes)
-        return launch
+    def of(self, sizes: Sizes) -> DecodeLaunch | None:
+        """The launch for these sizes; None: the forward's kernel is to be launched."""
+        found = self._launches.get(sizes)
+        if found is None:
+            found = self._launches[sizes] = (launch_of(self._target, self._spec, sizes),)
+        return found[0]
 
 
-def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch:
-    """The launch of the kernel that is chosen for these sizes."""
+def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch | None:
+    """The launch of the kernel that is chosen for these sizes; None: that of the forward."""
+    sequences, queries, heads, pairs, max_seqlen_q, splits = sizes
+    if prefills(spec.head_size_v, queries, sequences, max_seqlen_q, heads, target.num_sms):
+        return None
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
 
-    sequences, queries, heads, pairs, max_seqlen_q, splits = sizes
     group, dv = heads // pairs, spec.head_size_v
     rows = queries * group  # of a pair; the tiles of all sequences are at most
     tiles = min(sequences * -(-max_seqlen_q * group // WARPGROUP_ROWS), rows // WARPGROUP_ROWS + sequences) * pairs

@@ -161,7 +161,7 @@ def attention_into(
         seqused_k is not None,
         sizes != (d, dv),
     )
-    launch = _forward.get(q.get_device(), (spec, forward_config(spec, max_seqlen_k if packed_k else k.shape[1])))
+    launch = forward_launch(q.get_device(), spec, forward_config(spec, max_seqlen_k if packed_k else k.shape[1]))
     launch.run(
         q, k, v, out, lse, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
     )
@@ -223,8 +223,10 @@ class ForwardLaunch(NamedTuple):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_q: int | None = None,
         seqused_k: Tensor | None = None,
+        page_table: Tensor | None = None,
+        appended: int | None = None,
     ) -> None:
-        """Write out and lse; ``left`` and ``right`` as of ``window_bounds``."""
+        """Write out and lse; ``left`` and ``right`` as of ``window_bounds``. k and v may be a cache's."""
         spec, rows = self.spec, self.config.tile_rows
         if spec.packed_q:
             q, out = q.unsqueeze(0), out.unsqueeze(0)
@@ -246,8 +248,11 @@ class ForwardLaunch(NamedTuple):
         if numbers:
             num_ctas = min(num_tiles, self.num_sms)
             workspace = empty(q, (num_ctas * numbers,), torch.float32)
-        kv_heads = max(batch, k.shape[0]) * k.shape[2]
-        paired = not spec.packed_q and pairs_tiles(spec, num_tiles, self.num_sms, kv_heads, k.shape[1])
+        sequences_k, len_k = k.shape[:2]
+        if page_table is not None:
+            sequences_k, len_k = batch, len_k * page_table.shape[1]
+        kv_heads = max(batch, sequences_k) * k.shape[2]
+        paired = not spec.packed_q and pairs_tiles(spec, num_tiles, self.num_sms, kv_heads, len_k)
         score_scale, before_tanh = score_factors(scale, softcap)[::-1]
         q, k, v, out = regular(q), regular(k), regular(v), regular(out)
         self.function(
@@ -260,6 +265,8 @@ class ForwardLaunch(NamedTuple):
             cu_seqlens_q,
             cu_seqlens_k,
             seqused_k,
+            page_table,
+            appended,
             workspace,
             score_scale,
             before_tanh,
@@ -286,3 +293,8 @@ def _make_forward(target: Target, key: tuple[ForwardSpec, ForwardConfig]) -> For
 
 
 _forward = LaunchCache(_make_forward)
+
+
+def forward_launch(index: int, spec: ForwardSpec, config: ForwardConfig) -> ForwardLaunch:
+    """The launch of a kernel on a device; another architecture has a config of its own."""
+    return _forward.get(index, (spec, config))
