@@ -522,9 +522,12 @@ def _fused_attention(model: Model, num_sms: int) -> None:
             lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
             tensors = rows, rows, keys, keys, rows, lse, None
             attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
-    # A token of one sequence, whose splits are CTAs of their own; chunks of so many that a CTA has all splits of a tile
+    # A token of one sequence, whose splits are CTAs of their own; chunks of so many that a CTA has all splits of a
+    # tile; a prompt whose tiles fill the GPU, by the forward's kernel
     split = grid_for(d).split
-    for (batch, queries), paged in itertools.product(((1, 1), (4 * num_sms, WARPGROUP_ROWS)), (False, True)):
+    calls = (1, 1), (4 * num_sms, WARPGROUP_ROWS), (1, 2 * WARPGROUP_ROWS * num_sms)
+    lefts = (UNBOUNDED, 4) if model.has_window else (UNBOUNDED,)
+    for (batch, queries), paged, left in itertools.product(calls, (False, True), lefts):
         pages = 2 * split // PAGE_SIZE
         cache = _empty(batch * pages, PAGE_SIZE, pairs, d, dtype=dtype)
         cache = cache if paged else cache.view(batch, 2 * split, pairs, d)
@@ -533,7 +536,7 @@ def _fused_attention(model: Model, num_sms: int) -> None:
         used, lse = _empty(batch, **int32), _empty(batch, heads, queries, dtype=FP32)
         if paged:
             attention_append.function(q[:, :, :pairs], q[:, :, :pairs], cache, cache, used, table, None, queries)
-        options = queries, 2 * split, paged, UNBOUNDED, 0, softcap, 1.0
+        options = queries, 2 * split, paged, left, 0, softcap, 1.0
         attention_decode.function(q, cache, cache, used, table, None, None, out, lse, *options)
 
 

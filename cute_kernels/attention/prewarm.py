@@ -1,6 +1,6 @@
 """The kernels of attention that an installation needs: bf16 and fp16, every head size, what models combine.
 
-Over a cache those of dense and packed queries, contiguous and in pages of 16.
+Over a cache those of dense and packed queries, contiguous and in pages of 16, of decode and of chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from cute_kernels.attention.config import (
     delta_spec,
     finish_dkv_spec,
     finish_dq_spec,
+    forward_config,
+    prefill_spec,
 )
 from cute_kernels.runtime.targets import expect_arch
 
@@ -68,7 +70,9 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         for d, dv in CACHED:
             for packed in (False, True):
                 for rows in (0, 16):
-                    yield decode_sm90, (arch, DecodeSpec(dtype, d, dv, packed, rows), DecodeConfig())
+                    spec = DecodeSpec(dtype, d, dv, packed, rows)
+                    yield decode_sm90, (arch, spec, DecodeConfig())
+                    yield forward, (arch, prefill_spec(spec), forward_config(prefill_spec(spec)))
                     yield append, (arch, AppendSpec(dtype, d, dv, packed, rows > 0))
         yield from _backward(arch, dtype)
 

@@ -10,9 +10,12 @@ from cute_kernels.attention.config import (
     FORWARD_CONFIGS,
     FORWARD_SM100_CONFIGS,
     BackwardSpec,
+    DecodeSpec,
     ForwardSpec,
     configs_for,
+    forward_config,
     grid_for,
+    prefill_spec,
 )
 from cute_kernels.attention.kernel_forward_sm100 import REGISTERS
 from tests.attention.cases import BF16
@@ -84,6 +87,17 @@ def test_other_configs_compile_without_spills(config):
 def test_what_is_not_prewarmed_compiles_without_spills(options, arch):
     builder, spec = next(prewarm.specializations(arch))[0], ForwardSpec(BF16, 128, True, 128, **options)
     check_record(builder.obtain(arch, spec, configs_for(arch, spec)[0]).record)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)], ids=str)
+def test_chunks_of_a_prompt_compile_without_spills(sizes, rows):
+    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
+
+    spec = prefill_spec(DecodeSpec(BF16, *sizes, True, min(rows, grid_for(*sizes).block)))
+    check_record(forward_sm90.obtain("sm_90a", spec, forward_config(spec)).record)
 
 
 def test_instructions(tmp_path):

@@ -13,6 +13,7 @@ from cute_kernels.attention.config import (
     backward_config,
     configs_for,
     forward_config,
+    prefill_spec,
 )
 from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
@@ -87,6 +88,13 @@ def test_decode_of_all_splits(spec):
     kernel = decode(spec, DecodeConfig(sequential=True))
     assert not is_serialized(kernel)
     check_record(kernel.record)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("spec", [spec for spec in DECODE if spec.head_size_v <= 192], ids=str)
+def test_chunks_of_a_prompt(spec):
+    assert not is_serialized(forward(prefill_spec(spec)))
 
 
 def backward_spec(sizes: tuple[int, int], causal: bool, grouped: bool, **options) -> BackwardSpec:
