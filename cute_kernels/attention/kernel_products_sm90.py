@@ -81,9 +81,12 @@ class Products:
         """p of a block; O, whose product with the block before is waited for, is rescaled where a maximum moves."""
         output, _ = tensors
         maximum, total, rescale = state
-        # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it
-        if cute.arch.vote_any_sync(softmax_step(scores, maximum, total, rescale, self.score_scale)):
-            warpgroup.wait_group(0)
+        moved = softmax_step(scores, maximum, total, rescale, self.score_scale)
+        # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it. The
+        # wait is not in the branch, which a warp may take alone: all of a warpgroup execute the same one
+        for _ in cutlass.range(Int32(-self.score_scale), unroll=1):  # not once, which the compiler does not know
+            cute.arch.sync_warp()
+        warpgroup.wait_group(0)
+        if cute.arch.vote_any_sync(moved):
             for i in cutlass.range_constexpr(cute.size(output)):
                 output[i] = rescale_element(output[i], rescale[row_of(i)])
-        warpgroup.wait_group(0)
