@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import SHORT, UNBOUNDED, WARPGROUP_ROWS, grid_for
+from cute_kernels.attention.config import FEW_ROWS, SHORT, UNBOUNDED, WARPGROUP_ROWS, grid_for
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
@@ -522,10 +522,10 @@ def _fused_attention(model: Model, num_sms: int) -> None:
             lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
             tensors = rows, rows, keys, keys, rows, lse, None
             attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
-    # A token of one sequence, whose splits are CTAs of their own; chunks of so many that a CTA has all splits of a
-    # tile; a prompt whose tiles fill the GPU, by the forward's kernel
+    # A token of one sequence, whose splits are CTAs of their own, and more rows; chunks of so many that a CTA has all
+    # splits of a tile; a prompt whose tiles fill the GPU, by the forward's kernel
     split = grid_for(d).split
-    calls = (1, 1), (4 * num_sms, WARPGROUP_ROWS), (1, 2 * WARPGROUP_ROWS * num_sms)
+    calls = (1, 1), (1, FEW_ROWS + 1), (4 * num_sms, WARPGROUP_ROWS), (1, 2 * WARPGROUP_ROWS * num_sms)
     lefts = (UNBOUNDED, 4) if model.has_window else (UNBOUNDED,)
     for (batch, queries), paged, left in itertools.product(calls, (False, True), lefts):
         pages = 2 * split // PAGE_SIZE

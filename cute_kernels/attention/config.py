@@ -228,6 +228,9 @@ class DecodeSpec(NamedTuple):
     sinks: torch.dtype | None = None
 
 
+FEW_ROWS = 8  # (query, head of the group): a thread's other row is 8 below
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """Choices that change no bit.
@@ -235,10 +238,12 @@ class DecodeConfig:
     Attributes:
         sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
         ctas_per_sm: that share an SM.
+        few_rows: a tile has at most ``FEW_ROWS``: of its two rows a thread computes the first one alone.
     """
 
     sequential: bool = False
     ctas_per_sm: int = 1
+    few_rows: bool = False
 
 
 class AppendSpec(NamedTuple):
@@ -274,15 +279,17 @@ def page_rows(page_size: int, block: int) -> int:
     return min(page_size, block)
 
 
-def decode_config(head_size_v: int, rows: int, tiles: int, splits: int, num_sms: int) -> DecodeConfig:
-    """One CTA for all splits of a tile where a sequence has whole tiles of ``rows`` and tiles are many: less workspace.
+def decode_config(head_size_v: int, rows: int, most_rows: int, tiles: int, splits: int, num_sms: int) -> DecodeConfig:
+    """``rows``: (query, head of the group) of a sequence, on average; ``most_rows``: of any.
+
+    One CTA for all splits of a tile where a sequence has whole tiles of ``rows`` and tiles are many: less workspace.
 
     Not in decode, however many sequences there are: of lengths that differ, the longest is waited for (64 sequences of
     300 to 16000 keys, 32 heads on 8 of 128: 466 us with a CTA for a split, 601 with one for all; H200). With 256
     channels of O it spills.
     """
     whole = rows >= WARPGROUP_ROWS and tiles >= 4 * num_sms
-    return DecodeConfig(sequential=splits > 1 and whole and head_size_v <= 192)
+    return DecodeConfig(sequential=splits > 1 and whole and head_size_v <= 192, few_rows=most_rows <= FEW_ROWS)
 
 
 def prefills(head_size_v: int, queries: int, sequences: int, max_seqlen_q: int, heads: int, num_sms: int) -> bool:

@@ -60,6 +60,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
         self.ctas_per_sm, self.sequential = config.ctas_per_sm, config.sequential
+        self.thread_rows = 1 if config.few_rows else ROWS
         self.stages = decode_slots(spec.head_size, spec.head_size_v, config)
         self.slot_size = self.block * max(self.width, self.width_v)
 
@@ -352,7 +353,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
             ended_maximum[r], ended_total[r] = maximum[r], total[r]
         reset(maximum, total)
         self.mask(scores, rows, n)
-        softmax_step(scores, maximum, total, rescale, self.score_scale)
+        softmax_step(scores, maximum, total, rescale, self.score_scale, self.thread_rows)
         self.end_split(output, ended_maximum, ended_total, merged, partials, rows, is_first)
         self.release(v_slot)
         self.round_weights(scores, weights)

@@ -13,11 +13,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
-from cute_kernels.attention.kernel_row import per_row, rescale_element, reset, row_of, softmax_step
+from cute_kernels.attention.kernel_row import ROWS, per_row, rescale_element, reset, row_of, softmax_step
 
 
 class Products:
     """A part of a kernel, with ``dtype``, ``head_size``, ``block`` (keys), ``sQ``, ``sK``, ``sV``, ``score_scale``."""
+
+    thread_rows = ROWS  # rows of a thread that exist
 
     def tiled_mma(self, columns: int, of_values: bool) -> cute.TiledMma:
         """Q and K lie along the head size in shared memory; P is in registers, V lies across."""
@@ -72,7 +74,7 @@ class Products:
         """p of the first block of a row's split."""
         output, weights = tensors
         reset(state[0], state[1])
-        softmax_step(scores, state[0], state[1], state[2], self.score_scale)
+        softmax_step(scores, state[0], state[1], state[2], self.score_scale, self.thread_rows)
         self.round_weights(scores, weights)
         output.fill(0.0)
 
@@ -81,7 +83,7 @@ class Products:
         """p of a block; O, whose product with the block before is waited for, is rescaled where a maximum moves."""
         output, _ = tensors
         maximum, total, rescale = state
-        moved = softmax_step(scores, maximum, total, rescale, self.score_scale)
+        moved = softmax_step(scores, maximum, total, rescale, self.score_scale, self.thread_rows)
         # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it. The
         # wait is not in the branch, which a warp may take alone: all of a warpgroup execute the same one
         for _ in cutlass.range(Int32(-self.score_scale), unroll=1):  # not once, which the compiler does not know
@@ -89,4 +91,5 @@ class Products:
         warpgroup.wait_group(0)
         if cute.arch.vote_any_sync(moved):
             for i in cutlass.range_constexpr(cute.size(output)):
-                output[i] = rescale_element(output[i], rescale[row_of(i)])
+                if cutlass.const_expr(row_of(i) < self.thread_rows):
+                    output[i] = rescale_element(output[i], rescale[row_of(i)])

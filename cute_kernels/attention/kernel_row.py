@@ -126,24 +126,30 @@ def shift_of(maximum: Float32, score_scale: Float32) -> Float32:
 
 @cute.jit
 def softmax_step(
-    scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, rescale: cute.Tensor, score_scale: Float32
+    scores: cute.Tensor,
+    maximum: cute.Tensor,
+    total: cute.Tensor,
+    rescale: cute.Tensor,
+    score_scale: Float32,
+    rows: cutlass.Constexpr[int] = ROWS,
 ):
-    """Scores of a block become p, ``maximum`` and ``total`` (of this lane's columns) follow.
+    """Scores of a block become p, ``maximum`` and ``total`` (of this lane's columns) follow; ``rows``: that there are.
 
     ``rescale`` is what O is to be multiplied with before the block's product is added, 1 where a row's maximum stays.
     Returns whether a row's moved.
     """
-    moved, shift = [], []
-    for row in cutlass.range_constexpr(ROWS):
+    moved, shift = Boolean(False), []
+    for row in cutlass.range_constexpr(rows):
         maximum[row], rescale[row], moves = move_maximum(maximum[row], row_maximum(scores, row), score_scale)
         total[row] = multiply(total[row], rescale[row])
         shift.append(shift_of(maximum[row], score_scale))
-        moved.append(moves)
+        moved = moves if row == 0 else moved | moves
     for i in cutlass.range_constexpr(cute.size(scores)):  # columns ascending
         row = row_of(i)
-        scores[i] = exp2(multiply_add(scores[i], score_scale, shift[row]))
-        total[row] = add(total[row], scores[i])
-    return moved[0] | moved[1]
+        if cutlass.const_expr(row < rows):
+            scores[i] = exp2(multiply_add(scores[i], score_scale, shift[row]))
+            total[row] = add(total[row], scores[i])
+    return moved
 
 
 def rescale_element(output: Float32, factor: Float32) -> Float32:

@@ -71,7 +71,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             for packed in (False, True):
                 for rows in (0, 16):
                     spec = DecodeSpec(dtype, d, dv, packed, rows)
-                    yield decode_sm90, (arch, spec, DecodeConfig())
+                    for few_rows in (False, True):
+                        yield decode_sm90, (arch, spec, DecodeConfig(few_rows=few_rows))
                     yield forward, (arch, prefill_spec(spec), forward_config(prefill_spec(spec)))
                     yield append, (arch, AppendSpec(dtype, d, dv, packed, rows > 0))
         yield from _backward(arch, dtype)

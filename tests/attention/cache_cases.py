@@ -11,17 +11,22 @@ import torch
 from torch import Tensor
 
 from cute_kernels import attention_with_kv_cache
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.config import FEW_ROWS, DecodeConfig
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 
 # A CTA has a split, all splits, or the forward's kernel serves
 WAYS = ("parallel", "sequential", "forward")
+CONFIGS = DecodeConfig(), DecodeConfig(few_rows=True), DecodeConfig(sequential=True)  # of the first two
 
 
 def choose_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Calls over a cache go this way, whatever their sizes."""
-    monkeypatch.setattr(launch_decode, "decode_config", lambda *sizes: DecodeConfig(way == "sequential"))
+
+    def config(head_size_v: int, rows: int, most_rows: int, *sizes: int) -> DecodeConfig:
+        return DecodeConfig(way == "sequential", few_rows=way == "parallel" and most_rows <= FEW_ROWS)
+
+    monkeypatch.setattr(launch_decode, "decode_config", config)
     monkeypatch.setattr(launch_decode, "prefills", lambda *sizes: way == "forward")
     launches.forget()
 

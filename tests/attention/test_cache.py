@@ -7,7 +7,7 @@ import torch
 
 from cute_kernels import UnsupportedDeviceError, attention, attention_with_kv_cache, merge_attention
 from cute_kernels.attention import launch
-from cute_kernels.attention.config import ForwardSpec, decode_config, prefills
+from cute_kernels.attention.config import DecodeConfig, ForwardSpec, decode_config, prefills
 from tests.attention.cache_cases import Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, SPLIT, same_bits
 from tests.fakes import fake_kernels
@@ -155,8 +155,10 @@ def test_many_splits_and_many_tiles(generator):
             cache = torch.zeros(batch, SPLIT + 1, pairs, 64, dtype=BF16)
             seqlens = torch.full((batch,), 64, dtype=torch.int32)
             assert (attention_with_kv_cache(q, cache, cache, cache_seqlens=seqlens) == 0).all()
-    assert decode_config(64, 64, 540, 2, 132).sequential and not decode_config(64, 64, 540, 1, 132).sequential
-    assert not decode_config(64, 1, 1060, 2, 132).sequential and not decode_config(256, 64, 540, 2, 132).sequential
+    assert decode_config(64, 64, 64, 540, 2, 132) == DecodeConfig(sequential=True)
+    for sizes in ((64, 64, 64, 540, 1), (64, 9, 9, 1060, 2), (256, 64, 64, 540, 2)):
+        assert decode_config(*sizes, 132) == DecodeConfig()
+    assert decode_config(64, 1, 8, 1060, 2, 132) == DecodeConfig(few_rows=True)
 
 
 def test_as_an_operator(generator):

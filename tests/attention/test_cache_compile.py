@@ -10,12 +10,12 @@ from tests.marks import first_of
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
-PARALLEL, SEQUENTIAL = DecodeConfig(), DecodeConfig(sequential=True)
+PARALLEL, SEQUENTIAL, FEW = DecodeConfig(), DecodeConfig(sequential=True), DecodeConfig(few_rows=True)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("config", [PARALLEL, SEQUENTIAL], ids=["parallel", "sequential"])
+@pytest.mark.parametrize("config", [PARALLEL, SEQUENTIAL, FEW], ids=["parallel", "sequential", "few rows"])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -30,7 +30,7 @@ PARALLEL, SEQUENTIAL = DecodeConfig(), DecodeConfig(sequential=True)
 def test_no_spills(spec, config):
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
 
-    if config.sequential and not decode_config(spec.head_size_v, 64, 1000, 2, 1).sequential:
+    if config.sequential and not decode_config(spec.head_size_v, 64, 64, 1000, 2, 1).sequential:
         pytest.skip("not used")
     check_record(decode_sm90.obtain("sm_90a", spec, config).record)
 

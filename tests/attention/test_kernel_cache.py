@@ -11,7 +11,6 @@ from torch import Tensor
 from cute_kernels import attention, attention_with_kv_cache
 from cute_kernels.attention import reference_cache
 from cute_kernels.attention.config import (
-    DecodeConfig,
     DecodeSpec,
     ForwardSpec,
     forward_config,
@@ -23,7 +22,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
+from tests.attention.cache_cases import CONFIGS, WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, SPLIT, bits, rms
 from tests.precompiled import precompile
 
@@ -56,7 +55,7 @@ def precompiled():
     ]
     specs += [DecodeSpec(BF16, *size, True, rows) for size in SIZES for rows in (0, 16)]
     specs += [DecodeSpec(BF16, 128, 128, True, 16, *options) for options in ((True, None), (False, BF16), (True, BF16))]
-    jobs = [(decode_sm90, ("sm_90a", spec, DecodeConfig(seq))) for spec in specs for seq in (False, True)]
+    jobs = [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in CONFIGS]
     forwards = [ForwardSpec(dtype, d, True, d) for d in HEAD_SIZES for dtype in (BF16, FP16)]
     for d, dv in SIZES:
         sizes = kernel_sizes(d, dv)

@@ -5,7 +5,6 @@ import torch
 
 from cute_kernels.attention.config import (
     AppendSpec,
-    DecodeConfig,
     DecodeSpec,
     ForwardSpec,
     configs_for,
@@ -13,7 +12,7 @@ from cute_kernels.attention.config import (
     prefill_spec,
 )
 from cute_kernels.runtime import launches
-from tests.attention.cache_cases import choose_way
+from tests.attention.cache_cases import CONFIGS, choose_way
 from tests.attention.on_gpu import HOPPER
 from tests.attention.random_cases import KINDS, case_of, describe, differing, source_of
 from tests.precompiled import precompile
@@ -33,7 +32,7 @@ def jobs_of_kinds() -> list[tuple]:
         for is_packed, pages in of_kind.items():
             for rows in pages:
                 spec = DecodeSpec(dtype, d, d, is_packed, rows)
-                jobs += [(decode_sm90, ("sm_90a", spec, DecodeConfig(sequential))) for sequential in (False, True)]
+                jobs += [(decode_sm90, ("sm_90a", spec, config)) for config in CONFIGS]
                 forward = prefill_spec(spec)
                 jobs.append((forward_sm90, ("sm_90a", forward, forward_config(forward))))
                 jobs.append((append, ("sm_90a", AppendSpec(dtype, d, d, is_packed, rows > 0))))

@@ -77,6 +77,13 @@ DECODE = [DecodeSpec(BF16, d, dv, packed, rows) for d, dv in HEAD_SIZES for pack
 
 @pytest.mark.parametrize("spec", marked(DECODE, [DecodeSpec(BF16, 128, 128, False, 16)]))
 def test_decode(spec):
+    assert not is_serialized(decode(spec, DecodeConfig(few_rows=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("spec", DECODE, ids=str)
+def test_decode_of_many_rows(spec):
     assert not is_serialized(decode(spec, DecodeConfig()))
 
 

@@ -158,7 +158,7 @@ def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch | 
     group, dv = heads // pairs, spec.head_size_v
     rows = queries * group  # of a pair; the tiles of all sequences are at most
     tiles = min(sequences * -(-max_seqlen_q * group // WARPGROUP_ROWS), rows // WARPGROUP_ROWS + sequences) * pairs
-    config = decode_config(dv, rows // sequences, tiles, splits, target.num_sms)
+    config = decode_config(dv, rows // sequences, max_seqlen_q * group, tiles, splits, target.num_sms)
     items = tiles if config.sequential else tiles * splits
     kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
     workspace = max(kept, 1), rows * pairs if kept else 1
