@@ -10,6 +10,10 @@ from jit_cache.resources import _cubins, _sections
 # 0xdf0 with the first one in registers. These bits of the second word say what a product signals: 7 is nothing
 IS_PRODUCT, PRODUCT = 0x1FF, 0x1F0
 SIGNAL_AT, SIGNALS, NONE = 20, 0xF, 7
+# WARPGROUP.DEPBAR, a wait for products, of which so many may be left; MUFU.EX2, an exponential
+IS_WAIT, WAIT = 1 << 47 | 0xFFF, 1 << 47 | 0x9C5
+LEFT_AT, LEFT = 8, 0xFF
+IS_MUFU, MUFU, FUNCTION_AT, FUNCTIONS, EX2 = 0xFFF, 0x308, 10, 7, 2
 
 
 def instructions_of(kernel: Kernel) -> Iterator[list[tuple[int, int]]]:
@@ -39,3 +43,19 @@ def is_serialized(kernel: Kernel) -> bool:
     products = products_of(kernel)
     assert products, "the kernel has no products, or an instruction set that is not known here"
     return 2 * sum(products) > len(products)
+
+
+def exponentials_beside_products(kernel: Kernel) -> list[int]:
+    """How many there are, in the code, between each wait that leaves a product and the next one that leaves none."""
+    found, count = [], None
+    for instructions in instructions_of(kernel):
+        for first, second in instructions:
+            if first & IS_WAIT == WAIT:
+                if second >> LEFT_AT & LEFT:
+                    count = 0
+                elif count is not None:
+                    found.append(count)
+                    count = None
+            elif count is not None and first & IS_MUFU == MUFU and second >> FUNCTION_AT & FUNCTIONS == EX2:
+                count += 1
+    return found

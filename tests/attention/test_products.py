@@ -13,11 +13,12 @@ from cute_kernels.attention.config import (
     backward_config,
     configs_for,
     forward_config,
+    grid_for,
     prefill_spec,
 )
 from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
-from tests.sass import is_serialized
+from tests.sass import exponentials_beside_products, is_serialized
 
 EVERY = [pytest.mark.slow, pytest.mark.exhaustive]
 PACKED = {"packed_q": True, "packed_k": True}
@@ -58,7 +59,11 @@ FORWARD.append(MOST_OPTIONS)
 
 @pytest.mark.parametrize("spec", marked(FORWARD, [MOST_OPTIONS]))
 def test_forward(spec):
-    assert not is_serialized(forward(spec))
+    """Products run on, those with v beside the next block's exponentials: a thread has half a block of them."""
+    kernel = forward(spec)
+    assert not is_serialized(kernel)
+    found = exponentials_beside_products(kernel)
+    assert found and min(found) >= grid_for(*spec.sizes).block // 2
 
 
 @pytest.mark.slow
@@ -77,7 +82,10 @@ DECODE = [DecodeSpec(BF16, d, dv, packed, rows) for d, dv in HEAD_SIZES for pack
 
 @pytest.mark.parametrize("spec", marked(DECODE, [DecodeSpec(BF16, 128, 128, False, 16)]))
 def test_decode(spec):
-    assert not is_serialized(decode(spec, DecodeConfig(few_rows=True)))
+    kernel = decode(spec, DecodeConfig(few_rows=True))
+    assert not is_serialized(kernel)
+    found = exponentials_beside_products(kernel)
+    assert found and min(found) >= grid_for(spec.head_size, spec.head_size_v).block // 4
 
 
 @pytest.mark.slow
