@@ -17,7 +17,6 @@ from cute_kernels.runtime import launches
 
 # A CTA has a split, all splits, or the forward's kernel serves
 WAYS = ("parallel", "sequential", "forward")
-CONFIGS = DecodeConfig(), DecodeConfig(few_rows=True), DecodeConfig(sequential=True)  # of the first two
 
 
 def choose_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:

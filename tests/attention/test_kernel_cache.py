@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels import attention, attention_with_kv_cache
 from cute_kernels.attention import reference_cache
 from cute_kernels.attention.config import (
+    DecodeConfig,
     DecodeSpec,
     ForwardSpec,
     forward_config,
@@ -22,7 +23,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cache_cases import CONFIGS, WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
+from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, SPLIT, bits, rms
 from tests.precompiled import precompile
 
@@ -53,9 +54,11 @@ def precompiled():
         for is_packed, rows in ((True, 0), (True, 16), (True, 32), (True, 64), (True, 128), (False, 0), (False, 16))
         if dtype is BF16 or (is_packed and rows in (0, 16))
     ]
+    jobs = [(decode_sm90, ("sm_90a", spec, DecodeConfig(few_rows=True))) for spec in specs if spec.dtype is BF16]
     specs += [DecodeSpec(BF16, *size, True, rows) for size in SIZES for rows in (0, 16)]
     specs += [DecodeSpec(BF16, 128, 128, True, 16, *options) for options in ((True, None), (False, BF16), (True, BF16))]
-    jobs = [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in CONFIGS]
+    configs = DecodeConfig(), DecodeConfig(sequential=True)
+    jobs += [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in configs]
     forwards = [ForwardSpec(dtype, d, True, d) for d in HEAD_SIZES for dtype in (BF16, FP16)]
     for d, dv in SIZES:
         sizes = kernel_sizes(d, dv)
@@ -68,7 +71,6 @@ def precompiled():
 @pytest.fixture
 def walk(monkeypatch):
     """Chooses a CTA for a split, one for all, or the forward's kernel."""
-
     yield functools.partial(choose_way, monkeypatch)
     launches.forget()
 

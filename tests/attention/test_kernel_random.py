@@ -5,6 +5,7 @@ import torch
 
 from cute_kernels.attention.config import (
     AppendSpec,
+    DecodeConfig,
     DecodeSpec,
     ForwardSpec,
     configs_for,
@@ -12,7 +13,7 @@ from cute_kernels.attention.config import (
     prefill_spec,
 )
 from cute_kernels.runtime import launches
-from tests.attention.cache_cases import CONFIGS, choose_way
+from tests.attention.cache_cases import choose_way
 from tests.attention.on_gpu import HOPPER
 from tests.attention.random_cases import KINDS, case_of, describe, differing, source_of
 from tests.precompiled import precompile
@@ -27,12 +28,12 @@ def jobs_of_kinds() -> list[tuple]:
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
-    jobs = []
+    jobs, configs = [], (DecodeConfig(), DecodeConfig(few_rows=True), DecodeConfig(sequential=True))
     for (d, dtype), of_kind in KINDS.items():
         for is_packed, pages in of_kind.items():
             for rows in pages:
                 spec = DecodeSpec(dtype, d, d, is_packed, rows)
-                jobs += [(decode_sm90, ("sm_90a", spec, config)) for config in CONFIGS]
+                jobs += [(decode_sm90, ("sm_90a", spec, config)) for config in configs]
                 forward = prefill_spec(spec)
                 jobs.append((forward_sm90, ("sm_90a", forward, forward_config(forward))))
                 jobs.append((append, ("sm_90a", AppendSpec(dtype, d, d, is_packed, rows > 0))))
