@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.launch import gemm
+from cute_kernels.runtime.operators import functional_operator
 
 BF16 = torch.bfloat16
 # (part of a, part of b), 0 the largest, along K: the smallest products first. Those left out are below 2^-24 of the sum
@@ -31,10 +32,22 @@ def product(
 
 def parts(t: Tensor) -> list[Tensor]:
     """Three bf16 tensors whose sum is t: 8 bits of a number each; of a bf16 tensor itself."""
-    if t.dtype is BF16:
-        return [t]
+    return [t] if t.dtype is BF16 else list(_split(t))
+
+
+def _parts_of(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     found = []
     for _ in range(3):
         found.append(t.to(BF16))
         t = t - found[-1].float()
-    return found
+    return tuple(found)
+
+
+# An operator, since Inductor leaves a cast to bf16 out where one to fp32 follows: the second part would be 0
+_split = functional_operator(
+    "fp32_parts",
+    "Tensor t",
+    "(Tensor, Tensor, Tensor)",
+    fake=lambda t: tuple(torch.empty_like(t, dtype=BF16) for _ in range(3)),
+    cpu=_parts_of,
+)(_parts_of)
