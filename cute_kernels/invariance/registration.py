@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor
+from torch._functorch.vmap import lazy_load_decompositions
 from torch._ops import OpOverload
 
 from cute_kernels.invariance import errors, operators, scopes
@@ -64,6 +65,7 @@ class Registration:
             raise RuntimeError(
                 f"batch_invariant: torch {torch.__version__} lacks {' and '.join(missing)}; torch 2.11 has them"
             )
+        lazy_load_decompositions()  # torch's own under vmap, which it would not register over ours later
         self.backend = backend
         self.owners: list[Owner] = []
         self._libraries: list[torch.library.Library] = []
