@@ -33,6 +33,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from cute_kernels.invariance import fused
 from cute_kernels.invariance.compiled_operators import opaque_operators
 from cute_kernels.invariance.errors import UncoveredOperatorError, signatures, tensors
 from cute_kernels.invariance.operators import adds_up, treatment_of
@@ -207,8 +208,9 @@ def _table(strict: bool) -> dict[OpOverload, Callable[..., Any]]:
     own = dict(select_decomp_table())
     table = dict(own)
     for op in own:
-        if isinstance(op, OpOverload) and treatment_of(op).kind == "refused":
+        if isinstance(op, OpOverload) and treatment_of(op).kind in ("exact", "refused") and not fused.may_fuse(op):
             table[op] = functools.partial(_whole, op, own[op], strict)
+    table |= fused.decompositions()
     for op, opaque in opaque_operators().items():
         table[op] = functools.partial(_replaced, op, opaque, own.get(op, _stays))
     return table
@@ -219,8 +221,10 @@ def _stays(*args: Any, **kwargs: Any) -> Any:
 
 
 def _whole(op: OpOverload, own: Callable[..., Any], strict: bool, *args: Any, **kwargs: Any) -> Any:
-    """Decompose as ever, except an operator on floats that strict mode refuses: it stays whole and keeps its name."""
-    if strict and computes_with_floats(args, kwargs) and adds_up(treatment_of(op), op, args, kwargs):
+    """An operator on floats stays whole and keeps its name: what strict mode refuses, and what may not be fused."""
+    treatment = treatment_of(op)
+    refused = treatment.kind == "refused" and adds_up(treatment, op, args, kwargs)
+    if computes_with_floats(args, kwargs) and (strict or not refused):
         return NotImplemented
     return own(*args, **kwargs)
 
@@ -270,6 +274,7 @@ class _Scan(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if self.strict:
             _check(graph, True)
+        fused.calls_for_the_rest(graph)
 
 
 def uncovered(node: Node) -> str | None:

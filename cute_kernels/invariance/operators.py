@@ -43,7 +43,7 @@ class Treatment(NamedTuple):
 
 # Non-reducing. Where the name is that of one tensor's operator, so are its forms in place, with ``out``, of lists
 # fmt: off
-EXACT = frozenset([
+MOVED = frozenset([
     # Values of arguments, moved
     "_chunk_cat", "_copy_from", "_copy_from_and_resize", "_has_same_storage_numel", "_index_put_impl", "_lazy_clone",
     "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_reshape_copy", "_resize_output", "_stack", "_to_copy",
@@ -57,11 +57,19 @@ EXACT = frozenset([
     "take", "tril", "triu", "unsafe_split", "unsafe_split_with_sizes", "upsample_nearest1d", "upsample_nearest2d",
     "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     # Factories
-    "_efficientzerotensor", "_new_zeros_with_same_feature_meta", "arange", "bartlett_window", "blackman_window",
-    "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "fft_fftfreq", "fft_rfftfreq", "fill", "full",
-    "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "new_empty",
-    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "range", "scalar_tensor",
-    "tril_indices", "triu_indices", "zero", "zeros", "zeros_like",
+    "_efficientzerotensor", "_new_zeros_with_same_feature_meta", "arange", "empty", "empty_like", "empty_permuted",
+    "empty_strided", "eye", "fill", "full", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_zeros", "ones", "ones_like", "scalar_tensor", "tril_indices", "triu_indices", "zero", "zeros", "zeros_like",
+    # Questions and checks
+    "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_functional_assert_async",
+    "_functional_assert_scalar", "_functional_sym_constrain_range", "_functional_sym_constrain_range_for_size",
+    "_fused_sdp_choice", "_make_dep_token", "_print", "dense_dim", "is_coalesced", "is_pinned", "is_same_size",
+    "is_set_to", "sparse_dim", "sym_constrain_range", "sym_constrain_range_for_size",
+])
+COMPUTED = frozenset([
+    # Factories
+    "bartlett_window", "blackman_window", "fft_fftfreq", "fft_rfftfreq", "hamming_window", "hann_window",
+    "kaiser_window", "linspace", "logspace", "range",
     # Random numbers, which depend on the place in a batch
     "bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "normal", "normal_functional",
     "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform",
@@ -74,21 +82,18 @@ EXACT = frozenset([
     "unique_dim_consecutive",
     # Elementwise, without the tag
     "__ilshift__", "__irshift__", "__lshift__", "__rshift__", "_add_relu", "_amp_foreach_non_finite_check_and_unscale",
-    "_amp_update_scale", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_masked_scale",
-    "_prelu_kernel", "_prelu_kernel_backward", "binary_cross_entropy", "binary_cross_entropy_backward",
+    "_amp_update_scale", "_conj_physical", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
+    "_masked_scale", "_prelu_kernel", "_prelu_kernel_backward", "binary_cross_entropy",
+    "binary_cross_entropy_backward",
     "binary_cross_entropy_with_logits", "complex", "elu_backward", "floor_divide", "glu", "glu_backward",
     "glu_backward_jvp", "glu_jvp", "hardshrink_backward", "hardsigmoid_backward", "hardswish", "hardswish_backward",
-    "hardtanh_backward", "huber_loss", "huber_loss_backward", "leaky_relu_backward", "linalg_cross",
+    "hardtanh_backward", "huber_loss", "huber_loss_backward", "leaky_relu", "leaky_relu_backward", "linalg_cross",
     "log_sigmoid_backward", "log_sigmoid_forward", "mish_backward", "mse_loss", "mse_loss_backward",
     "nll_loss2d_backward", "nll_loss_backward", "polar", "rrelu_with_noise", "rrelu_with_noise_backward",
     "rrelu_with_noise_functional", "rsub", "smooth_l1_loss", "smooth_l1_loss_backward", "soft_margin_loss",
     "soft_margin_loss_backward", "softplus_backward", "softshrink_backward", "where",
-    # Questions and checks
-    "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_functional_assert_async",
-    "_functional_assert_scalar", "_functional_sym_constrain_range", "_functional_sym_constrain_range_for_size",
-    "_fused_sdp_choice", "_make_dep_token", "_print", "dense_dim", "is_coalesced", "is_pinned", "is_same_size",
-    "is_set_to", "sparse_dim", "sym_constrain_range", "sym_constrain_range_for_size",
 ])
+EXACT = MOVED | COMPUTED
 # fmt: on
 
 # Where it is given, an operator that is exact without it adds up
@@ -195,7 +200,7 @@ def treatment_of(op: OpOverload) -> Treatment:
         return Treatment("replaced", function, _reason(name))
     if _is_exact(op, name):
         summing = [a.name for a in op._schema.arguments if a.name in SUMMING_ARGUMENTS]
-        if summing and not _is_elementwise(_base(name)) and not name.endswith("_backward"):
+        if summing and not _is_elementwise(base_of(name)) and not name.endswith("_backward"):
             return Treatment("refused", None, _reason(name), summing[0])
         return Treatment("exact")
     if is_composite(op):
@@ -214,7 +219,7 @@ def _of_another_namespace(op: OpOverload) -> Treatment:
         adds = name.partition("::")[2] in PRIMS_THAT_ADD_UP
         return Treatment("refused") if adds else Treatment("exact")
     exact = op.namespace == "cute_kernels" or name in _declared or name in EXACT_ELSEWHERE
-    if exact or _is_view(op) or _is_tagged(op):
+    if exact or is_view(op) or _is_tagged(op):
         return Treatment("exact")
     if is_composite(op):
         return Treatment("composite")
@@ -257,16 +262,16 @@ def _reason(name: str) -> str:
 
 
 def _is_exact(op: OpOverload, name: str) -> bool:
-    base = _base(name)
-    return base in EXACT or _is_view(op) or _is_tagged(op) or _is_elementwise(base) or _is_copied_view(base)
+    base = base_of(name)
+    return base in EXACT or is_view(op) or _is_tagged(op) or _is_elementwise(base) or is_copied_view(base)
 
 
-def _base(name: str) -> str:
+def base_of(name: str) -> str:
     """The name of the form that takes one tensor and returns its result."""
     return name if name.endswith("__") else name.removesuffix("_").removeprefix("_foreach_")
 
 
-def _is_view(op: OpOverload) -> bool:
+def is_view(op: OpOverload) -> bool:
     return op.is_view or torch.Tag.inplace_view in op.tags
 
 
@@ -281,7 +286,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 @functools.cache
-def _is_copied_view(name: str) -> bool:
+def is_copied_view(name: str) -> bool:
     """As ``permute_copy``, of ``permute``."""
     return name.endswith("_copy") and any(overload.is_view for overload in overloads_of(name.removesuffix("_copy")))
 
