@@ -137,7 +137,7 @@ def _compile(
         example_inputs,
         inner_compile=functools.partial(_inner_compile, strict),
         config_patches={**given, **settings, "post_grad_custom_post_pass": _Scan(strict)},
-        decompositions=_table(strict),
+        decompositions=_table(),
     )
 
 
@@ -203,14 +203,15 @@ def _example(node: Any) -> Tensor | None:
 # The table that takes its operators apart
 
 
-def _table(strict: bool) -> dict[OpOverload, Callable[..., Any]]:
+def _table() -> dict[OpOverload, Callable[..., Any]]:
     """Inductor's own, with other entries for what adds up. An entry that returns NotImplemented leaves its operator."""
     own = dict(select_decomp_table())
     table = dict(own)
     for op in own:
         if isinstance(op, OpOverload) and treatment_of(op).kind in ("exact", "refused") and not fused.may_fuse(op):
-            table[op] = functools.partial(_whole, op, own[op], strict)
-    table |= fused.decompositions()
+            table[op] = functools.partial(_whole, own[op])
+    for op, entry in fused.entries().items():
+        table[op] = functools.partial(fused.taken_apart, table.get(op, _stays), entry)
     for op, opaque in opaque_operators().items():
         table[op] = functools.partial(_replaced, op, opaque, own.get(op, _stays))
     return table
@@ -220,13 +221,13 @@ def _stays(*args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _whole(op: OpOverload, own: Callable[..., Any], strict: bool, *args: Any, **kwargs: Any) -> Any:
-    """An operator on floats stays whole and keeps its name: what strict mode refuses, and what may not be fused."""
-    treatment = treatment_of(op)
-    refused = treatment.kind == "refused" and adds_up(treatment, op, args, kwargs)
-    if computes_with_floats(args, kwargs) and (strict or not refused):
-        return NotImplemented
-    return own(*args, **kwargs)
+def _whole(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An operator on floats that is refused, or may not be fused, stays whole and keeps its name.
+
+    What "warn" lets run is a call, too, which the dispatcher counts where it runs: also of a graph that was compiled
+    before.
+    """
+    return NotImplemented if computes_with_floats(args, kwargs) else own(*args, **kwargs)
 
 
 def _replaced(op: OpOverload, opaque: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -246,6 +247,11 @@ def test_a_block_refuses_or_warns(gpu, graphs_alone):
         pytest.warns(UserWarning, match="aten.cumprod.default of .* is not covered in compiled"),
     ):
         assert torch.equal(function(x), _products(x))
+    with batch_invariant("warn") as uncovered, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for runs in (1, 2):  # of the graph that is there
+            function(x)
+            assert uncovered == {"aten.cumprod.default": runs}
     with batch_invariant("strict"), pytest.raises(UncoveredOperatorError, match="in _products: return h.cumprod"):
         function(x)
 
