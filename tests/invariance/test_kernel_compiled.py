@@ -203,7 +203,7 @@ def in_groups(functions, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("names", in_groups(OF_ONE, 14), ids=lambda names: names[0])
+@pytest.mark.parametrize("names", in_groups(OF_ONE, 7), ids=lambda names: names[0])
 def test_functions_of_one(names, dtype, generator):
     """Of every number; and two of the function in one kernel."""
     functions = {name: OF_ONE[name] for name in names}
@@ -213,7 +213,7 @@ def test_functions_of_one(names, dtype, generator):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("names", in_groups(OF_TWO, 14), ids=lambda names: names[0])
+@pytest.mark.parametrize("names", in_groups(OF_TWO, 7), ids=lambda names: names[0])
 def test_functions_of_two(names, dtype, generator):
     *inputs, dy = numbers(dtype, generator, 3)
     assert not differing({name: OF_TWO[name] for name in names}, inputs, dy)
