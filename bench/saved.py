@@ -6,6 +6,7 @@ A line is what `harness.lines` makes; bench/results/<gpu>.jsonl holds one a row.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def _case(line: Line) -> tuple[str, ...]:
 def _table_order(line: Line) -> tuple[Any, ...]:
     """Forward before backward, plain bf16 cases first, shapes by model, by what a row has, by the number of rows."""
     model, _, sizes = line["shape"].rpartition("-")
-    rows, *features = map(int, sizes.split("x"))
+    rows, *features = map(int, re.findall(r"\d+", sizes))  # a chunk of a prompt: 512q1x32768
     special = line["variant"] not in ("plain", "prefill") or line["dtype"] != "bfloat16"
     direction = line["direction"] != "fwd", line["direction"]
     kind = special, line["variant"], line["dtype"]

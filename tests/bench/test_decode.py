@@ -7,6 +7,7 @@ import torch
 
 from bench import bench_decode
 from bench.bench_decode import Append, Decode
+from bench.saved import newest
 from cute_kernels import attention_with_kv_cache
 from tests.bench.test_harness import FakeDevice
 from tests.fakes import fake_kernels
@@ -26,6 +27,13 @@ def test_what_is_counted():
     assert case.bytes == 2 * (2 * 100 * 2 * 64) * 2 + 2 * 2 * 4 * 64 * 2
     assert case.flops == 4 * 2 * 100 * 4 * 64
     assert sum(Decode(8, 1600, 4, 2, 64, "ragged").lengths) < 8 * 1600
+
+
+def test_chunks_have_a_place_in_tables():
+    """By their keys, then by their queries."""
+    cases = [Decode(1, keys, 4, 2, 64, "paged16", queries).case for keys in (200, 100) for queries in (64, 7)]
+    lines = [dict(vars(case), provider="cute_kernels", date="", commit="", gpu="", us=1.0) for case in cases]
+    assert [line["shape"] for line in newest(lines)] == [case.shape for case in reversed(cases)]
 
 
 @pytest.mark.parametrize("variant", ["contiguous", "paged16", "paged128", "ragged"])
