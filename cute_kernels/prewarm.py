@@ -454,11 +454,11 @@ def _log_prob(model: Model, arch: str, num_sms: int) -> None:
         x, target, row_statistics = _empty(m, k, dtype=dtype), _empty(m, dtype=torch.int64), _empty(m, 3, dtype=FP32)
         g = _empty(m, dtype=FP32)
         numbers = -100, 1.0, 1.0, 1.0 if model.has_logit_softcap else 0.0
-        log_prob.log_prob_forward.function(x, weight, target, g, g, row_statistics, *numbers)
+        log_prob.log_prob_forward.function(x, weight, target, g, g, row_statistics, None, *numbers)
         for dentropy, accumulate in itertools.product((None, g), (False, True)):
             gradients = torch.empty_like(x), torch.empty_like(weight, dtype=FP32 if accumulate else dtype)
             log_prob.log_prob_backward.function(
-                g, dentropy, x, weight, target, row_statistics, *gradients, *numbers, accumulate
+                g, dentropy, x, weight, target, row_statistics, None, *gradients, *numbers, accumulate
             )
 
 

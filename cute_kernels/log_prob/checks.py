@@ -31,6 +31,7 @@ def check_log_prob(
     temperature: float,
     scale: float,
     softcap: float,
+    keep_logits: bool,
     fp64: bool = False,
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got. ``fp64``: the reference's, of fp64 operands."""
@@ -54,6 +55,8 @@ def check_log_prob(
     expect_float(op, "softcap", softcap)
     if softcap and not low <= softcap <= high:
         fail(op, "softcap", f"be 0 or between {low} and {high}", softcap)
+    if not isinstance(keep_logits, bool):
+        fail(op, "keep_logits", "be a bool", f"{keep_logits!r} of type {type(keep_logits).__name__}", TypeError)
 
 
 def operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, str]:

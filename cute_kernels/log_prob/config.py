@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 class StatisticsSpec(NamedTuple):
     """Statistics of tiles of logits; ``weight_major``: "k", or "n" of a weight whose columns are contiguous.
 
-    ``has_softcap``: of the tanh of each logit times a slope, in its place.
+    ``has_softcap``: of the tanh of each logit times a slope, in its place. ``keeps_logits``: the logits are stored, in
+    ``dtype``.
     """
 
     dtype: torch.dtype
     target: torch.dtype
     weight_major: str
     has_softcap: bool = False
+    keeps_logits: bool = False
 
 
 class LogProbSpec(NamedTuple):
@@ -36,6 +38,15 @@ class GradientSpec(NamedTuple):
     weight_major: str
     has_dentropy: bool
     has_softcap: bool = False
+
+
+class KeptGradientSpec(NamedTuple):
+    """Gradients of logits that the forward has kept, in their place; the rest as in GradientSpec."""
+
+    dtype: torch.dtype
+    target: torch.dtype
+    has_dentropy: bool
+    has_softcap: bool
 
 
 def vocabulary_tile(arch: str) -> int:

@@ -2,7 +2,8 @@
 
 Forward: ``log_prob_statistics`` multiplies and keeps of each row and tile of ``vocabulary_tile`` logits three numbers;
 ``log_prob`` adds them up in a fixed order. Backward: ``log_prob_gradient`` multiplies again and stores the gradients of
-some columns of logits, from which the products of gemm make those of x and of the weight.
+some columns of logits, from which the products of gemm make those of x and of the weight. Or the forward stores the
+logits, and ``log_prob_kept_gradient`` replaces them by their gradients.
 """
 
 import cutlass
@@ -13,8 +14,9 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.gemm_config import GemmConfig
 from cute_kernels.common.symbolic import Dtype, symbolic_matrix
-from cute_kernels.log_prob.config import GradientSpec, LogProbSpec, StatisticsSpec
+from cute_kernels.log_prob.config import GradientSpec, KeptGradientSpec, LogProbSpec, StatisticsSpec
 from cute_kernels.log_prob.kernel_epilogue import LN_2, bounded, target_column
+from cute_kernels.log_prob.kernel_kept import KeptGradient
 from jit_cache import Program, compiled
 
 ROWS = 8  # of a CTA: neighbours in memory, a sector of each tile's numbers
@@ -28,18 +30,19 @@ def log_prob_statistics(arch: str, spec: StatisticsSpec, config: GemmConfig) -> 
     statistics[:, t, row] = (largest logit, sum of 2^u, sum of u 2^u), u = scale (logit - largest); and
     target_logit[row], that of its target, where that is a column. x may have more rows than the others.
 
-    With ``has_softcap`` tanh(slope logit) takes a logit's place.
+    With ``has_softcap`` tanh(slope logit) takes a logit's place, but in ``logits`` (M, V), which are stored with
+    ``keeps_logits``, rounded.
     """
     rows, m, v, k, tiles = (cute.sym_int() for _ in range(5))
     dtype, target = cutlass_dtype(spec.dtype), cutlass_dtype(spec.target)
     if arch.startswith("sm_9"):
         from cute_kernels.log_prob.kernel_sm90 import StatisticsSm90
 
-        kernel = StatisticsSm90(spec.weight_major, config)
+        kernel = StatisticsSm90(spec.weight_major, spec.keeps_logits, config)
     else:
         from cute_kernels.log_prob.kernel_sm100 import StatisticsSm100
 
-        kernel = StatisticsSm100(spec.weight_major, config)
+        kernel = StatisticsSm100(spec.weight_major, spec.keeps_logits, config)
     return Program(
         kernel,
         symbolic_matrix(dtype, (rows, k), True),
@@ -47,6 +50,7 @@ def log_prob_statistics(arch: str, spec: StatisticsSpec, config: GemmConfig) -> 
         vector(target, m),
         cube(tiles, m),
         vector(Float32, m),
+        symbolic_matrix(dtype, (m, v), True) if spec.keeps_logits else None,
         Float32(1.0),
         Float32(1.0) if spec.has_softcap else None,
         Int32(1),
@@ -111,6 +115,25 @@ def log_prob_gradient(arch: str, spec: GradientSpec, config: GemmConfig) -> Prog
         Float32(1.0),
         Float32(1.0) if spec.has_softcap else None,
         Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@compiled
+def log_prob_kept_gradient(arch: str, spec: KeptGradientSpec) -> Program:
+    """Gradients of kept logits (M, V), in their place; the other arguments as in ``log_prob_gradient``."""
+    m, v = cute.sym_int(), cute.sym_int()
+    return Program(
+        KeptGradient(spec.has_dentropy),
+        vector(cutlass_dtype(spec.target), m),
+        symbolic_matrix(Float32, (m, 3), False),
+        vector(Float32, m),
+        vector(Float32, m),
+        symbolic_matrix(cutlass_dtype(spec.dtype), (m, v), True),
+        Int64(1),
+        Float32(1.0),
+        Float32(1.0),
+        Float32(1.0) if spec.has_softcap else None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 

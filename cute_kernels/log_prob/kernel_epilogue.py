@@ -34,6 +34,7 @@ class StatisticsEntry:
         target: cute.Tensor,
         statistics: cute.Tensor,
         target_logit: cute.Tensor,
+        logits: Optional[cute.Tensor],
         scale: Float32,
         slope: Optional[Float32],
         num_ctas: Int32,
@@ -42,9 +43,12 @@ class StatisticsEntry:
         self.dtype, self.out = x.element_type, Float32
         if const_expr(self.majors[1] == "n"):
             weight = transpose(weight)
-        # Where the logits would lie: the walk over the tiles asks for its shape alone
-        shape = cute.make_layout((x.shape[0], weight.shape[0]), stride=(0, 0))
-        logits = cute.make_tensor(statistics.iterator, shape)
+        if const_expr(logits is not None):
+            self.out = logits.element_type
+        else:
+            # Where the logits would lie: the walk over the tiles asks for its shape alone
+            shape = cute.make_layout((x.shape[0], weight.shape[0]), stride=(0, 0))
+            logits = cute.make_tensor(statistics.iterator, shape)
         rows = target, statistics, target_logit, scale, slope
         self.multiply(x, weight, logits, None, None, None, rows, num_ctas, stream)
 

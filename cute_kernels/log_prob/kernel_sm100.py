@@ -27,11 +27,14 @@ from cute_kernels.log_prob.kernel_epilogue import (
 class StatisticsSm100(StatisticsEntry, GemmSm100):
     """See ``log_prob_statistics`` in kernel.py."""
 
-    def __init__(self, weight_major: str, config: GemmConfig):
-        GemmSm100.__init__(self, None, "k", weight_major, False, False, False, config)
+    def __init__(self, weight_major: str, keeps_logits: bool, config: GemmConfig):
+        GemmSm100.__init__(self, None, "k", weight_major, False, False, keeps_logits, config)
 
     def part(self) -> tuple[int, int]:
-        """The rows and columns of one pass of statistics; with 128 columns a thread would spill 350 bytes."""
+        """The rows and columns of one pass of statistics; with 128 columns a thread would spill 350 bytes.
+
+        A part of halves that TMA stores is as wide.
+        """
         return self.tile[0], vocabulary_tile("sm_100a")
 
     @cute.jit
@@ -48,7 +51,9 @@ class StatisticsSm100(StatisticsEntry, GemmSm100):
         rows: tuple,
     ):
         target, _, _, scale, slope = rows
-        vocabulary = out[-2].shape[1]  # of where logits would lie
+        vocabulary = out[-2].shape[1]  # of where logits lie, or would
+        if const_expr(self.tma_store):
+            num_stored = GemmSm100.finish(self, sums, coordinates, out, m, n, p, thread, num_stored, rows)
         if const_expr(slope is not None):
             cap(sums, slope)
         width = self.part()[1]

@@ -30,9 +30,9 @@ QUAD = 4  # lanes that share a row
 class StatisticsSm90(StatisticsEntry, GemmSm90):
     """See ``log_prob_statistics`` in kernel.py."""
 
-    def __init__(self, weight_major: str, config: GemmConfig):
-        GemmSm90.__init__(self, None, "k", weight_major, False, False, False, config)
-        self.staged = False  # no tile is stored
+    def __init__(self, weight_major: str, keeps_logits: bool, config: GemmConfig):
+        GemmSm90.__init__(self, None, "k", weight_major, False, False, keeps_logits, config)
+        self.staged = keeps_logits  # else no tile is stored
 
     @cute.jit
     def finish(
@@ -48,7 +48,9 @@ class StatisticsSm90(StatisticsEntry, GemmSm90):
         rows: tuple,
     ):
         target, _, _, scale, slope = rows
-        vocabulary = out[-2].shape[1]  # of where logits would lie
+        vocabulary = out[-2].shape[1]  # of where logits lie, or would
+        if const_expr(self.staged):
+            num_stored = GemmSm90.finish(self, sums, tCcD, out, m, n, thread, turn, num_stored, rows)
         if const_expr(slope is not None):
             cap(sums, slope)
         first_m, first_n = m * self.tile[0], n * self.tile[1]

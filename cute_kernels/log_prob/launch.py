@@ -1,4 +1,5 @@
-"""Launches of linear_log_prob: the forward's two kernels, and the backward's three products for a part of the logits.
+"""Launches of linear_log_prob: the forward's two kernels, and the backward's three products for a part of the logits,
+or two for all logits if the forward has kept them.
 
 Each launch is also an operator, ``cute_kernels::<name>``.
 """
@@ -15,7 +16,14 @@ from torch import Tensor
 from cute_kernels.common.gemm_config import GemmConfig
 from cute_kernels.gemm.launch import GemmLaunch, gemm
 from cute_kernels.log_prob.checks import operands
-from cute_kernels.log_prob.config import GradientSpec, LogProbSpec, StatisticsSpec, config_for, vocabulary_tile
+from cute_kernels.log_prob.config import (
+    GradientSpec,
+    KeptGradientSpec,
+    LogProbSpec,
+    StatisticsSpec,
+    config_for,
+    vocabulary_tile,
+)
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, bounded, observe
 from cute_kernels.runtime.operators import operator
@@ -31,7 +39,7 @@ GRADIENT_COLUMNS = 2048
 @operator(
     "log_prob_forward",
     "Tensor x, Tensor weight, Tensor target, Tensor(a!) log_prob, Tensor(b!) entropy, Tensor(c!) row_statistics, "
-    "int ignore_index, float temperature, float scale, float softcap",
+    "Tensor(d!)? logits, int ignore_index, float temperature, float scale, float softcap",
 )
 def log_prob_forward(
     x: Tensor,
@@ -40,6 +48,7 @@ def log_prob_forward(
     log_prob: Tensor,
     entropy: Tensor,
     row_statistics: Tensor,
+    logits: Tensor | None,
     ignore_index: int,
     temperature: float,
     scale: float,
@@ -47,12 +56,14 @@ def log_prob_forward(
 ) -> None:
     """Fill log_prob, entropy (M,) and row_statistics (M, 3), fp32, of x (M, K), weight (V, K) and target (M,).
 
+    And logits (M, V) of x's dtype, rows on 16 bytes, with x weight^T, if they are kept.
+
     Raises:
         ValueError: x or weight have rows that TMA cannot read.
     """
     x, weight, major = operands(x, weight)
     index, v = x.get_device(), weight.shape[0]
-    multiply = _statistics.get(index, StatisticsSpec(x.dtype, target.dtype, major, softcap > 0.0))
+    multiply = _statistics.get(index, StatisticsSpec(x.dtype, target.dtype, major, softcap > 0.0, logits is not None))
     finish = _log_prob.get(index, LogProbSpec(target.dtype))
     exponent, slope, _ = _factors(temperature, scale, softcap)
     for first in range(0, x.shape[0], STATISTICS_TOKENS):
@@ -67,7 +78,8 @@ def log_prob_forward(
             x_some[:m] = x[some]
         statistics = x.new_empty(3, -(-v // multiply.vocabulary_tile), m, dtype=torch.float32)
         target_logit = x.new_empty(m, dtype=torch.float32)
-        _multiply(launch, x_some, weight, major, target_some, statistics, target_logit, exponent, slope)
+        kept = None if logits is None else logits[some]
+        _multiply(launch, x_some, weight, major, target_some, statistics, target_logit, kept, exponent, slope)
         results = log_prob[some], entropy[some], row_statistics[some]
         finish(statistics, target_some, target_logit, *results, v, ignore_index, exponent)
         del statistics, target_logit, x_some  # before the next ones are allocated
@@ -76,8 +88,8 @@ def log_prob_forward(
 @operator(
     "log_prob_backward",
     "Tensor dlog_prob, Tensor? dentropy, Tensor x, Tensor weight, Tensor target, Tensor row_statistics, "
-    "Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, float scale, float softcap, "
-    "bool accumulate",
+    "Tensor(c!)? logits, Tensor(a!)? dx, Tensor(b!)? dweight, int ignore_index, float temperature, float scale, "
+    "float softcap, bool accumulate",
 )
 def log_prob_backward(
     dlog_prob: Tensor,
@@ -86,6 +98,7 @@ def log_prob_backward(
     weight: Tensor,
     target: Tensor,
     row_statistics: Tensor,
+    logits: Tensor | None,
     dx: Tensor | None,
     dweight: Tensor | None,
     ignore_index: int,
@@ -97,7 +110,8 @@ def log_prob_backward(
     """Fill dx (M, K) and dweight (V, K), or with ``accumulate`` add to the latter, from gradients (M,), fp32.
 
     The gradients of logits are made and used in parts of columns. dx starts in fp32 from what the parts before have
-    come to: its sum over the vocabulary is in the order of one product, whatever the parts.
+    come to: its sum over the vocabulary is in the order of one product, whatever the parts. If the forward has kept
+    logits, their gradients take their place, and autograd hears of it: a second backward is an error.
     """
     if not x.numel():
         if dweight is not None and not accumulate:
@@ -105,6 +119,18 @@ def log_prob_backward(
         return
     x, weight, major = operands(x, weight)
     m, v = x.shape[0], weight.shape[0]
+    exponent, slope, derivative = _factors(temperature, scale, softcap)
+    if logits is not None:
+        spec = KeptGradientSpec(x.dtype, target.dtype, dentropy is not None, softcap > 0.0)
+        differentiate = _kept_gradient.get(x.get_device(), spec)
+        gradients = dlog_prob, dlog_prob if dentropy is None else dentropy
+        differentiate(target, row_statistics, *gradients, logits, ignore_index, exponent, derivative, slope)
+        torch.autograd.graph.increment_version(logits)
+        if dx is not None:
+            gemm.function(logits, weight, dx, trans_b=True)
+        if dweight is not None:
+            gemm.function(logits, x, dweight, accumulate=accumulate, trans_a=True, trans_b=True)
+        return
     spec = GradientSpec(x.dtype, target.dtype, major, dentropy is not None, softcap > 0.0)
     gradient = _gradient.get(x.get_device(), spec)
     columns = gradient_columns(m)
@@ -115,7 +141,6 @@ def log_prob_backward(
         width = some.stop - first
         weight_some, dlogits_some = weight[some], dlogits[:, :width]
         gradients = dlog_prob, dlog_prob if dentropy is None else dentropy, dlogits_some
-        exponent, slope, derivative = _factors(temperature, scale, softcap)
         rows = target, row_statistics, *gradients
         _multiply(
             gradient.of(m, width), x, weight_some, major, *rows, ignore_index, v, first, exponent, derivative, slope
@@ -187,6 +212,13 @@ def _make_log_prob(target: Target, spec: LogProbSpec) -> Callable[..., None]:
     return launches.load(kernel.log_prob, target.arch, spec)
 
 
+def _make_kept_gradient(target: Target, spec: KeptGradientSpec) -> Callable[..., None]:
+    from cute_kernels.log_prob import kernel
+
+    return launches.load(kernel.log_prob_kept_gradient, target.arch, spec)
+
+
 _statistics = LaunchCache(functools.partial(LogitsLaunches, builder="log_prob_statistics"))
 _gradient = LaunchCache(functools.partial(LogitsLaunches, builder="log_prob_gradient"))
+_kept_gradient = LaunchCache(_make_kept_gradient)
 _log_prob = LaunchCache(_make_log_prob)

@@ -23,15 +23,16 @@ def linear_log_prob(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float = 0.0,
+    keep_logits: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token's target, and entropy, under the logits ``x weight^T / temperature``.
 
     With a scale and a softcap these are ``softcap * tanh(scale * x weight^T / softcap) / temperature``.
 
-    No (tokens, V) tensor is in memory. The forward keeps 12 bytes of each 128 logits (SM100: 64) for up to 16384 tokens
-    at a time. The backward makes the logits again in parts, whose gradients take 128 MiB (more from 32768 tokens on),
-    beside dx in fp32.
+    No (tokens, V) tensor is in memory unless ``keep_logits``. The forward keeps 12 bytes of each 128 logits (SM100: 64)
+    for up to 16384 tokens at a time. The backward makes the logits again in parts, whose gradients take 128 MiB (more
+    from 32768 tokens on), beside dx in fp32.
 
     Args:
         x: (..., K) bf16 or fp16, rows contiguous, each starting on 16 bytes; the leading dimensions must collapse to
@@ -43,6 +44,9 @@ def linear_log_prob(
         scale: what logits are multiplied with before all else, a real number from 1e-6 to 1e6.
         softcap: logits become softcap * tanh(logit / softcap), before the temperature: 0 (they stay), or a real number
             from 1e-6 to 1e6.
+        keep_logits: the backward takes the logits that the forward has stored in x's dtype, 2 tokens V bytes, rather
+            than multiply again: three products in all, not four. See Numerics. Ignored where nothing requires grad,
+            and by the reference.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch, which holds
             all logits.
 
@@ -70,7 +74,12 @@ def linear_log_prob(
         its entropy and its row of dx have the same bits whatever the number of tokens, its place and the others.
 
         In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over the
-        vocabulary in ascending order, dweight over the tokens in theirs. Where ``weight.main_grad`` (fp32) exists,
+        vocabulary in ascending order, dweight over the tokens in theirs. With ``keep_logits`` it is the gradient at the
+        rounded logit ``x weight^T``, beside the same statistics: in bf16 a probability is off by up to 2^-9 of its
+        logit, relatively, and what is added to dx and dweight is that far from the gradients without; log_prob and
+        entropy are the same bits, and a row of dx is as independent of other tokens. In fp16 logits must be below
+        65504. The gradients take the logits' place, so the backward runs once: with ``retain_graph`` a second one is a
+        RuntimeError. Where ``weight.main_grad`` (fp32) exists,
         dweight starts from it and ``weight.grad`` stays None: micro-batches split at multiples of 16 tokens give the
         bits of one. A hook of ``weight.register_hook``, which would get None, is then an error in the backward; a
         compiled backward does not see it.
@@ -88,32 +97,43 @@ def linear_log_prob(
     """
     if uses_reference("linear_log_prob", x, backend):
         options = {"ignore_index": ignore_index, "temperature": temperature, "scale": scale, "softcap": softcap}
-        return reference.linear_log_prob(x, weight, target, **options)
+        return reference.linear_log_prob(x, weight, target, keep_logits=keep_logits, **options)
     numbers = ignore_index, as_float(temperature), as_float(scale), as_float(softcap)
-    check_log_prob(x, weight, target, *numbers)
+    check_log_prob(x, weight, target, *numbers, keep_logits)
     if differentiates(x, weight):
-        return apply(_LinearLogProb, x, weight, target, *numbers)
-    return _forward(x, weight, target, *numbers)[:2]
+        return apply(_LinearLogProb, x, weight, target, keep_logits, *numbers)
+    return _forward(x, weight, target, False, *numbers)[:2]
 
 
 def _forward(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, temperature: float, scale: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and what the backward needs of each row."""
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    keep_logits: bool,
+    ignore_index: int,
+    temperature: float,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probabilities, entropies, and what the backward needs of each row: statistics, logits that are kept."""
     rows, targets = as_rows("linear_log_prob", "x", x), target.reshape(-1).contiguous()
     mode = mode_of(x, weight, target)
     log_prob, entropy = (mode.empty(x, target.shape, torch.float32) for _ in range(2))
     row_statistics = mode.empty(x, (rows.shape[0], 3), torch.float32)
-    results = log_prob.view(-1), entropy.view(-1), row_statistics
+    logits = None
+    if keep_logits:
+        v = weight.shape[0]
+        logits = mode.empty(x, (rows.shape[0], v + -v % 8), x.dtype)[:, :v]  # rows that TMA can read
+    results = log_prob.view(-1), entropy.view(-1), row_statistics, logits
     mode.of(log_prob_forward)(rows, weight, targets, *results, ignore_index, temperature, scale, softcap)
-    return log_prob, entropy, row_statistics
+    return log_prob, entropy, row_statistics, logits
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, target, *numbers):
-        log_prob, entropy, row_statistics = _forward(x, weight, target, *numbers)
-        ctx.save_for_backward(x, weight, target, row_statistics)
+    def forward(ctx, x, weight, target, keep_logits, *numbers):
+        log_prob, entropy, row_statistics, logits = _forward(x, weight, target, keep_logits, *numbers)
+        ctx.save_for_backward(x, weight, target, row_statistics, logits)
         ctx.options = numbers
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
@@ -122,11 +142,11 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dlog_prob, dentropy):
-        x, weight, target, row_statistics = ctx.saved_tensors
+        x, weight, target, row_statistics, logits = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         needs_weight = needs_gradient(needs_weight, weight, ctx.main_grad)
         if (dlog_prob is None and dentropy is None) or not (needs_x or needs_weight):
-            return (None,) * 7
+            return (None,) * 8
         dweight = result = None
         if needs_weight:
             dweight, result = gradient_buffer("linear_log_prob", "weight", weight, ctx.main_grad)
@@ -141,9 +161,10 @@ class _LinearLogProb(torch.autograd.Function):
             weight,
             target.reshape(-1).contiguous(),
             row_statistics,
+            logits,
             None if dx is None else as_rows("linear_log_prob", "dx", dx),
             dweight,
             *ctx.options,
             needs_weight and result is None,
         )
-        return dx, result, *(None,) * 5
+        return dx, result, *(None,) * 6

@@ -26,11 +26,14 @@ def linear_log_prob(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float = 0.0,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each token; see ``cute_kernels.linear_log_prob``."""
+    """Log-probability and entropy of each token; see ``cute_kernels.linear_log_prob``. ``keep_logits`` changes nothing:
+    all logits are in memory, unrounded.
+    """
     is_fp64 = isinstance(x, Tensor) and x.dtype is torch.float64 and not is_strict()
     temperature, scale, softcap = as_float(temperature), as_float(scale), as_float(softcap)
-    check_log_prob(x, weight, target, ignore_index, temperature, scale, softcap, is_fp64)
+    check_log_prob(x, weight, target, ignore_index, temperature, scale, softcap, keep_logits, is_fp64)
     strict_rows("linear_log_prob", x=x)
     if has_address(x, weight):
         operands(as_rows("linear_log_prob", "x", x), weight)

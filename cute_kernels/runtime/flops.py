@@ -41,9 +41,11 @@ def _log_prob(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
-def _log_prob_backward(dlog_prob, dentropy, x: Shape, weight: Shape, target, statistics, dx, dweight, *_, **__) -> int:
-    """The logits are computed again, as the scores of torch's fused attention, which it counts, too."""
-    return _log_prob(x, weight) * (1 + (dx is not None) + (dweight is not None))
+def _log_prob_backward(
+    dlog_prob, dentropy, x: Shape, weight: Shape, target, statistics, logits, dx, dweight, *_, **__
+) -> int:
+    """The logits are computed again unless kept, as the scores of torch's fused attention, which it counts, too."""
+    return _log_prob(x, weight) * ((logits is None) + (dx is not None) + (dweight is not None))
 
 
 def _projection(x: Shape, phi: Shape, *_: Any, **__: Any) -> int:

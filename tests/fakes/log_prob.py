@@ -19,8 +19,11 @@ def _capped(static: dict, logits: Tensor, slope: float | None) -> Tensor:
     return logits if slope is None else (slope * logits).tanh().float().double()
 
 
-def log_prob_statistics(static, x, weight, target, statistics, target_logit, scale, slope, num_ctas) -> None:
+def log_prob_statistics(static, x, weight, target, statistics, target_logit, kept, scale, slope, num_ctas) -> None:
     logits, width = _logits(static, x, weight)[: len(target)], vocabulary_tile(static["arch"])
+    assert static["spec"].keeps_logits == (kept is not None)
+    if kept is not None:
+        kept.copy_(logits)
     logits = _capped(static, logits, slope)
     assert statistics.shape == (3, -(-logits.shape[1] // width), len(target)) and num_ctas >= 1
     for tile, part in enumerate(logits.split(width, 1)):
@@ -65,11 +68,25 @@ def log_prob_gradient(
     slope,
     num_ctas,
 ) -> None:
+    logits = _logits(static, x, weight)
+    rows = target, row_statistics, g, h
+    dlogits.copy_(_gradients(static, logits, *rows, ignore_index, vocabulary, first, scale, inverse, slope))
+
+
+def log_prob_kept_gradient(static, target, row_statistics, g, h, logits, ignore_index, scale, inverse, slope) -> None:
+    rows = target, row_statistics, g, h
+    constants = ignore_index, logits.shape[1], 0, scale, inverse, slope
+    logits.copy_(_gradients(static, logits.double(), *rows, *constants))
+
+
+def _gradients(
+    static, logits, target, row_statistics, g, h, ignore_index, vocabulary, first, scale, inverse, slope
+) -> Tensor:
     target = target.long()  # as in log_prob
     largest, log2_total, entropy = row_statistics.double().t().unsqueeze(-1)
-    logits = _capped(static, _logits(static, x, weight), slope)
+    logits = _capped(static, logits, slope)
     u = scale * (logits - largest) - log2_total
-    p, column = u.exp2(), torch.arange(first, first + dlogits.shape[1])
+    p, column = u.exp2(), torch.arange(first, first + logits.shape[1])
     factor = g.double()[:, None]
     if static["spec"].has_dentropy:
         factor = factor + h[:, None] * (math.log(2) * u + entropy)
@@ -77,4 +94,4 @@ def log_prob_gradient(
     if slope is not None:
         gradient = gradient * (1 - logits**2)
     counts = (target >= 0) & (target < vocabulary) & (target != ignore_index)
-    dlogits.copy_(torch.where(counts[:, None], gradient, 0.0))
+    return torch.where(counts[:, None], gradient, 0.0)

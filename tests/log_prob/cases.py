@@ -35,13 +35,14 @@ class Case:
     weight_by_columns: bool = False
     gap: int = 0  # elements between the rows of x and weight, NaN
     entropy: bool = True  # whether it has a gradient
+    keep: bool = False  # the logits
     exact: bool = False  # logits without rounding, far from 0, and likely targets; see exact_inputs
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.v}x{self.k}", name_of(self.dtype)]
         words += [f"temperature_{self.temperature}"] * (self.temperature != 1.0)
         words += [f"scale_{self.scale}"] * (self.scale != 1.0) + [f"softcap_{self.softcap}"] * (self.softcap > 0.0)
-        words += ["exact"] * self.exact
+        words += ["keep"] * self.keep + ["exact"] * self.exact
         words += ["int32"] * (self.index is torch.int32) + ["by_columns"] * self.weight_by_columns
         words += [f"gap_{self.gap}"] * (self.gap > 0)
         return "-".join(words + ["no_dentropy"] * (not self.entropy))
@@ -131,6 +132,7 @@ def check_masked(function: Callable, case: Case, inputs: Inputs, masked: Tensor,
 def run(function: Callable, case: Case, inputs: Inputs) -> dict[str, Tensor]:
     """log_prob, entropy and the gradients of x and weight, without one that went to a main_grad."""
     options = {"temperature": case.temperature, "scale": case.scale, "softcap": case.softcap}
+    options["keep_logits"] = case.keep
     results = function(inputs.x, inputs.weight, inputs.target, **options)
     count = 1 + case.entropy
     leaves = [t for t in (inputs.x, inputs.weight) if t.requires_grad]

@@ -17,6 +17,8 @@ from tests.log_prob.test_kernel import (  # noqa: F401
     test_dimensions,
     test_every_kernel_has_the_same_bits,
     test_frozen,
+    test_kept_logits,
+    test_kept_logits_are_used_once,
     test_micro_batches_add_up_in_main_grad,
     test_no_k,
     test_one_result_alone,

@@ -201,9 +201,10 @@ def test_targets_that_are_no_column(generator):
     assert (log_prob[:8] == 0.0).all() and (dx == 0.0).all()
 
 
-def test_a_token_does_not_know_its_batch(generator):
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+def test_a_token_does_not_know_its_batch(keep, generator):
     """T1 to T5: alone, among others, elsewhere, beside NaN and infinities, by each kernel that a batch may get."""
-    case = Case(700, 1000, 72)
+    case = Case(700, 1000, 72, keep=keep)
     inputs = make_inputs(case, generator)
     whole = run(linear_log_prob, case, inputs)
 
@@ -232,7 +233,8 @@ def test_a_token_does_not_know_its_batch(generator):
 @pytest.mark.parametrize("config", dict.fromkeys(candidates(here())), ids=lambda c: kernel_name((c, False)))
 def test_every_kernel_has_the_same_bits(config, num_sms, generator):
     """With an SM for each tile, and with few, so that a CTA has many; few tokens and many."""
-    for case in (Case(40, 1000, 136), Case(300, 1033, 200), Case(100, 393, 136, scale=0.5, softcap=3.0)):
+    cases = Case(40, 1000, 136), Case(300, 1033, 200), Case(100, 393, 136, scale=0.5, softcap=3.0)
+    for case in (*cases, Case(100, 1033, 136, keep=True)):
         inputs = make_inputs(case, generator)
         wanted = run(linear_log_prob, case, inputs)
         with only_kernel(config, num_sms):
@@ -252,6 +254,51 @@ def test_parts_change_no_bit(generator, monkeypatch):
         monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", 1)
         for name, result in run(linear_log_prob, case, inputs).items():
             assert_same_bits(result, wanted[name], name)
+
+
+KEPT = [
+    Case(300, 1033, 136, keep=True),
+    Case(40, 264, 64, FP16, temperature=0.7, weight_by_columns=True, keep=True),
+    Case(100, 520, 72, scale=0.5, softcap=3.0, entropy=False, keep=True),
+]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_kept_logits(case, generator):
+    """The forward's bits are those without; the gradients are those at the rounded logits, with the same statistics."""
+    inputs = make_inputs(case, generator)
+    found, without = run(linear_log_prob, case, inputs), run(linear_log_prob, replace(case, keep=False), inputs)
+    for name in ("log_prob", "entropy"):
+        assert_same_bits(found[name], without[name], name)
+    x, weight, g, h = (t.detach().double() for t in (inputs.x, inputs.weight, inputs.g, inputs.h))
+    exact = x @ weight.t()
+    z, z_kept = (logits_of(case, logits) for logits in (exact, exact.to(case.dtype).double()))
+    log_p = z_kept - z.logsumexp(1, keepdim=True)
+    p, entropy = log_p.exp(), found["entropy"].double()[:, None]
+    one = torch.zeros_like(p).scatter_(1, inputs.target.long().clamp_min(0)[:, None], 1.0)
+    dz = g[:, None] * (one - p) - case.entropy * h[:, None] * p * (log_p + entropy)
+    slope = 1 - (z_kept * case.temperature / case.softcap) ** 2 if case.softcap else 1.0
+    dz *= slope * case.scale / case.temperature * (inputs.target != IGNORED)[:, None]
+    for name, value in (("dx", dz @ weight), ("dw", dz.t() @ x)):
+        # A logit between two numbers of its dtype may be rounded to either
+        assert (found[name].double() - value).norm() <= 2 * RMS[case.dtype] * value.norm(), name
+        assert 0 < (found[name].double() - without[name].double()).norm() <= 0.05 * value.norm(), name
+
+
+def logits_of(case: Case, products: torch.Tensor) -> torch.Tensor:
+    """What the softmax is of."""
+    logits = case.scale * products
+    return (case.softcap * torch.tanh(logits / case.softcap) if case.softcap else logits) / case.temperature
+
+
+def test_kept_logits_are_used_once(generator):
+    """Their gradients take their place: autograd refuses a second backward, also of a part of the results."""
+    case = Case(40, 264, 64)
+    inputs = make_inputs(case, generator)
+    results = linear_log_prob(inputs.x, inputs.weight, inputs.target, keep_logits=True)
+    torch.autograd.grad(results[0].sum(), inputs.x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(results[1].sum(), inputs.weight)
 
 
 def test_micro_batches_add_up_in_main_grad(generator, device):
@@ -348,9 +395,10 @@ def test_compile(generator, compile_backend):
             assert_same_bits(result, wanted[name], name)
         assert stats().compiles == before
     another = Case(300, 264, 64, temperature=1.3)
-    wanted = run(linear_log_prob, another, inputs)
-    for name, result in run(compiled, another, inputs).items():
-        assert_same_bits(result, wanted[name], f"{name} at another temperature")
+    for what, case in (("at another temperature", another), ("with logits kept", replace(another, keep=True))):
+        wanted = run(linear_log_prob, case, inputs)
+        for name, result in run(compiled, case, inputs).items():
+            assert_same_bits(result, wanted[name], f"{name} {what}")
 
 
 def test_a_gradient_that_is_negated_lazily(generator):

@@ -1,6 +1,7 @@
 """linear_log_prob without a GPU: the reference, bad arguments, and its kernels compiled for both architectures."""
 
 import contextlib
+import itertools
 import math
 import re
 import weakref
@@ -230,8 +231,8 @@ def builders(arch: str) -> list[tuple]:
     """All that calls of bf16 with a row-major weight ask for."""
     with fake_kernels(arch) as jobs:
         for m in (40, 100, 300):
-            for entropy in (True, False):
-                case = Case(m, 264, 64, entropy=entropy)
+            for entropy, keep in itertools.product((True, False), repeat=2):
+                case = Case(m, 264, 64, entropy=entropy, keep=keep)
                 run(linear_log_prob, case, make_inputs(case, torch.Generator()))
     return [job for job in dict.fromkeys(jobs) if "log_prob" in job[0].__name__]
 
@@ -241,12 +242,14 @@ def builders(arch: str) -> list[tuple]:
 def test_kernels_compile(arch):
     """No spills, no local memory; with the weight's columns, int32 targets and a softcap 24 bytes at most."""
     found = builders(arch)
-    assert len(found) == 1 + 3 * len(set(candidates(arch)))
+    assert len(found) == 3 + 4 * len(set(candidates(arch)))
     for builder, (_, spec, *config) in found:
         check_record(builder.obtain(arch, spec, *config).record)
         other = spec._replace(target=torch.int32)
         if builder.__name__ != "log_prob":
-            other = other._replace(weight_major="n", has_softcap=True)
+            other = other._replace(has_softcap=True)
+        if "weight_major" in spec._fields:
+            other = other._replace(weight_major="n")
         record = builder.obtain(arch, other, *config).record
         if builder.__name__ == "log_prob_gradient" and arch == "sm_90a" and config[0].ping_pong:  # 168 registers
             assert all(kernel["stack_bytes"] <= 24 for kernel in record["kernels"])
@@ -295,8 +298,8 @@ log_prob_{kernel}("{arch}", {spec}, candidates("{arch}")[-1])
 
 def test_the_schemas_name_what_is_written():
     for operator, outputs in (
-        (launch.log_prob_forward.registered, {"log_prob", "entropy", "row_statistics"}),
-        (launch.log_prob_backward.registered, {"dx", "dweight"}),
+        (launch.log_prob_forward.registered, {"log_prob", "entropy", "row_statistics", "logits"}),
+        (launch.log_prob_backward.registered, {"logits", "dx", "dweight"}),
     ):
         arguments = operator._schema.arguments
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}

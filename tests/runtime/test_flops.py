@@ -55,15 +55,16 @@ def test_a_bias_gradient_is_a_product():
 
 
 def test_log_probabilities():
-    """The backward makes the logits again, which plain torch keeps."""
+    """The backward makes the logits again, which plain torch keeps, and ours if asked to."""
 
-    def run():
-        return linear_log_prob(randn(6, 16), randn(24, 16), torch.arange(6))
+    def run(keep_logits=False):
+        return linear_log_prob(randn(6, 16), randn(24, 16), torch.arange(6), keep_logits=keep_logits)
 
     wanted = counted(run)
     with fake_kernels():
-        found = counted(run)
+        found, kept = counted(run), counted(lambda: run(True))
     assert found == [wanted[0], wanted[1] + wanted[0]] == [2 * 6 * 16 * 24, 3 * 2 * 6 * 16 * 24]
+    assert kept == wanted
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
