@@ -7,7 +7,8 @@
 
 A case's name is op.direction.shape.dtype.variant, like linear_log_prob.bwd.4096x151936x4096.bfloat16.train. The shape
 is tokens x vocabulary x width. Variants: train (both results have a gradient), decode (few tokens, forward alone), loss
-(the mean of the negated log-probabilities, forward and backward in one call, direction "step").
+(the mean of the negated log-probabilities, forward and backward in one call, direction "step"), loss_keeps_logits (the
+same, and ours keeps the logits in bf16, as the peers do).
 
 bare_products is no peer: cuBLAS's products alone, that of the logits forward; backward these again, and the two that
 their gradients go into; of a step all four. It computes no exponential, and its logits are not counted as memory.
@@ -15,7 +16,7 @@ torch: F.linear in bf16, then log_softmax, gather and entropy in fp32. The backw
 logits that the forward left, so multiply twice where we do thrice.
 Peers that find all gradients of a mean loss in its forward, by three products, are not here: quack 0.6.5's fails under
 this DSL, and Liger 0.8.5's asks the GPU for a number, so no graph can hold it. Ours may have another gradient for each
-token, as reinforcement learning has, and takes four products.
+token, as reinforcement learning has, and takes four products, or three with the logits kept.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from jit_cache import command
 TRAIN = ((4096, 32000, 4096), (4096, 151936, 4096), (8192, 128256, 4096))
 DECODE = tuple((m, 151936, 4096) for m in (1, 16, 64, 128, 256))
 OURS, TORCH, COMPILED, FLOOR = "cute_kernels", "torch", "torch_compile", "bare_products"
-DIRECTIONS = {"train": ("fwd", "bwd"), "decode": ("fwd",), "loss": ("step",)}
+KEEPS = "loss_keeps_logits"
+UNLISTED = ((5000, 50304, 2048), (2048, 131072, 5120), (12288, 64000, 1536))  # looked at last, tuned for by nobody
+DIRECTIONS = {"train": ("fwd", "bwd"), "decode": ("fwd",), "loss": ("step",), KEEPS: ("step",)}
 PRODUCTS = {"fwd": 1, "bwd": 3, "step": 4}
 GOAL = 0.9  # of the bare product's speed, forward
 ROWS = 512  # tokens whose logits are in memory in fp64
@@ -63,7 +66,7 @@ class LogProb:
             dtype="bfloat16",
             variant=self.variant,
             bytes=2 * inputs * (1 if direction == "fwd" else 2) + 8 * self.m,
-            flops=2 * PRODUCTS[direction] * self.m * self.v * self.k,
+            flops=2 * (PRODUCTS[direction] - (self.variant == KEEPS)) * self.m * self.v * self.k,
         )
 
     @property
@@ -74,7 +77,7 @@ class LogProb:
 def log_probs(quick: bool = False) -> list[LogProb]:
     if quick:
         return [LogProb(*TRAIN[0]), LogProb(*DECODE[2], "decode")]
-    shapes = {"train": TRAIN, "loss": TRAIN, "decode": DECODE}
+    shapes = {"train": TRAIN, "loss": TRAIN, KEEPS: (*TRAIN, *UNLISTED), "decode": DECODE}
     return [LogProb(*shape, variant) for variant, its in shapes.items() for shape in its]
 
 
@@ -99,7 +102,7 @@ def make_inputs(size: LogProb, device: str) -> Inputs:
     x = normal(size.m, size.k, dtype=torch.bfloat16).requires_grad_()
     weight = normal(size.v, size.k, std=2 * size.k**-0.5, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(size.v, (size.m,), generator=generator, device=device)
-    if size.variant == "loss":
+    if size.variant in ("loss", KEEPS):
         g = torch.full((size.m,), -1.0 / size.m, device=device)
         return Inputs(x, weight, target, g, torch.zeros_like(g))
     return Inputs(x, weight, target, normal(size.m), normal(size.m))
@@ -139,8 +142,8 @@ def loss_with_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), target)
 
 
-def our_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return -cute_kernels.linear_log_prob(x, weight, target)[0].mean()
+def our_loss(x: Tensor, weight: Tensor, target: Tensor, keep_logits: bool = False) -> Tensor:
+    return -cute_kernels.linear_log_prob(x, weight, target, keep_logits=keep_logits)[0].mean()
 
 
 def compiled(function: Callable) -> Callable:
@@ -165,9 +168,12 @@ def step(loss_function: Callable[..., Tensor], inputs: Inputs) -> Sequence[Tenso
     return loss.detach(), *torch.autograd.grad(loss, (inputs.x, inputs.weight))
 
 
-def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call:
+def calls(provider: str, inputs: Inputs, direction: str, variant: str) -> harness.Call:
     if direction == "step":
-        return functools.partial(step, LOSSES[provider](), inputs)
+        loss = LOSSES[provider]()
+        if provider == OURS:
+            loss = functools.partial(loss, keep_logits=variant == KEEPS)
+        return functools.partial(step, loss, inputs)
     function = FUNCTIONS[provider]()
     forward, make_backward = forward_backward.autograd_calls(
         lambda x, weight: function(x, weight, inputs.target), (inputs.x, inputs.weight), (inputs.g, inputs.h)
@@ -175,13 +181,13 @@ def calls(provider: str, inputs: Inputs, direction: str) -> harness.Call:
     return forward if direction == "fwd" else make_backward()
 
 
-def bare_products(inputs: Inputs, direction: str) -> harness.Call:
+def bare_products(inputs: Inputs, direction: str, variant: str) -> harness.Call:
     x, weight = inputs.x.detach(), inputs.weight.detach()
     logits = x.new_empty(x.shape[0], weight.shape[0])
     outputs = (logits,) if direction == "fwd" else (logits, torch.empty_like(x), torch.empty_like(weight))
 
     def call() -> Sequence[Tensor]:
-        for _ in range(2 if direction == "step" else 1):
+        for _ in range(2 if direction == "step" and variant != KEEPS else 1):
             torch.mm(x, weight.t(), out=logits)
         if direction != "fwd":
             torch.mm(logits, weight, out=outputs[1])
@@ -191,7 +197,7 @@ def bare_products(inputs: Inputs, direction: str) -> harness.Call:
     return call
 
 
-PROVIDERS: Mapping[str, Callable[[Inputs, str], harness.Call]] = {
+PROVIDERS: Mapping[str, Callable[[Inputs, str, str], harness.Call]] = {
     OURS: functools.partial(calls, OURS),
     TORCH: functools.partial(calls, TORCH),
     COMPILED: functools.partial(calls, COMPILED),
@@ -206,7 +212,7 @@ def measure_log_prob(
     inputs = make_inputs(size, device.name)
     exact, found = truth(inputs), []
     for direction in directions:
-        makers = {name: functools.partial(PROVIDERS[name], inputs, direction) for name in providers}
+        makers = {name: functools.partial(PROVIDERS[name], inputs, direction, size.variant) for name in providers}
         floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
         found.append(harness.measure(size.case(direction), makers, exact[direction], device, floors=floors, **options))
     return found

@@ -247,13 +247,14 @@ SECTIONS = {
     "log_prob": Section(
         "Log-probabilities without logits",
         "Shapes are tokens x vocabulary x width. The variants: train and decode return log-probability and entropy, "
-        "loss is a mean loss with its gradients in one call. The peak is that of one call beside its inputs.",
+        "loss is a mean loss with its gradients in one call, loss_keeps_logits the same with ``keep_logits``. The peak "
+        "is that of one call beside its inputs.",
         shapes=("1x151936x4096", "64x151936x4096", "256x151936x4096"),
         has_copy=False,
         has_peaks=True,
         note="Bare products are cuBLAS's alone: one for the logits; in a backward that one again and two for the "
         "gradients. torch and torch.compile keep the logits in memory, so their backward multiplies twice where ours "
-        "multiplies three times.",
+        "multiplies three times, unless it keeps them, too.",
     ),
     "attention": Section(
         "Attention",
@@ -386,7 +387,7 @@ BAR_GROUPS: dict[str, tuple[str, Callable[[Line], bool]]] = {
     "Matrix products": ("gemm", lambda line: line["variant"] != "decode"),
     "… of up to 256 rows": ("gemm", lambda line: line["variant"] == "decode"),
     "Reductions": ("reduction", lambda line: True),
-    "Log-probabilities": ("log_prob", lambda line: line["variant"] != "loss"),
+    "Log-probabilities": ("log_prob", lambda line: "loss" not in line["variant"]),
     "Products of experts": ("moe", lambda line: line["op"] == "grouped_mm"),
     "Hyper-connections": ("mhc", lambda line: line["op"] == "layer"),
     "Block-scaled fp8": ("mxfp8", lambda line: True),
@@ -413,6 +414,7 @@ LOG_PROB_SHAPE = "4096x151936x4096"
 LOG_PROB_CASES = {
     ("fwd", "train"): "Forward: log-probability and entropy",
     ("step", "loss"): "A mean loss and its gradients",
+    ("step", "loss_keeps_logits"): "The same, logits kept",
 }
 
 

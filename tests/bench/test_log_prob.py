@@ -14,11 +14,13 @@ SIZE = LogProb(40, 130, 64)
 
 def test_cases():
     names = [case.name for size in bench_log_prob.log_probs() for case in size.cases]
-    assert len(set(names)) == len(names) == 2 * 3 + 3 + 5
+    assert len(set(names)) == len(names) == 2 * 3 + 3 + 6 + 5
     forward, backward = SIZE.cases
     assert backward.flops == 3 * forward.flops == 6 * 40 * 130 * 64
     (step,) = LogProb(40, 130, 64, "loss").cases
     assert step.direction == "step" and step.flops == 4 * forward.flops
+    (step,) = LogProb(40, 130, 64, bench_log_prob.KEEPS).cases
+    assert step.direction == "step" and step.flops == 3 * forward.flops
     assert forward.bytes == 2 * 64 * 170 + 8 * 40
 
 
@@ -55,9 +57,10 @@ def test_all_providers_are_right(capsys):
     assert table[1] == ["linear_log_prob fwd, train", "40x130x64", "**10.0**", "2.00", "3.00", "0", "0"]
 
 
-def test_a_step_of_a_loss():
+@pytest.mark.parametrize("variant", ["loss", bench_log_prob.KEEPS])
+def test_a_step_of_a_loss(variant):
     """Ours and torch's are right, and the bare products are not looked at."""
-    size, providers = LogProb(40, 130, 64, "loss"), [OURS, TORCH, FLOOR]
+    size, providers = LogProb(40, 130, 64, variant), [OURS, TORCH, FLOOR]
     (m,) = bench_log_prob.measure_log_prob(size, ["step"], providers, FakeDevice(), repetitions=3, breakdown=False)
     assert m.failures == {} and set(m.results) == set(providers)
     assert set(m.results[OURS].error) == {"loss", "dx", "dw"}
@@ -80,7 +83,7 @@ def test_the_compiled_peer_is_the_same_function():
         patch.setattr(torch, "compile", lambda function, **options: function)
         assert bench_log_prob.FUNCTIONS[COMPILED]() is bench_log_prob.with_logits
         assert bench_log_prob.LOSSES[COMPILED]() is bench_log_prob.loss_with_logits
-    assert len(bench_log_prob.calls(TORCH, inputs, "bwd")()) == 2
+    assert len(bench_log_prob.calls(TORCH, inputs, "bwd", "train")()) == 2
 
 
 def test_run_writes(monkeypatch, tmp_path):
