@@ -39,6 +39,9 @@ GOALS = {  # share of the same-bytes copy's speed, all kernels of the call inclu
 OTHER_WIDTHS = (769, 1536, 2880, 3072, 5120, 6144, 7168, 12288, 32768, 131072)
 OTHER_WIDTH_ELEMENTS = 1 << 25
 HEAD_SIZES = ((1_000_000, 64), (1_000_000, 128))
+# Rows that do not start on 16 bytes; few and wide ones. The last three of each were looked at last
+ODD_SHAPES = ((134085, 1001), (4194, 32003), (2671, 50257), (885, 151643), (60001, 2235), (13411, 10007), (2192, 61229))
+FEW_SHAPES = ((5, 262144), (1, 131072), (32, 65536), (64, 262144), (16, 32768), (3, 200704), (24, 98304), (50, 40960))
 VARIANT_SHAPE = (8192, 4096)
 QUICK_SHAPES = ((8192, 4096), (4096, 4096), (2048, 4096))
 
@@ -121,7 +124,7 @@ def norms(quick: bool = False) -> list[Norm]:
     if quick:
         return cases
     others = [(OTHER_WIDTH_ELEMENTS // cols, cols) for cols in OTHER_WIDTHS]
-    cases += [Norm(op, *shape) for op in OPS for shape in (*others, *HEAD_SIZES)]
+    cases += [Norm(op, *shape) for op in OPS for shape in (*others, *HEAD_SIZES, *ODD_SHAPES, *FEW_SHAPES)]
     for op in OPS:
         cases += [Norm(op, *VARIANT_SHAPE, variant=variant) for variant in ("residual", "save_output", "inference")]
         cases.append(Norm(op, *VARIANT_SHAPE, dtype=torch.float32))
@@ -301,7 +304,7 @@ PACKAGES = {"quack": ("quack",), "liger": ("liger_kernel",)}  # what a provider 
 
 
 def compile_own_kernels(cases: Iterable[Norm], device: harness.Device) -> None:
-    few = (dataclasses.replace(norm, rows=128) for norm in cases)
+    few = (dataclasses.replace(norm, rows=min(norm.rows, 128)) for norm in cases)
     forward_backward.compile_kernels(lambda norm: _cute_kernels(norm, make_inputs(norm, device.name)), few, device)
 
 

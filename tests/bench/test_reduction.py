@@ -10,7 +10,7 @@ from tests.bench.test_harness import FakeDevice
 
 def test_cases():
     names = [case.case(d).name for case in bench_reduction.reductions() for d in case.directions]
-    assert len(set(names)) == len(names) == 2 * 2 * 10 + 2 * 3 + 2 * 2 * 2 + 2 * 3
+    assert len(set(names)) == len(names) == 2 * 2 * 10 + 2 * 3 + 2 * 2 * 2 + 2 * 3 + 2 * 2 * 15 + 2 * 7
     quick = {case.case(d).name for case in bench_reduction.reductions(quick=True) for d in case.directions}
     assert quick < set(names)
 
