@@ -55,6 +55,7 @@ NAMES = {
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
     "vocab_size": ("vocab_size",),
 }
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ALL_BIASED = ("gpt2", "gpt_neox", "phi", "starcoder2")  # projections have biases, whatever the config says
 # Routers whose products transformers computes in fp32
@@ -76,7 +77,10 @@ class Model:
         shared_width: channels of an MLP beside the experts.
         router: score, and whether there is a bias of the selection, groups, those of them that are kept, and whether
             chosen scores are normalised, as of ``RouteSpec``.
-        has_oai_experts: experts are as gpt-oss has them: with biases, weights transposed, and a gate of its own.
+        has_oai_experts: experts are as gpt-oss has them: with biases, weights transposed, and a gate of its own; and
+            attention has sinks.
+        latent: of DeepSeek's attention the ranks of queries, 0 without, and of keys, and the rotary channels of a head.
+        head_dim_v: channels of a head of values; 0: as many as of keys.
     """
 
     hidden_size: int
@@ -106,6 +110,8 @@ class Model:
     shared_width: int = 0
     router: tuple[str, bool, int, int, bool] = ("chosen", False, 1, 1, False)
     has_oai_experts: bool = False
+    latent: tuple[int, int, int] = (0, 0, 0)
+    head_dim_v: int = 0
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Model:
@@ -135,6 +141,10 @@ class Model:
             sizes["experts_per_token"] = sizes["expert_width"] = sizes["shared_width"] = 0
         if heads:
             sizes["head_dim"] = sizes["head_dim"] or hidden // heads
+        latent = tuple(_size(config, (name,)) for name in LATENT)
+        if latent[1]:
+            sizes["num_key_value_heads"] = heads
+            sizes["head_dim"] = _size(config, ("qk_nope_head_dim",)) + latent[2]
         parameters = _dtype(config, "dtype") or _dtype(config, "torch_dtype") or torch.bfloat16
         layer = "rms_norm_eps" not in config and any(name.startswith("layer_norm_eps") for name in config)
         activation = next((config[n] for n in ("hidden_act", "activation_function") if config.get(n)), None)
@@ -161,6 +171,8 @@ class Model:
             has_fp32_router=model_type in FP32_ROUTERS,
             router=_router_of(config, model_type),
             has_oai_experts=model_type == "gpt_oss",
+            latent=latent,
+            head_dim_v=_size(config, ("v_head_dim",)) if latent[1] else 0,
         )
 
     @property
@@ -168,10 +180,19 @@ class Model:
         """(N, K, whether it has a bias, activation) of each linear layer of a block, apart and fused."""
         c = self.hidden_size
         q, kv = (self.head_dim * n for n in (self.num_attention_heads, self.num_key_value_heads))
-        if q:
+        of_q, of_k, rope = self.latent
+        if of_k:
+            values = self.head_dim_v * self.num_attention_heads
+            if of_q:
+                yield of_q, c, self.attention_bias, None
+            yield q, of_q or c, False, None
+            yield of_k + rope, c, self.attention_bias, None
+            yield q - rope * self.num_attention_heads + values, of_k, False, None
+            yield c, values, self.attention_bias, None
+        elif q:
             for n in (q, kv, q + 2 * kv):
                 yield n, c, self.attention_bias, None
-        for bias in {False, self.attention_bias}:
+        for bias in {False, self.attention_bias} if not of_k else ():
             yield c, q or c, bias, None
         for f in {self.intermediate_size, self.shared_width} - {0}:
             for n in (f, 2 * f):
@@ -182,7 +203,9 @@ class Model:
 
     @property
     def widths(self) -> set[int]:
-        """Those of norms beside ``hidden_size``: of a head and, of olmo2, of all heads."""
+        """Those of norms beside ``hidden_size``: of a head and, of olmo2, of all heads; of latent queries and keys."""
+        if self.latent[1]:
+            return set(self.latent[:2]) - {0, self.hidden_size}
         heads = (self.num_attention_heads, self.num_key_value_heads) if self.wide_qk_norms else ()
         return {self.head_dim * n for n in (1, *heads)} - {0, self.hidden_size}
 
@@ -196,7 +219,8 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
     GPU with another number of SMs than ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen
     weights are normalised, swiglu without biases; of gpt_oss, deepseek_v3 and glm4_moe as those have them. The router's
-    weights are fp32 where ``dtype`` is. Hyper-connections, quantizers and deepseek_v3's attention are not among them.
+    weights are fp32 where ``dtype`` is. Hyper-connections and quantizers are not among them, nor, inside of
+    ``batch_invariant``, the sum over rows that is the gradient of sinks: it has a kernel for each number of rows.
 
     Args:
         config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
@@ -365,8 +389,9 @@ def _transformers_router(model: Model, arch: str, num_sms: int) -> None:
         sum_into_elements.function(_empty(2, k, dtype=FP32), _empty(2, k, dtype=torch.int64), _empty(2, e, dtype=FP32))
         sums.add(2)  # the largest two of a group of experts
     else:
-        _linear(model, arch, num_sms, e, c, model.dtype)
-        logits = _empty(2, e, dtype=FP32)
+        oai = model.has_oai_experts  # a bias, and a softmax of the chosen logits
+        _linear(model, arch, num_sms, e, c, model.dtype, model.parameter_dtype if oai else None)
+        logits = _empty(2, k, dtype=model.dtype) if oai else _empty(2, e, dtype=FP32)
         reduction.softmax_forward(logits, logits, False)
         reduction.softmax_backward(logits, logits, logits, False)
     for n in sums:
@@ -404,25 +429,37 @@ def _norms(model: Model) -> None:
     for n in (model.hidden_size, *sorted(model.widths)):
         for x, residual, y in streams if n == model.hidden_size else streams[:1]:
             _norm(model, n, x, residual, y)
+        if n == model.latent[1]:
+            _norm(model, n, dtype, None, dtype, behind=model.latent[2])
         # Where a norm is written out: the mean of squares, and the gradient of its weight
         reduction.sum_rows(_empty(2, n, dtype=FP32), _empty(2, dtype=FP32), 1.0)
         for of_sums in (dtype, FP32):
             _column_sums(n, of_sums)
 
 
-def _norm(model: Model, n: int, x_dtype: torch.dtype, residual_dtype: torch.dtype | None, y_dtype: torch.dtype) -> None:
-    """In training, where a gradient of the sum arrives and where none does, with ``main_grad`` and without; alone."""
+def _norm(
+    model: Model,
+    n: int,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    y_dtype: torch.dtype,
+    behind: int = 0,
+) -> None:
+    """In training, where a gradient of the sum arrives and where none does, with ``main_grad`` and without; alone.
+
+    ``behind``: columns of x that the norm leaves out.
+    """
     has_mean = model.norm == "layer"
     weight = _empty(n, dtype=model.norm_dtype)
     bias = _empty(n, dtype=model.norm_dtype) if has_mean else None
-    x, y = _empty(2, n, dtype=x_dtype), _empty(2, n, dtype=y_dtype)
+    x, y = _empty(2, n + behind, dtype=x_dtype)[:, :n], _empty(2, n, dtype=y_dtype)
     residual = h = None
     if residual_dtype is not None:
         residual, h = (_empty(2, n, dtype=residual_dtype) for _ in range(2))
     statistics = _empty(1 + has_mean, 2, dtype=FP32)
     for kept in ((h, statistics), (h, None), (None, None)):
         norm.norm_forward(x, residual, weight, bias, y, *kept, model.norm, 1e-6, model.weight_offset)
-    saved, dx = x if h is None else h, torch.empty_like(x)
+    saved, dx = x if h is None else h, _empty(2, n, dtype=x_dtype)
     dresidual = torch.empty_like(h) if h is not None and h.dtype is not x.dtype else None
     for dh, accumulate in itertools.product((None,) if h is None else (None, h), (False, True)):
         dw, db = (
@@ -465,11 +502,11 @@ def _log_prob(model: Model, arch: str, num_sms: int) -> None:
 def _indexed(model: Model) -> None:
     """The gradient of the embedding, what ``main_grad`` gets; those of keys and values that padding has moved."""
     c, dtype = model.hidden_size, model.parameter_dtype
-    kept = model.num_key_value_heads * model.head_dim
+    kept = {model.num_key_value_heads * d for d in (model.head_dim, model.head_dim_v or model.head_dim)}
     for n, source, out, store in (
         (c, dtype, dtype, "write"),
         (c, dtype, FP32, "add"),
-        (kept, model.dtype, model.dtype, "onto"),
+        *((n, model.dtype, model.dtype, "onto") for n in kept),
     ):
         if n:
             index = _empty(2, dtype=torch.int64)
@@ -506,22 +543,21 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     in pages of 128.
     """
     dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    int32 = {"dtype": torch.int32}
+    dv, int32 = model.head_dim_v or d, {"dtype": torch.int32}
+    sinks = _empty(heads, dtype=FP32) if model.has_oai_experts else None
     softcap = 1.0 if model.has_softcap else 0.0
     windows = (-1, 4) if model.has_window else (-1,)
     starts, used = _empty(3, **int32), _empty(2, **int32)
     for left, length in itertools.product(windows, (SHORT, SHORT + 1)):
-        q, k = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, pairs, d, dtype=dtype)
+        q, out = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, heads, dv, dtype=dtype)
+        k, v = _empty(2, length, pairs, d, dtype=dtype), _empty(2, length, pairs, dv, dtype=dtype)
         lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
-        for rows, keys, options in (
-            (q, k, {}),
-            (q, k, {"seqused_k": used}),
-            (q.flatten(0, 1), k.flatten(0, 1), lengths),
-        ):
-            attention_forward.function(rows, keys, keys, True, 1.0, left, -1, softcap, **options)
-            lse = _empty(*lse_shape(rows, rows.dim() == 3), dtype=FP32)
-            tensors = rows, rows, keys, keys, rows, lse, None
-            attention_backward.function(*tensors, True, 1.0, left, -1, softcap, **options)
+        for packed, options in ((False, {}), (False, {"seqused_k": used}), (True, lengths)):
+            rows, keys, values, results = (t.flatten(0, 1) if packed else t for t in (q, k, v, out))
+            attention_forward.function(rows, keys, values, True, 1.0, left, -1, softcap, sinks, **options)
+            lse = _empty(*lse_shape(rows, packed), dtype=FP32)
+            tensors = results, rows, keys, values, results, lse, None
+            attention_backward.function(*tensors, True, 1.0, left, -1, softcap, sinks, **options)
     # A token of one sequence, whose splits are CTAs of their own, and more rows; chunks of so many that a CTA has all
     # splits of a tile; a prompt whose tiles fill the GPU, by the forward's kernel
     split = grid_for(d).split
@@ -529,15 +565,16 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     lefts = (UNBOUNDED, 4) if model.has_window else (UNBOUNDED,)
     for (batch, queries), paged, left in itertools.product(calls, (False, True), lefts):
         pages = 2 * split // PAGE_SIZE
-        cache = _empty(batch * pages, PAGE_SIZE, pairs, d, dtype=dtype)
-        cache = cache if paged else cache.view(batch, 2 * split, pairs, d)
+        keys, values = (_empty(batch * pages, PAGE_SIZE, pairs, n, dtype=dtype) for n in (d, dv))
+        keys, values = (t if paged else t.view(batch, 2 * split, *t.shape[2:]) for t in (keys, values))
         table = _empty(batch, pages, **int32) if paged else None
-        q, out = _empty(batch, queries, heads, d, dtype=dtype), _empty(batch, queries, heads, d, dtype=dtype)
+        q, out = _empty(batch, queries, heads, d, dtype=dtype), _empty(batch, queries, heads, dv, dtype=dtype)
         used, lse = _empty(batch, **int32), _empty(batch, heads, queries, dtype=FP32)
         if paged:
-            attention_append.function(q[:, :, :pairs], q[:, :, :pairs], cache, cache, used, table, None, queries)
+            attention_append.function(q[:, :, :pairs], out[:, :, :pairs], keys, values, used, table, None, queries)
         options = queries, 2 * split, paged, left, 0, softcap, 1.0
-        attention_decode.function(q, cache, cache, used, table, None, None, out, lse, *options)
+        of_heads = None if sinks is None else sinks.to(model.parameter_dtype)
+        attention_decode.function(q, keys, values, used, table, None, of_heads, out, lse, *options)
 
 
 def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:
