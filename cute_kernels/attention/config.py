@@ -395,8 +395,8 @@ class BackwardConfig:
         tile_rows: queries of a step, 64 or 128.
         stages: tiles of q in flight.
         dv_first: p dout is issued before ds is found, which then runs beside it; not beyond 128 channels.
-        scores_ahead: scores of the next tile are issued before this one's dk is waited for; beyond 128 channels before
-            its dq has left the registers.
+        scores_ahead: scores of the next tile are issued before this one's dk is waited for; beyond 128 channels they
+            always are, and with this before its dq has left the registers.
         dout_stages: tiles of the output's gradient in flight.
         adders: threads that add dq in turn, each from a buffer of its own.
         dq_parts: in which a partial of dq goes through its buffer.

@@ -98,7 +98,7 @@ class BackwardProducts:
 
         Of the block a step knows its reach: the query that has the place of its first key, and how many keys follow.
         """
-        if const_expr(self.scores_ahead):
+        if const_expr(self.scores_ahead or self.by_channels):
             self.score(tensors[-1], count)
             warpgroup.wait_group(0)
         first_key = block.n * self.block

@@ -5,11 +5,13 @@ import pytest
 from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
     HEAD_SIZES,
+    WARPGROUP_ROWS,
     BackwardConfig,
     BackwardSpec,
     DecodeConfig,
     DecodeSpec,
     ForwardSpec,
+    backward_block,
     backward_config,
     configs_for,
     forward_config,
@@ -18,7 +20,7 @@ from cute_kernels.attention.config import (
 )
 from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
-from tests.sass import exponentials_beside_products, is_serialized
+from tests.sass import exponentials_beside_products, is_serialized, products_of
 
 EVERY = [pytest.mark.slow, pytest.mark.exhaustive]
 PACKED = {"packed_q": True, "packed_k": True}
@@ -129,11 +131,19 @@ BACKWARD += [backward_spec(sizes, True, True, **options) for sizes in BACKWARD_C
 QUICK = [backward_spec(sizes, True, True) for sizes in ((128, 128), (256, 256))]
 
 
+def expected_products(spec: BackwardSpec, config: BackwardConfig) -> int:
+    """Products of the loop's step, and of the first tile's scores where a step finds those of the next tile."""
+    (d, dv), block = spec.sizes, backward_block(spec.head_size)
+    ahead = config.scores_ahead or block == WARPGROUP_ROWS
+    return (d // 16) * (2 if ahead else 1) + dv // 16 + block // 16 + 2 * config.tile_rows // 16
+
+
 @pytest.mark.parametrize("spec", marked(BACKWARD, QUICK))
 def test_backward(spec):
     """At 128 channels kernels of windows and of packed sequences are serialized: not wanted, the cause is not known."""
     kernel = backward(spec)
     assert is_serialized(kernel) == (spec.head_size == 128 and (spec.window or spec.packed_q))
+    assert len(products_of(kernel)) == expected_products(spec, backward_config(spec))
     check_record(kernel.record)
 
 
@@ -141,5 +151,7 @@ def test_backward(spec):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [(s, c) for s, found in BACKWARD_CONFIGS.items() for c in found[1:]], ids=str)
 def test_other_configs_of_the_backward(config):
-    sizes, config = config
-    assert not is_serialized(backward(backward_spec(sizes, True, False), config))
+    (sizes, config), spec = config, backward_spec(config[0], True, False)
+    kernel = backward(spec, config)
+    assert not is_serialized(kernel)
+    assert len(products_of(kernel)) == expected_products(spec, config)
