@@ -380,6 +380,14 @@ def backward_block(head_size: int) -> int:
     return 128 if head_size <= 128 else 64
 
 
+def lacks_a_box(channels: int, kernel_channels: int) -> bool:
+    """Whether the backward copies a box of channels of a row none of which the tensor has.
+
+    A box has the channels that its swizzle spans in shared memory: 32 of 192 channels, of which a warpgroup has 96.
+    """
+    return kernel_channels - channels >= (32 if kernel_channels == 192 else COLUMNS)
+
+
 def delta_spec(spec: BackwardSpec, has_lse_grad: bool) -> DeltaSpec:
     """The Spec for the kernel that computes delta; its head size is a power of two, as the lanes of a row are."""
     _, channels = spec.sizes

@@ -129,7 +129,7 @@ def through(call, tensors, sinks, dout, dlse):
 
 
 @pytest.mark.parametrize("lengths", [None, ((70, 0, 33), (200, 5, 33)), "used"], ids=["dense", "packed", "used"])
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 72), (192, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 72), (160, 40), (192, 128)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option(options, sizes, lengths, jobs, generator):
     """Against autograd through the reference in fp64. Rows that are no sequence's have no gradient."""
@@ -165,6 +165,24 @@ def test_every_option(options, sizes, lengths, jobs, generator):
         **places,
     )
     assert max(errors(by_formulas[: len(wanted)], wanted)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "filled"),
+    [((128, 64), True), ((160, 128), True), ((192, 64), True), ((200, 192), True), ((168, 72), False), ((8, 8), False)],
+    ids=str,
+)
+def test_no_box_of_a_ragged_tensor_is_without_channels(sizes, filled, jobs, generator):
+    """Such a box is read outside of memory: packed sequences and used keys come with all channels then."""
+    tensors, places = make_packed(Case(1, 1, 1, 2, 1, sizes[0], True, BF16, sizes[1]), (9, 4), (9, 4), generator)
+    used = {"seqused_k": torch.tensor([9], dtype=torch.int32)}
+    for inputs, options in ((tensors, places), ([t[None] for t in tensors], used), ([t[None] for t in tensors], {})):
+        jobs.clear()
+        dout = torch.ones(*inputs[0].shape[:-1], sizes[1], dtype=BF16)
+        found = gradients_of(lambda *t, options=options: attention(*t, **options), inputs, dout)
+        assert all(a.is_contiguous() and a.shape == t.shape for a, t in zip(found, inputs, strict=True))
+        padded = {arguments[1].padded for _, arguments in jobs if type(arguments[1]) is BackwardSpec}
+        assert padded == {not (filled and options)}
 
 
 def test_of_lse_alone(jobs, generator):

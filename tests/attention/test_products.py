@@ -151,7 +151,8 @@ def test_backward(spec):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [(s, c) for s, found in BACKWARD_CONFIGS.items() for c in found[1:]], ids=str)
 def test_other_configs_of_the_backward(config):
-    (sizes, config), spec = config, backward_spec(config[0], True, False)
+    sizes, config = config
+    spec = backward_spec(sizes, True, False)
     kernel = backward(spec, config)
     assert not is_serialized(kernel)
     assert len(products_of(kernel)) == expected_products(spec, config)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cute_kernels.attention import reference_backward
@@ -25,6 +26,7 @@ from cute_kernels.attention.config import (
     delta_spec,
     finish_dkv_spec,
     finish_dq_spec,
+    lacks_a_box,
     score_factors,
     window_bounds,
 )
@@ -80,7 +82,8 @@ def attention_backward(
 ) -> Gradients:
     """(dq, dk, dv, dsinks), contiguous, arguments as of ``attention_forward``; ``out`` and ``lse`` are its results.
 
-    ``dlse`` is contiguous. dsinks is fp32, without sinks of no elements.
+    ``dlse`` is contiguous. dsinks is fp32, without sinks of no elements. Tensors of packed sequences, or with used
+    keys, whose head size lacks a whole box of the kernel's (``lacks_a_box``) are copied with the channels filled.
     """
     gradients = gradients_of(q, k, v, sinks)
     if not q.numel() or (not k.numel() and sinks is None) or (cu_seqlens_q is not None and len(cu_seqlens_q) == 1):
@@ -90,6 +93,13 @@ def attention_backward(
     left, right = window_bounds(causal, (left, right))
     window = left != UNBOUNDED or right not in (0, UNBOUNDED)
     d, dv = sizes = backward_sizes(q.shape[-1], v.shape[-1])
+    sequences = cu_seqlens_q, cu_seqlens_k, seqused_k
+    wanted = gradients
+    if any(t is not None for t in sequences) and any(map(lacks_a_box, (q.shape[-1], v.shape[-1]), sizes)):
+        # The base of a ragged tensor is no address in memory, and a box without channels reads there (H200)
+        q, k = (F.pad(t, (0, d - t.shape[-1])) for t in (q, k))
+        v, out, dout = (F.pad(t, (0, dv - t.shape[-1])) for t in (v, out, dout))
+        gradients = gradients_of(q, k, v, sinks)
     spec = BackwardSpec(
         q.dtype,
         d,
@@ -104,9 +114,11 @@ def attention_backward(
         0 if d == dv else dv,
     )
     launch = _backward.get(q.get_device(), spec)
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
-    launch.run(dout, q, k, v, out, lse, dlse, gradients, scale, left, right, softcap, sinks, *lengths)
-    return gradients
+    launch.run(dout, q, k, v, out, lse, dlse, gradients, scale, left, right, softcap, sinks, *sequences)
+    if gradients is not wanted:
+        for narrow, t in zip(wanted, gradients, strict=True):
+            narrow.copy_(t[..., : narrow.shape[-1]])
+    return wanted
 
 
 class BackwardLaunch(NamedTuple):
