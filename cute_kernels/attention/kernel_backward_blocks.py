@@ -89,6 +89,10 @@ class BackwardBlocks:
             end = first
         return n, head, sequence, len_q, len_k, first, end, exists
 
+    def has_tiles(self, block: Block) -> Boolean:
+        """Whether a query sees the block; without a window every one that exists is seen, if there are queries."""
+        return block.first < block.end if const_expr(self.spec.window or self.spec.packed_q) else block.exists
+
     @cute.jit
     def sees_whole(self, reach: tuple, m: Int32):
         """Whether all queries of a tile see all of a block, and it is full; ``reach``: see ``walk``."""

@@ -73,20 +73,25 @@ class BackwardProducts:
         ticket = self.read_ticket(turn, False)
         while ticket < self.tickets:
             block = Block(*self.block_of(ticket))
-            if block.exists:
+            if self.has_tiles(block):
                 dk.fill(0.0)
                 dv.fill(0.0)
                 cute.arch.mbarrier_wait(self.k_full, blocks % 2)
-                if const_expr(self.spec.window or self.spec.packed_q):
-                    cute.arch.mbarrier_wait(self.v_full, blocks % 2)
-                    if block.first < block.end:
-                        self.walk(tensors, block, count, blocks)
-                else:
-                    self.walk(tensors, block, count, blocks)
-                count += block.end - block.first
-                blocks += 1
+                self.walk(tensors, block, count, blocks)
                 # Found again, so that no register keeps all of it along the walk
                 self.finish(tensors, atoms, matrices, dkv_sums, Block(*self.block_of(opaque(ticket))))
+                count += block.end - block.first
+                blocks += 1
+            else:
+                # Apart: were dk and dv to come from either way, ptxas would find too few registers, and serialize all
+                if const_expr(self.spec.window or self.spec.packed_q):
+                    if block.exists:
+                        dk.fill(0.0)
+                        dv.fill(0.0)
+                        cute.arch.mbarrier_wait(self.k_full, blocks % 2)
+                        cute.arch.mbarrier_wait(self.v_full, blocks % 2)
+                        blocks += 1
+                        self.finish(tensors, atoms, matrices, dkv_sums, block)
             turn += 1
             ticket = self.read_ticket(turn, False)
         if self.tidx < WARP_SIZE:
