@@ -132,11 +132,15 @@ class BackwardBlocks:
     def read_ticket(self, count: Int32, one_thread: cutlass.Constexpr[bool]):
         """All other warps, or one thread of one: the ticket that was taken."""
         cute.arch.mbarrier_wait(self.ticket_full, count % 2)
-        ticket = self.sTicket[0]
+        ticket, shared = Int32(0), self.sTicket
         if const_expr(one_thread):
+            ticket = shared[0]
             cute.arch.mbarrier_arrive(self.ticket_empty)
         else:
-            self.release(self.ticket_empty)
+            if cute.arch.lane_idx() == 0:
+                ticket = shared[0]
+                cute.arch.mbarrier_arrive(self.ticket_empty)
+            ticket = cute.arch.shuffle_sync(ticket, 0)
         return ticket
 
     def group(self) -> Int32:

@@ -5,7 +5,7 @@ p dout --> dv, ds^T k --> a partial of dq, ds q --> dk: a warpgroup has half of 
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.attention.kernel_row import cap
@@ -51,22 +51,13 @@ class BackwardChannels:
         self.release(self.dout_empty + of_dout)
         ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
         if const_expr(self.scores_ahead):
-            self.score_ahead(ahead, m + 1 < end, count + 1)
+            self.score_ahead(ahead, m + 1 < end, count)
             warpgroup.wait_group(2)
             self.put_dq(partial, count)
         else:
             warpgroup.wait_group(1)
             self.put_dq(partial, count)
-            self.score_ahead(ahead, m + 1 < end, count + 1)
+            self.score_ahead(ahead, m + 1 < end, count)
         warpgroup.wait_group(0)
         self.release(self.q_empty + slot)
         scores.store(ahead.load())
-
-    @cute.jit
-    def score_ahead(self, scores: cute.Tensor, exists: Boolean, count: Int32):
-        """Issue the scores of the next tile; if there is none, whatever its slot holds: nothing is made of them."""
-        slot, phase = self.place_in_ring(count, self.stages)
-        if exists:
-            cute.arch.mbarrier_wait(self.q_full + slot, phase)
-        warpgroup.fence()
-        self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)

@@ -5,7 +5,7 @@ kernel_row_backward.py has the arithmetic; here are the products, their order, a
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -162,13 +162,8 @@ class BackwardProducts:
         self.release(self.dout_empty + slot)
 
         if const_expr(self.scores_ahead):
-            # The last tile has no successor: the slot holds whatever it holds, and nothing is made of these scores
-            following, phase = self.place_in_ring(count + 1, self.stages)
-            if m + 1 < end:
-                cute.arch.mbarrier_wait(self.q_full + following, phase)
             ahead = cute.make_rmem_tensor(self.scores_shape, Float32)
-            warpgroup.fence()
-            self.multiply_rows(ahead, self.tSrK, self.tSrQ, following)
+            self.score_ahead(ahead, m + 1 < end, count)
             warpgroup.wait_group(2)
         else:
             warpgroup.wait_group(1)
@@ -184,6 +179,16 @@ class BackwardProducts:
         slot, phase = self.place_in_ring(count, self.stages)
         cute.arch.mbarrier_wait(self.q_full + slot, phase)
         warpgroup.fence()
+        self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)
+
+    @cute.jit
+    def score_ahead(self, scores: cute.Tensor, exists: Boolean, count: Int32):
+        """Issue the scores of the tile behind the ``count``-th; if there is none its own, of which nothing is made."""
+        following, phase = self.place_in_ring(count + 1, self.stages)
+        if exists:
+            cute.arch.mbarrier_wait(self.q_full + following, phase)
+        warpgroup.fence()
+        slot = Int32(select_(exists, following, count % self.stages))
         self.multiply_rows(scores, self.tSrK, self.tSrQ, slot)
 
     def multiply_rows(self, target: cute.Tensor, of_keys: cute.Tensor, of_queries: cute.Tensor, slot: Int32):
