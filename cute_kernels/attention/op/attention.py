@@ -96,8 +96,9 @@ def attention(
         head's rows in ascending order, then over the heads that share them, in fp32: their bits depend on their
         sequence alone, and on no other one of the batch. Those of sinks are reproducible run to run. Workspace: 4 bytes
         for each element of q, and with shared heads 8 for each element of k, rows padded to 128, channels to 64, 128,
-        192 or 256. An incoming gradient whose rows do not start on 16 bytes is copied. D or Dv beyond 128: the
-        backward's kernels are compiled, and have not run.
+        192 or 256. An incoming gradient whose rows do not start on 16 bytes is copied. With cu_seqlens or
+        seqused_k and a D or Dv that lacks 64 channels of these (32 of 192), q, k, v, the output and the gradients are
+        copied, the missing channels filled.
 
         Under autocast q, k and v are cast to its dtype, as by torch's own attention.
 
