@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 
+import cute_kernels.invariance.compiled  # noqa: F401  the backend's name
 from cute_kernels import batch_invariant
-from cute_kernels.invariance import compiled
+from cute_kernels.invariance import fused
 from tests.invariance.compiled_models import FAMILIES, make_ids, make_model, step
 from tests.runtime.bits import assert_same_bits
 
@@ -48,12 +50,19 @@ def test_rows_of_any_graph(family, mode, generator):
             assert_same_bits(forward(ids[2:3]), trained[2:3])
 
 
-@pytest.mark.parametrize("how", ["inductor", "without a setting"])
+def calls_without_roundings(graph, marks=fused.calls_for_the_rest):
+    marks(graph)
+    for node in graph.nodes:
+        node.meta.pop("low_precision_pointwise_barrier", None)
+
+
+@pytest.mark.parametrize("how", ["inductor", "without roundings"])
 def test_positive_control(how, generator, monkeypatch):
     model = make_model("llama", generator)
     ids = make_ids(3, 12, generator)
-    if how == "without a setting":
-        monkeypatch.delitem(compiled.SETTINGS, "emulate_precision_casts")
+    if how == "without roundings":
+        monkeypatch.setattr(fused, "calls_for_the_rest", calls_without_roundings)
+        monkeypatch.setattr(inductor_config, "force_disable_caches", True)  # of code that rounds
     run = torch.compile(model.loss, backend="inductor" if how == "inductor" else "cute_kernels")
     with batch_invariant("strict"):
         wanted = step(model, model.loss, ids)
