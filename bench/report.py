@@ -216,7 +216,7 @@ SECTIONS = {
     "gemm": Section(
         "Matrix products",
         "Shapes are MxNxK of the forward, y (M, N) = x (M, K) weight (N, K)^T, and LxMxNxK of `bmm`; dA = dy weight, "
-        "dB = dy^T x. The variant decode has few rows, accumulate adds to an fp32 `main_grad`.",
+        "dB = dy^T x. The variant decode has few rows, tokens 17 to 512, accumulate adds to an fp32 `main_grad`.",
         shapes=(
             *("4096x4096x4096", "4096x12288x4096", "4096x14336x4096", "4096x4096x14336", "8192x8192x8192"),
             *("1x4096x4096", "64x4096x4096", "256x4096x4096", "1x1024x4096"),
@@ -384,8 +384,8 @@ def draw_bits(lines: Sequence[Line]) -> str:
 # bar group -> its family, and which of its lines
 BAR_GROUPS: dict[str, tuple[str, Callable[[Line], bool]]] = {
     "Norms": ("norm", lambda line: True),
-    "Matrix products": ("gemm", lambda line: line["variant"] != "decode"),
-    "… of up to 256 rows": ("gemm", lambda line: line["variant"] == "decode"),
+    "Matrix products": ("gemm", lambda line: line["variant"] not in ("decode", "tokens")),
+    "… of up to 512 rows": ("gemm", lambda line: line["variant"] in ("decode", "tokens")),
     "Reductions": ("reduction", lambda line: True),
     "Log-probabilities": ("log_prob", lambda line: "loss" not in line["variant"]),
     "Products of experts": ("moe", lambda line: line["op"] == "grouped_mm"),

@@ -28,7 +28,7 @@ measure = functools.partial(bench_gemm.measure_gemm, device=InPlace(), repetitio
 def test_cases_are_those_of_the_specification():
     cases = bench_gemm.gemms()
     names = [gemm.case.name for gemm in cases]
-    assert len(set(names)) == len(names) == 84
+    assert len(set(names)) == len(names) == 84 + 14 * 15 + 3
 
     def count(pattern):
         return sum(re.fullmatch(pattern, name) is not None for name in names)
@@ -36,6 +36,7 @@ def test_cases_are_those_of_the_specification():
     assert count(r"mm\.fwd\..*\.prefill") == 10
     assert count(r"mm\.d[AB]\..*\.prefill") == 12
     assert count(r"mm\.fwd\..*\.decode") == 9 * 6
+    assert count(r"mm\.fwd\..*\.tokens") == 14 * 15 + 3
     assert count(r"linear\..*") == 4
     assert count(r"bmm\.fwd\..*\.batch") == 4
     assert "bmm.fwd.64x1024x128x1024.bfloat16.batch" in names
@@ -185,13 +186,17 @@ def test_summary():
         ("fwd", "decode", "65x2x3", {"cute_kernels": 10.0, "cublas": 12.0, FLOOR: 1.0}),  # no goal of reading
         ("dA", "prefill", "4x2x3", {"cute_kernels": 10.0, "cublas": 9.0}),
         ("dB", "prefill", "4x2x3", {"cublas": 9.0}),
+        *(("fwd", "tokens", f"{m}x2x3", {"cute_kernels": 10.0, "cublas": 11.0 + m / 10}) for m in range(38)),
+        *(("fwd", "tokens", f"{m}x2x3", {"cute_kernels": 10.0, "cublas": 8.0 + m / 100}) for m in (100, 150)),
     ]
-    decode, gradient = bench_gemm.summarize(times)
+    decode, gradient, tokens = bench_gemm.summarize(times)
     assert (decode.cases, decode.least, decode.least_shape) == (3, 1.0, "2x2x3")
     assert decode.mean == pytest.approx(1.44 ** (1 / 3))
     assert (decode.floor, decode.floor_shape) == (1.25, "1x2x3")
     assert decode.verdict == "every >= 1.0 ok, floor, M <= 64, <= 1.10 --"
     assert gradient.verdict == "mean >= 0.97 --, every >= 0.93 --" and gradient.floor is None
+    assert (tokens.cases, tokens.least, tokens.most) == (40, 0.9, 1.1)
+    assert tokens.verdict == "mean >= 1.05 ok, 95% >= 0.97 ok, every >= 0.9 ok"
 
 
 def test_list_and_filter(capsys):
