@@ -72,7 +72,7 @@ def test_kernels_do_not_import_torch(path):
     assert all(name.startswith(allowed) for name in ours), ours
 
 
-CONFIGS = [path for path in LIBRARY if path.name in ("config.py", "variants.py")]
+CONFIGS = [path for path in LIBRARY if path.name in ("config.py", "config_tokens.py", "variants.py")]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
@@ -81,7 +81,9 @@ def test_configs_are_plain_python(path):
     allowed = {"__future__", "cute_kernels", *sys.stdlib_module_names}
     assert packages(path, top_level_only=False) <= allowed
     ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels.")}
-    assert all(name.startswith(("cute_kernels.common.", "cute_kernels.runtime.real")) for name in ours)
+    family = ".".join(path.relative_to(ROOT).parts[:2])
+    allowed_ours = "cute_kernels.common.", "cute_kernels.runtime.real", f"{family}.config_"
+    assert all(name.startswith(allowed_ours) for name in ours)
     for name in ours:
         module = ROOT / Path(*name.split(".")).with_suffix(".py")
         assert not module.exists() or packages(module, top_level_only=True) <= allowed

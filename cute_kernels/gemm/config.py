@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.gemm_config import BLOCK, GemmConfig
+from cute_kernels.gemm.config_tokens import FEWEST, MOST, SOME_TOKENS, choose_for_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -156,21 +157,25 @@ def few_tokens_along_m(arch: str) -> tuple[GemmConfig, ...]:
 
 def few_tokens_along_n(arch: str) -> tuple[GemmConfig, ...]:
     """Tiles of up to 64 rows, of weights."""
-    return (*TOKENS_N, *in_whole_blocks(arch)) if arch == "sm_90a" else (*TOKENS_N, DECODE_64)
+    return TOKENS_N if arch == "sm_90a" else (*TOKENS_N, DECODE_64)
 
 
-def in_whole_blocks(arch: str) -> tuple[GemmConfig, ...]:
-    """Those that no other than operands along k get, of a K that is a multiple of BLOCK."""
+def in_whole_blocks(arch: str) -> tuple[tuple[GemmConfig, bool], ...]:
+    """(kernel, transposed): those that no other than operands along k get, of a K that is a multiple of BLOCK."""
     if arch != "sm_90a":
         return ()
     tables = FEW_WEIGHTS, SOME_WEIGHTS, MANY_WEIGHTS
-    found = [FEW_WEIGHTS_DEEP, *(config for table in tables for config in table.values())]
-    return tuple(config for config in dict.fromkeys(found) if config not in TOKENS_N)
+    few = [FEW_WEIGHTS_DEEP, *(config for table in tables for config in table.values())]
+    others = {(config, False) for config in many_tokens(arch) + few_tokens_along_m(arch)}
+    others |= {(config, True) for config in few_tokens_along_n(arch)}
+    found = dict.fromkeys([*((config, True) for config in few), *SOME_TOKENS])
+    return tuple(kernel for kernel in found if kernel not in others)
 
 
 def candidates(arch: str) -> tuple[GemmConfig | None, ...]:
     """All kernels that a call may be given to; None: the one for operands of any stride."""
-    return (None, *dict.fromkeys(many_tokens(arch) + few_tokens_along_m(arch) + few_tokens_along_n(arch)))
+    others = many_tokens(arch) + few_tokens_along_m(arch) + few_tokens_along_n(arch)
+    return (None, *dict.fromkeys((*others, *(config for config, _ in in_whole_blocks(arch)))))
 
 
 def choose(
@@ -188,7 +193,9 @@ def choose(
     ``epilogue``: what is done with a tile's sums beside their products, one of EPILOGUE_K. ``along_k``: both operands
     lie along k.
     ``tokens`` is the smaller of the two, ``weights`` the other, of all entries of a batch: what SMs have to share. Of
-    batches four shapes alone were measured (bench/experiments/gemm.md).
+    batches four shapes alone were measured (bench/experiments/gemm.md). 17 to 512 tokens get the kernel of the least
+    estimated time (config_tokens.py) on SM90 where both operands lie along k; what is measured here for so many holds
+    where they do not, and for batches and sums that are added to.
 
     H200, bf16, cold L2, us, tokens x weights x K: what is chosen, what else was tried; cuBLAS.
     With the loop of 994720a:
@@ -225,6 +232,9 @@ def choose(
     """
     tokens, weights = min(m, n), max(m, n) * entries
     transposed = m < n
+    if arch == "sm_90a" and along_k and k % BLOCK == 0 and entries == 1 and _is_some(tokens, epilogue):
+        config, tokens_along_n = choose_for_tokens(tokens, weights, k, num_sms)
+        return config, transposed if tokens_along_n else not transposed
     narrow = weights <= 8 * num_sms
     if arch == "sm_90a" and along_k and k % BLOCK == 0 and k >= 2048:  # of less zeros make up much of a tile
         if narrow and tokens <= 8 and k > 8192:
@@ -264,6 +274,11 @@ def choose(
     return min(
         PREFILL + PING_PONG, key=lambda config: _cost_of_many(config, m, n, k, num_sms, epilogue, entries)
     ), False
+
+
+def _is_some(tokens: int, epilogue: str) -> bool:
+    """Whether ``choose_for_tokens`` estimates the time; not of epilogues that ping-pong would hide."""
+    return FEWEST <= tokens <= (MOST if epilogue == "store" else 256) and epilogue != "accumulate"
 
 
 def _waves(config: GemmConfig, m: int, n: int, num_sms: int, entries: int) -> int:

@@ -46,8 +46,10 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         for spec in specs:
             yield gemm, gemm_arguments(arch, spec, BLOCK, config, False)
     for config in few_tokens_along_n(arch):
-        for spec in (forward,) if config in in_whole_blocks(arch) else (forward, dx):
+        for spec in (forward, dx):
             yield gemm, gemm_arguments(arch, spec, BLOCK, config, True)
+    for kernel in in_whole_blocks(arch):
+        yield gemm, gemm_arguments(arch, forward, BLOCK, *kernel)
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for spec in (forward, dx, dweight):
         yield gemm, gemm_arguments(arch, spec._replace(batched=True), BLOCK, config, False)

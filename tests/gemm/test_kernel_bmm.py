@@ -22,7 +22,7 @@ from tests.gemm.cases import (
     check,
     here,
     kernel_name,
-    kernels,
+    kernels_of_all_calls,
     make_batch,
     only_kernel,
     oracle_mm,
@@ -87,7 +87,7 @@ def test_each_entry_has_the_bits_of_mm(case, generator):
     assert_entries(found, a, b, dout, out_dtype=case.out)
 
 
-@pytest.mark.parametrize("batch_kernel", kernels()[1:], ids=kernel_name)
+@pytest.mark.parametrize("batch_kernel", kernels_of_all_calls()[1:], ids=kernel_name)
 def test_every_kernel_has_the_same_bits(batch_kernel, generator):
     """Each kernel that a call can get against the one for any stride; every layout; with many SMs, and with four."""
 

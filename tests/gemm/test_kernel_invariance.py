@@ -19,7 +19,8 @@ from tests.gemm.cases import (
     assert_same_bits,
     bits,
     kernel_name,
-    kernels,
+    kernels_of_all_calls,
+    kernels_of_tokens,
     laid_out,
     only_kernel,
     operands,
@@ -107,7 +108,7 @@ def test_padding_and_chunks(n, k, activation, generator):
         assert_same(joined, whole, slice(None), f"chunks {sizes[:3]}")
 
 
-@pytest.mark.parametrize("kernel", kernels()[1:], ids=kernel_name)
+@pytest.mark.parametrize("kernel", kernels_of_all_calls()[1:], ids=kernel_name)
 def test_every_kernel_has_the_same_bits(kernel, generator, device):
     """Each kernel that a call can get against the one for any stride, hence each pair; every layout, and main_grad.
 
@@ -155,7 +156,30 @@ def test_every_kernel_has_the_same_bits(kernel, generator, device):
                 assert_same_bits(one, two, f"{name}, {m}x{n}x{k}, {num_sms} SMs")
 
 
-@pytest.mark.parametrize("kernel", kernels(), ids=kernel_name)
+@pytest.mark.parametrize("kernel", kernels_of_tokens(), ids=kernel_name)
+def test_every_kernel_of_tokens_has_the_same_bits(kernel, generator):
+    """Those that 17 to 512 tokens alone get, with what they get: operands along k, bias, gelu and z, any output."""
+
+    def results():
+        found = [mm(a, b.mT, out_dtype=out) for out in (BF16, FP32)]
+        found.append(mm(a, b.mT, out=torch.empty(m, n + 3, dtype=BF16, device=a.device)[:, :n]))
+        y = linear(a.detach().requires_grad_(), b * k**-0.5, bias, activation="gelu")  # saves z
+        return [*found, y.detach(), linear(a, b * k**-0.5, bias, out_dtype=FP32)]
+
+    for m, n, k in ((33, 1048, 1088), (160, 2120, 1088), (330, 264, 704), (100, 72, 64), (1048, 72, 192)):
+        a, b = wide_range(m, k, generator=generator), wide_range(n, k, generator=generator)
+        bias = randn(n, generator=generator)
+        with only_kernel(None, False):
+            wanted = results()
+        for num_sms in (132, 8):
+            with only_kernel(*kernel, num_sms), observed() as used:
+                found = results()
+            assert {(launch.config, launch.transposed) for launch, _, _ in used} == {kernel}
+            for i, (one, two) in enumerate(zip(found, wanted, strict=True)):
+                assert_same_bits(one, two, f"result {i}, {m}x{n}x{k}, {num_sms} SMs")
+
+
+@pytest.mark.parametrize("kernel", kernels_of_all_calls(), ids=kernel_name)
 def test_main_grad_to_which_nothing_is_added(kernel, generator, device):
     """No tokens, by their number or by count: every bit stays, in every kernel; the sign of zeros, too."""
     start = torch.tensor([-0.0, 0.0, 1.0, float("nan")], device=device).repeat(72, 34)

@@ -1,0 +1,119 @@
+"""The choice for some tokens, 17 to 512, on SM90: of these kernels the one whose estimated time is least.
+
+Such a product makes one wave of tiles, or a few, and shapes differ in what its CTAs wait for: ``estimate`` adds that up
+from the sizes, with a handful of measured constants. Rows beyond a matrix's end decide most often: a TMA box takes
+longer for each of them than for one that is read. H200, us, 4096 weights, K of 14336, pairs of tiles of 64 weights x
+128 tokens: 129, 160, 192, 224, 256 tokens 104.6, 92.9, 77.1, 60.5, 47.4. So tokens lie along an instruction's columns,
+whose number goes by 16.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cute_kernels.common.gemm_config import BLOCK, SHARED_MEMORY, GemmConfig
+
+Kernel = tuple[GemmConfig, bool]  # and whether tokens lie along its columns, not its rows
+
+FEWEST, MOST = 17, 512
+# Measured, by least squares and least loss over 230 shapes and 271 kernels (bench/experiments/gemm.md).
+# Cycles of TMA for BLOCK elements of a row, and for a row beyond the matrix's end; of an instruction's products, to its
+# nominal ones; between a warpgroup's products of two tiles of K
+ROW, ROW_BEYOND, PRODUCT, DEPTH = 0.42, 3.85, 0.88, 4.1
+CYCLES = 1800.0  # in a microsecond
+# Bytes in a microsecond: from DRAM; weights from L2, tokens from L2; of a CTA's first tile
+DRAM, WEIGHTS, TOKENS, FIRST = 4.67e6, 7.88e6, 40.5e6, 2.2e5
+LATENCY = 0.75  # microseconds from a free slot to its next tile
+# Microseconds: of a kernel beside its products; for each doubling of its cluster; of each further tile of a CTA; of
+# storing an element of a tile
+LAUNCH, CLUSTER, TILE, STORE = 4.82, 0.30, 0.47, 6.4e-5
+NORM = 2.28  # of the times that overlap: more is closer to the longest of them
+RESIDENT = 0.92  # share of the SMs that clusters of four find room on
+
+
+def _kernel(rows: int, columns: int, depth: int, cluster: tuple[int, int], tokens_along_n: bool = True) -> Kernel:
+    """A kernel with as many stages as fit."""
+    room = SHARED_MEMORY - (0 if tokens_along_n else 2 * rows * 64)  # of parts of a tile on their way out
+    stages = min(room // ((rows + columns) * depth * 2), 16)
+    return GemmConfig((rows, columns, depth), cluster, stages, 1 if tokens_along_n else 8), tokens_along_n
+
+
+SOME_TOKENS: tuple[Kernel, ...] = (
+    _kernel(32, 16, 256, (1, 2)),
+    _kernel(32, 32, 256, (1, 1)),
+    _kernel(32, 32, 256, (1, 2)),
+    _kernel(32, 80, 128, (1, 2)),
+    _kernel(64, 32, 128, (1, 1)),
+    _kernel(64, 32, 128, (1, 2)),
+    _kernel(64, 32, 128, (2, 2)),
+    _kernel(64, 48, 128, (2, 1)),
+    _kernel(64, 48, 128, (2, 2)),
+    _kernel(64, 64, 128, (1, 2)),
+    _kernel(64, 80, 128, (1, 1)),
+    _kernel(64, 80, 128, (1, 2)),
+    _kernel(64, 96, 64, (1, 2)),
+    _kernel(64, 112, 128, (1, 2)),
+    _kernel(64, 128, 64, (1, 2)),
+    _kernel(64, 160, 64, (1, 2)),
+    _kernel(64, 192, 64, (1, 2)),
+    _kernel(128, 64, 128, (2, 2)),
+    _kernel(128, 80, 128, (1, 2)),
+    _kernel(128, 112, 128, (1, 1)),
+    (GemmConfig((64, 32, 128), (2, 1), 8, 8), False),
+    _kernel(64, 64, 128, (1, 1), tokens_along_n=False),
+    _kernel(64, 80, 128, (2, 1), tokens_along_n=False),
+    _kernel(64, 80, 128, (4, 1), tokens_along_n=False),
+    _kernel(64, 112, 128, (1, 1), tokens_along_n=False),
+    _kernel(128, 80, 128, (2, 1), tokens_along_n=False),
+    (GemmConfig((128, 128, 64), (2, 1), 6, 8, ping_pong=True), False),
+    _kernel(128, 128, 128, (1, 2), tokens_along_n=False),
+    _kernel(128, 160, 64, (1, 2), tokens_along_n=False),
+    (GemmConfig((128, 160, 64), (2, 1), 5, 8, ping_pong=True), False),
+    _kernel(128, 192, 64, (2, 1), tokens_along_n=False),
+)
+
+
+def choose_for_tokens(tokens: int, weights: int, k: int, num_sms: int) -> Kernel:
+    """The kernel of the least estimated time, the first of equals."""
+    return min(SOME_TOKENS, key=lambda kernel: estimate(kernel, tokens, weights, k, num_sms))
+
+
+def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) -> float:
+    """Microseconds that a product takes with an empty L2.
+
+    The longest of these, and something of the others: TMA's rows, of which a CTA asks for its share of what a cluster
+    needs; a warpgroup's products, one after the other; all bytes from DRAM; from L2 the weights, once for each cluster
+    along the tokens, and the tokens; the tiles of K, as many at a time as a CTA has slots.
+    """
+    config, tokens_along_n = kernel
+    (rows, columns, depth), (cluster_m, cluster_n) = config.tile, config.cluster
+    m, n = (weights, tokens) if tokens_along_n else (tokens, weights)
+    clusters_m, clusters_n = -(-m // (rows * cluster_m)), -(-n // (columns * cluster_n))
+    size = cluster_m * cluster_n
+    resident = (num_sms if size < 4 else int(RESIDENT * num_sms)) // size
+    waves = -(-clusters_m * clusters_n // resident)
+    k_tiles = -(-k // depth)
+
+    # A CTA's shares of both operands' tiles; of the tokens that of the last one, or of one that is all beyond the end
+    share_m, share_n = rows // cluster_n, columns // cluster_m
+    if tokens_along_n:
+        of_weights, of_tokens, tiled = share_m, share_n, clusters_n * cluster_n * columns
+    else:
+        of_weights, of_tokens, tiled = share_n, share_m, clusters_m * cluster_m * rows
+    beyond = of_tokens if tiled - tokens >= of_tokens else -tokens % of_tokens
+    cycles = (of_weights + of_tokens - beyond) * ROW + beyond * ROW_BEYOND
+    tma = waves * k_tiles * depth / BLOCK * cycles / CYCLES
+
+    warpgroups = max(rows // 64, 1)
+    cycles = depth / 16 * warpgroups * max(columns / 2, (64 + columns) / 4) * PRODUCT
+    products = waves * k_tiles * (cycles + (DEPTH if warpgroups == 1 else 0.0)) / CYCLES
+
+    dram = 2 * (weights * k + tokens * k + tokens * weights) / DRAM
+    along_tokens, along_weights = (clusters_n, clusters_m) if tokens_along_n else (clusters_m, clusters_n)
+    l2 = 2 * weights * k * along_tokens / WEIGHTS + 2 * tokens * k * along_weights / TOKENS
+    slots = config.stages - (1.0 if warpgroups == 1 else 0.5)  # one warpgroup holds a slot longer
+    latency = waves * k_tiles / slots * LATENCY
+
+    first = 2 * (rows + columns) * depth / FIRST
+    beside = LAUNCH + CLUSTER * math.log2(size) + first + TILE * (waves - 1) + STORE * rows * columns * waves
+    return beside + sum(time**NORM for time in (tma, products, dram, l2, latency)) ** (1 / NORM)
