@@ -19,6 +19,7 @@ from cute_kernels.gemm.config import (
     more_tokens,
 )
 from cute_kernels.gemm.config_grouped import DECODE, ROWS, SUMS, GroupedSpec, grouped_arguments
+from cute_kernels.gemm.config_tokens import SOME_TOKENS
 from cute_kernels.runtime.targets import expect_arch
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -50,6 +51,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             yield gemm, gemm_arguments(arch, spec, BLOCK, config, True)
     for kernel in in_whole_blocks(arch):
         yield gemm, gemm_arguments(arch, forward, BLOCK, *kernel)
+    for kernel in SOME_TOKENS if arch == "sm_90a" else ():  # logits of 257 to 512 tokens
+        yield gemm, gemm_arguments(arch, GemmSpec(BF16, FP32), BLOCK, *kernel)
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for spec in (forward, dx, dweight):
         yield gemm, gemm_arguments(arch, spec._replace(batched=True), BLOCK, config, False)
