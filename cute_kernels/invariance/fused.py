@@ -111,7 +111,7 @@ def taken_apart(own: Callable[..., Any], entry: Callable[..., Any], x: Tensor, *
 
 
 def entries() -> dict[OpOverload, Callable[..., Any]]:
-    """What takes operators apart, by overload."""
+    """The table that takes operators apart, by overload."""
     found = {}
     for name, entry in ENTRIES.items():
         packet, _, overload = name.partition(".")

@@ -1,4 +1,4 @@
-"""What a step of ``generate`` runs: a model's forwards over a cache, and their capture in a CUDA graph."""
+"""A step of ``generate``: a model's forward over a cache, and its capture in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def on(device: str, tensors) -> list[Tensor]:
 
 
 def unwritten(like: Tensor) -> Tensor:
-    """What out is written to: initcheck sees no write of TMA, so that its own numbers count as none."""
+    """An output full of NaN: initcheck sees no write of TMA, and would report what out holds."""
     return torch.full_like(like, float("nan"))
 
 

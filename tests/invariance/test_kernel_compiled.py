@@ -214,7 +214,7 @@ def in_groups(functions, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("names", in_groups(OF_ONE, 7), ids=lambda names: names[0])
 def test_functions_of_one(names, dtype, generator):
-    """Of every number; and two of the function in one kernel."""
+    """Every number; and two of the function in one kernel."""
     functions = {name: OF_ONE[name] for name in names}
     twice = {f"{n} twice": lambda x, f=f: f((f(x) * 0.7 + x.float()).to(x.dtype)) for n, f in functions.items()}
     x, dy = numbers(dtype, generator, 2)
