@@ -39,11 +39,10 @@ def here() -> str:
 
 
 @functools.cache
-def kernels(arch: str = here()) -> list[tuple]:
+def kernels(arch: str = here(), epilogues: tuple[str, ...] = ("store", "accumulate")) -> list[tuple]:
     """(config, transposed) of every kernel that the dispatcher can choose; the one for any stride comes first."""
     sizes = [*TOKENS, 9, 32, 48, 192, 200, 256, 1024, 2048, 3072, 6144, 8192, *(n for n, _ in TARGETS), 151936]
     sizes += [24, 72, 80, 112, 160, 224, 320, 384, 448, 2880, 3584, 5120]
-    epilogues = "store", "accumulate"
     calls = itertools.product(sizes, sizes, (64, 1024, 4096, 16384), (132,), epilogues, (1,), (True, False))
     return [(None, False), *dict.fromkeys(choose(arch, *call) for call in calls)]
 

@@ -216,15 +216,19 @@ def test_a_higher_order_operator_is_refused():
 
 
 @pytest.fixture
-def gpu():
+def gpu(graphs_alone):
+    """Not before a first function was compiled: torch fills tables then, by what is on a GPU."""
+    torch.compile(lambda x: x * 1.25 + 1, backend="cute_kernels", fullgraph=True)(torch.ones(3, 4))
     with fake_gpu():
         yield
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("gemma3", marks=exhaustive)])
-def test_graphs_run_what_a_block_runs(family, generator, graphs_alone, gpu):
-    """Over fake kernels; also where a block, or ``install``, sends functions of another backend here."""
-    model = make_model(family, generator)
+def test_graphs_run_what_a_block_runs(generator, graphs_alone, gpu):
+    """Over fake kernels; also where a block, or ``install``, sends functions of another backend here.
+
+    Of gpt2, whose functions have no formula of their own for a GPU, which would have other bits here.
+    """
+    model = make_model("gpt2", generator)
     ids = make_ids(3, 12, generator)
     seen = []
     ours = torch.compile(model.loss, backend="cute_kernels", fullgraph=True)
