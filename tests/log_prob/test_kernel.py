@@ -286,7 +286,7 @@ def test_kept_logits(case, generator):
 
 
 def logits_of(case: Case, products: torch.Tensor) -> torch.Tensor:
-    """What the softmax is of."""
+    """The numbers that the softmax is taken of."""
     logits = case.scale * products
     return (case.softcap * torch.tanh(logits / case.softcap) if case.softcap else logits) / case.temperature
 
