@@ -112,3 +112,9 @@ def test_each_builder_that_is_shipped_is_among_them(arch):
     jobs = [job for family in FAMILIES for job in chosen(family, arch)]
     assert {builder for builder, _ in discover("cute_kernels", [arch])} <= {builder for builder, _ in jobs}
     assert len(jobs) < 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_kernel_is_shipped_once(family):
+    jobs = [job for arch in ARCHS for job in shipped(family, arch)]
+    assert jobs and len(set(jobs)) == len(jobs)

@@ -95,6 +95,9 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
                 yield backward_sm90, (arch, spec, backward_config(spec))
                 if not spec.grouped:
                     yield finish_dq, (arch, finish_dq_spec(spec), backward_config(spec))
-            for has_lse_grad in (False, True):
-                yield delta, (arch, delta_spec(specs[0], has_lse_grad))
             yield finish_dkv, (arch, finish_dkv_spec(specs[1]), backward_config(specs[1]))
+    for dv in sorted({dv for _, dv in BACKWARD_CONFIGS}):  # whatever the head size of q is
+        for packing in PACKINGS:
+            for has_lse_grad in (False, True):
+                spec = BackwardSpec(dtype, dv, causal=True, grouped=False, **packing)
+                yield delta, (arch, delta_spec(spec, has_lse_grad))

@@ -38,7 +38,6 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     dweight = GemmSpec(BF16, BF16, a_major="m", b_major="n")
     dweight_main = GemmSpec(BF16, FP32, accumulate=True, a_major="m", b_major="n")
     of_models = [GemmSpec(BF16, BF16, activation="silu", save_preact=saved) for saved in (True, False)]
-    of_models += [GemmSpec(BF16, FP32)]
     of_models += [GemmSpec(BF16, FP32, accumulate=accumulate, b_major="n") for accumulate in (False, True)]
     configs = [(config, (forward, dx, dweight, dweight_main)) for config in many_tokens(arch)]
     configs += [(config, (forward, dx)) for config in few_tokens_along_m(arch)]
@@ -51,7 +50,10 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             yield gemm, gemm_arguments(arch, spec, BLOCK, config, True)
     for kernel in in_whole_blocks(arch):
         yield gemm, gemm_arguments(arch, forward, BLOCK, *kernel)
-    for kernel in SOME_TOKENS if arch == "sm_90a" else ():  # logits of 257 to 512 tokens
+    logits = [(config, False) for config in more_tokens(arch)]
+    if arch == "sm_90a":
+        logits += [kernel for kernel in SOME_TOKENS if kernel not in logits]  # of 257 to 512 tokens
+    for kernel in logits:
         yield gemm, gemm_arguments(arch, GemmSpec(BF16, FP32), BLOCK, *kernel)
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for spec in (forward, dx, dweight):

@@ -28,6 +28,7 @@ from cute_kernels.gemm.config import (
     in_whole_blocks,
     more_tokens,
 )
+from cute_kernels.gemm.config_tokens import SOME_TOKENS
 from cute_kernels.gemm.launch import gemm
 from tests.fakes import fake_kernels
 from tests.gemm.cases import (
@@ -176,10 +177,11 @@ def test_no_number_of_tokens_needs_the_kernel_for_any_stride():
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_iss_precompiled_is_what_calls_ask_for(arch):
+def test_what_is_precompiled_is_what_calls_ask_for(arch):
     """Forward and backward of a layer, and its gradient into main_grad, by each kernel; dx is what ``mm`` is, too.
 
-    By those of more than 256 tokens also silu, in training and not, results in fp32, and sums of linear_log_prob's dx.
+    By those of more than 256 tokens also silu, in training and not, results in fp32, and sums of linear_log_prob's dx;
+    by those of 17 to 512 tokens results in fp32, too.
     """
     case = Case(256, 256, 256)
     with fake_kernels(arch, computes=False) as jobs:
@@ -198,9 +200,14 @@ def test_what_iss_precompiled_is_what_calls_ask_for(arch):
                     linear(x.requires_grad_(needs_gradient), weight, activation="silu")
                     gemm.function(x.detach(), weight, torch.zeros(256, 256), accumulate=needs_gradient, trans_b=True)
     assert len(set(of_models)) == 5 * len(more_tokens(arch))
+    with fake_kernels(arch, computes=False) as logits:
+        for kernel in SOME_TOKENS if arch == "sm_90a" else ():
+            with only_kernel(*kernel):
+                linear(x, weight, out_dtype=FP32)
+    of_models += logits
     jobs += of_models
     table = [job for job in products(arch) if not job[1][1].batched]  # batches: test_bmm.py
-    assert len(set(table)) == len(table) and set(of_models) <= set(table) <= set(jobs)
+    assert set(of_models) <= set(table) <= set(jobs)
     assert {arguments[2] for _, arguments in table} == set(candidates(arch)) - {None}
     of_table = {arguments[2:4] for _, arguments in table}
     with fake_kernels(arch, computes=False) as jobs:

@@ -82,7 +82,7 @@ def test_a_layer_finds_its_kernels_precompiled(jobs):
             dy = x.new_zeros(rows, n)
             grouped_mm(dy.t(), x, offs, accumulate_into=torch.zeros(5, n, 64))
     table = [job for job in prewarm.specializations("sm_90a") if isinstance(job[1][1], GroupedSpec)]
-    assert set(jobs) <= set(table) and len(set(table)) == len(table)
+    assert set(jobs) <= set(table)
     assert not any(isinstance(job[1][1], GroupedSpec) for job in prewarm.specializations("sm_100a"))
 
 
