@@ -344,7 +344,8 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
     up_bias, down_bias = (_empty(e, n, dtype=dtype) if oai else None for n in (2 * f, c))
     gate = ("swiglu", True, *OAI) if oai else ("swiglu", False, None, None)
     for align in (1, EXPERTS_ALIGN):
-        moe.moe_plan.function(indices, offs, _empty(2 * k, **int32), indices, offs, align)
+        for table in (None, _empty(2, e, **int32)):
+            moe.moe_plan.function(indices, table, offs, _empty(2 * k, **int32), indices, offs, align)
     # Rows of an expert by which products choose their kernel
     for mean in (*DECODE, max(DECODE) + 1):
         slots = _empty(mean * e, **int32)

@@ -10,8 +10,12 @@ if TYPE_CHECKING:
 MAX_EXPERTS = 1024
 MAX_K = 32  # experts of a token: a warp's lanes
 OAI = 7.0, 1.702  # limit and alpha of the activation "swiglu_oai", gpt-oss'
+WARP = 32
 WARPS = 8  # of a CTA of kernels that have a warp for each row
 CTAS_PER_SM = 8  # of these
+PLAN_THREADS = 1024  # of a CTA that plans
+ONE_BLOCK = 2048  # slots up to which one CTA plans all: a second launch takes longer than a second turn
+MAX_BLOCKS = 128  # each CTA reads the counts of all
 
 
 class RouteSpec(NamedTuple):
@@ -37,10 +41,21 @@ class RouteSpec(NamedTuple):
 
 
 class PlanSpec(NamedTuple):
-    """Places of the slots of tokens among the rows of ``num_experts``, each group's end at multiples of ``align``."""
+    """Places of the slots of tokens among the rows of ``num_experts``, each group's end at multiples of ``align``.
+
+    Attributes:
+        has_table: slots are in several blocks, each counted before.
+    """
 
     num_experts: int
     align: int
+    has_table: bool = False
+
+
+def plan_blocks(slots: int) -> tuple[int, int]:
+    """(blocks of so many slots, a CTA each; slots of a warp)."""
+    turns = -(-slots // (PLAN_THREADS * (MAX_BLOCKS if slots > ONE_BLOCK else 1)))
+    return -(-slots // (PLAN_THREADS * turns)), turns * WARP
 
 
 class GatherSpec(NamedTuple):

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cute_kernels.moe.config import CTAS_PER_SM, WARPS, CombineSpec, GateSpec, GatherSpec, PlanSpec, RouteSpec
+from cute_kernels.moe.config import (
+    CTAS_PER_SM,
+    WARPS,
+    CombineSpec,
+    GateSpec,
+    GatherSpec,
+    PlanSpec,
+    RouteSpec,
+    plan_blocks,
+)
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
 from cute_kernels.runtime.operators import operator
@@ -96,12 +105,23 @@ def moe_route_backward(
 
 @operator(
     "moe_plan",
-    "Tensor indices, Tensor(a!) offs, Tensor(b!) slots, Tensor(c!) positions, Tensor(d!) counts, int align",
+    "Tensor indices, Tensor(a!)? table, Tensor(b!) offs, Tensor(c!) slots, Tensor(d!) positions, Tensor(e!) counts, "
+    "int align",
 )
-def moe_plan(indices: Tensor, offs: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, align: int) -> None:
-    """Fill what ``Plan`` holds, of indices (T, k) int32."""
-    launch = _plan.get(indices.get_device(), PlanSpec(offs.shape[0], align))
-    launch.function(indices.view(-1), offs, slots, positions.view(-1), counts)
+def moe_plan(
+    indices: Tensor,
+    table: Tensor | None,
+    offs: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    align: int,
+) -> None:
+    """Fill what ``Plan`` holds, of indices (T, k) int32; table: a workspace of ``config.plan_blocks``, of several."""
+    indices = indices.view(-1)
+    launch = _plan.get(indices.get_device(), PlanSpec(offs.shape[0], align, table is not None))
+    of_warp = plan_blocks(indices.shape[0])[1]
+    launch.function(indices, table, offs, slots, positions.view(-1), counts, of_warp)
 
 
 @operator(

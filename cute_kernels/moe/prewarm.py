@@ -37,7 +37,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         yield route, (arch, spec)
         yield route_backward, (arch, RouteSpec(spec.num_experts, spec.k, spec.score, normalize=spec.normalize))
     for experts in dict.fromkeys(spec.num_experts for spec in ROUTERS):
-        yield plan, (arch, PlanSpec(experts, ALIGN))
+        for has_table in (False, True):
+            yield plan, (arch, PlanSpec(experts, ALIGN, has_table))
     for k in dict.fromkeys(spec.k for spec in ROUTERS):
         yield gather, (arch, GatherSpec(BF16, k))
         for weighted in (True, False):

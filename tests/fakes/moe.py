@@ -45,8 +45,10 @@ def _route(spec, logits, eps, scale, **options):
     return reference.route(logits, spec.k, score=score, normalize=normalize, eps=eps, scale=scale, **options)
 
 
-def plan(static, indices, offs, slots, positions, counts) -> None:
-    spec = static["spec"]
+def plan(static, indices, table, offs, slots, positions, counts, of_warp) -> None:
+    spec, blocks = static["spec"], 1 if table is None else table.shape[0]
+    assert (table is not None) == spec.has_table and of_warp % 32 == 0
+    assert 1024 // 32 * of_warp * blocks >= len(indices) > 1024 // 32 * of_warp * (blocks - 1)
     found = reference.plan(indices.view(-1, 1), spec.num_experts, align=spec.align)
     for target, result in zip((offs, slots, positions, counts), found, strict=True):
         target.copy_(result.view(-1)[: len(target)])

@@ -25,7 +25,7 @@ def others() -> list:
 
     found = [(route, spec) for spec in ROUTES]
     found += [(route_backward, spec._replace(has_bias=False, groups=1, replays=False)) for spec in ROUTES]
-    found += [(plan, PlanSpec(1024, 16)), (plan, PlanSpec(1, 1))]
+    found += [(plan, PlanSpec(*spec)) for spec in ((1024, 16, False), (1024, 16, True), (1, 1, False), (1, 1, True))]
     found += [(gather, GatherSpec(BF16, 8, True, True)), (gather, GatherSpec(FP32, 1, True))]
     found += [(combine, CombineSpec(FP16, 32, True)), (combine, CombineSpec(FP32, 1, False))]
     options = {"interleaved": True, "limit": 7.0, "alpha": 1.702}

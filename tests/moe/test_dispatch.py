@@ -5,6 +5,7 @@ import torch
 
 from cute_kernels import moe
 from cute_kernels.moe import prewarm
+from cute_kernels.moe.config import ONE_BLOCK
 from tests.fakes import fake_kernels
 from tests.moe import test_kernel_sanitizer
 from tests.moe.cases import BF16, assert_same_bits, make_layer, randn, run_layer
@@ -61,6 +62,7 @@ def test_a_layer_finds_its_kernels_precompiled(jobs, generator):
     for spec in prewarm.ROUTERS:
         run_router(spec, generator)
         run_layer(make_layer(5, 16, 8, spec.num_experts, generator), spec.k)
+        moe.plan(torch.zeros(ONE_BLOCK + 1, 1, dtype=torch.int32), spec.num_experts, align=prewarm.ALIGN)
     run_layer(make_other(ACTIVATIONS[1], generator, experts=128), prewarm.BIASED_K, **ACTIVATIONS[1])
     table = set(prewarm.specializations("sm_90a"))
     found = {job for job in jobs if "moe" in job[0].kernel}

@@ -108,7 +108,10 @@ def test_a_token_does_not_know_its_batch(router, generator):
 
 
 @pytest.mark.parametrize("align", [1, 16])
-@pytest.mark.parametrize("tokens, k, experts", [(1, 1, 1), (5, 2, 8), (300, 8, 128), (2049, 4, 7), (3, 32, 1024)])
+@pytest.mark.parametrize(
+    "tokens, k, experts",
+    [(1, 1, 1), (5, 2, 8), (256, 8, 256), (257, 8, 256), (2049, 4, 7), (3, 32, 1024), (200, 32, 1024), (16385, 8, 40)],
+)
 def test_plan(tokens, k, experts, align, generator):
     """Every integer, of slots some of which are empty, others twice the same."""
     indices = torch.randint(-1, experts + 1, (tokens, k), generator=generator, device=generator.device)

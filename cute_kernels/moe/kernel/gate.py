@@ -16,8 +16,8 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.gemm_epilogue import GELU_END, LOG2_PHI
-from cute_kernels.moe.config import WARPS, GateSpec
-from cute_kernels.moe.kernel.warp_rows import WARP, first_row, load, store, symbolic_list, symbolic_rows, wide
+from cute_kernels.moe.config import WARP, WARPS, GateSpec
+from cute_kernels.moe.kernel.warp_rows import first_row, load, store, symbolic_list, symbolic_rows, wide
 from jit_cache import Program, compiled
 
 LOG2_E = 1.4426950408889634

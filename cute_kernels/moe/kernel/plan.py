@@ -1,8 +1,13 @@
-"""Places of tokens' slots among the experts' rows: a stable counting sort by one CTA, without atomics.
+"""Places of tokens' slots among the experts' rows: a stable counting sort of integers.
 
-Each of 32 warps has neighbouring slots. It counts them by expert, 32 at a time: lanes that name the same expert find
-each other, the first of them adds. The counts of all warps become the places of each warp's first slot of each expert;
-a second walk over the slots gives every slot its own.
+A CTA has a block of neighbouring slots, each of its 32 warps a part of it:
+
+    count   indices --> counts of a block by expert --> a row of the table      (where there are several blocks)
+    kernel  table --> rows of each expert, and of those in blocks before; counts of the warps --> each warp's first row
+            indices, 32 at a time --> rank among equals by ballots --> positions, slots
+
+Counters in shared memory are added to atomically where their order does not matter, and in the order of slots where it
+does. Between both kernels nothing waits: the second begins when the first has ended.
 """
 
 import cutlass
@@ -10,13 +15,13 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.moe.config import PlanSpec
-from cute_kernels.moe.kernel.warp_rows import WARP, symbolic_list
+from cute_kernels.moe.config import PLAN_THREADS, WARP, PlanSpec
+from cute_kernels.moe.kernel.warp_rows import symbolic_list, symbolic_table
 from jit_cache import Program, compiled
 
-WARPS = 32
-AHEAD = 8  # indices of a lane that are on their way at once. With one, too, 8192 x 8 of them take 129 us (H200)
-THREADS = WARPS * WARP
+WARPS = PLAN_THREADS // WARP
+AHEAD = 4  # indices of a lane that are on their way at once
+BLOCKS_AHEAD = 16  # counts of a thread that are
 ALL = -1  # lanes of a warp
 
 
@@ -24,46 +29,73 @@ class Plan:
     """See the builder ``plan``."""
 
     def __init__(self, spec: PlanSpec):
-        self.num_experts, self.align = spec.num_experts, spec.align
+        self.num_experts, self.align, self.has_table = spec
+        self.id_bits = spec.num_experts.bit_length()  # of num_experts, too: no expert
+        self.parts = min(WARP, PLAN_THREADS // spec.num_experts)  # threads that sum an expert's counts of blocks
 
     @cute.jit
-    def __call__(self, indices, offs, slots, positions, counts, stream):
-        self.kernel(indices, offs, slots, positions, counts).launch(
-            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+    def __call__(self, indices, table, offs, slots, positions, counts, of_warp: Int32, stream):
+        num_ctas = Int32(1)
+        if const_expr(self.has_table):
+            num_ctas = table.shape[0]
+            self.count(indices, table, of_warp).launch(
+                grid=[num_ctas, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream, use_pdl=True
+            )
+        self.kernel(indices, table, offs, slots, positions, counts, of_warp).launch(
+            grid=[num_ctas, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, indices, offs, slots, positions, counts):
+    def count(self, indices, table, of_warp: Int32):
         experts = const_expr(self.num_experts)
         tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        sCounts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(experts), 16)
+        for e in cutlass.range(tidx, experts, PLAN_THREADS, unroll=1):
+            sCounts[e] = 0
+        cute.arch.griddepcontrol_launch_dependents()  # CTAs that can only wait beside these
+        cute.arch.griddepcontrol_wait()
+        cute.arch.barrier()
+        self.add_counts(sCounts, indices, of_warp)
+        cute.arch.barrier()
+        for e in cutlass.range(tidx, experts, PLAN_THREADS, unroll=1):
+            table[block, e] = sCounts[e]
+
+    @cute.kernel
+    def kernel(self, indices, table, offs, slots, positions, counts, of_warp: Int32):
+        experts = const_expr(self.num_experts)
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
         smem = SmemAllocator()
         sCounts = smem.allocate_tensor(Int32, cute.make_layout((WARPS, experts), stride=(experts, 1)), 16)
         sEnds = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
-        for i in cutlass.range(tidx, WARPS * experts, THREADS, unroll=1):
+        sTable = None
+        if const_expr(self.has_table):
+            sTable = smem.allocate_tensor(
+                Int32, cute.make_layout((2, self.parts, experts), stride=(self.parts * experts, experts, 1)), 16
+            )
+        for i in cutlass.range(tidx, WARPS * experts, PLAN_THREADS, unroll=1):
             sCounts[i // experts, i % experts] = 0
         cute.arch.griddepcontrol_wait()
-        total = indices.shape[0]
-        each = cute.ceil_div(cute.ceil_div(total, WARPS), WARP) * WARP
-        first = warp * each
-        last = cutlass.min(first + each, total)
         mine = sCounts[warp, None]
         cute.arch.barrier()
-        for base in cutlass.range(first, last, AHEAD * WARP, unroll=1):
-            experts_of = [self.expert_of(indices, base + i * WARP + lane, last) for i in range(AHEAD)]
-            for i in cutlass.range_constexpr(AHEAD):
-                if base + i * WARP < last:
-                    self.step(mine, experts_of[i], lane)
+        self.add_counts(mine, indices, of_warp)
+        if const_expr(self.has_table):
+            self.sum_blocks(sTable, table, block, tidx)
         cute.arch.barrier()
 
-        # Slots of an expert in the warps before, then its first row
-        count = Int32(0)
+        # Slots of an expert, of all and of the blocks before; then the end of its rows
+        count, before = Int32(0), Int32(0)
         if tidx < experts:
-            for w in cutlass.range(WARPS, unroll=4):
-                of_warp = sCounts[w, tidx]
-                sCounts[w, tidx] = count
-                count += of_warp
-            counts[tidx] = count
+            if const_expr(self.has_table):
+                for part in cutlass.range_constexpr(self.parts):
+                    before += sTable[0, part, tidx]
+                    count += sTable[1, part, tidx]
+            else:
+                for w in cutlass.range_constexpr(WARPS):
+                    count += sCounts[w, tidx]
         padded = cute.ceil_div(count, self.align) * self.align
         end = padded
         for i in cutlass.range_constexpr(5):
@@ -73,30 +105,44 @@ class Plan:
         if lane == WARP - 1:
             sEnds[warp] = end
         cute.arch.barrier()
-        before, all_rows = Int32(0), Int32(0)
-        for w in cutlass.range_constexpr(WARPS):
-            if w < warp:
-                before += sEnds[w]
-            all_rows += sEnds[w]
-        end += before
+        of_lane = sEnds[lane]
+        end += cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
+        all_rows = cute.arch.warp_redux_sync(of_lane, "add")
         if tidx < experts:
-            offs[tidx] = end
-            for w in cutlass.range(WARPS, unroll=4):
-                sCounts[w, tidx] = sCounts[w, tidx] + end - padded
-            for row in cutlass.range(end - padded + count, end):
-                slots[row] = -1
-        for row in cutlass.range(all_rows + tidx, slots.shape[0], THREADS):
-            slots[row] = -1
+            row = end - padded + before
+            of_warps = [sCounts[w, tidx] for w in range(WARPS)]
+            for w in cutlass.range_constexpr(WARPS):
+                sCounts[w, tidx] = row
+                row += of_warps[w]
+            if tidx % blocks == block:
+                offs[tidx] = end
+                counts[tidx] = count
+                for unused in cutlass.range(end - padded + count, end, unroll=1):
+                    slots[unused] = -1
+        for unused in cutlass.range(
+            all_rows + block * PLAN_THREADS + tidx, slots.shape[0], blocks * PLAN_THREADS, unroll=1
+        ):
+            slots[unused] = -1
         cute.arch.barrier()
+
+        first, last = self.slots_of_warp(indices, of_warp)
         for base in cutlass.range(first, last, AHEAD * WARP, unroll=1):
             experts_of = [self.expert_of(indices, base + i * WARP + lane, last) for i in range(AHEAD)]
             for i in cutlass.range_constexpr(AHEAD):
                 if base + i * WARP < last:
-                    slot, position = base + i * WARP + lane, self.step(mine, experts_of[i], lane)
+                    slot, position = base + i * WARP + lane, self.next_row(mine, experts_of[i], lane)
                     if slot < last:
                         positions[slot] = position
                         if position >= 0:
                             slots[position] = slot
+
+    @cute.jit
+    def slots_of_warp(self, indices, of_warp: Int32):
+        """(first slot of this warp, its end)."""
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        first = (block * WARPS + cute.arch.make_warp_uniform(tidx // WARP)) * of_warp
+        return first, cutlass.min(first + of_warp, indices.shape[0])
 
     @cute.jit
     def expert_of(self, indices, slot: Int32, last: Int32) -> Int32:
@@ -107,31 +153,64 @@ class Plan:
         return expert if expert >= 0 and expert < self.num_experts else Int32(self.num_experts)
 
     @cute.jit
-    def step(self, counts, expert: Int32, lane: Int32) -> Int32:
-        """Count the experts of 32 slots; what is counted of a lane's expert before it, -1 of no expert."""
-        valid = expert < self.num_experts
-        same = cute.arch.match_sync(ALL, expert)
+    def add_counts(self, counts, indices, of_warp: Int32):
+        """Count this warp's slots by expert."""
+        lane = cute.arch.thread_idx()[0] % WARP
+        first, last = self.slots_of_warp(indices, of_warp)
+        for base in cutlass.range(first, last, AHEAD * WARP, unroll=1):
+            experts_of = [self.expert_of(indices, base + i * WARP + lane, last) for i in range(AHEAD)]
+            for i in cutlass.range_constexpr(AHEAD):
+                if experts_of[i] < self.num_experts:
+                    cute.arch.atomic_add(counts.iterator + counts.layout(experts_of[i]), Int32(1))
+
+    @cute.jit
+    def sum_blocks(self, sTable, table, block: Int32, tidx: Int32):
+        """Of each expert the counts in blocks before this one, and in all, each thread a part of the blocks."""
+        part, expert = tidx // self.num_experts, tidx % self.num_experts
+        if part < self.parts:
+            before, total = Int32(0), Int32(0)
+            for base in cutlass.range(part, table.shape[0], BLOCKS_AHEAD * self.parts, unroll=1):
+                places = [base + i * self.parts for i in range(BLOCKS_AHEAD)]
+                found = [table[b, expert] if b < table.shape[0] else Int32(0) for b in places]
+                for i in cutlass.range_constexpr(BLOCKS_AHEAD):
+                    total += found[i]
+                    before += found[i] if places[i] < block else Int32(0)
+            sTable[0, part, expert] = before
+            sTable[1, part, expert] = total
+
+    @cute.jit
+    def next_row(self, rows, expert: Int32, lane: Int32) -> Int32:
+        """The row of a lane's slot, -1 of no expert; ``rows``, which has each expert's next one, moves on."""
+        same = Int32(ALL)
+        for i in cutlass.range_constexpr(self.id_bits):
+            bit = (expert >> i) & 1
+            same = same & (cute.arch.vote_ballot_sync(bit == 1) ^ (bit - 1))
         rank = cute.arch.popc(same & cute.arch.lanemask_lt()).to(Int32)
         found = Int32(-1)
-        if valid:
-            found = counts[expert] + rank
+        if expert < self.num_experts:
+            found = rows[expert] + rank
         cute.arch.sync_warp()
-        if valid and rank == 0:
-            counts[expert] = found + cute.arch.popc(same).to(Int32)
+        if expert < self.num_experts and rank == 0:
+            rows[expert] = found + cute.arch.popc(same).to(Int32)
         cute.arch.sync_warp()
         return found
 
 
 @compiled
 def plan(arch: str, spec: PlanSpec) -> Program:
-    """Plan indices (T k,): ends of the experts' rows, the slot of each row (-1: none), the row of each slot, counts."""
+    """Plan indices (T k,): ends of the experts' rows, the slot of each row (-1: none), the row of each slot, counts.
+
+    The table (blocks, E), where there are several blocks, is a workspace; a warp has ``of_warp`` slots.
+    """
     total, rows = cute.sym_int(), cute.sym_int()
     return Program(
         Plan(spec),
         symbolic_list(Int32, total),
+        symbolic_table(Int32, cute.sym_int(), spec.num_experts) if spec.has_table else None,
         symbolic_list(Int32, spec.num_experts),
         symbolic_list(Int32, rows),
         symbolic_list(Int32, total),
         symbolic_list(Int32, spec.num_experts),
+        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

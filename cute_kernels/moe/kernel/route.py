@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_kernels.moe.config import WARPS, RouteSpec
-from cute_kernels.moe.kernel.warp_rows import WARP, first_row, symbolic_list, symbolic_table
+from cute_kernels.moe.config import WARP, WARPS, RouteSpec
+from cute_kernels.moe.kernel.warp_rows import first_row, symbolic_list, symbolic_table
 from jit_cache import Program, compiled
 
 LOG2_E = 1.4426950408889634

@@ -15,10 +15,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.math import RoundingMode
 
 from cute_kernels.common.dtypes import cutlass_dtype
-from cute_kernels.moe.config import WARPS, CombineSpec, GatherSpec
+from cute_kernels.moe.config import WARP, WARPS, CombineSpec, GatherSpec
 from cute_kernels.moe.kernel.warp_rows import (
     AHEAD,
-    WARP,
     first_row,
     load,
     store,

@@ -3,9 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.moe.config import WARPS
+from cute_kernels.moe.config import WARP, WARPS
 
-WARP = 32
 AHEAD = 4  # vectors of a lane that are on their way at once
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cute_kernels.moe import reference
 from cute_kernels.moe.checks import check_layout, check_plan, check_rows, check_weights
+from cute_kernels.moe.config import plan_blocks
 from cute_kernels.moe.launch import moe_combine, moe_gather, moe_plan
 from cute_kernels.moe.reference import Plan, rows_of
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
@@ -147,7 +148,9 @@ def planned(mode: Mode, indices: Tensor, num_experts: int, align: int, segments:
     shapes = (num_experts,), (rows,), tuple(indices.shape), (num_experts,)
     found = Plan(*(mode.empty(indices, shape, torch.int32) for shape in shapes))
     if rows:
-        mode.of(moe_plan)(indices, *found, align)
+        blocks, _ = plan_blocks(indices.shape[0] * indices.shape[1])
+        table = mode.empty(indices, (blocks, num_experts), torch.int32) if blocks > 1 else None
+        mode.of(moe_plan)(indices, table, *found, align)
     else:
         found.offs.zero_()
         found.counts.zero_()
