@@ -352,7 +352,7 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
         rows, z, h = (_empty(mean * e, n, dtype=dtype) for n in (c, 2 * f, f))
         given = indices if oai else None, up_bias
         for of_rows in (None, weights) if oai else (None,):
-            moe.moe_gather.function(_empty(2, c, dtype=dtype), slots, of_rows, None, rows, None, k)
+            moe.moe_gather.function(_empty(2, c, dtype=dtype), slots, indices, of_rows, None, rows, None)
         moe.moe_combine.function(rows, indices, weights, indices if oai else None, down_bias, _empty(2, c, dtype=dtype))
         moe.moe_combine.function(rows, indices, None, None, None, _empty(2, c, dtype=dtype))
         moe.moe_gate.function(z, slots if oai else None, *given, h, *gate)

@@ -126,17 +126,25 @@ def moe_plan(
 
 @operator(
     "moe_gather",
-    "Tensor x, Tensor slots, Tensor? weights, Tensor? other, Tensor(a!) out, Tensor(b!)? dots, int k",
+    "Tensor x, Tensor slots, Tensor positions, Tensor? weights, Tensor? other, Tensor(a!) out, Tensor(b!)? dots",
 )
 def moe_gather(
-    x: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None, out: Tensor, dots: Tensor | None, k: int
+    x: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    weights: Tensor | None,
+    other: Tensor | None,
+    out: Tensor,
+    dots: Tensor | None,
 ) -> None:
-    """out (R, H): rows of x (T, H) by slots (R,), times weights (T, k); dots (T, k): of x's rows and other's (R, H)."""
+    """out (R, H): rows of x (T, H) at positions (T, k), times weights (T, k), zeros where slots (R,) have none.
+
+    dots (T, k): of x's rows and other's (R, H).
+    """
     if slots.shape[0] and x.shape[1]:
-        spec = GatherSpec(x.dtype, k, weights is not None, dots is not None)
+        spec = GatherSpec(x.dtype, positions.shape[1], weights is not None, dots is not None)
         launch = _gather.get(x.get_device(), spec)
-        weights, dots = (None if t is None else t.view(-1) for t in (weights, dots))
-        launch.function(x, slots, weights, other, out, dots, launch.ctas(slots.shape[0]))
+        launch.function(x, slots, positions, weights, other, out, dots, launch.ctas(slots.shape[0]))
 
 
 @operator(

@@ -54,16 +54,16 @@ def plan(static, indices, table, offs, slots, positions, counts, of_warp) -> Non
         target.copy_(result.view(-1)[: len(target)])
 
 
-def gather(static, x, slots, weights, other, out, dots, num_ctas) -> None:
+def gather(static, x, slots, positions, weights, other, out, dots, num_ctas) -> None:
     spec = static["spec"]
     assert (weights is not None) == spec.weighted and (dots is not None) == (other is not None) == spec.dots
-    used = (slots >= 0)[:, None]
-    safe = slots.clamp(min=0).long()
-    rows = x[safe // spec.k].float()
-    out.copy_(torch.where(used, rows if weights is None else rows * weights[safe][:, None], 0.0))
+    assert positions.shape == (len(x), spec.k)
+    token, slot = (positions >= 0).nonzero(as_tuple=True)
+    places, rows = positions[token, slot].long(), x[token].float()
+    out[slots < 0] = 0
+    out[places] = (rows if weights is None else rows * weights[token, slot][:, None]).to(out.dtype)
     if dots is not None:
-        found = (rows.double() * other.double()).sum(1).float()
-        dots[safe[used[:, 0]]] = found[used[:, 0]]
+        dots[token, slot] = (rows.double() * other[places].double()).sum(1).float()
 
 
 def combine(static, rows, positions, weights, experts, bias, y, num_ctas) -> None:

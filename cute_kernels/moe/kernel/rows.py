@@ -1,6 +1,7 @@
 """Tokens' rows to experts' rows and back, a warp a row, 16 bytes a lane.
 
-    gather   slots --> row of the token, times the slot's weight --> row of the expert   (permute; combine's backward)
+    gather   row of the token --> times the weight of each slot --> rows of the experts by positions; others get zeros
+             (permute; combine's backward). A token's row is read once, however many rows lie between its copies
     combine  positions, sorted --> rows of the experts, one after the other, in fp32 --> row of the token
 
 ``combine`` adds in ascending position, which is ascending expert: a token's bits depend on its rows and weights and on
@@ -24,6 +25,7 @@ from cute_kernels.moe.kernel.warp_rows import (
     symbolic_list,
     symbolic_rows,
     symbolic_table,
+    vector_at,
     wide,
 )
 from jit_cache import Program, compiled
@@ -38,44 +40,89 @@ class Gather:
         self.k, self.weighted, self.dots = spec.k, spec.weighted, spec.dots
 
     @cute.jit
-    def __call__(self, x, slots, weights, other, out, dots, num_ctas: Int32, stream):
-        self.kernel(x, slots, weights, other, out, dots).launch(
+    def __call__(self, x, slots, positions, weights, other, out, dots, num_ctas: Int32, stream):
+        self.kernel(x, slots, positions, weights, other, out, dots).launch(
             grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, slots, weights, other, out, dots):
-        first, step, lane = first_row()
-        vectors = x.shape[1] * x.element_type.width // 128
+    def kernel(self, x, slots, positions, weights, other, out, dots):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        # A few tokens are on as many SMs
+        first, step, lane = cute.arch.make_warp_uniform(tidx // WARP) * grid + bidx, grid * WARPS, tidx % WARP
         cute.arch.griddepcontrol_wait()
-        for row in cutlass.range(first, slots.shape[0], step):
-            slot = slots[row]
-            used = slot >= 0
-            token = cutlass.max(slot, 0) // self.k
-            weight = Float32(1.0)
-            if const_expr(self.weighted):
-                weight = weights[cutlass.max(slot, 0)] if used else Float32(0.0)
-            total = Float32(0.0)
-            for v in cutlass.range(lane, vectors, AHEAD * WARP):
-                places = [v + i * WARP for i in range(AHEAD)]
-                loaded = [load(x, token, place, used & (place < vectors)) for place in places]
-                factors = None
-                if const_expr(self.dots):
-                    factors = [load(other, row, place, used & (place < vectors)) for place in places]
-                for i in cutlass.range_constexpr(AHEAD):
-                    values = wide(loaded[i])
-                    if const_expr(self.dots):
-                        factor = wide(factors[i])
-                        for j in cutlass.range_constexpr(cute.size(values)):
-                            total = cute.math.fma(values[j], factor[j], total)
-                    if const_expr(self.weighted):
-                        values.store(values.load() * weight)
-                    if places[i] < vectors:
-                        store(values, out, row, places[i])
+        for token in cutlass.range(first, x.shape[0], step):
+            row, weight = Int32(-1), Float32(1.0)
+            if lane < self.k:
+                row = positions[token, lane]
+                if const_expr(self.weighted):
+                    weight = weights[token, lane]
             if const_expr(self.dots):
-                total = cute.arch.warp_reduction(total, operator.add)
-                if used and lane == 0:
-                    dots[slot] = total
+                for j in cutlass.range(self.k, unroll=1):
+                    to, factor = cute.arch.shuffle_sync(row, j), cute.arch.shuffle_sync(weight, j)
+                    if to >= 0:
+                        total = self.copy_and_multiply(x, other, out, token, to, factor, lane)
+                        if lane == 0:
+                            dots[token, j] = total
+            else:
+                self.copy(x, out, token, row, weight, lane)
+        for begin in cutlass.range(first, slots.shape[0], step * WARP):
+            self.clear(slots, out, begin, step, lane)
+
+    @cute.jit
+    def copy(self, x, out, token: Int32, row: Int32, weight: Float32, lane: Int32):
+        """A token's row to those of its slots, of which lane j has the j-th, and its weight."""
+        vectors = x.shape[1] * x.element_type.width // 128
+        for begin in cutlass.range(0, vectors, AHEAD * WARP):
+            places = [begin + i * WARP + lane for i in range(AHEAD)]
+            loaded = [load(x, token, place, place < vectors) for place in places]
+            for j in cutlass.range(self.k, unroll=2):
+                to, factor = cute.arch.shuffle_sync(row, j), cute.arch.shuffle_sync(weight, j)
+                if to >= 0:
+                    for i in cutlass.range_constexpr(AHEAD):
+                        if places[i] < vectors:
+                            if const_expr(self.weighted):
+                                values = wide(loaded[i])
+                                values.store(values.load() * factor)
+                                store(values, out, to, places[i])
+                            else:
+                                cute.autovec_copy(loaded[i], vector_at(out, to, places[i]))
+
+    @cute.jit
+    def copy_and_multiply(self, x, other, out, token: Int32, row: Int32, weight: Float32, lane: Int32) -> Float32:
+        """A token's row, times a weight, to a row of ``out``; its product with that row of ``other``."""
+        vectors = x.shape[1] * x.element_type.width // 128
+        total = Float32(0.0)
+        for v in cutlass.range(lane, vectors, AHEAD * WARP):
+            places = [v + i * WARP for i in range(AHEAD)]
+            loaded = [load(x, token, place, place < vectors) for place in places]
+            factors = [load(other, row, place, place < vectors) for place in places]
+            for i in cutlass.range_constexpr(AHEAD):
+                values, factor = wide(loaded[i]), wide(factors[i])
+                for j in cutlass.range_constexpr(cute.size(values)):
+                    total = cute.math.fma(values[j], factor[j], total)
+                if const_expr(self.weighted):
+                    values.store(values.load() * weight)
+                if places[i] < vectors:
+                    store(values, out, row, places[i])
+        return cute.arch.warp_reduction(total, operator.add)
+
+    @cute.jit
+    def clear(self, slots, out, begin: Int32, step: Int32, lane: Int32):
+        """Zeros to those of 32 rows, one each ``step``, that have no slot."""
+        vectors = out.shape[1] * out.element_type.width // 128
+        zeros = cute.make_rmem_tensor((128 // out.element_type.width,), out.element_type)
+        zeros.fill(0)
+        row, slot = begin + lane * step, Int32(0)
+        if row < slots.shape[0]:
+            slot = slots[row]
+        unused = cute.arch.vote_ballot_sync(slot < 0)
+        for i in cutlass.range(WARP, unroll=1):
+            if (unused >> i) & 1 == 1:
+                for v in cutlass.range(lane, vectors, WARP):
+                    cute.autovec_copy(zeros, vector_at(out, begin + i * step, v))
 
 
 class Combine:
@@ -153,19 +200,20 @@ class Combine:
 
 @compiled
 def gather(arch: str, spec: GatherSpec) -> Program:
-    """out[r] = x[slots[r] // k], times the weight of that slot; zeros where the slot is -1.
+    """out[positions[t, j]] = x[t], times weights[t, j]; zeros where the slot of a row is -1.
 
     ``dots``: of each slot the product of its token's row of x and its own of another matrix, in fp32.
     """
-    dtype, tokens, rows, columns, slots = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(4))
+    dtype, tokens, rows, columns = cutlass_dtype(spec.dtype), *(cute.sym_int() for _ in range(3))
     return Program(
         Gather(spec),
         symbolic_rows(dtype, tokens, columns),
         symbolic_list(Int32, rows),
-        symbolic_list(Float32, slots) if spec.weighted else None,
+        symbolic_table(Int32, tokens, spec.k),
+        symbolic_table(Float32, tokens, spec.k) if spec.weighted else None,
         symbolic_rows(dtype, rows, columns) if spec.dots else None,
         symbolic_rows(dtype, rows, columns),
-        symbolic_list(Float32, slots) if spec.dots else None,
+        symbolic_table(Float32, tokens, spec.k) if spec.dots else None,
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -163,7 +163,7 @@ def gathered(
     """Rows of experts from rows of tokens, weighted; with ``other`` (R, H) also the slots' products of both."""
     out = mode.empty(x, (plan.slots.shape[0], x.shape[1]), x.dtype)
     dots = None if other is None else x.new_zeros(plan.positions.shape, dtype=torch.float32)
-    mode.of(moe_gather)(x, plan.slots, weights, other, out, dots, plan.positions.shape[1])
+    mode.of(moe_gather)(x, plan.slots, plan.positions, weights, other, out, dots)
     return out if other is None else (out, dots)
 
 
