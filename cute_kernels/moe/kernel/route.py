@@ -1,8 +1,12 @@
 """Routing, a warp a token: the best experts of its logits, in ascending order, and their weights.
 
-A lane has every 32nd logit. They are compared as integers of the same order; in each of k rounds the warp finds the
-largest, of equal ones that of the lowest expert. What is computed with depends on the token's logits and the set of its
-experts alone, added in one order: lanes' own, then a tree of lanes.
+A lane has every 32nd logit. They are compared as integers of the same order, of equal ones that of the lowest expert:
+
+    lanes' largest keys --> the k-th largest of these, a bound --> keys that reach it, a few more than k, in ascending
+    expert, one a lane --> rank of each among these --> the k first
+
+Where more than 32 reach it, as equal logits do, k rounds find the largest one after the other. What is computed with
+depends on the token's logits and the set of its experts alone, added in one order: lanes' own, then a tree of lanes.
 """
 
 import math
@@ -11,6 +15,7 @@ import operator
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.moe.config import WARP, WARPS, RouteSpec
 from cute_kernels.moe.kernel.warp_rows import first_row, symbolic_list, symbolic_table
@@ -38,6 +43,10 @@ class Route:
     def kernel(self, logits, bias, given, indices, weights, eps: Float32, scale: Float32):
         k = const_expr(self.spec.k)
         first, step, lane = first_row()
+        of_warps = SmemAllocator().allocate_tensor(
+            Int32, cute.make_layout((2, WARP, WARPS), stride=(WARP, 1, 2 * WARP)), 16
+        )
+        candidates = of_warps[None, None, first % WARPS]
         cute.arch.griddepcontrol_wait()
         for token in cutlass.range(first, logits.shape[0], step):
             values, has_nan = self.load_logits(logits, token, lane)
@@ -45,9 +54,11 @@ class Route:
             if const_expr(self.spec.replays):
                 if lane < k:
                     expert = given[token, lane]
+                expert = self.ascending(expert, lane)
             else:
-                expert = self.select(values, bias, has_nan, lane)
-            expert = self.ascending(expert, lane)
+                expert = self.select(values, bias, candidates, lane)
+                if has_nan:
+                    expert = lane
             weight = self.weights_of(logits, values, token, expert, lane, eps)[0] * scale
             if has_nan:
                 weight = Float32(math.nan)
@@ -69,8 +80,8 @@ class Route:
         return values, cute.arch.vote_any_sync(nan)
 
     @cute.jit
-    def select(self, values, bias, has_nan, lane: Int32) -> Int32:
-        """The experts of the k largest scores, the j-th in lane j; the first k where a logit is NaN."""
+    def select(self, values, bias, candidates, lane: Int32) -> Int32:
+        """The experts of the k largest scores, ascending, the j-th in lane j."""
         experts = const_expr(self.spec.num_experts)
         keys = cute.make_rmem_tensor((self.per_lane,), Int32)
         for s in cutlass.range_constexpr(self.per_lane):
@@ -82,24 +93,74 @@ class Route:
             keys[s] = key_of(score) if s * WARP + lane < experts else Int32(LOWEST)
         if const_expr(self.spec.groups > 1):
             self.keep_groups(keys, lane)
-        mine = lane
-        for j in cutlass.range_constexpr(self.spec.k):
-            _, expert = self.largest(keys, lane)
-            self.remove(keys, expert, lane)
-            if lane == j and not has_nan:
-                mine = expert
-        return mine
+        bound = self.lower_bound(keys)
+        count = self.collect(keys, bound, candidates, lane)
+        expert = Int32(-1)
+        if count <= WARP:
+            expert = self.first_of(candidates, count, lane)
+        else:
+            for j in cutlass.range(self.spec.k, unroll=1):
+                found = self.largest(keys, lane)
+                self.remove(keys, found, lane)
+                if lane == j:
+                    expert = found
+            expert = self.ascending(expert, lane)
+        return expert
 
     @cute.jit
-    def largest(self, keys, lane: Int32):
-        """(the warp's largest key, its lowest expert)."""
+    def lower_bound(self, keys) -> Int32:
+        """A key that k or more reach: the k-th largest of the lanes' largest ones, or below it where some are equal."""
+        best = keys[0]
+        for s in cutlass.range_constexpr(1, self.per_lane):
+            best = cutlass.max(best, keys[s])
+        bound = best
+        for _ in cutlass.range_constexpr(self.spec.k):
+            bound = cute.arch.warp_redux_sync(best, "max")
+            if best == bound:
+                best = Int32(LOWEST)
+        return bound
+
+    @cute.jit
+    def collect(self, keys, bound: Int32, candidates, lane: Int32) -> Int32:
+        """The number of keys that reach a bound; the first 32 of them, and their experts, ascending."""
+        count = Int32(0)
+        cute.arch.sync_warp()
+        for s in cutlass.range_constexpr(self.per_lane):
+            reached = cute.arch.vote_ballot_sync(keys[s] >= bound)
+            place = count + cute.arch.popc(reached & cute.arch.lanemask_lt()).to(Int32)
+            if keys[s] >= bound and place < WARP:
+                candidates[0, place] = keys[s]
+                candidates[1, place] = s * WARP + lane
+            count += cute.arch.popc(reached).to(Int32)
+        cute.arch.sync_warp()
+        return count
+
+    @cute.jit
+    def first_of(self, candidates, count: Int32, lane: Int32) -> Int32:
+        """The experts of the k largest of up to 32 candidates, ascending, the j-th in lane j."""
+        key, expert = candidates[0, lane], candidates[1, lane]
+        rank = Int32(0)
+        for j in cutlass.range(count, unroll=4):
+            other = cute.arch.shuffle_sync(key, j)
+            if other > key or (other == key and j < lane):
+                rank += 1
+        chosen = cute.arch.vote_ballot_sync(lane < count and rank < self.spec.k)
+        cute.arch.sync_warp()
+        if (chosen >> lane) & 1 == 1:
+            candidates[1, cute.arch.popc(chosen & cute.arch.lanemask_lt()).to(Int32)] = expert
+        cute.arch.sync_warp()
+        return candidates[1, lane]
+
+    @cute.jit
+    def largest(self, keys, lane: Int32) -> Int32:
+        """The expert of the warp's largest key, the lowest of equal ones."""
         best, place = keys[0], Int32(0)
         for s in cutlass.range_constexpr(1, self.per_lane):
             if keys[s] > best:
                 best, place = keys[s], Int32(s)
         top = cute.arch.warp_redux_sync(best, "max")
         expert = place * WARP + lane if best == top else Int32(MAGNITUDE)
-        return top, cute.arch.warp_redux_sync(expert, "min")
+        return cute.arch.warp_redux_sync(expert, "min")
 
     @cute.jit
     def remove(self, keys, expert: Int32, lane: Int32):
@@ -115,14 +176,18 @@ class Route:
         size = const_expr(self.spec.num_experts // groups)
         mine = Int32(LOWEST)  # lane g has group g's sum
         for g in cutlass.range_constexpr(groups):
-            of_group = cute.make_rmem_tensor((self.per_lane,), Int32)
+            best, second = Int32(LOWEST), Int32(LOWEST)  # of this lane
             for s in cutlass.range_constexpr(self.per_lane):
-                of_group[s] = keys[s] if (s * WARP + lane) // size == g else Int32(LOWEST)
-            one, expert = self.largest(of_group, lane)
+                key = keys[s] if (s * WARP + lane) // size == g else Int32(LOWEST)
+                second = cutlass.max(second, cutlass.min(best, key))
+                best = cutlass.max(best, key)
+            one = cute.arch.warp_redux_sync(best, "max")
             total = number_of(one)
             if const_expr(size > 1):
-                self.remove(of_group, expert, lane)
-                two, _ = self.largest(of_group, lane)
+                of_one = cute.arch.vote_ballot_sync(best == one)
+                two = cute.arch.warp_redux_sync(second if best == one else best, "max")
+                if of_one & (of_one - 1) != 0:  # two lanes have it
+                    two = one
                 total = total + number_of(two)
             if lane == g:
                 mine = key_of(total)
