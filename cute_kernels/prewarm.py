@@ -219,8 +219,7 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
     GPU with another number of SMs than ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen
     weights are normalised, swiglu without biases; of gpt_oss, deepseek_v3 and glm4_moe as those have them. The router's
-    weights are fp32 where ``dtype`` is. Hyper-connections and quantizers are not among them, nor, inside of
-    ``batch_invariant``, the sum over rows that is the gradient of sinks: it has a kernel for each number of rows.
+    weights are fp32 where ``dtype`` is. Hyper-connections and quantizers are not among them.
 
     Args:
         config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
@@ -548,6 +547,8 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     sinks = _empty(heads, dtype=FP32) if model.has_oai_experts else None
     softcap = 1.0 if model.has_softcap else 0.0
     windows = (-1, 4) if model.has_window else (-1,)
+    if sinks is not None:
+        _column_sums(1, FP32)  # their gradient, over rows
     starts, used = _empty(3, **int32), _empty(2, **int32)
     for left, length in itertools.product(windows, (SHORT, SHORT + 1)):
         q, out = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, heads, dv, dtype=dtype)

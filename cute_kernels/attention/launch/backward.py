@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_kernels import reduction
 from cute_kernels.attention import reference_backward
 from cute_kernels.attention.config import (
     LOG2E,
@@ -222,8 +223,9 @@ class BackwardLaunch(NamedTuple):
         if summed:
             self.finish_dkv(dkv_sums, dk, dv, cu_seqlens_k, seqused_k, scale, blocks)
         if sinks is not None:
-            of_sinks = torch.exp2((sinks * LOG2E).unsqueeze(1) - row_lse)
-            torch.sum(of_sinks.mul_(delta), 1, out=dsinks).neg_()
+            of_sinks = torch.exp2((sinks * LOG2E).unsqueeze(1) - row_lse).mul_(delta)
+            # As columns: one kernel whatever the number of rows
+            torch.neg(reduction.sum(of_sinks.unsqueeze(2), 1).squeeze(1), out=dsinks)
 
 
 def as_batch(t: Tensor, packed: bool) -> Tensor:
