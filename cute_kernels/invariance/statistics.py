@@ -19,6 +19,7 @@ from cute_kernels.reduction.op_statistics import log_sum_exp, prefix_sums, sprea
 from cute_kernels.runtime.checks import FLOATS
 
 Dims = int | Sequence[int] | None
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
@@ -40,6 +41,8 @@ def _logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
 
 
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    if x.is_floating_point() and dtype in INTEGERS:
+        return x.to(dtype).cumsum(dim, dtype=dtype)  # torch, too, converts before it adds
     if not _takes(x, dtype):
         return NotImplemented
     if not x.dim():

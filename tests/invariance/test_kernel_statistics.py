@@ -63,5 +63,7 @@ def test_integers_and_others(device):
     x = torch.arange(6, device=device)
     with batch_invariant():
         assert x.cumsum(0).tolist() == [0, 1, 3, 6, 10, 15]
+        halves = (x + 0.5).cumsum(0, dtype=torch.int32)  # converted first
+        assert halves.tolist() == [0, 1, 3, 6, 10, 15] and halves.dtype is torch.int32
         scalar = torch.tensor(-2.0, device=device)
         assert scalar.norm() == 2 and scalar.cumsum(0) == -2 and scalar.logsumexp(0) == -2
