@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
@@ -263,12 +264,12 @@ def backward_sm90(
         rows_k, rows_v = (t[of_k].transpose(0, 1).float().repeat_interleave(group, 0) for t in (k, v))
         window = tuple(-1 if distance == UNBOUNDED else distance for distance in (left, right)) if spec.window else None
         seen = reference.visible(n, used, spec.causal, window, q.device)
-        scores = rows_q @ rows_k.mT
+        scores = _product(rows_q, rows_k.mT)
         scores = torch.tanh(scores * before_tanh) if spec.softcap else scores
         p = torch.exp2(scores.masked_fill(~seen, -math.inf) * score_scale - row_lse[:, first : first + n, None])
         slope = 1 - scores.square() if spec.softcap else 1.0
-        ds = p * slope * (gradient @ rows_v.mT - delta[:, first : first + n, None])
-        of_rows[of_q] = (ds @ rows_k).transpose(0, 1)
+        ds = p * slope * (_product(gradient, rows_v.mT) - delta[:, first : first + n, None])
+        of_rows[of_q] = _product(ds, rows_k).transpose(0, 1)
         if spec.grouped:  # left in the order of dk and dv, too
             sums = dkv_sums[: 2 * k.shape[0] * len_k * pairs * spec.head_size].view(2, *k.shape[:3], spec.head_size)
             targets = sums[0, ..., :d], sums[1, ..., : v.shape[3]]
@@ -277,6 +278,12 @@ def backward_sm90(
         for target, found, factor in zip(targets, (ds.mT @ rows_q, p.mT @ gradient), (scale, 1.0), strict=True):
             found = found.unflatten(0, (pairs, group)).sum(1).transpose(0, 1)
             target[of_k] = found if spec.grouped else (found * factor).to(target.dtype)
+
+
+def _product(a, b):
+    """``a @ b`` of a multiple of 16 rows: a CPU's order of adding may depend on their number."""
+    rows = a.shape[-2]
+    return (F.pad(a, (0, 0, 0, -rows % 16)) @ b)[..., :rows, :]
 
 
 def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale, right, len_k, num_tiles) -> None:

@@ -1,0 +1,123 @@
+"""A training step of each family inside of ``batch_invariant("strict")``: nothing is uncovered, no bit depends on luck.
+
+Also of models that nobody has prepared: their attention is products and a softmax, or torch's without a mask.
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from cute_kernels import batch_invariant, models  # noqa: E402
+from tests.models.cases import FAMILIES, make_model, make_prepared, padded, prompts  # noqa: E402
+from tests.runtime.bits import assert_same_bits  # noqa: E402
+
+pytestmark = pytest.mark.sm90
+LENGTHS = (9, 300, 17)
+# With a window transformers gives torch's attention a mask
+WINDOWS = "mistral", "gemma2", "gemma3", "gpt_oss"
+BALANCED = "mixtral", "qwen3_moe", "gpt_oss"  # their loss may have a part that balances experts
+FEW = "llama", "gpt2", "gpt_oss"  # the others differ in norms, biases, rotary embeddings and routers
+
+
+def families(names):
+    return [pytest.param(n, marks=[] if n in FEW else pytest.mark.exhaustive) for n in names]
+
+
+@pytest.fixture
+def path_of_the_kernels():
+    """On the CPU fake kernels: before a block begins."""
+
+
+@pytest.fixture(autouse=True)
+def strict(path_of_the_kernels):
+    with batch_invariant("strict"):
+        yield
+
+
+def loss_of(model, name, prepared):
+    """That of transformers, padded left where ``attention`` may; of a prepared model log-probabilities, too."""
+    ids, present = padded(prompts(LENGTHS, device=model.device), left=True)
+    options = {"output_router_logits": True} if name in BALANCED else {}
+    labels = torch.where(present > 0, ids, -100)
+    mask = present if prepared else None
+    loss = model(ids, attention_mask=mask, labels=labels, use_cache=False, **options).loss
+    if prepared:
+        log_prob, entropy = models.log_prob(model, ids, labels, attention_mask=mask)
+        loss = loss - log_prob.mean() - 0.01 * entropy.mean()
+    return loss
+
+
+def trained(name, device, implementation, reentrant=None):
+    """{parameter: (gradient, value behind it)} of a step of AdamW. ``implementation`` None: prepared."""
+    prepared = implementation is None
+    if prepared:
+        model = make_prepared(name, device)
+    else:
+        model = make_model(name, device, torch.bfloat16, implementation, FAMILIES)
+    model.train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    start = [p.detach().clone() for p in model.parameters()]
+    loss_of(model, name, prepared).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    changed = [not torch.equal(p, before) for p, before in zip(model.parameters(), start, strict=True)]
+    assert sum(changed) > 0.9 * len(changed)
+    return {key: (p.grad, p.detach()) for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", families(FAMILIES))
+def test_a_step(name, device):
+    """Twice, and with both kinds of checkpoints: the same gradients and weights."""
+    wanted = trained(name, device, None)
+    # With the reentrant kind the router logits, which transformers puts aside, have no gradient
+    for reentrant in (None, False) if name in BALANCED else (None, False, True):
+        other = trained(name, device, None, reentrant)
+        assert other.keys() == wanted.keys()
+        for key, pair in wanted.items():
+            for a, b in zip(other[key], pair, strict=True):
+                assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", families(FAMILIES))
+def test_a_step_of_a_model_as_it_is(name, implementation, device):
+    if implementation == "sdpa" and name in WINDOWS:
+        pytest.skip("attention has a mask there")
+    wanted = trained(name, device, implementation)
+    checkpointed = trained(name, device, implementation, False)
+    for key, pair in wanted.items():
+        for a, b in zip(checkpointed[key], pair, strict=True):
+            assert_same_bits(a, b)
+
+
+def gradients_of_tokens(model, ids, labels, **options):
+    """(B, S, C), of the embedded tokens, where each token's log-probability and entropy count alike."""
+    kept = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, y: (kept.append(y), y)[1])
+    log_prob, entropy = models.log_prob(model, ids, labels, temperature=0.7, **options)
+    hook.remove()
+    (gradient,) = torch.autograd.grad((log_prob + 0.1 * entropy).sum(), kept)
+    return gradient
+
+
+@pytest.mark.parametrize("name", families(FAMILIES))
+def test_gradients_of_tokens_do_not_know_the_batch(name, device):
+    """Of micro-batches of one sequence, padded left and right, in another order, packed."""
+    model, rows = make_prepared(name, device).train(), prompts(LENGTHS, device=device)
+    wanted = [gradients_of_tokens(model, row[None], row[None])[0] for row in rows]
+    assert all(gradient.any(1).sum() == len(gradient) - 1 for gradient in wanted)  # the last one is before no label
+    for left, order in ((True, (0, 1, 2)), (False, (2, 0, 1))):
+        ids, present = padded([rows[i] for i in order], left)
+        labels = torch.where(present > 0, ids, -100)
+        labels[torch.arange(len(rows)), present.argmax(1)] = -100  # the row before it is padding
+        found = gradients_of_tokens(model, ids, labels, attention_mask=present)
+        for i, of_row, here in zip(order, found, present, strict=True):
+            assert_same_bits(of_row[here > 0], wanted[i])
+    ids = torch.cat(rows)[None]
+    positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])[None]
+    found = gradients_of_tokens(model, ids, torch.where(positions > 0, ids, -100), position_ids=positions)
+    assert_same_bits(found[0], torch.cat(wanted))
