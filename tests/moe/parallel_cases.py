@@ -34,6 +34,7 @@ def compare(rank: int, ranks: int, backend: str, path: str, on_gpu: bool) -> Non
                 run(rank, ranks, sizes, by_ranks, one_sided, biased, device)
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo can abort the process while the interpreter ends: see cute_kernels/cli/train.py
 
 
 def run(rank: int, ranks: int, sizes: list[int], by_ranks: bool, one_sided: bool, biased: bool, device: str) -> None:

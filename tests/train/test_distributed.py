@@ -1,6 +1,7 @@
 """The train command under torchrun, two ranks on the CPU: FSDP2, gloo, checkpoints for another number of ranks."""
 
 import fcntl
+import os
 import re
 import shutil
 
@@ -18,9 +19,16 @@ LOSS_BOUND = 2e-3
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of runs of one process and of two ranks, and what the second printed."""
+    """The folder of runs of one process and of two ranks, and what the second printed.
+
+    A rank that comes to its interpreter's end aborts, as gloo's threads can make it there.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    two = train_cases.start_ranks(folder / "two", 2, **OPTIONS)
+    program = "import atexit, os\nif 'RANK' in os.environ:\n    atexit.register(os.abort)\n"
+    (folder / "sitecustomize.py").write_text(program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        two = train_cases.start_ranks(folder / "two", 2, **OPTIONS)
     with train_cases.stopped_on_error(two):
         train_cases.run_alone(folder / "one", **OPTIONS)
     return folder, train_cases.finish(two)
