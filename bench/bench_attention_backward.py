@@ -4,10 +4,12 @@
     python -m bench.bench_attention_backward --filter '8192x.*causal' --reps 30    cases whose name matches
     python -m bench.bench_attention_backward --save                                and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_attention_backward --list                                the names of the cases
+    python -m bench.bench_attention_backward --providers cute_kernels,config_3     the chosen config and another one
 
 Cases are those of bench_attention, and are named as there; besides a batch of one, and heads that share keys without a
 mask. ``flash_attn_4`` adds to dq in the order in which its blocks arrive, ``flash_attn_4_deterministic`` in a fixed
-one, as this library does. The TFLOP/s are of five products, of what the mask leaves.
+one, as this library does. ``config_0``, ``config_1`` and so on are the configs of ``BACKWARD_CONFIGS`` for the case's
+head size; all give the same bits. The TFLOP/s are of five products, of what the mask leaves.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +27,9 @@ from torch import Tensor
 from bench import bench_attention, forward_backward, harness
 from bench.bench_attention import Attention, Inputs, print_rates
 from bench.forward_backward import Calls
+from cute_kernels.attention.config import BACKWARD_CONFIGS, backward_sizes
+from cute_kernels.attention.launch import backward
+from cute_kernels.runtime.launches import LaunchCache
 from jit_cache import command
 
 
@@ -95,10 +101,31 @@ def first_group(case: Attention, gradient: Tensor) -> Tensor:
     return bench_attention.sequences(case, gradient)[0][:, : max(gradient.shape[-2] // case.pairs, 1)]
 
 
+def with_config(number: int, case: Attention, inputs: Inputs) -> Calls | None:
+    """This library's calls, the backward with one of its configs; None: the head size has fewer."""
+    configs = BACKWARD_CONFIGS[backward_sizes(*case.sizes)]
+    if number >= len(configs):
+        return None
+    forward, make_backward = bench_attention.PROVIDERS["cute_kernels"](case, inputs)
+    launches = LaunchCache(lambda target, spec: backward.BackwardLaunch.of(target, spec, configs[number]))
+
+    def make_with_config() -> harness.Call:
+        call = make_backward()
+
+        def call_with_config():
+            with mock.patch.object(backward, "_backward", launches):
+                return call()
+
+        return call_with_config
+
+    return forward, make_with_config
+
+
 PROVIDERS: dict[str, Callable[[Attention, Inputs], Calls | None]] = {
     **bench_attention.PROVIDERS,
     "flash_attn_4_deterministic": functools.partial(bench_attention.PROVIDERS["flash_attn_4"], deterministic=True),
 }
+CONFIGS = {f"config_{i}": functools.partial(with_config, i) for i in range(max(map(len, BACKWARD_CONFIGS.values())))}
 PACKAGES = dict.fromkeys(("flash_attn_4", "flash_attn_4_deterministic"), ("flash_attn.cute",))
 
 
@@ -115,7 +142,8 @@ def measure_attention(
 ) -> list[harness.Measurement]:
     """One measurement for each direction."""
     inputs = make_inputs(case, device.name)
-    calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
+    known = PROVIDERS | CONFIGS
+    calls = {provider: functools.partial(known[provider], case, inputs) for provider in providers}
     sample = functools.partial(first_group, case)
     return forward_backward.measure(
         case, directions, calls, fp64_truth(case, inputs), device, sample=sample, **options
@@ -133,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
         return forward_backward.names(backwards(quick))
 
-    what, which = __doc__.splitlines()[0], tuple(PROVIDERS)
+    what, which = __doc__.splitlines()[0], (*PROVIDERS, *CONFIGS)
     options = harness.parse("attention_backward", what, "length 8192", which, PROVIDERS, names, arguments)
     if isinstance(options, int):
         return options

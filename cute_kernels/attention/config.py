@@ -360,6 +360,9 @@ def finish_dkv_spec(spec: BackwardSpec) -> BackwardSpec:
     return spec._replace(causal=False, window=False, softcap=False, packed_q=False)
 
 
+PADDED_ROWS = 128  # of lines of what is known of each row, a multiple; see ``padded_rows`` of a config
+
+
 class DeltaSpec(NamedTuple):
     """The Spec of the kernel that computes delta from each row of the output and of its gradient."""
 
@@ -368,6 +371,7 @@ class DeltaSpec(NamedTuple):
     has_lse_grad: bool
     packed_q: bool = False
     padded: bool = False
+    padded_rows: int = PADDED_ROWS
 
 
 def backward_sizes(head_size: int, head_size_v: int) -> tuple[int, int]:
@@ -388,11 +392,12 @@ def lacks_a_box(channels: int, kernel_channels: int) -> bool:
     return kernel_channels - channels >= (32 if kernel_channels == 192 else COLUMNS)
 
 
-def delta_spec(spec: BackwardSpec, has_lse_grad: bool) -> DeltaSpec:
+def delta_spec(spec: BackwardSpec, has_lse_grad: bool, config: BackwardConfig) -> DeltaSpec:
     """The Spec for the kernel that computes delta; its head size is a power of two, as the lanes of a row are."""
     _, channels = spec.sizes
     width = 1 << (channels - 1).bit_length()
-    return DeltaSpec(spec.dtype, width, has_lse_grad, spec.packed_q, spec.padded or width != channels)
+    padded = spec.padded or width != channels
+    return DeltaSpec(spec.dtype, width, has_lse_grad, spec.packed_q, padded, config.padded_rows)
 
 
 @dataclass(frozen=True)
@@ -400,7 +405,7 @@ class BackwardConfig:
     """Choices that change no bit.
 
     Attributes:
-        tile_rows: queries of a step, 64 or 128.
+        tile_rows: queries of a step, 64 or 128, or 80 up to 128 channels; dq's partials lie across then.
         stages: tiles of q in flight.
         dv_first: p dout is issued before ds is found, which then runs beside it; not beyond 128 channels.
         scores_ahead: scores of the next tile are issued before this one's dk is waited for; beyond 128 channels they
@@ -418,6 +423,11 @@ class BackwardConfig:
     adders: int = 2
     dq_parts: int = 1
 
+    @property
+    def padded_rows(self) -> int:
+        """What is known of each row has lines of a multiple of this many rows: of whole tiles."""
+        return PADDED_ROWS if PADDED_ROWS % self.tile_rows == 0 else self.tile_rows
+
 
 def backward_config(spec: BackwardSpec) -> BackwardConfig:
     """A softcap takes p's rounded values before ds is found, for which tiles of 128 queries leave no registers."""
@@ -425,8 +435,9 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
     return next(config for config in configs if config.dv_first or not spec.softcap)
 
 
-# At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries. Beyond,
-# shared memory has room for this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
+# At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80
+# where nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, shared memory has
+# room for this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),
@@ -437,6 +448,8 @@ BACKWARD_CONFIGS = {
         BackwardConfig(64, 2),
         BackwardConfig(64, 2, True, False),
         BackwardConfig(64, 2, False, False),
+        BackwardConfig(80, 2, False, False, adders=1),
+        BackwardConfig(80, 2, False, False, dq_parts=2),
     ),
     (192, 128): (
         BackwardConfig(64, 2, adders=1),
@@ -446,7 +459,6 @@ BACKWARD_CONFIGS = {
     (192, 192): (BackwardConfig(64, 2, adders=1), BackwardConfig(64, 2, scores_ahead=False, dq_parts=2)),
     (256, 256): (BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_parts=2),),
 }
-PADDED_ROWS = 128  # what is known of each row has lines of a multiple of this many rows
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together
 BACKWARD_L2_BYTES = 16 << 20
 

@@ -42,7 +42,7 @@ class BackwardChannels:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
 
-        partial = cute.make_rmem_tensor(self.dq_shape, Float32)
+        partial = cute.make_rmem_tensor(self.partial_shape, Float32)
         warpgroup.fence()
         self.add_keys(self.dv_next, dv, weights[None, None, None, count % 2], self.tKrDout, of_dout)
         self.multiply_ds(partial, count % 2)

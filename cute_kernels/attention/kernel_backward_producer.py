@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.attention.config import PADDED_ROWS
 from cute_kernels.attention.kernel_backward_blocks import Block
 from cute_kernels.attention.kernel_matrices import partition
 
@@ -33,7 +32,7 @@ class BackwardProducer:
                 tKsK, tKgK = partition(tma_k, self.sK, k, keys)
                 tVsV, tVgV = partition(tma_v, self.sV, v, keys_v)
                 line = Int64(block.head) * delta.shape[1]
-                line += self.queries.first_tile(block.sequence, PADDED_ROWS) * PADDED_ROWS
+                line += self.queries.first_tile(block.sequence, self.padded_rows) * self.padded_rows
                 of_q = (
                     tma_q, tQgQ[None, None, 0], tQsQ, row_lse.iterator + line, self.sLse, self.q_full, self.q_empty,
                     self.head_size, self.stages,

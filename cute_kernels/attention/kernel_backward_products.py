@@ -43,8 +43,12 @@ class BackwardProducts:
         self.tSrQ, self.tSrDout = (score_mma.make_fragment_B(of_scores.partition_B(t)) for t in (self.sQ, self.sDout))
         self.tKrQ = dk_mma.make_fragment_B(of_dk.partition_B(self.sQ_across))
         self.tKrDout = dv_mma.make_fragment_B(of_dv.partition_B(self.sDout_across))
-        self.tQrDs = dq_mma.make_fragment_A(of_dq.partition_A(self.sDs_across))
-        self.tQrK = dq_mma.make_fragment_B(of_dq.partition_B(self.sK_across))
+        if const_expr(self.dq_across):
+            self.tQrK = dq_mma.make_fragment_A(of_dq.partition_A(self.sK_across))
+            self.tQrDs = dq_mma.make_fragment_B(of_dq.partition_B(self.sDs_across))
+        else:
+            self.tQrDs = dq_mma.make_fragment_A(of_dq.partition_A(self.sDs_across))
+            self.tQrK = dq_mma.make_fragment_B(of_dq.partition_B(self.sK_across))
         # Atoms whose products start from zero, or are added
         self.score_first, self.score_next, self.dk_next, self.dv_next, self.dq_first, self.dq_next = (
             cute.make_mma_atom(m.op) for m in (score_mma, score_mma, dk_mma, dv_mma, dq_mma, dq_mma)
@@ -54,7 +58,7 @@ class BackwardProducts:
         for atom in (self.score_next, self.dk_next, self.dv_next, self.dq_next):
             atom.set(warpgroup.Field.ACCUMULATE, True)
         self.scores_shape = score_mma.partition_shape_C((self.block, self.tile_rows))
-        self.dq_shape = dq_mma.partition_shape_C((self.tile_rows, self.head_size))
+        self.partial_shape = self.dq_shape(dq_mma)
         dk = cute.make_rmem_tensor(dk_mma.partition_shape_C((self.block, self.head_size)), Float32)
         dv = cute.make_rmem_tensor(dv_mma.partition_shape_C((self.block, self.head_size_v)), Float32)
         if const_expr(self.by_channels):
@@ -65,9 +69,12 @@ class BackwardProducts:
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
         tensors = dk, dv, weights, gradients, scores
 
-        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        stores = (
+            cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(across, 4), self.dtype)
+            for across in (self.dq_across, False, False)
+        )
         self.store_ds, self.store_dk, self.store_dv = (
-            cute.make_tiled_copy_C(store, mma) for mma in (score_mma, dk_mma, dv_mma)
+            cute.make_tiled_copy_C(*both) for both in zip(stores, (score_mma, dk_mma, dv_mma), strict=True)
         )
         count, blocks, turn = Int32(0), Int32(0), Int32(0)
         ticket = self.read_ticket(turn, False)
@@ -154,7 +161,7 @@ class BackwardProducts:
             self.add_keys(self.dv_next, dv, weights, self.tKrDout, slot)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
-        partial = cute.make_rmem_tensor(self.dq_shape, Float32)
+        partial = cute.make_rmem_tensor(self.partial_shape, Float32)
         warpgroup.fence()
         self.multiply_ds(partial, count % 2)
         self.add_keys(self.dk_next, dk, gradients, self.tKrQ, slot)
@@ -210,7 +217,8 @@ class BackwardProducts:
         """Issue a block's partial of dq: ``serial_k16`` from zero."""
         for k16 in range(self.block // 16):
             atom = self.dq_next if k16 else self.dq_first
-            cute.gemm(atom, target, self.tQrDs[None, None, k16, slot], self.tQrK[None, None, k16], target)
+            ds, k = self.tQrDs[None, None, k16, slot], self.tQrK[None, None, k16]
+            cute.gemm(atom, target, *((k, ds) if self.dq_across else (ds, k)), target)
         warpgroup.commit_group()
 
     def hide_queries(self, scores: cute.Tensor, reach: tuple, m: Int32):

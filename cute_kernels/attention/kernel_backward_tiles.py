@@ -4,6 +4,9 @@ Up to 128 channels a block has 128 keys and a warpgroup 64 of them, with all cha
 in its registers, as the first operands of the products. Beyond (``by_channels``) a block has 64 keys, and each
 warpgroup half of the channels of dk, dv and dq. It finds the scores of half of a tile's queries, so p and ds come from
 shared memory.
+
+A product has 64 rows, which a tile of 80 queries has not: its partial of dq lies across (``dq_across``), rows are
+channels, of which each warpgroup has half.
 """
 
 import cutlass
@@ -34,6 +37,8 @@ class BackwardTiles:
         self.by_channels = self.block == WARPGROUP_ROWS
         self.tile_rows, self.stages, self.dout_stages = config.tile_rows, config.stages, config.dout_stages
         self.own_queries = self.tile_rows // WARPGROUPS if self.by_channels else self.tile_rows  # of a warpgroup
+        self.padded_rows = config.padded_rows
+        self.dq_across = self.tile_rows % WARPGROUP_ROWS != 0
         self.adders, self.dq_parts = config.adders, config.dq_parts
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
 
@@ -42,7 +47,11 @@ class BackwardTiles:
         along, across = OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
         tiles = self.tile_rows // WARPGROUP_ROWS  # of dq's rows; a warpgroup has one, or half of the columns
-        of_dq = (tiles, WARPGROUPS // tiles, 1), (WARPGROUP_ROWS, tiles * self.head_size // WARPGROUPS)
+        if self.dq_across:
+            of_dq = across, along, (WARPGROUPS, 1, 1), (WARPGROUP_ROWS, self.tile_rows)
+        else:
+            columns = tiles * self.head_size // WARPGROUPS
+            of_dq = across, across, (tiles, WARPGROUPS // tiles, 1), (WARPGROUP_ROWS, columns)
         keys, parts, place = (WARPGROUPS, 1, 1), 1, source.RMEM
         if self.by_channels:
             keys, parts, place = (1, WARPGROUPS, 1), WARPGROUPS, source.SMEM
@@ -58,7 +67,7 @@ class BackwardTiles:
                 made(along, across, keys, (WARPGROUP_ROWS, channels // parts), place)
                 for channels in dict.fromkeys((self.head_size, self.head_size_v))
             ),
-            made(across, across, *of_dq),
+            made(*of_dq),
         )
 
     def rows_layout(self, channels: int, rows: int, *stages: int):
@@ -109,7 +118,9 @@ class BackwardTiles:
             (self.sP, _), (self.sDs, self.sDs_across) = (tensors(self.tile_rows, self.block, 2) for _ in range(2))
         self.sQ, self.sQ_across = tensors(self.head_size, self.tile_rows, self.stages)
         self.sDout, self.sDout_across = tensors(self.head_size_v, self.tile_rows, self.dout_stages)
-        if not self.by_channels:
+        if self.dq_across:  # keys lie along
+            self.sDs_across, self.sDs = tensors(self.block, self.tile_rows, 2)
+        elif not self.by_channels:
             self.sDs, self.sDs_across = tensors(self.tile_rows, self.block, 2)
         self.dq_numbers = self.tile_rows * self.head_size // WARPGROUPS  # of a warpgroup
         numbers = self.dq_numbers // self.dq_parts
@@ -118,6 +129,11 @@ class BackwardTiles:
             stride=(1, VECTOR, VECTOR * WARPGROUP, numbers),
         )
         self.sDq = smem.allocate_tensor(Float32, layout, byte_alignment=128)
+
+    def dq_shape(self, mma: cute.TiledMma):
+        """Of a thread's accumulators of a partial of dq."""
+        rows = self.tile_rows, self.head_size
+        return mma.partition_shape_C(rows[::-1] if self.dq_across else rows)
 
     @cute.jit
     def release(self, barrier: cute.Pointer):

@@ -1,8 +1,8 @@
 """Delta kernel of attention's backward: each row's delta, the sum of dout * out less dlse, and lse in powers of two.
 
 Rows of out and dout lie head by head within a position; what is known of them lies position by position within a head,
-where the backward reads it, in tiles of PADDED_ROWS (``kernel_sequences``). A row that does not exist has delta 0 and
-an lse of +inf. The counters of the backward's order become 0 here, too.
+where the backward reads it, in tiles of ``padded_rows`` (``kernel_sequences``). A row that does not exist has delta 0
+and an lse of +inf. The counters of the backward's order become 0 here, too.
 
 Profile: ncu --clock-control none -k regex:DeltaSm90 python -m bench.bench_attention_backward --filter 8192.*causal
 """
@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.config import PADDED_ROWS, DeltaSpec
+from cute_kernels.attention.config import DeltaSpec
 from cute_kernels.attention.kernel_row_backward import dot, lanes_sum, less, row_lse_of
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile
 from cute_kernels.common.dtypes import cutlass_dtype
@@ -24,10 +24,10 @@ VECTOR = 8  # elements of a row that a lane holds
 
 
 class DeltaSm90:
-    """See the module; arguments as in the builder ``delta``. A CTA has PADDED_ROWS positions of a head."""
+    """See the module; arguments as in the builder ``delta``. A CTA has ``padded_rows`` positions of a head."""
 
     def __init__(self, spec: DeltaSpec):
-        self.has_lse_grad, self.padded = spec.has_lse_grad, spec.padded
+        self.has_lse_grad, self.padded, self.padded_rows = spec.has_lse_grad, spec.padded, spec.padded_rows
         self.lanes = spec.head_size // VECTOR  # of a row
         self.rows = THREADS // self.lanes  # at a time
         self.passes = 1 if spec.head_size <= 128 else 4  # all rows of a thread at once would not fit into its registers
@@ -46,7 +46,7 @@ class DeltaSm90:
         stream,
     ):
         self.kernel(out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters).launch(
-            grid=[delta.shape[1] // PADDED_ROWS * delta.shape[0], 1, 1],
+            grid=[delta.shape[1] // self.padded_rows * delta.shape[0], 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -76,21 +76,21 @@ class DeltaSm90:
             batch = cu_seqlens_q.shape[0] - 1
         sequences = Sequences(length, batch, cu_seqlens_q, None)
         head, tile = bidx % heads, bidx // heads
-        sequence, within = find_tile(sequences, tile, PADDED_ROWS)
+        sequence, within = find_tile(sequences, tile, self.padded_rows)
         matrix, first, rows = sequences.matrix(sequence), sequences.first(sequence), sequences.rows(sequence)
         lane = tidx % self.lanes
-        each = const_expr(PADDED_ROWS // self.rows // self.passes)
+        each = const_expr(self.padded_rows // self.rows // self.passes)
         for part in cutlass.range_constexpr(self.passes):
             exists, places, products = [], [], []
             for i in cutlass.range_constexpr(part * each, (part + 1) * each):
-                position = within * PADDED_ROWS + i * self.rows + tidx // self.lanes
+                position = within * self.padded_rows + i * self.rows + tidx // self.lanes
                 place = first + cutlass.max(cutlass.min(position, rows - 1), 0)
                 place = cutlass.min(place, length - 1)  # of a sequence without rows
                 exists.append(Boolean(position < rows))
                 places.append(place)
                 products.append(tuple(self.load(t, matrix, place, head, lane) for t in (out, dout)))
             of_lse = Int64(matrix * heads + head) * length
-            line = Int64(head) * delta.shape[1] + tile * PADDED_ROWS
+            line = Int64(head) * delta.shape[1] + tile * self.padded_rows
             for i in cutlass.range_constexpr(each):
                 total = lanes_sum(dot(*products[i]), self.lanes)
                 if lane == 0:

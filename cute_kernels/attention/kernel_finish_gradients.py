@@ -89,7 +89,7 @@ class FinishDqSm90:
         sequence, m = find_tile(queries, tile, self.rows)
         len_q, len_k = queries.rows(sequence), keys.rows(sequence)
         if m * self.rows < len_q:
-            totals = cute.make_rmem_tensor(mma.partition_shape_C((self.rows, self.head_size)), Float32)
+            totals = cute.make_rmem_tensor(self.summed.dq_shape(mma), Float32)
             totals.fill(0.0)
             sees_any = len_k > 0
             if const_expr(self.spec.causal or self.spec.window):
@@ -97,7 +97,10 @@ class FinishDqSm90:
                 sees_any = sees_any & (cutlass.min((m + 1) * self.rows, len_q) + len_k - len_q + ahead > 0)
             if sees_any:
                 load_totals(totals, dq_sums, bidx, self.rows * self.head_size, tidx)
-            store_totals(totals, scale, mma, sDq, self.dtype, tidx)
+            target = sDq
+            if const_expr(self.summed.dq_across):
+                target = cute.make_tensor(sDq.iterator, self.summed.columns_layout(self.head_size, self.rows).outer)
+            store_totals(totals, scale, mma, target, self.dtype, tidx, self.summed.dq_across)
             if tidx < WARP_SIZE:
                 place = head, queries.matrix(sequence), queries.first(sequence), len_q
                 store_box(tma_dq, sDq, rows_of(mDq, self.spec.packed_q, *place), m, (self.rows, self.head_size))
@@ -214,13 +217,15 @@ def load_totals(totals: cute.Tensor, sums: cute.Tensor, tile: Int32, numbers: cu
     cute.autovec_copy(cute.make_tensor(source, of_thread), flat)
 
 
-def store_totals(totals: cute.Tensor, scale: Float32, mma: cute.TiledMma, shared: cute.Tensor, dtype, tidx: Int32):
-    """Scaled and rounded into shared memory, for the engine that stores."""
+def store_totals(
+    totals: cute.Tensor, scale: Float32, mma: cute.TiledMma, shared: cute.Tensor, dtype, tidx: Int32, across=False
+):  # fmt: skip
+    """Scaled and rounded into shared memory, for the engine that stores; ``across``: rows of totals are its columns."""
     for i in range(cute.size(totals)):
         totals[i] = scaled_and_flushed(totals[i], scale)
     rounded = cute.make_rmem_tensor(totals.shape, dtype)
     rounded.store(totals.load().to(dtype))
-    atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), dtype)
+    atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(across, 4), dtype)
     copy = cute.make_tiled_copy_C(atom, mma)
     cute.copy(copy, copy.retile(rounded), copy.get_slice(tidx).partition_D(shared))
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -17,6 +17,7 @@ from cute_kernels.attention.config import (
     BackwardSpec,
     DecodeConfig,
     DecodeSpec,
+    DeltaSpec,
     ForwardSpec,
     backward_config,
     configs_for,
@@ -83,6 +84,7 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
     from cute_kernels.attention.kernel_delta import delta
     from cute_kernels.attention.kernel_finish_gradients import finish_dkv, finish_dq
 
+    deltas: dict[DeltaSpec, None] = {}
     for d, dv in BACKWARD_CONFIGS:
         for packing in PACKINGS:
             of_v = 0 if d == dv else dv
@@ -95,9 +97,8 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
                 yield backward_sm90, (arch, spec, backward_config(spec))
                 if not spec.grouped:
                     yield finish_dq, (arch, finish_dq_spec(spec), backward_config(spec))
-            yield finish_dkv, (arch, finish_dkv_spec(specs[1]), backward_config(specs[1]))
-    for dv in sorted({dv for _, dv in BACKWARD_CONFIGS}):  # whatever the head size of q is
-        for packing in PACKINGS:
-            for has_lse_grad in (False, True):
-                spec = BackwardSpec(dtype, dv, causal=True, grouped=False, **packing)
-                yield delta, (arch, delta_spec(spec, has_lse_grad))
+            for found in dict.fromkeys((finish_dkv_spec(s), backward_config(s)) for s in specs if s.grouped):
+                yield finish_dkv, (arch, *found)
+            deltas |= {delta_spec(s, lse, backward_config(s)): None for s in specs for lse in (False, True)}
+    for found in deltas:  # of the head size of v, whatever that of q is
+        yield delta, (arch, found)

@@ -11,7 +11,6 @@ from cute_kernels.attention import launch, prewarm, reference, reference_backwar
 from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
     BACKWARD_L2_BYTES,
-    PADDED_ROWS,
     BackwardSpec,
     backward_config,
     backward_heads_together,
@@ -273,7 +272,10 @@ def test_heads_that_fit_into_the_cache_come_together():
     assert backward_heads_together(128, 2, 2**20, 4) == 4 and backward_heads_together(64, 2, 1, 3) % 3 == 0
 
 
-def test_the_config_follows_from_the_head_size_alone():
+def test_the_config_follows_from_head_sizes_and_the_mask():
     jobs = [arguments[1:] for _, arguments in prewarm.specializations("sm_90a") if type(arguments[1]) is BackwardSpec]
-    found = {backward_config(spec) for spec, _ in jobs}
-    assert len(found) <= len(BACKWARD_CONFIGS) and all(PADDED_ROWS % config.tile_rows == 0 for config in found)
+    found = {}
+    for spec, _ in jobs:
+        found.setdefault((spec.sizes, spec.causal, spec.window), set()).add(backward_config(spec))
+    assert all(len(configs) == 1 for configs in found.values())
+    assert all(config.padded_rows % config.tile_rows == 0 for found in BACKWARD_CONFIGS.values() for config in found)

@@ -12,6 +12,7 @@ from cute_kernels import attention
 from cute_kernels.attention import prewarm, reference, reference_backward
 from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
+    delta_spec,
     finish_dkv_spec,
     finish_dq_spec,
 )
@@ -47,6 +48,7 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def precompiled():
     """One after the other the kernels take some seconds each."""
     from cute_kernels.attention.kernel_backward_sm90 import backward_sm90
+    from cute_kernels.attention.kernel_delta import delta
     from cute_kernels.attention.kernel_finish_gradients import finish_dkv, finish_dq
 
     specs = [
@@ -64,6 +66,7 @@ def precompiled():
             (backward_sm90, ("sm_90a", spec, config)),
             (finish_dq, ("sm_90a", finish_dq_spec(spec), config)),
             (finish_dkv, ("sm_90a", finish_dkv_spec(spec._replace(grouped=True)), config)),
+            *((delta, ("sm_90a", delta_spec(spec, has_lse_grad, config))) for has_lse_grad in (False, True)),
         )
     ]
     precompile([*prewarm.specializations("sm_90a"), *others])

@@ -4,7 +4,9 @@ import pytest
 
 from bench import bench_attention, bench_attention_backward, harness
 from bench.bench_attention_backward import AttentionBackward
+from cute_kernels.attention.config import BACKWARD_CONFIGS
 from tests.bench.test_harness import FakeDevice
+from tests.fakes import fake_kernels
 
 
 def test_cases():
@@ -26,6 +28,20 @@ def test_providers_are_right(variant):
         case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and set(found.results) == set(providers)
+
+
+def test_providers_of_configs():
+    """Each runs the kernels of its own config, the others those of the chosen one."""
+    case, providers = AttentionBackward(1, 70, 2, 1, 128, "full"), ["cute_kernels", "config_3", "config_4", "torch"]
+    with fake_kernels("sm_90a") as jobs:
+        (found,) = bench_attention_backward.measure_attention(
+            case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
+        )
+    assert found.failures == {} and set(found.results) == set(providers)
+    configs = [arguments[2] for builder, arguments in jobs if builder.__name__ == "backward_sm90"]
+    assert configs == [BACKWARD_CONFIGS[128, 128][i] for i in (0, 3, 4)]
+    case = AttentionBackward(1, 70, 2, 1, 256, "full")
+    assert bench_attention_backward.with_config(1, case, bench_attention_backward.make_inputs(case, "cpu")) is None
 
 
 @pytest.mark.parametrize(

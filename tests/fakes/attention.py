@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
-from cute_kernels.attention.config import LOG2E, PADDED_ROWS, UNBOUNDED, backward_block, grid_for
+from cute_kernels.attention.config import LOG2E, UNBOUNDED, backward_block, grid_for
 
 
 def forward_sm90(
@@ -202,7 +202,7 @@ def delta(static, out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters) 
         found -= dlse
     known = (lse * LOG2E).masked_fill(lse == -math.inf, math.inf)
     for i, (start, n) in enumerate(_sequences(cu_seqlens_q, batch, length)):
-        first = _first_tile(cu_seqlens_q, i, length, PADDED_ROWS) * PADDED_ROWS
+        first = _first_tile(cu_seqlens_q, i, length, spec.padded_rows) * spec.padded_rows
         matrix, rows = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
         delta[:, first : first + n], row_lse[:, first : first + n] = found[matrix][:, rows], known[matrix][:, rows]
     counters.zero_()
@@ -256,7 +256,8 @@ def backward_sm90(
     of_rows = dq_sums[: q.numel()].view(q.shape)
     for i in range(len(queries)):
         (start, n), (start_k, n_k) = queries[i], keys[i]
-        first = _first_tile(cu_seqlens_q, i, len_q, PADDED_ROWS) * PADDED_ROWS
+        first = _first_tile(cu_seqlens_q, i, len_q, config.padded_rows) * config.padded_rows
+        assert first + math.ceil(n / rows) * rows <= row_lse.shape[1]  # whole tiles are read
         of_q = (i, slice(None)) if cu_seqlens_q is None else (0, slice(start, start + n))
         used = n_k if seqused_k is None else min(seqused_k[i].item(), n_k)
         of_k = (i, slice(used)) if cu_seqlens_k is None else (0, slice(start_k, start_k + used))

@@ -16,7 +16,6 @@ from cute_kernels import reduction
 from cute_kernels.attention import reference_backward
 from cute_kernels.attention.config import (
     LOG2E,
-    PADDED_ROWS,
     UNBOUNDED,
     BackwardConfig,
     BackwardSpec,
@@ -153,7 +152,7 @@ class BackwardLaunch(NamedTuple):
         from cute_kernels.attention import kernel_backward_sm90, kernel_delta, kernel_finish_gradients
 
         arch, finish_dkv = target.arch, kernel_finish_gradients.finish_dkv
-        of_delta = (delta_spec(spec, has_lse_grad) for has_lse_grad in (False, True))
+        of_delta = (delta_spec(spec, has_lse_grad, config) for has_lse_grad in (False, True))
         return BackwardLaunch(
             tuple(launches.load(kernel_delta.delta, arch, found) for found in of_delta),
             launches.load(kernel_backward_sm90.backward_sm90, arch, spec, config),
@@ -197,7 +196,8 @@ class BackwardLaunch(NamedTuple):
             lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
         heads, pairs, block = q.shape[2], k.shape[2], backward_block(d)
         sequences = cu_seqlens_q.shape[0] - 1 if spec.packed_q else q.shape[0]
-        padded = number_of_tiles(q, PADDED_ROWS, spec.packed_q, sequences) * PADDED_ROWS
+        padded_rows = self.config.padded_rows
+        padded = number_of_tiles(q, padded_rows, spec.packed_q, sequences) * padded_rows
         tiles = number_of_tiles(q, rows, spec.packed_q, sequences)
         blocks = number_of_tiles(k, block, spec.packed_k, sequences)
         summed = blocks * pairs if spec.grouped else 0
