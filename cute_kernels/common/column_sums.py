@@ -10,24 +10,29 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.common.row_layout import SUM_COLUMNS, RowLayout
+from cute_kernels.common.row_layout import FEW_BATCH, SUM_COLUMNS, RowLayout, adds_alone
 from cute_kernels.common.rows import thread_chunks
 
 SUM_PARTS = 32
 SUM_BATCH = 8  # loads in flight a thread: up to 256 partial rows cost one trip to L2
 SUM_THREADS = SUM_COLUMNS // 4 * SUM_PARTS
+FEW_THREADS = 128
+FEW_COLUMNS = 4 * FEW_THREADS
+FEW_CTAS = 4  # an SM; without a bound the compiler keeps 3 of 16 loads in flight, to use fewer registers
 
 
 class SumRows:
     """Sums of the rows of one or two matrices of partial sums.
 
     ``accumulate``: whether each is added to its output. ``overlaps``: the partial sums were there when the kernel
-    before began, so that it is waited for only to end after it.
+    before began, so that it is waited for only to end after it. ``most_rows``: of partial sums that an
+    H200 makes, if known: ``adds_alone`` says whether a thread adds all of them.
     """
 
-    def __init__(self, accumulate: tuple[bool, bool], overlaps: bool = False):
+    def __init__(self, accumulate: tuple[bool, bool], overlaps: bool = False, most_rows: Optional[int] = None):
         self.accumulate = accumulate
         self.overlaps = overlaps
+        self.most_rows = most_rows
 
     @cute.jit
     def launch(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows, stream):
@@ -35,12 +40,25 @@ class SumRows:
 
         A programmatic dependent launch: it overlaps the end of the kernel before, or all that comes behind its trigger.
         """
-        self.kernel(partials, first, second, rows).launch(
-            grid=[cute.ceil_div(partials.shape[2], SUM_COLUMNS), partials.shape[0], 1],
-            block=[SUM_THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
+        few = const_expr(
+            self.most_rows is not None and adds_alone(partials.shape[2], partials.shape[0], self.most_rows)
         )
+        if const_expr(few):
+            self.few_rows(partials, first, second, rows).launch(
+                grid=[cute.ceil_div(partials.shape[2], FEW_COLUMNS), partials.shape[0], 1],
+                block=[FEW_THREADS, 1, 1],
+                min_blocks_per_mp=FEW_CTAS,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+        else:
+            self.kernel(partials, first, second, rows).launch(
+                grid=[cute.ceil_div(partials.shape[2], SUM_COLUMNS), partials.shape[0], 1],
+                block=[SUM_THREADS, 1, 1],
+                stream=stream,
+                use_pdl=True,
+            )
 
     @cute.kernel
     def kernel(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows: Int32):
@@ -75,17 +93,52 @@ class SumRows:
             result = Float32(0.0)
             for p in cutlass.range_constexpr(SUM_PARTS):
                 result = result + sums[tidx, p]
-            if const_expr(partials.shape[0] == 1):
-                self.write(*((first, 0) if const_expr(second is None) else (second, 1)), column, result)
-            else:
-                if const_expr(first is not None):
-                    if index == 0:
-                        self.write(first, 0, column, result)
-                if const_expr(second is not None):
-                    if index == 1:
-                        self.write(second, 1, column, result)
+            self.write_output(partials, first, second, index, column, result)
         if const_expr(self.overlaps):
             cute.arch.griddepcontrol_wait()
+
+    @cute.kernel
+    def few_rows(self, partials: cute.Tensor, first: Optional[cute.Tensor], second: Optional[cute.Tensor], rows: Int32):
+        """A thread adds all rows of four columns, ascending: of up to 32 rows the sum of ``kernel``, bit by bit.
+
+        The sums pass through shared memory, so that neighbours write neighbouring columns.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, index, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout(FEW_COLUMNS), byte_alignment=16)
+        total = cute.make_rmem_tensor((4,), Float32)
+        total.fill(0.0)
+        cute.arch.griddepcontrol_wait()
+        column = bidx * FEW_COLUMNS + tidx * 4
+        if column < partials.shape[2]:
+            source = partials.iterator + (Int64(index) * partials.shape[1] * partials.shape[2] + column)
+            for begin in cutlass.range(0, rows, FEW_BATCH, unroll=1):
+                batch = cute.make_rmem_tensor((4, FEW_BATCH), Float32)
+                batch.fill(0.0)
+                for b in cutlass.range_constexpr(FEW_BATCH):
+                    if begin + b < rows:
+                        batch[None, b].store(load_quad(source + Int64(begin + b) * partials.shape[2]).load())
+                for b in cutlass.range_constexpr(FEW_BATCH):
+                    total.store(total.load() + batch[None, b].load())
+        cute.autovec_copy(total, cute.make_tensor((sums.iterator + tidx * 4).align(16), cute.make_layout(4)))
+        cute.arch.barrier()
+        for i in cutlass.range_constexpr(4):
+            local = i * FEW_THREADS + tidx
+            self.write_output(partials, first, second, index, bidx * FEW_COLUMNS + local, sums[local])
+
+    @cute.jit
+    def write_output(self, partials: cute.Tensor, first, second, index, column, result):
+        """One column of the output that ``index`` of the partial sums is of."""
+        if const_expr(partials.shape[0] == 1):
+            self.write(*((first, 0) if const_expr(second is None) else (second, 1)), column, result)
+        else:
+            if const_expr(first is not None):
+                if index == 0:
+                    self.write(first, 0, column, result)
+            if const_expr(second is not None):
+                if index == 1:
+                    self.write(second, 1, column, result)
 
     @cute.jit
     def write(self, output, which: cutlass.Constexpr[int], column, value):

@@ -19,7 +19,7 @@ from cute_kernels.common.column_sums import ColumnSums, SumRows
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import RowSum, team_barrier
-from cute_kernels.common.row_layout import SUM_COLUMNS
+from cute_kernels.common.row_layout import H200_SMS, SUM_COLUMNS
 from cute_kernels.common.row_ring import RowRing
 from cute_kernels.common.rows import (
     both,
@@ -249,7 +249,7 @@ class NormBackward:
         self.ring = RowRing(layout)
         self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
         self.column_sums = ColumnSums(layout)
-        self.sum_rows = SumRows(accumulate)
+        self.sum_rows = SumRows(accumulate, most_rows=config.max_clusters(H200_SMS))
 
     @cute.jit
     def __call__(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.common.row_layout import RING_BYTES, WARP_SIZE, Access
+from cute_kernels.common.row_layout import H200_SMS, RING_BYTES, WARP_SIZE, Access, adds_alone
 from cute_kernels.norm import prewarm
 from cute_kernels.norm.checks import MAX_COLUMNS
 from cute_kernels.norm.config import (
@@ -197,6 +197,16 @@ def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
     assert not config.shares_columns
     # Resident however many rows there are: each cluster has a row of partial sums
     assert config.persistent_clusters(132, math.inf) == math.inf
+
+
+@pytest.mark.parametrize("kind, sums, first", [("rms", 1, 33_800), ("layer", 2, 16_904)])
+def test_a_thread_adds_all_partial_rows_where_they_are_few_and_wide(kind, sums, first):
+    """From the width on whose sums of partial rows took more than one wave of CTAs; the order stays that of 32 rows."""
+    for n in (1024, 4096, 8192, 16384, first - 8, first, 65536, 151_936, MAX_COLUMNS):
+        config = backward_config("sm_90a", backward_spec(n, Access(8, True, True), kind))
+        most_rows = config.max_clusters(H200_SMS)
+        assert adds_alone(-(-n // 32) * 32, sums, most_rows) == (n >= first)
+        assert n < first or most_rows <= 16 and config.max_clusters(148) <= 32
 
 
 @pytest.mark.parametrize("spec", [NormForwardSpec, NormBackwardSpec])

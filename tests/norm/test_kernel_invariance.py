@@ -77,3 +77,22 @@ def test_y_does_not_depend_on_training(case, norm, generator):
     with torch.no_grad():
         inferred = norm(case.kind, inputs.x, inputs.weight, inputs.bias, **case.options)
     assert torch.equal(trained, inferred)
+
+
+FEW_ROWS = 5  # each has a cluster of its own, of one team
+WIDE = [Case(kind, n, weight=FP32, bias=FP32) for kind in ("rms", "layer") for n in (98312, 151936, 262144)]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_gradients_of_few_wide_rows_are_added_in_order(case, norm, generator):
+    """dw and db have the bits of a chain of the rows' own, ascending; NaN of one column stays there."""
+    inputs = make_inputs(case, generator, FEW_ROWS * case.n)
+    inputs.dy[2, 7] = float("nan")
+    whole = call_and_differentiate(norm, case, inputs)
+    alone = [call_and_differentiate(norm, case, rows_of(case, inputs, i, i + 1)) for i in range(FEW_ROWS)]
+    for name in ("dw", "db"):
+        total = torch.zeros_like(whole[name])
+        for row in alone:
+            total += row[name]
+        assert torch.equal(whole[name].nan_to_num(), total.nan_to_num()), name
+        assert whole[name].isnan().nonzero().flatten().tolist() == [7], name
