@@ -32,6 +32,7 @@ from cute_kernels.nn.attention import PAGE_SIZE
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
 from cute_kernels.reduction.config import COLUMN_ROWS, MAX_COLUMNS
+from cute_kernels.reduction.launch_statistics import log_sum_exp_rows
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.targets import expect_arch, meta_target, sm_counts
@@ -328,7 +329,7 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
     moe.moe_route.function(logits, bias, None, indices, weights, score, groups, kept, *numbers)
     moe.moe_route.function(logits, None, indices, indices, weights, score, 1, 1, *numbers)
     moe.moe_route_backward.function(weights, logits, indices, logits, score, *numbers)
-    _balance(e)
+    _router_losses(e)
     if model.parameter_dtype is FP32:
         _router(model, arch, num_sms, dtype if dtype is torch.bfloat16 else FP32)
     else:
@@ -370,13 +371,15 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
         _linear(model, arch, num_sms, e, c, FP32)  # rows' products with down_bias
 
 
-def _balance(num_experts: int) -> None:
-    """``load_balancing_loss`` of a router's logits, and its gradient."""
+def _router_losses(num_experts: int) -> None:
+    """``load_balancing_loss`` and ``z_loss`` of a router's logits, and their gradients."""
     n, total = num_experts, _empty(1, dtype=FP32)
     p = _empty(2, n, dtype=FP32)
     reduction.softmax_forward(p, p, False)
     reduction.softmax_backward(p, p, p, False)
+    log_sum_exp_rows(p, _empty(2, dtype=FP32))
     _column_sums(n, FP32)
+    _column_sums(1, FP32)
     reduction.sum_rows(_empty(1, n, dtype=FP32), total, 1.0)
 
 

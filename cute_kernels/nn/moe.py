@@ -35,6 +35,7 @@ class MoE(nn.Module):
         balance: coefficient of ``moe.load_balancing_loss`` of each call in training. The backward adds its gradient to
             that of whatever is differentiated, as if the loss were one of its terms; a factor of that, as of a scaled
             loss, is not applied. 0: without it.
+        z_loss: coefficient of ``moe.z_loss``, likewise.
         device, dtype: of the parameters.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
@@ -47,8 +48,8 @@ class MoE(nn.Module):
 
     Numerics:
         A token's result, and its gradient, have the same bits whatever the other tokens, their number and their
-        experts; but for the gradient of ``balance``, a function of the batch. Gradients of parameters are reproducible
-        sums over tokens.
+        experts; but for the gradients of ``balance`` and ``z_loss``, functions of the batch. Gradients of parameters
+        are reproducible sums over tokens.
 
     Example:
         >>> import torch
@@ -77,6 +78,7 @@ class MoE(nn.Module):
         bias: bool = False,
         shared: nn.Module | None = None,
         balance: float = 0.0,
+        z_loss: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: Backend | None = None,
@@ -87,10 +89,10 @@ class MoE(nn.Module):
             expect(size > 0, "MoE", name, "be positive", size)
         expect(k <= num_experts, "MoE", "k", f"be at most num_experts = {num_experts}", k)
         expect_backend("MoE", backend)
-        balance = as_float(balance)
-        expect_float("MoE", "balance", balance)
-        expect(0.0 <= balance < math.inf, "MoE", "balance", "be finite and not negative", balance)
-        self.balance = balance
+        self.balance, self.z_loss = as_float(balance), as_float(z_loss)
+        for name, value in (("balance", self.balance), ("z_loss", self.z_loss)):
+            expect_float("MoE", name, value)
+            expect(0.0 <= value < math.inf, "MoE", name, "be finite and not negative", value)
         self.num_experts, self.k, self.backend = num_experts, k, backend
         self.options = {"score": score, "groups": groups, "normalize": normalize, "eps": eps, "scale": scale}
         options = {"device": device, "dtype": dtype}
@@ -143,8 +145,11 @@ class MoE(nn.Module):
         given: dict[str, Any] = {name: None if bias is None else _cast(bias, x) for name, bias in biases.items()}
         given |= {"activation": self.activation, "segments": segments, "backend": self.backend}
         y = moe.experts(rows, routing, _cast(self.gate_up, x), _cast(self.down, x), **given).view(x.shape)
-        if self.balance and self.training and len(rows) and torch.is_grad_enabled():
-            y = _WithLoss.apply(y, self.balance * moe.load_balancing_loss(logits, routing, backend=self.backend))
+        if self.training and len(rows) and torch.is_grad_enabled():
+            if self.balance:
+                y = _WithLoss.apply(y, self.balance * moe.load_balancing_loss(logits, routing, backend=self.backend))
+            if self.z_loss:
+                y = _WithLoss.apply(y, self.z_loss * moe.z_loss(logits, backend=self.backend))
         return y if self.shared is None else y + self.shared(x)
 
     def counts(self) -> Tensor:

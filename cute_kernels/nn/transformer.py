@@ -55,7 +55,7 @@ class TransformerConfig:
         hyper_connections: a ``HyperConnectionConfig`` of the same hidden_size; None: one residual stream.
         num_experts: of an ``MoE`` in the place of each layer's MLP, from 1; None: an MLP.
         experts_per_token: of these, for each token, from 1.
-        balance: of each ``MoE``, from 0.
+        balance, z_loss: of each ``MoE``, from 0.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Raises:
@@ -84,6 +84,7 @@ class TransformerConfig:
     num_experts: int | None = None
     experts_per_token: int = 2
     balance: float = 0.0
+    z_loss: float = 0.0
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
@@ -101,14 +102,16 @@ class TransformerConfig:
             expect(k <= most, name, "experts_per_token", f"be at most {most}", k)
         good = self.num_heads % self.kv_heads == 0
         expect(good, name, "num_kv_heads", f"divide num_heads = {self.num_heads}", self.num_kv_heads)
-        for field in ("rope_theta", "norm_eps", "dropout_p", "balance"):
+        for field in ("rope_theta", "norm_eps", "dropout_p", "balance", "z_loss"):
             object.__setattr__(self, field, as_float(getattr(self, field)))
             expect_float(name, field, getattr(self, field))
         for field in ("rope_theta", "norm_eps"):
             value = getattr(self, field)
             expect(0.0 < value < math.inf, name, field, "be finite and positive", value)
         expect(0.0 <= self.dropout_p < 1.0, name, "dropout_p", "be in [0, 1)", self.dropout_p)
-        expect(0.0 <= self.balance < math.inf, name, "balance", "be finite and not negative", self.balance)
+        for field in ("balance", "z_loss"):
+            value = getattr(self, field)
+            expect(0.0 <= value < math.inf, name, field, "be finite and not negative", value)
         expect(self.backend in BACKENDS, name, "backend", "be None or 'reference'", repr(self.backend))
         hc = self.hyper_connections
         if hc is None:
@@ -183,7 +186,8 @@ class TransformerLayer(nn.Module):
             self.mlp: nn.Module = MLP(config, **options)
         else:
             sizes = config.hidden_size, config.ffn_hidden_size, config.num_experts, config.experts_per_token
-            self.mlp = MoE(*sizes, balance=config.balance, backend=config.backend, **options)
+            losses = {"balance": config.balance, "z_loss": config.z_loss}
+            self.mlp = MoE(*sizes, **losses, backend=config.backend, **options)
         hc = config.hyper_connections
         if hc is not None:
             self.attention_connection = HyperConnection(hc, backend=config.backend, device=device)

@@ -30,8 +30,8 @@ TEST_BATCHES = 4
 FINAL_RATE = 0.1  # the learning rate at the end, of its highest
 
 # A resumed run must have these options as before; the others may change for the rest of it
-SAME = ("layers", "hidden", "heads", "hyper_connections", "experts", "experts_per_token", "balance", "dropout")
-SAME += ("sequence", "batch", "seed")
+SAME = ("layers", "hidden", "heads", "hyper_connections", "experts", "experts_per_token", "balance", "z_loss")
+SAME += ("dropout", "sequence", "batch", "seed")
 NOT_TOLD = ("data", "checkpoint", "resume")  # to the checkpoint: where a run finds things, and the text has a digest
 
 

@@ -41,6 +41,7 @@ def config_of(options: Options, backend: str | None = None) -> TransformerConfig
         num_experts=options.experts or None,
         experts_per_token=options.experts_per_token,
         balance=options.balance,
+        z_loss=options.z_loss,
         backend=backend,
     )
 

@@ -36,6 +36,7 @@ class Options:
     experts: int = _option(0, "experts in the place of a layer's MLP; 0: an MLP")
     experts_per_token: int = _option(2, "experts that each token has, with --experts")
     balance: float = _option(0.0, "of a loss that is least where all experts have as many tokens, with --experts")
+    z_loss: float = _option(0.0, "of a loss that keeps the router's logits small, with --experts")
     dropout: float = _option(0.0, "share of a sublayer's output that is dropped")
     sequence: int = _option(64, "tokens (bytes) of a sequence")
     batch: int = _option(16, "sequences of a step, of all ranks together")
@@ -79,9 +80,10 @@ class Options:
         _expect(
             1 <= self.experts_per_token <= most, "experts_per_token", f"be from 1 to {most}", self.experts_per_token
         )
-        _expect(0 <= self.balance < math.inf, "balance", "be finite and not negative", self.balance)
-        of_experts = "be left out, or --experts be at least 1"
-        _expect(self.experts > 0 or not self.balance, "balance", of_experts, self.balance)
+        for name in ("balance", "z_loss"):
+            value = getattr(self, name)
+            _expect(0 <= value < math.inf, name, "be finite and not negative", value)
+            _expect(self.experts > 0 or not value, name, "be left out, or --experts be at least 1", value)
         _expect(0 <= self.dropout < 1, "dropout", "be at least 0 and below 1", self.dropout)
         _expect(self.seed < 2**63, "seed", "be below 2^63", self.seed)
         _expect(0 < self.lr < math.inf, "lr", "be positive and finite", self.lr)

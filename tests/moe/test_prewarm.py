@@ -40,7 +40,7 @@ def test_deepseek(generator):
     """A router of sigmoids and groups, with a loss, and its replay."""
     options = {"score": "sigmoid", "groups": (4, 2), "eps": 1e-20, "scale": 2.5, "selection_bias": True}
     with fake_kernels(computes=False) as jobs:
-        model = nn.MoE(64, 72, 8, 2, dtype=BF16, balance=0.1, **options).train()
+        model = nn.MoE(64, 72, 8, 2, dtype=BF16, balance=0.1, z_loss=0.1, **options).train()
         for tokens in TOKENS:
             x = randn(tokens, 64, generator=generator, dtype=BF16).requires_grad_()
             model(x).sum().backward()

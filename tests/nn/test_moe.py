@@ -88,25 +88,26 @@ def test_main_grad_and_fp32_parameters(path):
     assert wide.router.grad.dtype is FP32
 
 
-def test_balance(path):
+@pytest.mark.parametrize("name", ["balance", "z_loss"])
+def test_losses(path, name):
     """In training alone: the same result, and gradients with those of the loss beside them."""
     x, dy = tokens(3, 7), tokens(3, 7)
     results = []
-    for balance in (0.0, 50.0):
-        model, leaf = layer(balance=balance).train(), x.clone().requires_grad_()
+    for coefficient in (0.0, 50.0):
+        model, leaf = layer(**{name: coefficient}).train(), x.clone().requires_grad_()
         y = model(leaf)
         y.backward(dy)
         results.append((y.detach(), leaf.grad.float(), model.router.grad.float(), model.gate_up.grad))
-    plain, balanced = results
+    plain, with_loss = results
     leaf, model = x.clone().requires_grad_(), layer()
     logits = moe.router_logits(leaf.view(21, 16), model.router)
-    loss = 50.0 * moe.load_balancing_loss(logits, moe.route(logits, 2))
-    of_loss = [t.float() for t in torch.autograd.grad(loss, (leaf, model.router))]
-    assert_same_bits(balanced[0], plain[0])
-    assert_same_bits(balanced[3], plain[3])
-    for found, without, more in zip(balanced[1:3], plain[1:3], of_loss, strict=True):
+    loss = moe.load_balancing_loss(logits, moe.route(logits, 2)) if name == "balance" else moe.z_loss(logits)
+    of_loss = [t.float() for t in torch.autograd.grad(50.0 * loss, (leaf, model.router))]
+    assert_same_bits(with_loss[0], plain[0])
+    assert_same_bits(with_loss[3], plain[3])
+    for found, without, more in zip(with_loss[1:3], plain[1:3], of_loss, strict=True):
         assert (found - without - more).norm() < 0.02 * more.norm()
-    again = layer(balance=50.0).eval()
+    again = layer(**{name: 50.0}).eval()
     again(x).backward(dy)
     assert_same_bits(again.router.grad.float(), plain[2])
 
@@ -140,6 +141,7 @@ def test_activations_and_biases(path, activation):
     [
         (lambda: nn.MoE(16, 8, 4, 5), ValueError, "MoE: k must be at most num_experts = 4, got 5"),
         (lambda: nn.MoE(16, 8, 4, 2, balance=-1), ValueError, "MoE: balance must be finite and not negative, got -1.0"),
+        (lambda: nn.MoE(16, 8, 4, 2, z_loss=-1), ValueError, "MoE: z_loss must be finite and not negative, got -1.0"),
         (lambda: nn.MoE(16, 8.0, 4, 2), TypeError, "MoE: width must be an int"),
         (lambda: nn.MoE(0, 8, 4, 2), ValueError, "MoE: hidden must be positive, got 0"),
         (lambda: nn.MoE(16, 8, 4, 2, backend="gpu"), ValueError, "MoE: backend must be None or"),

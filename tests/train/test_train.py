@@ -62,9 +62,10 @@ def test_resumes_with_the_same_losses(tmp_path, changed):
 
 def test_experts(tmp_path):
     """They learn, with recompute bit by bit the same; another number of them cannot go on."""
-    options = {"steps": 2, "experts": 8, "experts_per_token": 2, "balance": 0.1}
+    options = {"steps": 2, "experts": 8, "experts_per_token": 2, "balance": 0.1, "z_loss": 0.1}
     lines = run(tmp_path / "kept", **options)
-    assert lines[1]["loss"] != run(tmp_path / "without", **{**options, "balance": 0.0})[1]["loss"]
+    for name in ("balance", "z_loss"):
+        assert lines[1]["loss"] != run(tmp_path / name, **{**options, name: 0.0})[1]["loss"]
     assert run(tmp_path / "again", **options, recompute=True) == lines
     long = run(tmp_path / "long", hidden=64, heads=4, batch=16, sequence=32, **{**options, "steps": 40})
     assert long[-1]["held_out_loss"] < 2.9
@@ -458,6 +459,7 @@ def test_a_gpu_without_kernels(tmp_path, monkeypatch, capsys):
         ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0", 2),
         ({"experts": 4, "balance": -1.0}, "--balance must be finite and not negative, got -1.0", 2),
         ({"balance": 0.1}, "--balance must be left out, or --experts be at least 1, got 0.1", 2),
+        ({"z_loss": 0.1}, "--z-loss must be left out, or --experts be at least 1, got 0.1", 2),
         ({"lr": 0.0}, "--lr must be positive and finite, got 0.0", 2),
         ({"device": "tpu"}, "--device must be cuda or cpu, got tpu", 2),
         ({"recompute": True, "hyper_connections": 0}, "--recompute must be left out, or --hyper-connections be", 2),

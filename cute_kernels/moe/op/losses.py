@@ -87,4 +87,5 @@ def z_loss(logits: Tensor, *, backend: Backend | None = None) -> Tensor:
     if uses_reference("z_loss", logits, backend):
         return reference.z_loss(logits)
     check_logits("z_loss", logits)
-    return reduction.mean(reduction.logsumexp(logits, 1).square(), 0)
+    squares = reduction.logsumexp(logits, 1, keepdim=True).square()
+    return reduction.mean(squares, 0).squeeze(0)  # of a column: the kernel of a row is one for each number of tokens
