@@ -3,6 +3,7 @@
 Blocks are handed out by an atomic ticket, in the order in which they add: see kernel_backward_sm90.py.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -11,6 +12,10 @@ from cutlass import Boolean, Int32, const_expr
 
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
 from cute_kernels.attention.kernel_threads import opaque
+
+# Blocks of a head that come before those of its group's next head. Simulated, 132 SMs, 32 heads on 8, causal: CTAs wait
+# for the group's sums 1.4 % of the time at 2x8192, 3.4 % at 1x4096 with 1 block; 0.1 and 0.6 % with 8
+AHEAD = 8
 
 
 class Block(NamedTuple):
@@ -35,6 +40,19 @@ class Block(NamedTuple):
     exists: Boolean
 
 
+def in_turn(index: Int32, blocks: Int32, heads: Int32, group: Int32, minimum: Callable) -> tuple:
+    """(Which block, which head) of groups of heads comes in a turn; ``blocks``: of each head.
+
+    Blocks of a head come in the order of adding, of a block a group's heads in ascending order. Those add to the same
+    sums when they end, and who starts together ends together: so a head is ``AHEAD`` blocks ahead of the next one.
+    """
+    pairs = heads // group
+    first = index // (AHEAD * heads) * AHEAD
+    index -= first * heads
+    of_head = minimum(blocks - first, AHEAD) * pairs
+    return first + index % of_head // pairs, index % of_head % pairs * group + index // of_head
+
+
 class BackwardBlocks:
     """The part of ``BackwardSm90`` that every warp needs: tickets, blocks, sequences."""
 
@@ -54,28 +72,31 @@ class BackwardBlocks:
 
     @cute.jit
     def block_of(self, ticket: Int32) -> tuple:
-        """A ticket's ``Block``. Of a head blocks come in the order of adding, of a block heads in ascending order.
-
-        Heads that fit into L2 come together; of packed keys all heads of a sequence.
-        """
+        """A ticket's ``Block``; see ``in_turn``. Heads that fit into L2 come together; of packed keys all heads."""
         heads = opaque(self.heads)  # else what divides by it is kept in registers along the walk
         if const_expr(self.spec.packed_k):
-            line, head = ticket // heads, ticket % heads
-            sequence, n = find_tile(self.keys, line, self.block)
-            blocks = self.keys.first_tile(sequence + 1, self.block) - self.keys.first_tile(sequence, self.block)
+            sequence, _ = find_tile(self.keys, ticket // heads, self.block)
+            line = self.keys.first_tile(sequence, self.block)
+            first, together, blocks = Int32(0), heads, self.keys.first_tile(sequence + 1, self.block) - line
+            index = cutlass.min(ticket - line * heads, blocks * heads - 1)
         else:
             together = opaque(self.heads_together)
             blocks = cute.ceil_div(self.keys.length, self.block)
             section = ticket // (blocks * together)
             first = section * together
-            of_section = cutlass.min(together, heads * self.keys.number - first)
+            together = cutlass.min(together, heads * self.keys.number - first)
             index = ticket - first * blocks
-            n, head = index // of_section, first + index % of_section
-            sequence, head = head // heads, head % heads
+        n, head = index // together, index % together
+        if const_expr(self.spec.grouped):
+            n, head = in_turn(index, blocks, together, self.group(), cutlass.min)
+        if const_expr(not self.spec.packed_k):
+            sequence, head = (first + head) // heads, (first + head) % heads
         if const_expr(self.descends):
             n = blocks - 1 - n
         len_q, len_k = self.queries.rows(sequence), self.keys.rows(sequence)
         exists = (n >= 0) & (n * self.block < len_k)
+        if const_expr(self.spec.packed_k):
+            exists = exists & (ticket < (line + blocks) * heads)  # not a line behind all sequences
 
         behind = len_k - len_q  # query i has the place i + behind
         first, end = Int32(0), cute.ceil_div(len_q, self.tile_rows)

@@ -10,11 +10,14 @@ is known to be over, and every arrival when its phase has begun.
 
 import random
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 
 from cute_kernels.attention.config import BACKWARD_CONFIGS, BackwardConfig, backward_block
+from cute_kernels.attention.kernel_backward_blocks import AHEAD, in_turn
 
 WGS = 2
 WAITS = (
@@ -23,14 +26,30 @@ WAITS = (
 )
 
 
-@dataclass
-class World:
-    """The state that CTAs share: tickets, sums of dq by tile and their counters; tasks, and what each waits for.
+class Block(NamedTuple):
+    """A block of keys of a head.
 
-    ``blocks``: (turn of its first tile's partial as a function of the tile, first tile, end), in the order of tickets.
+    Attributes:
+        turn_of: how many partials are added to a tile of dq before the block's.
+        first, end: its tiles.
+        head: whose dq it adds to.
+        sums: of dk and dv, to which its group's heads add; None: it shares none.
+        member: which of the group's heads.
     """
 
-    blocks: list
+    turn_of: Callable[[int], int] | None
+    first: int
+    end: int
+    head: int = 0
+    sums: tuple | None = None
+    member: int = 0
+
+
+@dataclass
+class World:
+    """The state that CTAs share: tickets, sums by tile, or by block, and their counters; tasks, what each waits for."""
+
+    blocks: list[Block]  # in the order of tickets
     without: str
     rng: random.Random
     tickets: int = 0
@@ -164,7 +183,7 @@ class Cta:
         count = blocks = turn = 0
         ticket = yield from self.take_ticket(turn)
         while ticket < len(self.world.blocks):
-            _, first, end = self.world.blocks[ticket]
+            _, first, end, *_ = self.world.blocks[ticket]
             if first < end:
                 yield from self.load_tile("q", ticket, first, count, self.config.stages)
             yield from self.wait("kv_empty", 0, blocks - 1)
@@ -187,11 +206,11 @@ class Cta:
         count = turn = 0
         ticket = yield from self.read_ticket(turn)
         while ticket < len(self.world.blocks):
-            turn_of, first, end = self.world.blocks[ticket]
+            turn_of, first, end, head, *_ = self.world.blocks[ticket]
             for m in range(first + (count + adder) % adders, end, adders):
                 if self.world.without != "turn":
                     before = turn_of(m)
-                    yield lambda m=m, before=before: self.world.counted[m] == before, nothing
+                    yield lambda place=(head, m), before=before: self.world.counted[place] == before, nothing
                 use = (count + m - first) // adders
                 for part in range(parts):
                     slots = [adder * WGS + wg for wg in range(WGS)]
@@ -204,8 +223,8 @@ class Cta:
                         self.expect("dq", slot, (ticket, m, part))
                         self.arrive("dq_empty", slot, use * parts + part)
                 yield always, nothing
-                self.world.sums[m].append(ticket)
-                self.world.counted[m] += 1
+                self.world.sums[head, m].append(ticket)
+                self.world.counted[head, m] += 1
             count, turn = count + end - first, turn + 1
             ticket = yield from self.read_ticket(turn)
 
@@ -213,7 +232,7 @@ class Cta:
         count = blocks = turn = 0
         ticket = yield from self.read_ticket(turn)
         while ticket < len(self.world.blocks):
-            _, first, end = self.world.blocks[ticket]
+            _, first, end, *_ = self.world.blocks[ticket]
             yield from self.wait("k_full", 0, blocks)
             if first < end:
                 yield from self.walk(wg, ticket, first, end, count, blocks)
@@ -294,6 +313,7 @@ class Cta:
 
     def finish(self, wg: int, ticket: int, blocks: int):
         """dk and dv leave by way of k's and v's place; in fp32, beyond 128 channels, by that of p and ds, too."""
+        *_, sums, member = self.world.blocks[ticket]
         yield from self.meet(wg)
         staged = [("k", 0), ("v", 0)]
         if self.grouped and self.by_channels:
@@ -303,28 +323,40 @@ class Cta:
                 self.memory[name] = "staged", ticket, which
             yield from self.meet(wg)
             if wg == 0:
+                if sums and which == 0 and self.world.without != "turn":
+                    yield lambda: self.world.counted[sums] == member, nothing
                 for _ in range(2):
                     for name in staged:
                         self.expect(*name, ("staged", ticket, which))
                     yield always, nothing
+                if sums and which == 1:
+                    self.world.sums[sums].append(ticket)
+                    self.world.counted[sums] += 1
             if self.grouped:
                 yield from self.meet(wg)
         if wg == 0:
             self.arrive("kv_empty", 0, blocks)
 
 
-def causal(tiles: int) -> list:
+def causal(tiles: int) -> list[Block]:
     """Blocks of one tile's rows, from the last one down."""
-    return [(lambda m, n=n: m - n, n, tiles) for n in reversed(range(tiles))]
+    return [Block(lambda m, n=n: m - n, n, tiles) for n in reversed(range(tiles))]
 
 
-def full(tiles: int, blocks: int) -> list:
-    return [(lambda m, n=n: n, 0, tiles) for n in range(blocks)]
+def full(tiles: int, blocks: int) -> list[Block]:
+    return [Block(lambda m, n=n: n, 0, tiles) for n in range(blocks)]
 
 
-def window(tiles: int) -> list:
+def window(tiles: int) -> list[Block]:
     """A block sees its own tile and the next; the first ones taken see none."""
-    return [(None, 0, 0), (None, 0, 0), *((lambda m, n=n: m - n, n, min(n + 2, tiles)) for n in reversed(range(tiles)))]
+    found = [Block(lambda m, n=n: m - n, n, min(n + 2, tiles)) for n in reversed(range(tiles))]
+    return [Block(None, 0, 0), Block(None, 0, 0), *found]
+
+
+def groups(of_head: list[Block], heads: int, group: int) -> list[Block]:
+    """These blocks of each of some heads, ``group`` of which share dk and dv, in the kernel's order."""
+    turns = (in_turn(i, len(of_head), heads, group, min) for i in range(len(of_head) * heads))
+    return [of_head[n]._replace(head=h, sums=("dkv", h // group, n), member=h % group) for n, h in turns]
 
 
 BLOCKS = {"causal": causal(5), "full": full(3, 4), "one": full(1, 3), "window": window(6), "long": full(7, 2)}
@@ -339,6 +371,17 @@ def run(sizes, config, blocks, ctas: int, grouped: bool, rng: random.Random, wit
     return world
 
 
+def in_order(blocks: list[Block]) -> dict[tuple, list[int]]:
+    """Which tickets add to each sum, in what order."""
+    found = defaultdict(list)
+    for ticket, block in enumerate(blocks):
+        for m in range(block.first, block.end):
+            found[block.head, m].append(ticket)
+        if block.sums:
+            found[block.sums].append(ticket)
+    return found
+
+
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_no_wait_is_early_and_nothing_is_overwritten(config, blocks):
@@ -346,8 +389,30 @@ def test_no_wait_is_early_and_nothing_is_overwritten(config, blocks):
     rng = random.Random(f"{config} {blocks}")
     for i in range(8):
         world = run(*config, BLOCKS[blocks], (1, 2, 3, 7)[i % 4], i % 3 == 0, rng)
-        for m, found in world.sums.items():
-            assert found == [i for i, (_, first, end) in enumerate(BLOCKS[blocks]) if first <= m < end]
+        assert world.sums == in_order(BLOCKS[blocks])
+
+
+@pytest.mark.parametrize("blocks", [causal(AHEAD + 2), full(3, AHEAD + 1)], ids=["causal", "full"])
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 256)], ids=str)
+def test_heads_of_a_group_add_in_order(sizes, blocks):
+    """With any number of CTAs, to dk and dv, too."""
+    rng, heads = random.Random(f"{sizes} {len(blocks)}"), groups(blocks, 4, 2)
+    for ctas in (1, 2, 5, 40):
+        world = run(sizes, BACKWARD_CONFIGS[sizes][0], heads, ctas, True, rng)
+        assert world.sums == in_order(heads)
+        assert all(tickets == sorted(tickets) for tickets in world.sums.values())
+
+
+@pytest.mark.parametrize("blocks", [1, 3, AHEAD, AHEAD + 1, 3 * AHEAD - 1])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (4, 4), (12, 4), (6, 2), (8, 1)])
+def test_what_is_added_before_has_an_earlier_turn(blocks, heads, group):
+    turns = {in_turn(i, blocks, heads, group, min): i for i in range(blocks * heads)}
+    assert set(turns) == {(n, head) for n in range(blocks) for head in range(heads)}
+    for (n, head), turn in turns.items():
+        assert n == 0 or turns[n - 1, head] < turn
+        assert head % group == 0 or turns[n, head - 1] < turn
+        if head % group:  # farther away, but for the last blocks
+            assert turn - turns[n, head - 1] == min(AHEAD, blocks - n // AHEAD * AHEAD) * (heads // group)
 
 
 # With as many tiles of dout in flight as of q, whose slot is empty later, no wait for dout_empty is needed
