@@ -15,7 +15,7 @@ from cute_kernels.invariance.registration import Owner, Registration
 from cute_kernels.invariance.scopes import Mode
 from cute_kernels.runtime.checks import expect
 
-Collectives = Literal["refuse", "pinned"]
+Collectives = Literal["refuse", "pinned", "ordered"]
 COLLECTIVES = get_args(Collectives)
 # With these NCCL adds over ranks in one order, whatever a message's size; read when a process group is made
 PINNED = {
@@ -53,12 +53,19 @@ def install(mode: Literal["strict", "warn"] = "strict", *, collectives: Collecti
     Args:
         mode: the treatment of operators that are not covered. "strict": an error. "warn": they run, with a warning at
             the first call.
-        collectives: the treatment of those that add over ranks, of floating-point tensors. "refuse": as any other
-            operator that is not covered. "pinned": they run, since NCCL's variables are set so that it adds in one
-            order; bits still depend on the number of ranks. For "pinned" all of NCCL_LAUNCH_MODE=GROUP,
-            NCCL_COLLNET_ENABLE=0, NCCL_NVLS_ENABLE=0, NCCL_P2P_NET_DISABLE=1, NCCL_MIN_NCHANNELS=1,
-            NCCL_MAX_NCHANNELS=1, NCCL_PROTO=Simple, NCCL_ALGO=allreduce:tree, NCCL_NTHREADS=1 and
-            NCCL_SOCKET_NTHREADS=1 must be in the environment before a process group is made.
+        collectives: the treatment of those that add over ranks, of floating-point tensors.
+
+            - "refuse": as any other operator that is not covered.
+            - "ordered": an all-reduce or a reduce-scatter, of a sum or a mean, adds in fp32 (fp64 of fp64) from the
+              group's rank 0 on, and rounds once. An element has the same bits whatever the size of the message, the
+              bucket, the backend and the timing; they depend on the number of ranks. It moves a ring's bytes, in the
+              stream that calls, and needs up to three times the message's memory meanwhile. Maxima and minima run as
+              they are. Products, scaled sums and ``reduce`` to one rank stay refused.
+            - "pinned": they run, since NCCL's variables are set so that it adds in one order; bits depend on the number
+              of ranks, too. All of NCCL_LAUNCH_MODE=GROUP, NCCL_COLLNET_ENABLE=0, NCCL_NVLS_ENABLE=0,
+              NCCL_P2P_NET_DISABLE=1, NCCL_MIN_NCHANNELS=1, NCCL_MAX_NCHANNELS=1, NCCL_PROTO=Simple,
+              NCCL_ALGO=allreduce:tree, NCCL_NTHREADS=1 and NCCL_SOCKET_NTHREADS=1 must be in the environment before a
+              process group is made.
 
     Returns:
         A Counter, name of the operator -> calls: those that were not covered and ran in threads without a block.

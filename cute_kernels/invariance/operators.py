@@ -145,11 +145,17 @@ REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
 # Operators of prims, a namespace of torch's own that compiled graphs hold, add up if they have these names
 PRIMS_THAT_ADD_UP = frozenset(["sum", "prod", "xor_sum", "var", "svd", "fft_r2c", "fft_c2c", "fft_c2r"])
 EXACT_ELSEWHERE = frozenset(
-    f"inductor::{name}"
-    for name in ("_alloc_from_pool", "_reinterpret_tensor", "accumulate_grad_", "resize_storage_bytes_")
+    [
+        *("inductor::_alloc_from_pool", "inductor::_reinterpret_tensor", "inductor::accumulate_grad_"),
+        "inductor::resize_storage_bytes_",
+        *("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"),  # FSDP2's copies
+    ]
 )
 FOREIGN = "a foreign operator: cute_kernels.declare_invariant(op) lets it run, if its rows do not depend on the batch"
-COLLECTIVE = "it adds over ranks, in an order of the message's size"
+COLLECTIVE = (
+    "it adds over ranks, in an order of the message's size: cute_kernels.install(collectives='ordered') runs "
+    "all-reduces and reduce-scatters that are sums or means"
+)
 # Their operators that reduce add over ranks; the others move data
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 

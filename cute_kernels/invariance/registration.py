@@ -19,7 +19,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack, is_batched
 from torch._functorch.vmap import lazy_load_decompositions
 from torch._ops import OpOverload
 
-from cute_kernels.invariance import errors, operators, scopes
+from cute_kernels.invariance import collectives, errors, operators, scopes
 from cute_kernels.invariance.composites import COMPOSITES
 from cute_kernels.invariance.operators import Treatment, treatment_of
 
@@ -207,6 +207,13 @@ def _refused(op: OpOverload, treatment: Treatment, torchs: Kernel) -> Kernel:
         declared = op.namespace != "aten" and treatment_of(op).kind == "exact"  # since it was registered
         if declared or (collective and scopes.collectives == "pinned"):
             return torchs(keyset, *args, **kwargs)
+        if collective and scopes.collectives == "ordered":
+            if op.namespace != "c10d" or not collectives.adds_over_ranks(args):  # others arrive as those of c10d
+                return torchs(keyset, *args, **kwargs)
+            ordered = collectives.ORDERED.get(op._schema.name)
+            result = NotImplemented if ordered is None else ordered(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         thread.inside = True
         try:
             if operators.adds_up(treatment, op, args, kwargs):

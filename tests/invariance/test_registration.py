@@ -319,8 +319,8 @@ def test_operators_of_others(covered, monkeypatch):
 def test_modes_and_policies_that_are_none(covered, monkeypatch):
     with pytest.raises(ValueError, match="install: mode must be of strict, warn, got 'off'"):
         install("off")
-    with pytest.raises(ValueError, match="install: collectives must be of refuse, pinned, got 'ordered'"):
-        install(collectives="ordered")
+    with pytest.raises(ValueError, match="install: collectives must be of refuse, pinned, ordered, got 'gather'"):
+        install(collectives="gather")
     for name, value in itertools.islice(installation.PINNED.items(), 3, None):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="NCCL_LAUNCH_MODE=GROUP NCCL_COLLNET_ENABLE=0 NCCL_NVLS_ENABLE=0, got"):
