@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench import harness
-from bench.bench_transformer import host_us
+from bench.whole_models import measured, random_model
 from cute_kernels import batch_invariant, models
 from jit_cache import command
 
@@ -35,6 +35,7 @@ CONTEXT, BATCHES = 4096, (1, 16, 128)
 PAGE_SIZE = 128
 WORST = 0.05  # relative rms of logits, both rounded layer by layer
 OURS, TORCH = "cute_kernels", "torch"
+PLAIN = "one_call_without_a_mask"  # among transformers' implementations of attention
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,18 @@ def steps(quick: bool = False) -> list[Step]:
     return [Step(batch) for batch in (BATCHES[1:2] if quick else BATCHES)]
 
 
-def make_model(device: str, implementation: str) -> Any:
-    """A Llama with random weights, the same for all."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def attend(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
+    """Of one token of each sequence, which sees all keys; heads of queries share those of keys."""
+    out = F.scaled_dot_product_attention(q, k, v, scale=options["scaling"], enable_gqa=True)
+    return out.transpose(1, 2), None
 
+
+def make_model(device: str) -> Any:
+    """A Llama with random weights, the same for all; it attends by ``attend``."""
+    from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
+
+    AttentionInterface.register(PLAIN, attend)
+    AttentionMaskInterface.register(PLAIN, lambda *arguments, **options: None)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -78,17 +87,10 @@ def make_model(device: str, implementation: str) -> Any:
         num_attention_heads=HEADS,
         num_key_value_heads=PAIRS,
         max_position_embeddings=2 * CONTEXT,
-        attn_implementation=implementation,
+        attn_implementation=PLAIN,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(0)
-    with torch.device(device):
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(default)
+    return random_model(config, device).eval()
 
 
 def make_keys(step: Step, device: str, layer: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +149,7 @@ def make_call(step: Step, device: str, provider: str) -> Callable[[], tuple[Tens
     generator = torch.Generator(device).manual_seed(harness.seed("decode_step"))
     tokens = torch.randint(VOCABULARY, (step.batch, 1), generator=generator, device=device)
     positions = torch.full((step.batch, 1), step.context - 1, device=device)
-    model = make_model(device, "sdpa")
+    model = make_model(device)
     if provider == OURS:
         models.prepare(model)
         cache = paged_cache(step, model, device)
@@ -171,36 +173,24 @@ def measure_step(
     step: Step, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
 ) -> harness.Measurement:
     """All providers in turn; one whose logits are wrong is a failure."""
-    found, failures, wanted = {}, {}, None
-    for provider in sorted(providers, reverse=True):  # torch first
-        try:
-            call = make_call(step, device.name, provider)
-            device.warm_up(call)
-            logits = call()[0].float()
-            wanted = logits if wanted is None else wanted
-            error = ((logits - wanted).square().mean() / wanted.square().mean()).sqrt().item()
-            if not error <= WORST:  # NaN, too
-                failures[provider] = f"wrong result: logits {error:.1e} > {WORST:.1e}"
-                continue
-            found[provider] = device.capture(call), device.peak_bytes(call), host_us(call, device), error
-        except Exception as exception:  # one that does not take the case
-            failures[provider] = harness.describe(exception)
-    order = [graph for graph, *_ in found.values()] + [device.copy(step.case().bytes)]
-    *times, copies = device.time_us(order, repetitions)
-    results = {}
-    for (provider, (graph, peak, host, error)), samples in zip(found.items(), times, strict=True):
-        kernels, launches = harness.profiled(graph.call, device, provider, failures) if breakdown else ({}, 0)
-        results[provider] = harness.Result(
-            us=statistics.median(samples),
-            us_min=min(samples),
-            us_max=max(samples),
-            host_us=host,
-            peak_bytes=peak,
-            error={"logits": error},
-            kernels=kernels,
-            launches=launches,
-        )
-    return harness.Measurement(step.case(), statistics.median(copies), results, failures)
+    wanted: list[Tensor] = []  # torch's logits
+
+    def error_of(call: harness.Call) -> dict[str, float]:
+        logits = call()[0].float()
+        wanted.append(logits)
+        return {"logits": ((logits - wanted[0]).square().mean() / wanted[0].square().mean()).sqrt().item()}
+
+    return measured(
+        step.case(),
+        sorted(providers, reverse=True),  # torch first
+        lambda provider: (make_call(step, device.name, provider), lambda: None),
+        device.capture,
+        error_of,
+        WORST,
+        device,
+        repetitions,
+        breakdown,
+    )
 
 
 def run(cases: Sequence[Step], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:

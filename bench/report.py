@@ -50,7 +50,7 @@ def speed_table(section: Section, lines: Sequence[Line]) -> str:
     peaks = sorted({name for case in cases for name in case.peaks}, key=column) if section.has_peaks else []
     head = ["op", "shape", "ours, µs", *["share of the copy"] * section.has_copy]
     head += [NAMES.get(name, name) for name in others]
-    head += [f"peak, {'ours' if name == OURS else NAMES[name]}, MiB" for name in peaks]
+    head += [f"peak, {'ours' if name == OURS else NAMES.get(name, name)}, MiB" for name in peaks]
     rows = []
     for name, group in _groups(cases).items():
         shown = [case for case in group if len(group) <= 4 or case.line["shape"] in section.shapes]
@@ -296,6 +296,30 @@ SECTIONS = {
         "allocates the outputs and launches an empty kernel.",
         note="A host's CPU changes by the minute: compare within a row.",
         table=host_table,
+    ),
+    "decode_step": Section(
+        "A step of decoding",
+        "A token of each sequence through 8 layers of a Llama of 8B and its output layer, replayed from a CUDA graph. "
+        "Shapes are sequences x keys of each. Ours runs inside of `batch_invariant`, over pages.",
+        has_copy=False,
+        has_peaks=True,
+        note="torch is transformers' model with one call of torch's attention a layer, without a mask.",
+    ),
+    "mechanism": Section(
+        "What batch_invariant costs the host",
+        "µs of the caller's thread: of an operator, a block, a token through a Llama of 8 layers. torch has nothing "
+        "registered; registered has the kernels under torch's operators, and no block.",
+        has_copy=False,
+        not_peers=("registered",),
+    ),
+    "training_step": Section(
+        "A training step of whole models",
+        "Forward and backward of one sequence; shapes are layers x tokens x channels. Ours attends by `attention`; "
+        "batch_invariant is the whole model under the promise, compiled that by `torch.compile`; torch attends by "
+        "cuDNN, torch_flash by its own kernels.",
+        has_copy=False,
+        has_peaks=True,
+        not_peers=("batch_invariant", "compiled"),
     ),
     "transformer": Section(
         "A training step",

@@ -13,21 +13,25 @@ def small(monkeypatch):
     for module in (bench_training_step, bench_transformer):
         for name, value in {"HEADS": 4, "FEED_FORWARD": 64, "VOCABULARY": 64}.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(bench_training_step, "PAIRS", 2)
-    providers = {"torch": SDPBackend.MATH, "torch_flash": SDPBackend.FLASH_ATTENTION}
+    for name, value in {"PAIRS": 2, "EXPERTS": 4, "EXPERTS_PER_TOKEN": 2, "EXPERT_WIDTH": 32}.items():
+        monkeypatch.setattr(bench_training_step, name, value)
+    monkeypatch.setattr(bench_training_step, "COMPILERS", dict.fromkeys(bench_training_step.COMPILERS, "aot_eager"))
+    providers = {"torch": SDPBackend.MATH, "torch_flash": SDPBackend.FLASH_ATTENTION, "torch_compile": SDPBackend.MATH}
     monkeypatch.setattr(bench_training_step, "PROVIDERS", {**bench_training_step.PROVIDERS, **providers})
 
 
 def test_cases():
     names = [step.case().name for step in bench_training_step.steps()]
-    assert names == [f"training_step.fwd_bwd.8x4096x4096.bfloat16.{model}" for model in ("mhc", "llama")]
+    wanted = [f"training_step.fwd_bwd.8x4096x4096.bfloat16.{model}" for model in ("mhc", "llama")]
+    assert names == [*wanted, "training_step.fwd_bwd.4x8192x2048.bfloat16.qwen3_moe"]
 
 
-@pytest.mark.parametrize("model", ["mhc", "llama"])
+@pytest.mark.parametrize("model", ["mhc", "llama", "qwen3_moe"])
 def test_steps_are_measured(model):
-    if model == "llama":
+    if model != "mhc":
         pytest.importorskip("transformers")
     providers = ["cute_kernels", "batch_invariant", "torch"]
+    providers += {"mhc": ["torch_compile", "compiled"], "llama": ["torch_compile"], "qwen3_moe": []}[model]
     step = Step(model, 2, 16, 64)
     (found,) = bench_training_step.measure_steps(
         step, step.directions, providers, FakeDevice(), repetitions=3, breakdown=False
