@@ -237,12 +237,10 @@ class DecodeConfig:
 
     Attributes:
         sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
-        ctas_per_sm: that share an SM.
         few_rows: a tile has at most ``FEW_ROWS``: of its two rows a thread computes the first one alone.
     """
 
     sequential: bool = False
-    ctas_per_sm: int = 1
     few_rows: bool = False
 
 
@@ -258,8 +256,9 @@ class AppendSpec(NamedTuple):
 
 COLUMNS = 64  # channels that a copy of a block brings: 128 bytes, which the swizzle spans
 MAX_SLOTS = 12
+QUERY_STAGES = 2  # the tile that is computed, and the next one
 SM_SHARED_MEMORY, RESERVED = 228 << 10, 1 << 10  # the latter of each CTA, by the system
-BESIDE_RING = 1 << 10  # barriers, alignment
+BESIDE_RING = 1 << 10  # barriers, items, alignment
 
 
 def width_of(head_size: int) -> int:
@@ -267,10 +266,10 @@ def width_of(head_size: int) -> int:
     return -(-head_size // COLUMNS) * COLUMNS
 
 
-def decode_slots(head_size: int, head_size_v: int, config: DecodeConfig) -> int:
+def decode_slots(head_size: int, head_size_v: int) -> int:
     """Blocks of keys or values in flight: as many as shared memory has room for."""
     widths = width_of(head_size), width_of(head_size_v)
-    room = SM_SHARED_MEMORY // config.ctas_per_sm - RESERVED - BESIDE_RING - 2 * WARPGROUP_ROWS * widths[0]
+    room = SM_SHARED_MEMORY - RESERVED - BESIDE_RING - 2 * QUERY_STAGES * WARPGROUP_ROWS * widths[0]
     return min(room // (2 * grid_for(head_size, head_size_v).block * max(widths)), MAX_SLOTS)
 
 

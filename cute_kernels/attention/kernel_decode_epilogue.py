@@ -1,4 +1,7 @@
-"""The epilogue of the SM90 kernel over a cache: write O, or keep it as a partial and merge the partials of a tile."""
+"""The epilogue of the SM90 kernel over a cache: write O, or keep it as a partial and merge the partials of a tile.
+
+Two warps of their own merge: the warpgroup that computes goes on to its next item meanwhile.
+"""
 
 import math
 
@@ -8,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
-from cute_kernels.attention.kernel_decode_items import DecodeItems, Rows
+from cute_kernels.attention.kernel_decode_items import ITEM_SLOTS, DecodeItems, Rows
 from cute_kernels.attention.kernel_products_sm90 import Products
 from cute_kernels.attention.kernel_row import (
     QUAD,
@@ -20,15 +23,18 @@ from cute_kernels.attention.kernel_row import (
     merge_rows,
     quad_sum,
 )
-from cute_kernels.attention.kernel_threads import WARPGROUP, opaque, row_of_thread
+from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP, opaque, row_of_thread
 
-GROUP_BARRIER = 1  # of the warpgroup that computes
-VECTOR = 4  # fp32 numbers that move together
+MERGERS = 2 * WARP_SIZE  # threads that merge
+GROUP_BARRIER, MERGE_BARRIER = 1, 2  # of the warpgroup that computes, of those that merge
+VECTOR = 8  # numbers of a row that a thread merges together
 PAIR = 2  # neighbours in a thread's registers
 
 
 class DecodeEpilogue(DecodeItems, Products):
-    """A part of the kernel, which has ``head_size_v``, ``sinks``, ``shared_word``, and of a thread ``thread``."""
+    """A part of the kernel, which has ``head_size_v``, ``sinks``, ``kept``, ``shared_word``, and a thread's number in
+    the CTA, ``thread``; those that compute are the first ones.
+    """
 
     def my_row(self, rows: Rows, r: int) -> Int32:
         """One of the thread's rows among the sequence's."""
@@ -91,17 +97,37 @@ class DecodeEpilogue(DecodeItems, Products):
                     cute.autovec_copy(pair, line[None, i])
 
     @cute.jit
-    def is_last(self, counters: cute.Tensor, counter: Int32, splits: Int32):
-        """Whether the other splits of the tile are in the workspace; then the counter is 0 again."""
-        cute.arch.fence_acq_rel_gpu()
-        self.meet()
-        place, word = counters.iterator + counter, self.shared_word
-        if self.thread == 0:
+    def merge_items(self, partials: cute.Tensor, sums: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
+        """The tiles whose last partial this CTA keeps."""
+        number = Int32(0)
+        last = self.wait_for_item(number)
+        while last > 0:
+            item = self.read_item(number)
+            cute.arch.mbarrier_wait(self.kept + number % ITEM_SLOTS, number // ITEM_SLOTS % 2)
+            self.release_item(number)
+            rows = self.rows_of_item(item)
+            _, splits = self.splits_of_item(item)
+            if splits > 1:
+                tiles = cute.ceil_div(item.queries * self.group, WARPGROUP_ROWS)
+                # Tiles of sequences before: at most one each is not full
+                before = (rows.dense * self.len_dense + item.first_query) * self.group // WARPGROUP_ROWS + item.sequence
+                if self.is_last(before * self.pairs + item.pair * tiles + item.tile, splits):
+                    self.merge(partials, sums, rows, splits, out, lse)
+            number += 1
+            last = self.wait_for_item(number)
+
+    @cute.jit
+    def is_last(self, tile: Int32, splits: Int32):
+        """Whether the other splits of the tile are in the workspace; then its counter is 0 again."""
+        self.meet_to_merge()  # all have read the word of the tile before
+        place, word = self.counters.iterator + (1 + tile), self.shared_word
+        if self.thread % MERGERS == 0:
+            cute.arch.fence_acq_rel_gpu()  # of what others of this CTA wrote, too, which was waited for
             before = cute.arch.atomic_add(place, Int32(1), sem="acq_rel", scope="gpu")
             if before == splits - 1:
                 place[0] = Int32(0)
             word[0] = before
-        self.meet()
+        self.meet_to_merge()
         cute.arch.fence_acq_rel_gpu()
         return word[0] == splits - 1
 
@@ -115,14 +141,14 @@ class DecodeEpilogue(DecodeItems, Products):
         out: cute.Tensor,
         lse: cute.Tensor,
     ):
-        """The splits of a tile, ascending; a thread has four numbers of a row."""
+        """The splits of a tile, ascending; a thread has ``VECTOR`` numbers of a row."""
         vectors = self.head_size_v // VECTOR
         first = rows.tile * WARPGROUP_ROWS
         number_of_rows = cutlass.min(rows.queries * self.group - first, WARPGROUP_ROWS)
         merged, found = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
         rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
         both = cute.make_rmem_tensor((PAIR,), Float32)
-        for number in cutlass.range(self.thread, number_of_rows * vectors, WARPGROUP, unroll=1):
+        for number in cutlass.range(self.thread % MERGERS, number_of_rows * vectors, MERGERS, unroll=1):
             row, column = number // vectors, number % vectors
             maximum, total = Float32(-math.inf), Float32(0.0)
             merged.fill(0.0)
@@ -231,5 +257,9 @@ class DecodeEpilogue(DecodeItems, Products):
             cute.arch.mbarrier_arrive(self.empty + slot)
 
     def meet(self):
-        """A barrier of the warpgroup."""
+        """A barrier of the warpgroup that computes."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=WARPGROUP)
+
+    def meet_to_merge(self):
+        """A barrier of the warps that merge."""
+        cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=MERGERS)

@@ -1,6 +1,7 @@
-"""Items of work over a cache: which there are follows from the lengths on the device; a CTA takes them in turn.
+"""Items of work over a cache: which there are follows from the lengths on the device.
 
-An item is a tile of 64 rows of a sequence and a split of its keys (``sequential``: all its splits).
+An item is a tile of 64 rows of a sequence and a split of its keys (``sequential``: all its splits). A CTA's first one
+has the CTA's number; then its warp that loads takes tickets, and tells the others which item it loads.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,30 @@ from cutlass import Int32, const_expr
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_threads import WARP_SIZE, sum_to_lane
+
+ITEM_SLOTS = 4  # items of a CTA that are loaded, computed or merged
+
+
+class Item(NamedTuple):
+    """An item of work.
+
+    Attributes:
+        sequence, pair, tile: the pair is a head of keys and values; the tile is one of the sequence's.
+        first_query, queries, keys: of the sequence, the first query in its tensor.
+        tile_first, tile_last: blocks that the tile's rows see, from and to.
+        first, last: those of the item. It has none if it is of a split that its tile does not see.
+    """
+
+    sequence: Int32
+    pair: Int32
+    tile: Int32
+    first_query: Int32
+    queries: Int32
+    keys: Int32
+    tile_first: Int32
+    tile_last: Int32
+    first: Int32
+    last: Int32
 
 
 class Rows(NamedTuple):
@@ -37,7 +62,8 @@ class DecodeItems:
     """A part of a kernel over a cache.
 
     It has ``packed``, ``sequential``, ``block``, ``split_blocks``, and of a call ``cache_seqlens``, ``cu_seqlens_q``,
-    ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``, ``pairs``, ``lane``.
+    ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``, ``pairs``, ``lane``,
+    ``counters``, ``bidx``, ``grid``; in shared memory ``sItems``, ``item_full``, ``item_empty``.
     """
 
     def rows_of(self, sequence: Int32) -> tuple:
@@ -84,10 +110,7 @@ class DecodeItems:
 
     @cute.jit
     def item_at(self, item: Int32):
-        """(Sequence, pair, tile, first query, queries, keys, blocks of the tile from and to, of the item from and to).
-
-        An item without blocks is of a split that its tile does not see.
-        """
+        """The fields of an ``Item``."""
         sequence, number, _ = self.locate(item)
         first_query, queries, keys = self.rows_of(sequence)
         first_split, _ = self.splits_of(queries, keys)
@@ -107,3 +130,65 @@ class DecodeItems:
         last_row = cutlass.min((tile + 1) * WARPGROUP_ROWS, queries * self.group) - 1
         before = keys - queries
         return tile * WARPGROUP_ROWS // self.group + before, last_row // self.group + before
+
+    # ---- tickets
+
+    @cute.jit
+    def draw(self):
+        """A ticket, of one lane: what follows does not wait for it."""
+        ticket = Int32(0)
+        if self.lane == 0:
+            ticket = cute.arch.atomic_add(self.counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return ticket
+
+    @cute.jit
+    def item_of(self, ticket: Int32, items: Int32):
+        """Which item a ticket stands for.
+
+        A CTA that had an item draws until there is none: as many tickets as items. The last one leaves 0.
+        """
+        tickets = self.counters
+        if (self.lane == 0) & (ticket == items - 1):
+            tickets[0] = Int32(0)
+        return self.grid + cute.arch.shuffle_sync(ticket, offset=0)
+
+    # ---- from the warp that loads to the others
+
+    @cute.jit
+    def publish(self, item: Item, number: Int32):
+        """The CTA's ``number``-th item; one without blocks ends them."""
+        slot, phase, shared = number % ITEM_SLOTS, number // ITEM_SLOTS % 2, self.sItems
+        cute.arch.mbarrier_wait(self.item_empty + slot, phase ^ 1)
+        if self.lane == 0:
+            for i in cutlass.range_constexpr(len(item)):
+                shared[i, slot] = item[i]
+            cute.arch.mbarrier_arrive(self.item_full + slot)
+
+    @cute.jit
+    def wait_for_item(self, number: Int32):
+        """The last block of the CTA's ``number``-th item, 0 if there is none."""
+        slot, phase = number % ITEM_SLOTS, number // ITEM_SLOTS % 2
+        cute.arch.mbarrier_wait(self.item_full + slot, phase)
+        return self.sItems[len(Item._fields) - 1, slot]
+
+    def read_item(self, number: Int32) -> Item:
+        """One that was waited for."""
+        return Item(*(self.sItems[i, number % ITEM_SLOTS] for i in range(len(Item._fields))))
+
+    @cute.jit
+    def release_item(self, number: Int32):
+        """This warp has read it."""
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(self.item_empty + number % ITEM_SLOTS)
+
+    def rows_of_item(self, item: Item) -> Rows:
+        dense = Int32(0) if const_expr(self.packed) else item.sequence
+        row_id = (item.pair * self.queries + dense * self.len_dense + item.first_query) * self.group
+        row_id += item.tile * WARPGROUP_ROWS
+        return Rows(item.tile, item.queries, item.keys, item.pair, dense, item.first_query, row_id)
+
+    def splits_of_item(self, item: Item) -> tuple:
+        """(Which of the tile's splits it is, how many the tile has)"""
+        first = item.tile_first // self.split_blocks
+        return item.first // self.split_blocks - first, cute.ceil_div(item.tile_last, self.split_blocks) - first

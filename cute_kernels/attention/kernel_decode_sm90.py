@@ -1,13 +1,15 @@
 """Attention over a cache for SM90: few rows of queries a sequence, many keys, contiguous or in pages.
 
 A row is (query, head of the group that shares keys), the head fastest; a tile has 64 of them. An item of work is a
-tile and a split of its keys (``sequential``: all its splits). A CTA takes items in turn; which there are follows from
-the lengths on the device. One warp loads, one warpgroup computes.
+tile and a split of its keys (``sequential``: all its splits). Which there are follows from the lengths on the device;
+a CTA takes a ticket for its next one when it has nearly loaded the one before. One warp loads blocks, one queries, a
+warpgroup computes, two warps merge: each goes on to the next item when its part of this one is done.
 
-    gmem q --threads--> sQ                                             \\
+    item --warp that loads--> sItems (full / empty)                    --> all
+    gmem q --warp--> sQ, one item ahead (full / empty)                 \\
     gmem k, v --TMA--> ring of blocks, k one block ahead (full / empty) --wgmma--> O in registers
     O of a tile's only split --> gmem out
-    O, m, l of one of many   --> gmem workspace; the last CTA of the tile merges them --> gmem out
+    O, m, l of one of many   --> gmem workspace (kept); the last CTA of the tile merges them --> gmem out
 
 The contract ``kv_grid``: kernel_row.py has its arithmetic; here are the products and the order, which are those of the
 forward. Splits are merged by their index, whichever CTA is last. Keys behind a sequence's last do not exist: their
@@ -27,6 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.attention.config import (
     COLUMNS,
+    QUERY_STAGES,
     WARPGROUP_ROWS,
     DecodeConfig,
     DecodeSpec,
@@ -35,7 +38,7 @@ from cute_kernels.attention.config import (
     width_of,
 )
 from cute_kernels.attention.kernel_decode_epilogue import DecodeEpilogue
-from cute_kernels.attention.kernel_decode_items import Rows
+from cute_kernels.attention.kernel_decode_items import ITEM_SLOTS, Item, Rows
 from cute_kernels.attention.kernel_decode_producer import DecodeProducer
 from cute_kernels.attention.kernel_matrices import by_rows
 from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, quad_sum, reset, softmax_step
@@ -43,8 +46,8 @@ from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
 
-# Registers of a thread that loads, that computes, where two CTAs of 256 threads share 65536
-REGISTERS = (32, 224)
+COMPUTE_WARPS = WARPGROUP // WARP_SIZE
+LOAD_WARP, QUERY_WARP = COMPUTE_WARPS, COMPUTE_WARPS + 1  # the last two merge
 
 
 class DecodeSm90(DecodeProducer, DecodeEpilogue):
@@ -59,9 +62,9 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self.split_blocks = split // self.block
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
-        self.ctas_per_sm, self.sequential = config.ctas_per_sm, config.sequential
+        self.sequential, self.few_rows = config.sequential, config.few_rows
         self.thread_rows = 1 if config.few_rows else ROWS
-        self.stages = decode_slots(spec.head_size, spec.head_size_v, config)
+        self.stages = decode_slots(spec.head_size, spec.head_size_v)
         self.slot_size = self.block * max(self.width, self.width_v)
 
     @cute.jit
@@ -98,7 +101,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[2 * WARPGROUP, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
+            min_blocks_per_mp=1,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
@@ -109,7 +112,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         kinds = warpgroup.SmemLayoutAtomKind
         along, across = (warpgroup.make_smem_layout_atom(k, self.dtype) for k in (kinds.K_SW128, kinds.MN_SW128))
         return (
-            cute.tile_to_shape(along, (WARPGROUP_ROWS, self.width), order=(0, 1)),
+            cute.tile_to_shape(along, (WARPGROUP_ROWS, self.width, QUERY_STAGES), order=(0, 1, 2)),
             cute.tile_to_shape(along, (self.block, self.width), order=(0, 1)),
             cute.tile_to_shape(across, (self.width_v, self.block), order=(1, 0)),
             cute.tile_to_shape(along, (self.box_rows, COLUMNS), order=(0, 1)),
@@ -153,34 +156,44 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         if tidx == 0:
             for slot in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(self.full + slot, 1)
-                cute.arch.mbarrier_init(self.empty + slot, WARPGROUP // WARP_SIZE)
+                cute.arch.mbarrier_init(self.empty + slot, COMPUTE_WARPS)
+            for slot in cutlass.range_constexpr(ITEM_SLOTS):
+                readers = COMPUTE_WARPS + (1 if self.sequential else 3)  # queries, two that merge
+                cute.arch.mbarrier_init(self.item_full + slot, 1)
+                cute.arch.mbarrier_init(self.item_empty + slot, readers)
+                cute.arch.mbarrier_init(self.kept + slot, WARPGROUP)
+            for stage in cutlass.range_constexpr(QUERY_STAGES):
+                cute.arch.mbarrier_init(self.q_full + stage, WARP_SIZE)
+                cute.arch.mbarrier_init(self.q_empty + stage, COMPUTE_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier()
 
-        self.lane, self.bidx, self.grid = cute.arch.lane_idx(), bidx, grid
+        self.lane, self.bidx, self.grid, self.counters = cute.arch.lane_idx(), bidx, grid, counters
         self.cache_seqlens, self.page_table, self.cu_seqlens_q = cache_seqlens, page_table, cu_seqlens_q
         self.left, self.right, self.appended, self.max_seqlen_k = left, right, appended, max_seqlen_k
-        self.batch, self.len_dense = cache_seqlens.shape[0], q.shape[1]
+        self.batch, self.len_dense, self.queries = cache_seqlens.shape[0], q.shape[1], q.shape[0] * q.shape[1]
         self.heads, self.pairs = q.shape[2], mK.shape[2]
         self.group = self.heads // self.pairs
         self.num_pages, self.page_size = mK.shape[3], mK.shape[0]
         self.before_tanh, self.score_scale, self.sinks, self.thread = before_tanh, score_scale, sinks, tidx
-        if warp < WARPGROUP // WARP_SIZE:
-            if const_expr(self.ctas_per_sm > 1):
-                cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.compute(qk_mma, pv_mma, q, out, lse, partials, sums, counters)
+        if warp < COMPUTE_WARPS:
+            self.compute(qk_mma, pv_mma, out, lse, partials, sums)
             if const_expr(self.packed):
                 self.clear_rows(out, lse)
-        else:
-            if const_expr(self.ctas_per_sm > 1):
-                cute.arch.setmaxregister_decrease(REGISTERS[0])
-            if warp == WARPGROUP // WARP_SIZE:
-                self.load(tma_k, mK, tma_v, mV)
+        elif warp == LOAD_WARP:
+            self.load(tma_k, mK, tma_v, mV)
+        elif warp == QUERY_WARP:
+            self.load_queries(q)
+        elif const_expr(not self.sequential):
+            self.merge_items(partials, sums, out, lse)
 
     def allocate(self, smem):
-        """Barriers, a word for all threads, q, the ring."""
+        """Barriers, items, a word for all threads that merge, q, the ring."""
         self.full, self.empty = (smem.allocate_array(Int64, self.stages) for _ in range(2))
+        self.q_full, self.q_empty = (smem.allocate_array(Int64, QUERY_STAGES) for _ in range(2))
+        self.item_full, self.item_empty, self.kept = (smem.allocate_array(Int64, ITEM_SLOTS) for _ in range(3))
+        self.sItems = smem.allocate_tensor(Int32, cute.make_layout((len(Item._fields), ITEM_SLOTS)), byte_alignment=8)
         self.shared_word = smem.allocate_array(Int32, 1)
         q_layout, k_layout, v_layout, box_layout = self.layouts()
         self.sQ = smem.allocate_tensor(self.dtype, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner)
@@ -205,77 +218,51 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self,
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        q: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
         partials: cute.Tensor,
         sums: cute.Tensor,
-        counters: cute.Tensor,
     ):
+        """The blocks of each item, in ascending order."""
         tensors, state = self.set_up(qk_mma, pv_mma, self.width_v)
         output, _ = tensors
         merged = tuple(per_row() for _ in range(2))  # (M, L)
 
-        count = Int32(0)
-        _, _, items = self.locate(Int32(0))
-        for item in cutlass.range(self.bidx, items, self.grid, unroll=1):
-            sequence, pair, tile, first_query, queries, keys, tile_first, tile_last, first, last = self.item_at(item)
-            if first < last:
-                dense = Int32(0) if const_expr(self.packed) else sequence
-                place = dense * self.len_dense + first_query
-                row_id = (pair * (q.shape[0] * q.shape[1]) + place) * self.group + tile * WARPGROUP_ROWS
-                rows = Rows(tile, queries, keys, pair, dense, first_query, row_id)
-                self.load_queries(q, rows)
-                first_split = tile_first // self.split_blocks
-                splits = cute.ceil_div(tile_last, self.split_blocks) - first_split
+        count, number = Int32(0), Int32(0)
+        last_block = self.wait_for_item(number)
+        while last_block > 0:
+            item = self.read_item(number)
+            self.release_item(number)
+            rows, first, last = self.rows_of_item(item), item.first, item.last
+            split, splits = self.splits_of_item(item)
+            stage = number % QUERY_STAGES
+            cute.arch.mbarrier_wait(self.q_full + stage, number // QUERY_STAGES % 2)
 
-                self.first_block(tensors, state, rows, first, count)
-                start = count - 2 * first - 1  # of a block's number in the ring
-                if const_expr(self.sequential):
-                    self.walk(tensors, state, merged, partials, rows, first, last, start)
-                else:
-                    for n in cutlass.range(first + 1, last, unroll=1):
-                        self.next_block(tensors, state, rows, n, start + 2 * n)
-                count += 2 * (last - first)
-                self.last_values(tensors, rows, last, count - 1)
-                for r in cutlass.range_constexpr(ROWS):
-                    state[1][r] = quad_sum(state[1][r])
-                if const_expr(self.sequential):
-                    if splits > 1:
-                        self.merge_last(output, state, merged, partials, rows)
+            self.first_block(tensors, state, rows, stage, first, count)
+            start = count - 2 * first - 1  # of a block's number in the ring
+            if const_expr(self.sequential):
+                self.walk(tensors, state, merged, partials, rows, stage, first, last, start)
+            else:
+                for n in cutlass.range(first + 1, last, unroll=1):
+                    self.next_block(tensors, state, rows, stage, n, start + 2 * n)
+            count += 2 * (last - first)
+            if self.lane == 0:
+                cute.arch.mbarrier_arrive(self.q_empty + stage)
+            self.last_values(tensors, rows, last, count - 1)
+            for r in cutlass.range_constexpr(ROWS):
+                state[1][r] = quad_sum(state[1][r])
+            if const_expr(self.sequential):
+                if splits > 1:
+                    self.merge_last(output, state, merged, partials, rows)
+                self.write(output, state, out, lse, rows)
+            else:
+                if splits == 1:
                     self.write(output, state, out, lse, rows)
                 else:
-                    if splits == 1:
-                        self.write(output, state, out, lse, rows)
-                    else:
-                        split = first // self.split_blocks - first_split
-                        self.keep_partial(output, state, partials, sums, rows, split)
-                        tiles = cute.ceil_div(queries * self.group, WARPGROUP_ROWS)
-                        # Tiles of sequences before: at most one each is not full
-                        before = place * self.group // WARPGROUP_ROWS + sequence
-                        if self.is_last(counters, before * self.pairs + pair * tiles + tile, splits):
-                            self.merge(partials, sums, rows, splits, out, lse)
-
-    @cute.jit
-    def load_queries(self, q: cute.Tensor, rows: Rows):
-        """The rows of a tile; those that do not exist are 0."""
-        self.meet()  # all have read the tile before
-        vectors = self.width // 8
-        vector = cute.make_rmem_tensor((8,), self.dtype)
-        for i in cutlass.range_constexpr(WARPGROUP_ROWS * vectors // WARPGROUP):
-            number = self.thread + i * WARPGROUP
-            row, column = number // vectors, number % vectors
-            token, head = (
-                (rows.tile * WARPGROUP_ROWS + row) // self.group,
-                (rows.tile * WARPGROUP_ROWS + row) % self.group,
-            )
-            vector.fill(0.0)
-            if token < rows.queries and column < self.head_size // 8:
-                line = q[rows.dense, rows.first_query + token, rows.pair * self.group + head, None]
-                cute.autovec_copy(cute.local_tile(line, (8,), (column,)), vector)
-            cute.autovec_copy(vector, cute.local_tile(self.sQ, (1, 8), (row, column))[0, None])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.meet()
+                    self.keep_partial(output, state, partials, sums, rows, split)
+                cute.arch.mbarrier_arrive(self.kept + number % ITEM_SLOTS)
+            number += 1
+            last_block = self.wait_for_item(number)
 
     def sees_all(self, rows: Rows, n: Int32):
         """Whether every row of the tile sees every key of a block."""
@@ -284,13 +271,13 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         return (n * self.block >= last - self.left) & ((n + 1) * self.block <= seen + 1)
 
     @cute.jit
-    def first_block(self, tensors: tuple, state: tuple, rows: Rows, n: Int32, count: Int32):
+    def first_block(self, tensors: tuple, state: tuple, rows: Rows, stage: Int32, n: Int32, count: Int32):
         """Scores and p of an item's first block."""
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
         slot, phase = self.place_in_ring(count)
         cute.arch.mbarrier_wait(self.full + slot, phase)
         warpgroup.fence()
-        self.score(scores, slot)
+        self.score(scores, slot, stage)
         warpgroup.wait_group(0)
         self.release(slot)
         self.mask(scores, rows, n)
@@ -304,6 +291,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         merged: tuple,
         partials: cute.Tensor,
         rows: Rows,
+        stage: Int32,
         first: Int32,
         last: Int32,
         start: Int32,
@@ -314,15 +302,17 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
             begin = cutlass.max(split * self.split_blocks, first) + 1
             end = cutlass.min((split + 1) * self.split_blocks, last)
             for n in cutlass.range(begin, end, unroll=1):
-                self.next_block(tensors, state, rows, n, start + 2 * n)
+                self.next_block(tensors, state, rows, stage, n, start + 2 * n)
             if end < last:
-                self.border_block(tensors, state, merged, partials, rows, end, start + 2 * end, split == first_split)
+                self.border_block(
+                    tensors, state, merged, partials, rows, stage, end, start + 2 * end, split == first_split
+                )
 
     @cute.jit
-    def next_block(self, tensors: tuple, state: tuple, rows: Rows, n: Int32, count: Int32):
+    def next_block(self, tensors: tuple, state: tuple, rows: Rows, stage: Int32, n: Int32, count: Int32):
         """Scores and p of block ``n`` beside the product of block n - 1 with the values."""
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
-        v_slot = self.issue_products(tensors, scores, count)
+        v_slot = self.issue_products(tensors, scores, stage, count)
         self.mask(scores, rows, n)
         self.weigh(tensors, state, scores)
         self.release(v_slot)
@@ -336,6 +326,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         merged: tuple,
         partials: cute.Tensor,
         rows: Rows,
+        stage: Int32,
         n: Int32,
         count: Int32,
         is_first: Boolean,
@@ -347,7 +338,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         output, weights = tensors
         maximum, total, rescale = state
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
-        v_slot = self.issue_products(tensors, scores, count)
+        v_slot = self.issue_products(tensors, scores, stage, count)
         ended_maximum, ended_total = per_row(), per_row()
         for r in cutlass.range_constexpr(ROWS):
             ended_maximum[r], ended_total[r] = maximum[r], total[r]
@@ -359,13 +350,13 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self.round_weights(scores, weights)
 
     @cute.jit
-    def issue_products(self, tensors: tuple, scores: cute.Tensor, count: Int32):
+    def issue_products(self, tensors: tuple, scores: cute.Tensor, stage: Int32, count: Int32):
         """A block's with q, which is waited for, and the block's before with p, which is not. Returns its v's slot."""
         k_slot, k_phase = self.place_in_ring(count)
         v_slot, v_phase = self.place_in_ring(count + 1)
         cute.arch.mbarrier_wait(self.full + k_slot, k_phase)
         warpgroup.fence()
-        self.score(scores, k_slot)
+        self.score(scores, k_slot, stage)
         cute.arch.mbarrier_wait(self.full + v_slot, v_phase)
         self.add_values(tensors, v_slot)
         warpgroup.wait_group(1)
@@ -417,8 +408,8 @@ def decode_sm90(arch: str, spec: DecodeSpec, config: DecodeConfig) -> Program:
     ones where ``appended`` is 1, at most ``max_seqlen_k``. A row sees ``left`` keys before its place and ``right``
     behind it. ``sinks``: (H,). ``before_tanh``, ``score_scale``: see ``score_factors``.
 
-    Workspace: ``partials`` (splits, B Lq H, Dv) and ``sums`` (splits, B Lq H, 2); ``counters``: a number for each tile,
-    which are 0, and are 0 again afterwards.
+    Workspace: ``partials`` (splits, B Lq H, Dv) and ``sums`` (splits, B Lq H, 2); ``counters``: tickets, and a number
+    for each tile, which are 0, and are 0 again afterwards.
     """
     dtype, d, dv = cutlass_dtype(spec.dtype), spec.head_size, spec.head_size_v
     q_batch, sequences, len_q, capacity, pages, heads, pairs = (cute.sym_int() for _ in range(7))

@@ -131,7 +131,7 @@ def decode_sm90(
         assert sums.shape[:2] == partials.shape[:2]
     group = q.shape[2] // k_cache.shape[2]
     tiles = [math.ceil(n * group / 64) for n in queries.tolist()]
-    assert counters.shape[0] >= sum(tiles) * k_cache.shape[2] and not counters.any()
+    assert counters.shape[0] > sum(tiles) * k_cache.shape[2] and not counters.any()
     scale, softcap = score_scale / LOG2E, 0.0
     if spec.softcap:
         scale, softcap = before_tanh * scale, scale

@@ -168,8 +168,8 @@ def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch | 
         config,
         (*workspace, dv),
         (*workspace, 2),
-        (rows // WARPGROUP_ROWS + sequences) * pairs,
-        max(min(items, config.ctas_per_sm * target.num_sms), 1),
+        1 + (rows // WARPGROUP_ROWS + sequences) * pairs,
+        max(min(items, target.num_sms), 1),
     )
 
 
