@@ -1,15 +1,21 @@
-"""attention forward beside torch's attention (cuDNN and flash) and flash-attn-4.
+"""attention forward beside torch's attention (cuDNN, flash, flex_attention), flash-attn-3 and flash-attn-4.
 
     python -m bench.bench_attention                                       every case, results printed
     python -m bench.bench_attention --filter '8192x.*causal' --reps 30    cases whose name matches
     python -m bench.bench_attention --save                                and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_attention --list                                the names of the cases
 
+Parts, for runs that are cut short, as filters: 'x64\\..*(causal|full)|mm', '(?<!192)x128\\..*causal|mm',
+'x128\\..*full|mm', 'x256\\.|mm', 'x192x|x96\\.|x80\\.|packed|window|mm'.
+
 A case's name is op.direction.shape.dtype.variant, like attention.fwd.2x8192x32x8x128.bfloat16.causal. The shape is
 batch x length x query heads x heads of keys and values x head size (x that of v). Variants: causal, full, a window of
 128 keys with sinks, one of 4096, packed sequences of 17 to 8192 tokens. ``torch`` is torch's attention with cuDNN, of
-windows and packed sequences its flex_attention; ``torch_flash`` is torch's with its flash backend, ``flash_attn_4`` is
-``flash_attn.cute``. The TFLOP/s of each provider are below the table, of the products that the mask leaves.
+windows and packed sequences its flex_attention, which is ``torch_flex`` for other masks; ``torch_flash`` is torch's
+with its flash backend, ``flash_attn_3`` is ``flash_attn_interface``, ``flash_attn_4`` is ``flash_attn.cute``.
+``one_split`` is our kernel with splits that no sequence ends: their price. The case mm is a product of 8192 cubed: the
+limit. The TFLOP/s of each provider are below the table, of the products that the mask leaves, and their share of it.
+``torch_flex`` compiles for each shape: it is measured if --providers names it.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +38,11 @@ from bench import forward_backward, harness
 from bench.forward_backward import Calls
 from cute_kernels import attention
 from cute_kernels.attention import reference
+from cute_kernels.attention.config import ForwardSpec, Grid, forward_config, grid_for, kernel_sizes
+from cute_kernels.attention.launch.forward import ForwardLaunch
+from cute_kernels.runtime.targets import target_of
 from jit_cache import command
+from jit_cache import compile as jit_compile
 
 TOKENS, WIDTH = 16384, 2048  # of a batch; of all heads
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -41,6 +52,7 @@ WINDOWS = {"window128_sinks": 128, "window4096": 4096}  # variant -> keys before
 # Batch, length, heads, heads of keys, head size, variant: no power of two, groups of 3, a head size that is padded
 OTHERS = ((3, 5000, 12, 4, 128, "causal"), (7, 1500, 20, 20, 64, "full"), (2, 6000, 15, 5, 80, "causal"))
 PACKED = "packed"  # a variant: causal, sequences of 17 to 8192 tokens
+NO_SPLIT = 1 << 20  # keys of a split that no sequence here ends
 CHECKED_ROWS = 32  # of each sequence: fp64 scores of all rows of 16384 tokens would be 34 GB
 
 
@@ -128,6 +140,35 @@ def attentions(quick: bool = False) -> list[Attention]:
         cases += [Attention(4, 4096, 16, 16, 96, variant) for variant in ("causal", "full")]
         cases += [Attention(1, TOKENS, 32, 8, 128, "window4096"), *(Attention(*other) for other in OTHERS)]
     return cases
+
+
+@dataclass(frozen=True)
+class Product:
+    """A square matrix product by cuBLAS, which attention's products are compared with."""
+
+    size: int = 8192
+    dtype: torch.dtype = torch.bfloat16
+    directions: tuple[str, ...] = ("fwd",)
+
+    def case(self, direction: str) -> harness.Case:
+        n = self.size
+        dtype = str(self.dtype).removeprefix("torch.")
+        bytes, flops = 3 * n * n * self.dtype.itemsize, 2 * n**3
+        return harness.Case("attention", "mm", direction, f"{n}x{n}x{n}", dtype, "limit", bytes, flops)
+
+    def measure(self, device: harness.Device, **options: Any) -> list[harness.Measurement]:
+        generator = torch.Generator(device.name).manual_seed(0)
+        a, b = (
+            torch.randn(self.size, self.size, generator=generator, device=device.name, dtype=self.dtype)
+            for _ in range(2)
+        )
+        makers = {"torch": lambda: lambda: (a @ b,)}
+        truth = {"out": a[:CHECKED_ROWS].double() @ b.double()}
+        return [harness.measure(self.case("fwd"), makers, truth, device, sample=lambda t: t[:CHECKED_ROWS], **options)]
+
+
+def every_case(quick: bool = False) -> list[Attention | Product]:
+    return [Product(), *attentions(quick)]
 
 
 @dataclass(frozen=True)
@@ -225,7 +266,7 @@ def _flex(case: Attention, inputs: Inputs) -> Calls:
         inside = (j <= i) & (i - j < width)
         return inside if number is None else inside & (number[i] == number[j])
 
-    block_mask = create_block_mask(seen, None, None, length, length, device=device.type)
+    block_mask = create_block_mask(seen, None, None, length, length, device=device.type) if case.causal else None
     flex = torch.compile(flex_attention) if inputs.q.is_cuda else flex_attention
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -242,21 +283,72 @@ def _flex(case: Attention, inputs: Inputs) -> Calls:
     return _calls(call, inputs)
 
 
+def _torch_flex(case: Attention, inputs: Inputs) -> Calls | None:
+    """Where ``torch`` is not the same."""
+    return _flex(case, inputs) if case.variant in ("causal", "full") else None
+
+
 def _torch_flash(case: Attention, inputs: Inputs) -> Calls | None:
     return _sdpa(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
-def _flash_attn_4(case: Attention, inputs: Inputs, deterministic: bool = False) -> Calls:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+@functools.cache
+def with_split(spec: ForwardSpec, split: int) -> ForwardLaunch:
+    """Our forward with splits of so many keys: another grid, so other bits. It is in no other cache."""
+    from cute_kernels.attention import kernel_forward_sm90
 
+    config = forward_config(spec)
+    with mock.patch.object(kernel_forward_sm90, "grid_for", lambda *sizes: Grid(grid_for(*sizes).block, split)):
+        program = kernel_forward_sm90.forward_sm90.build("sm_90a", spec, config)
+        data, _ = jit_compile._compile_program(program, "sm_90a")
+    return ForwardLaunch(jit_compile._load_object(data), spec, config, target_of(0).num_sms)
+
+
+def spec_of_one_split(case: Attention) -> ForwardSpec | None:
+    """Of cases with several splits, whose masks need no other tensor."""
+    d, dv = case.sizes
+    plain = case.variant in ("causal", "full") and kernel_sizes(d, dv) == (d, dv)
+    return ForwardSpec(case.dtype, d, case.causal, dv) if plain and case.length > grid_for(d, dv).split else None
+
+
+def _one_split(case: Attention, inputs: Inputs) -> Calls | None:
+    spec = spec_of_one_split(case)
+    if spec is None:
+        return None
+    launch, scale = with_split(spec, NO_SPLIT), case.head_size**-0.5
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        launch.run(q, k, v, out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32), scale)
+        return out
+
+    return _calls(call, inputs)
+
+
+def _flash_attn_3(case: Attention, inputs: Inputs) -> Calls | None:
+    """It has no sinks."""
+    if inputs.sinks is not None:
+        return None
+    import flash_attn_interface
+
+    return _flash_attn(case, inputs, flash_attn_interface)
+
+
+def _flash_attn_4(case: Attention, inputs: Inputs, deterministic: bool = False) -> Calls:
+    import flash_attn.cute
+
+    return _flash_attn(case, inputs, flash_attn.cute, deterministic)
+
+
+def _flash_attn(case: Attention, inputs: Inputs, package: Any, deterministic: bool = False) -> Calls:
     options: dict[str, Any] = {"causal": case.causal and case.window is None, "deterministic": deterministic}
     if case.window is not None:
         options["window_size"] = case.window
     if inputs.sinks is not None:
         options["learnable_sink"] = inputs.sinks.to(case.dtype)
-    function = flash_attn_func
+    function = package.flash_attn_func
     if inputs.starts is not None:
-        function, longest = flash_attn_varlen_func, max(case.lengths)
+        function, longest = package.flash_attn_varlen_func, max(case.lengths)
         options |= {"cu_seqlens_q": inputs.starts, "cu_seqlens_k": inputs.starts}
         options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
@@ -271,12 +363,21 @@ PROVIDERS: dict[str, Callable[[Attention, Inputs], Calls | None]] = {
     "cute_kernels": _cute_kernels,
     "torch": _torch,
     "torch_flash": _torch_flash,
+    "torch_flex": _torch_flex,
+    "flash_attn_3": _flash_attn_3,
     "flash_attn_4": _flash_attn_4,
+    "one_split": _one_split,
 }
-PACKAGES = {"flash_attn_4": ("flash_attn.cute",)}  # what a provider imports, where it is not torch
+DEFAULTS = tuple(name for name in PROVIDERS if name != "torch_flex")
+# What a provider imports, where it is not torch
+PACKAGES = {"flash_attn_3": ("flash_attn_interface",), "flash_attn_4": ("flash_attn.cute",)}
 
 
-def compile_own_kernels(cases: Iterable[Attention], device: harness.Device) -> None:
+def compile_own_kernels(
+    cases: Iterable[Attention | Product], device: harness.Device, providers: Sequence[str] = ()
+) -> None:
+    cases = [case for case in cases if isinstance(case, Attention)]
+
     def few(case: Attention) -> Inputs:
         inputs = make_inputs(case, device.name)
         if case.variant == PACKED:
@@ -284,12 +385,21 @@ def compile_own_kernels(cases: Iterable[Attention], device: harness.Device) -> N
         return replace(inputs, **{name: getattr(inputs, name)[:1] for name in ("q", "k", "v")})
 
     forward_backward.compile_kernels(lambda case: _cute_kernels(case, few(case)), cases, device)
+    for spec in dict.fromkeys(map(spec_of_one_split, cases)) if "one_split" in providers else ():
+        if spec is not None:
+            with_split(spec, NO_SPLIT)
 
 
 def measure_attention(
-    case: Attention, directions: Sequence[str], providers: Sequence[str], device: harness.Device, **options: Any
+    case: Attention | Product,
+    directions: Sequence[str],
+    providers: Sequence[str],
+    device: harness.Device,
+    **options: Any,
 ) -> list[harness.Measurement]:
     """One measurement for each direction."""
+    if isinstance(case, Product):
+        return case.measure(device, **options)
     inputs = make_inputs(case, device.name)
     calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
     truth = fp64_truth(case, inputs)
@@ -298,30 +408,38 @@ def measure_attention(
     )
 
 
-def run(cases: Sequence[Attention], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
+def run(cases: Sequence[Attention | Product], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases."""
+    compile_own = functools.partial(compile_own_kernels, providers=providers)
     return forward_backward.run(
-        cases, measure_attention, providers, packages=PACKAGES, compile_own_kernels=compile_own_kernels, **settings
+        cases, measure_attention, providers, packages=PACKAGES, compile_own_kernels=compile_own, **settings
     )
 
 
 def print_rates(measurements: Sequence[harness.Measurement]) -> None:
-    """TFLOP/s of each provider."""
+    """TFLOP/s of each provider, and their share of those of a product, if one was measured."""
+
+    def rate(m: harness.Measurement, result: harness.Result) -> float:
+        return m.case.flops / result.us / 1e6
+
+    limit = max((rate(m, m.results["torch"]) for m in measurements if m.case.op == "mm" and m.results), default=None)
     for m in measurements:
-        rates = (f"{provider} {m.case.flops / result.us / 1e6:.0f}" for provider, result in m.results.items())
-        print(f"{m.case.name}: {', '.join(rates)} TFLOP/s")
+        rates = {provider: rate(m, result) for provider, result in m.results.items()}
+        shares = {provider: f" ({found / limit:.2f})" if limit else "" for provider, found in rates.items()}
+        listed = (f"{provider} {found:.0f}{shares[provider]}" for provider, found in rates.items())
+        print(f"{m.case.name}: {', '.join(listed)} TFLOP/s")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
-        return forward_backward.names(attentions(quick))
+        return forward_backward.names(every_case(quick))
 
     options = harness.parse(
-        "attention", __doc__.splitlines()[0], "length 8192", tuple(PROVIDERS), PROVIDERS, names, arguments
+        "attention", __doc__.splitlines()[0], "length 8192", tuple(PROVIDERS), DEFAULTS, names, arguments
     )
     if isinstance(options, int):
         return options
-    measurements = run(attentions(options.quick), options.providers, **options.settings)
+    measurements = run(every_case(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
     print_rates(measurements)
     return harness.exit_status(measurements)

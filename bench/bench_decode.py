@@ -5,6 +5,9 @@
     python -m bench.bench_decode --save                          and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_decode --list                          the names of the cases
 
+Parts, for runs that are cut short, as filters: 'x(1024|4096)x32x8x128', 'x8192x32x8x128', 'decode.*x32768x32x8x128',
+'x131072x32x8x128|prefill|append', 'x8x1x128', 'x64x8x64', 'decode.*(x40x8|x28x4)'.
+
 A case's name is op.direction.shape.dtype.variant: attention_with_kv_cache.decode.16x8192x32x8x128.bfloat16.paged16. The
 shape is batch x keys x query heads x heads of keys and values x head size; a chunk's begins with its queries:
 512q1x32768x32x8x128. Variants: contiguous, paged16, paged128 (pages in a random order), ragged (pages of 16, lengths
@@ -12,8 +15,8 @@ from 1/16 of the keys to all of them). The direction ``append`` writes new keys 
 
 ``torch`` is torch's attention with cuDNN, over gathered keys where they lie in pages: the gathering is not timed.
 ``flash_attn_4`` is ``flash_attn.cute``, which has one split on Hopper. Both are full: their causal mask is top-left or
-the same for one query. ``flashinfer`` plans its splits for the lengths; the plan is not timed. ``read_floor`` only
-reads as many bytes as the keys and values have.
+the same for one query. ``flash_attn_3`` chooses its splits itself. ``flashinfer`` plans its splits for the lengths;
+the plan is not timed. ``read_floor`` only reads as many bytes as the keys and values have.
 """
 
 from __future__ import annotations
@@ -242,6 +245,16 @@ def _flash_attn_4(case: Decode, inputs: Inputs) -> harness.Call | None:
     return call
 
 
+def _flash_attn_3(case: Decode, inputs: Inputs) -> harness.Call:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def call() -> tuple[Tensor]:
+        found = flash_attn_with_kvcache(inputs.q, inputs.k, inputs.v, **inputs.cache, causal=True)
+        return (found[0] if isinstance(found, tuple) else found,)
+
+    return call
+
+
 def _flashinfer(case: Decode, inputs: Inputs) -> harness.Call | None:
     """Keys that lie contiguous are pages of 16 to it, where they are whole ones."""
     import flashinfer
@@ -283,11 +296,13 @@ def _read_floor(case: Decode, inputs: Inputs) -> harness.Call | None:
 PROVIDERS: dict[str, Callable[[Decode, Inputs], harness.Call | None]] = {
     "cute_kernels": _cute_kernels,
     "torch": _torch,
+    "flash_attn_3": _flash_attn_3,
     "flash_attn_4": _flash_attn_4,
     "flashinfer": _flashinfer,
     FLOOR: _read_floor,
 }
 PACKAGES = {
+    "flash_attn_3": ("flash_attn_interface",),
     "flash_attn_4": ("flash_attn.cute",),
     "flashinfer": ("flashinfer",),
     FLOOR: ("triton",),

@@ -260,8 +260,10 @@ SECTIONS = {
         "Attention",
         "Shapes are batch x length x heads x heads of keys and values x head size.",
         has_copy=False,
-        note="torch is SDPA with its cuDNN backend, torch_flash with its own. flash_attn_4 is 4.0.0b36. Reading is a "
-        "kernel that only reads the keys and values.",
+        not_peers=("one_split",),
+        note="torch is SDPA with its cuDNN backend, torch_flash with its own; of windows and packed sequences it is "
+        "flex_attention, which torch_flex is elsewhere. flash_attn_4 is 4.0.0b36. one_split is our kernel without the "
+        "splits of its contract. Reading is a kernel that only reads the keys and values.",
     ),
     "moe": Section(
         "Experts",

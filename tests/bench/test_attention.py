@@ -1,9 +1,13 @@
 """bench_attention on the CPU: providers against its own truth, what is counted."""
 
-import pytest
+import re
 
-from bench import bench_attention
-from bench.bench_attention import Attention
+import pytest
+import torch
+
+from bench import bench_attention, forward_backward
+from bench.bench_attention import Attention, Product
+from cute_kernels.attention.config import ForwardSpec
 from tests.bench.test_harness import FakeDevice
 
 
@@ -12,6 +16,7 @@ def test_cases():
     assert len(set(names)) == len(names) == 2 * 3 * 6 + 3 + 2 + 2 + 2 + 1 + 3
     quick = {case.case(d).name for case in bench_attention.attentions(quick=True) for d in case.directions}
     assert quick < set(names)
+    assert bench_attention.every_case()[0].case("fwd").name == "mm.fwd.8192x8192x8192.bfloat16.limit"
 
 
 def test_what_is_counted():
@@ -28,10 +33,33 @@ def test_packed_lengths():
     assert sum(lengths) == 16384 and len(lengths) > 5 and max(lengths) <= 8192
 
 
+def test_parts():
+    """The filters that the module names take every case once, the product each time."""
+    parts = re.findall(r"'([^']*\|mm)'", bench_attention.__doc__)
+    names = forward_backward.names(bench_attention.every_case())
+    taken = [name for part in parts for name in names if re.search(part, name) and not name.startswith("mm")]
+    assert sorted(taken) == sorted(names[1:]) and len(parts) == 5
+
+
+def test_a_product_is_a_case():
+    (found,) = bench_attention.measure_attention(
+        Product(64), ["fwd"], ["torch"], FakeDevice(), repetitions=3, breakdown=False
+    )
+    assert found.failures == {} and set(found.results) == {"torch"} and found.case.flops == 2 * 64**3
+
+
+def test_which_cases_have_a_price_of_splits():
+    specs = {bench_attention.spec_of_one_split(case) for case in bench_attention.attentions()} - {None}
+    assert specs == {ForwardSpec(torch.bfloat16, d, causal, d) for d in (64, 128, 256) for causal in (False, True)} | {
+        ForwardSpec(torch.bfloat16, 96, causal, 96) for causal in (False, True)
+    } | {ForwardSpec(torch.bfloat16, 192, True, 128)}
+
+
 @pytest.mark.parametrize("variant", ["causal", "full", "packed", "window128_sinks"])
 def test_providers_are_right(variant):
     batch, length = (1, 300) if variant == "packed" else (2, 140)
     case, providers = Attention(batch, length, 4, 2, 64, variant), ["cute_kernels", "torch"]
+    providers += ["torch_flex"] if variant in ("causal", "full") else []
     (found,) = bench_attention.measure_attention(
         case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )

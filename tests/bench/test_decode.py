@@ -1,5 +1,6 @@
 """bench_decode on the CPU: providers against its own truth, what is counted."""
 
+import re
 import sys
 
 import pytest
@@ -20,6 +21,14 @@ def test_cases():
     assert {case.case.direction for case in cases} == {"decode", "prefill", "append"}
     assert max(case.cached_bytes for case in bench_decode.decodes()) <= 40e9
     assert {case.case.name for case in bench_decode.every_case(quick=True)} <= set(names)
+
+
+def test_parts():
+    """The filters that the module names take every case once."""
+    parts = re.findall(r"'([^']*)'", bench_decode.__doc__.partition("Parts,")[2].partition("A case's name")[0])
+    names = [case.case.name for case in bench_decode.every_case()]
+    taken = [name for part in parts for name in names if re.search(part, name)]
+    assert sorted(taken) == sorted(names) and len(parts) == 7
 
 
 def test_what_is_counted():
