@@ -291,15 +291,27 @@ def decode_config(head_size_v: int, rows: int, most_rows: int, tiles: int, split
     return DecodeConfig(sequential=splits > 1 and whole and head_size_v <= 192, few_rows=most_rows <= FEW_ROWS)
 
 
-def prefills(head_size_v: int, queries: int, sequences: int, max_seqlen_q: int, heads: int, num_sms: int) -> bool:
+# Time of a block of keys of the decode kernel's tile, of 64 rows, where the forward's, of 128, takes 1. 32768 keys, 32
+# heads on 8 of 128, H200: 2048 queries 2433 us by the one, 1628 by the other (0.75); 512 queries 841 and 432 (0.95)
+DECODE_TILE = 0.8
+
+
+def prefills(
+    head_size_v: int, queries: int, sequences: int, max_seqlen_q: int, heads: int, splits: int, num_sms: int
+) -> bool:
     """Whether the forward's kernel serves a call over a cache: tiles of a head's queries, all their splits in a CTA.
 
-    Where a sequence has whole tiles on average, and these occupy half of the SMs: the forward does not split keys. With
-    256 channels and pages it spills.
+    Where a sequence has whole tiles on average, and waves of these take less time than waves of the decode kernel's
+    tiles and splits: few tiles leave SMs idle, since the forward does not split keys. The estimate takes all sequences
+    as long as the longest, without a window, and arithmetic as the limit. With 256 channels and pages the forward
+    spills.
     """
     rows = 2 * WARPGROUP_ROWS
-    whole = max_seqlen_q >= rows and queries >= rows * sequences
-    return whole and 2 * (queries // rows) * heads >= num_sms and head_size_v <= 192
+    if max_seqlen_q < rows or queries < rows * sequences or head_size_v > 192:
+        return False
+    tiles = queries // rows * heads  # the decode kernel has two of each
+    forward, decode = -(-tiles // num_sms) * splits, -(-2 * tiles * splits // num_sms)
+    return forward <= DECODE_TILE * decode
 
 
 def prefill_spec(spec: DecodeSpec, left: int = UNBOUNDED, right: int = 0) -> ForwardSpec:

@@ -142,9 +142,12 @@ def test_chunks_of_a_prompt(layout, is_packed, monkeypatch, generator):
 
 
 def test_which_calls_are_chunks_of_a_prompt():
-    assert prefills(128, 512, 1, 512, 32, 132) and not prefills(128, 512, 1, 512, 8, 132)
-    assert not prefills(128, 64, 1, 64, 128, 132) and not prefills(256, 512, 1, 512, 32, 132)
-    assert prefills(128, 2048, 16, 2048, 32, 132) and not prefills(128, 2047, 16, 1000, 32, 132)
+    """Whole tiles, of which there are enough: two thirds of the SMs' number where a sequence has many splits."""
+    assert prefills(128, 512, 1, 512, 32, 16, 132) and not prefills(128, 512, 1, 512, 8, 16, 132)
+    assert prefills(128, 384, 1, 384, 32, 16, 132) and not prefills(128, 256, 1, 256, 32, 16, 132)
+    assert prefills(128, 384, 1, 384, 32, 1, 132) and not prefills(128, 256, 1, 256, 32, 1, 132)
+    assert not prefills(128, 64, 1, 64, 128, 1, 132) and not prefills(256, 512, 1, 512, 32, 16, 132)
+    assert prefills(128, 2048, 16, 2048, 32, 1, 132) and not prefills(128, 2047, 16, 1000, 32, 1, 132)
 
 
 def test_many_splits_and_many_tiles(generator):

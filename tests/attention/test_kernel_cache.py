@@ -119,7 +119,7 @@ def test_a_row_has_the_bits_of_the_forward(layout, way, head_size, walk, generat
 def test_head_sizes(size, way, walk, generator):
     """Those of other grids, and those that run as the next larger one."""
     d, dv = size
-    if way == "forward" and not prefills(dv, 1000, 1, 1000, 1000, 1):
+    if way == "forward" and not prefills(dv, 1000, 1, 1000, 1000, 1, 1):
         pytest.skip("not used")
     walk(way)
     split = grid_for(d, dv).split

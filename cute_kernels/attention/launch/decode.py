@@ -151,7 +151,7 @@ class DecodeLaunches:
 def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch | None:
     """The launch of the kernel that is chosen for these sizes; None: that of the forward."""
     sequences, queries, heads, pairs, max_seqlen_q, splits = sizes
-    if prefills(spec.head_size_v, queries, sequences, max_seqlen_q, heads, target.num_sms):
+    if prefills(spec.head_size_v, queries, sequences, max_seqlen_q, heads, splits, target.num_sms):
         return None
     from cute_kernels.attention.kernel_decode_sm90 import decode_sm90
 
