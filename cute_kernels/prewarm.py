@@ -25,6 +25,7 @@ from cute_kernels.gemm.launch import gemm
 from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped_sums_into
 from cute_kernels.log_prob import launch as log_prob
 from cute_kernels.log_prob.config import config_for
+from cute_kernels.models.paged import WINDOW_PAGE
 from cute_kernels.moe import launch as moe
 from cute_kernels.moe.config import OAI
 from cute_kernels.moe.prewarm import ALIGN as EXPERTS_ALIGN
@@ -543,7 +544,7 @@ def _column_sums(n: int, dtype: torch.dtype) -> None:
 
 def _fused_attention(model: Model, num_sms: int) -> None:
     """Forward and backward of sequences, dense, packed, and in a cache of a fixed length; over a cache, contiguous and
-    in pages of 128.
+    in pages, of packed queries, too.
     """
     dtype, heads, pairs, d = model.dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     dv, int32 = model.head_dim_v or d, {"dtype": torch.int32}
@@ -568,18 +569,24 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     split = grid_for(d).split
     calls = (1, 1), (1, FEW_ROWS + 1), (4 * num_sms, WARPGROUP_ROWS), (1, 2 * WARPGROUP_ROWS * num_sms)
     lefts = (UNBOUNDED, 4) if model.has_window else (UNBOUNDED,)
-    for (batch, queries), paged, left in itertools.product(calls, (False, True), lefts):
-        pages = 2 * split // PAGE_SIZE
-        keys, values = (_empty(batch * pages, PAGE_SIZE, pairs, n, dtype=dtype) for n in (d, dv))
-        keys, values = (t if paged else t.view(batch, 2 * split, *t.shape[2:]) for t in (keys, values))
-        table = _empty(batch, pages, **int32) if paged else None
-        q, out = _empty(batch, queries, heads, d, dtype=dtype), _empty(batch, queries, heads, dv, dtype=dtype)
-        used, lse = _empty(batch, **int32), _empty(batch, heads, queries, dtype=FP32)
-        if paged:
-            attention_append.function(q[:, :, :pairs], out[:, :, :pairs], keys, values, used, table, None, queries)
-        options = queries, 2 * split, paged, left, 0, softcap, 1.0
-        of_heads = None if sinks is None else sinks.to(model.parameter_dtype)
-        attention_decode.function(q, keys, values, used, table, None, of_heads, out, lse, *options)
+    # Packed queries are those of transformers' continuous batching, a window's keys then in pages of their own
+    layouts = (0, False, lefts), (PAGE_SIZE, False, lefts), (PAGE_SIZE, True, lefts), (WINDOW_PAGE, True, lefts[1:])
+    for (batch, queries), (page_size, packed, lefts) in itertools.product(calls, layouts):
+        for left in lefts:
+            size = page_size or 2 * split
+            pages = 2 * split // size
+            keys, values = (_empty(batch * pages, size, pairs, n, dtype=dtype) for n in (d, dv))
+            table = _empty(batch, pages, **int32) if page_size else None
+            q, out = _empty(batch, queries, heads, d, dtype=dtype), _empty(batch, queries, heads, dv, dtype=dtype)
+            starts = _empty(batch + 1, **int32) if packed else None
+            q, out = (t.flatten(0, 1) if packed else t for t in (q, out))
+            used, lse = _empty(batch, **int32), _empty(*lse_shape(q, packed), dtype=FP32)
+            if page_size == PAGE_SIZE:
+                new = q[..., :pairs, :], out[..., :pairs, :]
+                attention_append.function(*new, keys, values, used, table, starts, queries)
+            options = queries, 2 * split, page_size == PAGE_SIZE, left, 0, softcap, 1.0
+            of_heads = None if sinks is None else sinks.to(model.parameter_dtype)
+            attention_decode.function(q, keys, values, used, table, starts, of_heads, out, lse, *options)
 
 
 def _attention(model: Model, arch: str, num_sms: int, keys: int) -> None:

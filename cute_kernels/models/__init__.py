@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from cute_kernels.models.attention import register_transformers
+from cute_kernels.models.batching import generate_batch
 from cute_kernels.models.generation import Generation, generate
 from cute_kernels.models.preparation import prepare
 from cute_kernels.models.scoring import log_prob
@@ -10,7 +11,15 @@ from cute_kernels.models.scoring import log_prob
 if TYPE_CHECKING:
     from cute_kernels.models.cache import PagedCache
 
-__all__ = ["Generation", "PagedCache", "generate", "log_prob", "prepare", "register_transformers"]
+__all__ = [
+    "Generation",
+    "PagedCache",
+    "generate",
+    "generate_batch",
+    "log_prob",
+    "prepare",
+    "register_transformers",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -37,8 +37,9 @@ def register_transformers() -> None:
     has each layer call it. Known are: causal and bidirectional attention, sliding windows of causal attention, a
     softcap, sinks (``s_aux``), the config's scaling; padding on either side, by a 2-D ``attention_mask``; packed
     sequences, by ``cu_seq_lens_q`` and its relatives or by ``position_ids`` that begin again (gpt_oss, as of 5.17, does
-    not look at these itself: give it the former); dynamic and static caches, those of sliding windows, too. Calling it
-    again changes nothing.
+    not look at these itself: give it the former); dynamic and static caches, those of sliding windows, too. Under
+    ``"paged|cute_kernels"`` it is the attention of transformers' continuous batching (``generate_batch``), in blocks of
+    16, 32, 64 or a multiple of 128 tokens, but not of deepseek_v3. Calling it again changes nothing.
 
     A forward raises ValueError for masks of other kinds (4-D tensors, chunks, blocks, functions of the user's), for
     padding within a sequence, dropout and position biases.
@@ -66,8 +67,11 @@ def register_transformers() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from cute_kernels.models.paged import PAGED_NAME, attend_paged
+
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(PAGED_NAME, attend_paged)  # of this name transformers makes no mask
 
 
 def attend(
@@ -92,17 +96,9 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """(B, S, H, D) of query (B, H, S, D), key and value (B, Hkv, L, D), and ``mask``'s result; no weights."""
-    for name, value_of, good in (
-        ("dropout", dropout, not dropout),
-        ("position_bias", "a tensor", position_bias is None),
-        ("output_attentions", output_attentions, not output_attentions),
-    ):
-        expect(good, NAME, name, "be absent: the kernels have none", value_of)
+    check_options(NAME, dropout, position_bias, output_attentions)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    options: dict[str, Any] = {"causal": causal, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    if sliding_window is not None:
-        expect(causal, NAME, "sliding_window", "be None without a causal mask", sliding_window)
-        options["window"] = (sliding_window - 1, None)
+    options = options_of(causal, scaling, sliding_window, softcap, s_aux)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     pages = getattr(key, PAGES, None)
     if pages is not None:
@@ -120,6 +116,29 @@ def attend(
     options |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
     options |= {"max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1]}
     return attention(*(t.flatten(0, 1) for t in (q, k, v)), **options).unflatten(0, q.shape[:2]), None
+
+
+def check_options(
+    name: str, dropout: float, position_bias: Tensor | None = None, output_attentions: bool = False
+) -> None:
+    """Raise ValueError for what no kernel has."""
+    for option, value, good in (
+        ("dropout", dropout, not dropout),
+        ("position_bias", "a tensor", position_bias is None),
+        ("output_attentions", output_attentions, not output_attentions),
+    ):
+        expect(good, name, option, "be absent: the kernels have none", value)
+
+
+def options_of(
+    causal: bool, scaling: float | None, sliding_window: int | None, softcap: float | None, s_aux: Tensor | None
+) -> dict[str, Any]:
+    """``attention``'s names of transformers' options."""
+    options: dict[str, Any] = {"causal": causal, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if sliding_window is not None:
+        expect(causal, NAME, "sliding_window", "be None without a causal mask", sliding_window)
+        options["window"] = (sliding_window - 1, None)
+    return options
 
 
 def _attend_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, options: dict[str, Any]) -> Tensor:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.gemm import linear
+from cute_kernels.models.choosing import check_seeds, choose, settings_of
 from cute_kernels.models.decoding import OP, Captured, Paged, Prompts, Static
-from cute_kernels.models.families import Head, head_of, model_of
-from cute_kernels.models.scoring import check_ids, head_log_prob, in_half
+from cute_kernels.models.families import head_of, model_of
+from cute_kernels.models.scoring import check_ids
 from cute_kernels.models.speculation import speculated
 from cute_kernels.runtime import operators
-from cute_kernels.runtime.checks import expect, expect_dtype, expect_int, expect_tensor
-from cute_kernels.runtime.real import as_float
-from cute_kernels.sampling import sample
+from cute_kernels.runtime.checks import expect, expect_int
 
 CacheName = Literal["paged", "static"]
 Stop = Callable[[Tensor, Tensor], Tensor]
@@ -40,16 +38,6 @@ class Generation(NamedTuple):
     tokens: Tensor
     log_probs: Tensor
     lengths: Tensor
-
-
-class _Choice(NamedTuple):
-    """How a token is chosen of logits; None: of all."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    processors: tuple[Callable[[Tensor, Tensor], Tensor], ...]
 
 
 @torch.no_grad()
@@ -132,33 +120,23 @@ def generate(
         (torch.Size([2, 4]), tensor([4, 4]))
     """
     found = model_of(OP, model)
-    head, settings = head_of(OP, found), found.generation_config
+    head = head_of(OP, found)
     check_ids(OP, input_ids)
-    expect(found.config._attn_implementation == "cute_kernels", OP, "model", "be prepared (models.prepare)", "another")
-    expect(cache in get_args(CacheName), OP, "cache", "be 'paged' or 'static'", repr(cache))
-    beams = getattr(settings, "num_beams", None)
-    expect(beams in (None, 1), OP, "model's generation_config", "have no beam search", f"num_beams {beams}")
-
-    def default(name: str, given: Any, otherwise: Any = None) -> Any:
-        said = getattr(settings, name, None) if given is None else given
-        return otherwise if said is None else said
-
-    batch, width = input_ids.shape
-    expect_tensor(OP, "seeds", seeds)
-    expect_dtype(OP, "seeds", seeds.dtype, (torch.int64,))
-    good = seeds.shape == (batch,) and seeds.device == input_ids.device
-    expect(good, OP, "seeds", f"have shape ({batch},) on {input_ids.device}", f"{tuple(seeds.shape)} on {seeds.device}")
-    steps = default("max_new_tokens", max_new_tokens)
-    expect_int(OP, "max_new_tokens", steps)
-    expect(steps > 0, OP, "max_new_tokens", "be positive", steps)
-    choice = _Choice(
-        as_float(default("temperature", temperature, 1.0)),
-        *(default(name, given) for name, given in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p))),
-        tuple(logits_processors),
+    steps, choice, ends, pad = settings_of(
+        OP,
+        found,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        processors=logits_processors,
     )
-    ends = default("eos_token_id", eos_token_id, [])
-    ends = [ends] if isinstance(ends, int) else list(ends)
-    pad = default("pad_token_id", pad_token_id, ends[0] if ends else 0)
+    expect(cache in get_args(CacheName), OP, "cache", "be 'paged' or 'static'", repr(cache))
+    batch, width = input_ids.shape
+    check_seeds(OP, seeds, batch, input_ids.device)
     stops = (stop,) if callable(stop) else tuple(stop)
     for name, given in (("graph", graph), ("speculate", speculate is not None)):
         good = not given or (cache == "paged" and not choice.processors)
@@ -172,7 +150,7 @@ def generate(
 
         def draw_rows(hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
             of_rows = seeds.unsqueeze(1).expand_as(places).flatten()
-            token, log_p, _ = _choose(head, hidden.flatten(0, 1), choice, None, of_rows, places.flatten())
+            token, log_p, _ = choose(head, hidden.flatten(0, 1), choice, None, of_rows, places.flatten())
             return token.view_as(places), log_p.view_as(places)
 
         paged = Paged(found, prompts, steps + speculate)
@@ -185,7 +163,7 @@ def generate(
     ids = prompts.left if choice.processors or stops else None
 
     def draw(hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _choose(head, hidden, choice, ids, seeds, places)
+        return choose(head, hidden, choice, ids, seeds, places)
 
     model_steps = (Paged if cache == "paged" else Static)(found, prompts, steps)
     captured = Captured(model_steps, draw) if graph else None  # type: ignore[arg-type]
@@ -209,21 +187,3 @@ def generate(
             else:
                 token, log_p, logits = draw(model_steps.next(last), prompts.lengths + step + 1)
     return Generation(tokens, log_probs, lengths)
-
-
-def _choose(
-    head: Head, hidden: Tensor, choice: _Choice, ids: Tensor | None, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, their log-probabilities, the logits before processors) of rows (B, C)."""
-    logits = linear(in_half(hidden), in_half(head.weight), out_dtype=torch.float32)
-    if head.scale != 1.0:
-        logits = logits * head.scale
-    if head.softcap:
-        logits = torch.tanh(logits / head.softcap) * head.softcap
-    scores = logits
-    for processor in choice.processors:
-        scores = processor(ids, scores)
-    filters = {"top_k": choice.top_k, "top_p": choice.top_p, "min_p": choice.min_p}
-    token = sample(scores, seeds=seeds, positions=positions, temperature=choice.temperature, **filters)
-    log_p, _ = head_log_prob(head, hidden, token, choice.temperature or 1.0)
-    return token, log_p, logits
