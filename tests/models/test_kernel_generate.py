@@ -6,6 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from cute_kernels import batch_invariant, models  # noqa: E402
+from cute_kernels.models import decoding  # noqa: E402
 from tests.models.cases import FAMILIES, make_prepared, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
@@ -85,6 +86,21 @@ def test_graphs_and_guesses_change_no_bit(model, device, temperature, capture):
             found = models.generate(model, ids, **options, **other)
             for name, a, b in zip(found._fields, found, wanted, strict=True):
                 assert a.shape == b.shape and torch.equal(a, b), f"{name} of {other}, ends {ends}: {a} and {b}"
+
+
+def test_sizes_of_pages_change_no_bit(model, device, monkeypatch):
+    """Pages of 16 and of 128 keys, and the batch in reverse."""
+    rows = prompts((1, 130, 17) if device == "cuda" else (1, 30, 17), device=device)
+    seeds = torch.tensor([5, 6, 7], device=device)
+    ids, present = padded(rows, left=False)
+    options = {**OPTIONS, "max_new_tokens": 3}
+    found = []
+    for size in (16, 128):
+        monkeypatch.setattr(decoding, "PAGE_SIZE", size)
+        found.append(models.generate(model, ids, seeds=seeds, attention_mask=present, **options))
+        ids, present, seeds = ids.flip(0), present.flip(0), seeds.flip(0)
+    assert torch.equal(found[0].tokens, found[1].tokens.flip(0))
+    assert_same_bits(found[0].log_probs, found[1].log_probs.flip(0))
 
 
 def test_log_prob_does_not_know_padding_or_packing(model, device):
