@@ -47,6 +47,8 @@ def results(name: str, device: str) -> list[torch.Tensor]:
         weights = moe.route(logits, k, score="sigmoid").weights
         loss = weights.sum() + moe.load_balancing_loss(logits, moe.route(logits, k)) + moe.z_loss(logits)
         found += torch.autograd.grad(loss, logits)
+    of_blocks = moe.plan(moe.route(randn(700, 40, generator=generator), 4).indices, 40, align=16)  # three CTAs
+    found.append(of_blocks.positions.float())
     leaves = [randn(37, 24, generator=generator, dtype=BF16).requires_grad_()]
     leaves += [randn(5, 24, generator=generator).requires_grad_()]
     return found + list(torch.autograd.grad(moe.router_logits(*leaves).sum(), leaves))
