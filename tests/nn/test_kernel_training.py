@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_kernels import batch_invariant, check_invariance
 from cute_kernels.nn import CapturedStep, LayerNorm, Linear, MHCTransformer, ResidualOffload, RMSNorm
 from cute_kernels.nn.offload import _side_stream
 from tests.nn.cases import (
@@ -74,6 +75,21 @@ def test_a_model_that_is_assigned_from_the_meta_device():
 @pytest.mark.parametrize("config", [DROPOUT, ONE_STREAM], ids=["four", "one"])
 def test_run_to_run(config):
     assert_same_bits(run(config), run(config))
+
+
+@pytest.mark.slow
+@pytest.mark.sm90
+@pytest.mark.parametrize("streams", [4, None], ids=["four", "one"])
+def test_sequences_do_not_know_their_batch(streams):
+    """Outputs of all modules and their gradients, strictly: no operator of torch's may add in an order of its own.
+
+    More keys than a block of attention has; on the CPU over fakes: test_transformer.py.
+    """
+    config = make_config(hidden=256, layers=2, length=200, vocab=512, streams=streams)
+    tokens, _ = make_tokens(config, batch=6, device="cuda")
+    with batch_invariant("strict"):
+        report = check_invariance(make_model(config, "cuda"), tokens)
+    report.raise_if_failed()
 
 
 @pytest.mark.parametrize("layers", [1, 3, "optimal"])

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from cute_kernels import mhc
+from cute_kernels import batch_invariant, check_invariance, mhc
 from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, transformer
-from tests.fakes import fake_kernels
+from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm import cases as gemm_cases
 from tests.log_prob import cases as log_prob_cases
 from tests.marks import first_of
@@ -250,6 +250,16 @@ def test_kernels_path_is_the_references(streams):
     assert jobs
     errors = relative_errors(ours, wanted)
     assert max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.parametrize("streams", [None, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+def test_the_checker_runs_strictly(streams):
+    """Forward and backward call none of torch's operators that are not covered; bits: test_kernel_training.py."""
+    config = make_config(streams=streams, layers=2)
+    with fake_gpu(), batch_invariant("strict"):
+        report = check_invariance(make_model(config), make_tokens(config)[0], transforms=())
+    report.raise_if_failed()
+    assert any(name.startswith("grad") for name in report.tensors), report.tensors
 
 
 def test_the_backend_is_passed_on():
