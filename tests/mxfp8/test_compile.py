@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.mxfp8 import prewarm
 from cute_kernels.mxfp8.config import GRIDS, DualConfig, quantize_config, tiles_of
-from tests.marks import first_of
+from tests.marks import first_of, sample_for
 from tests.mxfp8.cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in
@@ -42,7 +42,7 @@ def test_compiles(dtype, arch):
         cases += every_variant((2, 96, 160), transposed=True)
     else:
         cases = [case for case in cases if "3d" in case.variant and case.scale_layout == "plain"]
-    for builder, arguments in kernels_of(cases, arch):
+    for builder, arguments in sample_for(arch, kernels_of(cases, arch)):
         check(builder, arguments)
 
 
@@ -63,7 +63,7 @@ def test_the_shipped_table(arch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_shipped_table_compiles(arch):
-    for builder, arguments in prewarm.specializations(arch):
+    for builder, arguments in sample_for(arch, prewarm.specializations(arch)):
         check(builder, arguments)
 
 
