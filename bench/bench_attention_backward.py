@@ -9,7 +9,8 @@
 Cases are those of bench_attention, and are named as there; besides a batch of one, and heads that share keys without a
 mask. ``flash_attn_4`` adds to dq in the order in which its blocks arrive, ``flash_attn_4_deterministic`` in a fixed
 one, as this library does. ``config_0``, ``config_1`` and so on are the configs of ``BACKWARD_CONFIGS`` for the case's
-head size; all give the same bits. The TFLOP/s are of five products, of what the mask leaves.
+head size; all give the same bits. The TFLOP/s are of five products, of what the mask leaves. peak is what a backward
+holds at once beside its inputs: the gradients, and its workspace.
 """
 
 from __future__ import annotations
@@ -168,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements = run(backwards(options.quick), options.providers, **options.settings)
     harness.print_table(measurements)
     print_rates(measurements)
+    for measurement in measurements:
+        peaks = (f"{provider} {r.peak_bytes / 2**20:.0f}" for provider, r in measurement.results.items())
+        print(f"{measurement.case.name}: peak {', '.join(peaks)} MiB")
     return harness.exit_status(measurements)
 
 
