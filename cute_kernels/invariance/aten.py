@@ -217,8 +217,8 @@ def _nll_loss(
     dtype = log_prob.dtype
     if reduction == 0:
         return loss.to(dtype), log_prob.new_zeros(())
-    dims = tuple(range(target.dim()))
-    loss, total = (sum_dimensions(t, dims, 1.0, torch.float32) for t in (loss, weights))
+    # As a column: one kernel whatever the number of terms
+    loss, total = (sum_dimensions(t.reshape(-1, 1), (0,), 1.0, torch.float32).view(()) for t in (loss, weights))
     return (loss / total if reduction == 1 else loss).to(dtype), total.to(dtype)
 
 
