@@ -264,6 +264,7 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
     if arch == "sm_90a" and model.head_dim and model.head_dim % 8 == 0 and model.head_dim <= MAX_HEAD_SIZE:
         _fused_attention(model, num_sms)
     if model.vocab_size:
+        _column_sums(1, FP32)  # the terms of a loss
         for out in (model.dtype, FP32):
             _linear(model, arch, num_sms, model.vocab_size, model.hidden_size, out)
         _log_prob(model, arch, num_sms)
@@ -395,9 +396,11 @@ def _transformers_router(model: Model, arch: str, num_sms: int) -> None:
     else:
         oai = model.has_oai_experts  # a bias, and a softmax of the chosen logits
         _linear(model, arch, num_sms, e, c, model.dtype, model.parameter_dtype if oai else None)
-        logits = _empty(2, k, dtype=model.dtype) if oai else _empty(2, e, dtype=FP32)
-        reduction.softmax_forward(logits, logits, False)
-        reduction.softmax_backward(logits, logits, logits, False)
+        # In the router, and of the loss that balances experts
+        for logits in (_empty(2, k if oai else e, dtype=model.dtype if oai else FP32), _empty(2, e, dtype=model.dtype)):
+            reduction.softmax_forward(logits, logits, False)
+            reduction.softmax_backward(logits, logits, logits, False)
+        sum_into_elements.function(_empty(2, k, dtype=FP32), _empty(2, k, dtype=torch.int64), _empty(2, e, dtype=FP32))
     for n in sums:
         reduction.sum_rows(_empty(2, n, dtype=FP32), _empty(2, dtype=FP32), 1.0)
 
