@@ -13,6 +13,8 @@ FEW_BATCH = 16  # partial rows that one thread has in flight, where it adds all 
 H200_SMS = 132
 RING_BYTES = 200 * 1024  # of the 227 KB of shared memory of an SM, leaving room for the messages of the row sums
 MAX_CLUSTER = 16
+BULK_ALIGNMENT = 16  # of bulk copies, of their addresses and sizes
+STAGED_COLUMNS = 512  # of a row that moves element by element, from which on it is written through shared memory
 MIN_WARPS = 7  # fewer do not hide the latency of a row's reduction
 MIN_FILL = 0.9  # of a row's elements over those that its threads could hold
 MANY_CTAS = 48  # an SM, from which on a kernel that only streams rows does not stay resident
@@ -52,6 +54,7 @@ class RowLayout:
         aligned: every row of every streamed tensor starts and ends on 16 bytes.
         packed: rows of all streamed tensors follow each other without a gap, so a tile is one contiguous block.
         reload: read a row twice from shared memory rather than hold it in registers across its reduction.
+        staged: rows are written through shared memory (RowStore).
     """
 
     n: int
@@ -64,6 +67,7 @@ class RowLayout:
     aligned: bool
     packed: bool
     reload: bool = False
+    staged: bool = False
 
     @property
     def team_threads(self) -> int:
@@ -126,6 +130,10 @@ class RowLayout:
     def slot_bytes(self, itemsizes: tuple[int, ...]) -> int:
         """Bytes of shared memory of one stage of one team."""
         return sum(self.tile_rows * self.pitch(size) * size for size in itemsizes)
+
+    def staged_bytes(self, written: tuple[int, ...]) -> int:
+        """Bytes of shared memory of one team through which rows are written; ``written``: sizes of their elements."""
+        return self.slot_bytes(written) if self.staged else 0
 
 
 @dataclass(frozen=True)
@@ -223,11 +231,37 @@ def _wide(n: int, vec: int, aligned: bool, cluster: int, warps: dict[int, int]) 
     return RowLayout(n, vec, 512, 1, 1, 1, MAX_CLUSTER, aligned, False, reload=True)
 
 
-def with_stages(layout: RowLayout, itemsizes: tuple[int, ...], ring_bytes: int, max_stages: int) -> RowLayout:
-    """As many stages as fit: at least two, with fewer teams if need be; one where a single row leaves no room."""
+def with_stages(
+    layout: RowLayout, itemsizes: tuple[int, ...], ring_bytes: int, max_stages: int, written: tuple[int, ...] = ()
+) -> RowLayout:
+    """As many stages as fit: at least two, with fewer teams if need be; one where a single row leaves no room.
+
+    Rows that move element by element are staged where two stages fit beside what is ``written``: sizes of elements.
+    """
     teams = layout.teams
     slot = layout.slot_bytes(itemsizes)
-    while teams > 1 and teams * slot * min(2, max_stages) > ring_bytes:
+    least = slot * min(2, max_stages)
+    by_element = layout.vec == 1 and layout.n >= STAGED_COLUMNS
+    layout = replace(layout, staged=by_element and 0 < layout.slot_bytes(written) <= ring_bytes - least)
+    staged = layout.staged_bytes(written)
+    while teams > 1 and teams * (least + staged) > ring_bytes:
         teams -= 1
-    stages = max(1, min(max_stages, ring_bytes // (teams * slot)))
+    stages = max(1, min(max_stages, (ring_bytes - teams * staged) // (teams * slot)))
     return replace(layout, teams=teams, stages=stages)
+
+
+def inner_units(address, num_bytes):
+    """Address and bytes of the 16-byte units within a row's bytes; none if not above 0. Of integers on both sides."""
+    first = (address + (BULK_ALIGNMENT - 1)) & ~(BULK_ALIGNMENT - 1)
+    return first, ((address + num_bytes) & ~(BULK_ALIGNMENT - 1)) - first
+
+
+def edge_elements(address, num_columns, itemsize: int, lane) -> list:
+    """(element, whether ``lane`` writes it) of a row before and behind its ``inner_units``."""
+    first, num_bytes = inner_units(address, num_columns * itemsize)
+    back = num_columns - 1 - lane
+    behind = address + back * itemsize
+    return [
+        (lane, (lane < num_columns) & (address + lane * itemsize < first)),
+        (back, (back >= 0) & (behind >= first) & (behind >= first + num_bytes)),
+    ]

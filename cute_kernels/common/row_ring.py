@@ -12,10 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.common.cache_hints import EVICT_FIRST, LAST_BYTES, evict_first_if
-from cute_kernels.common.row_layout import RowLayout
+from cute_kernels.common.row_layout import BULK_ALIGNMENT, RowLayout
 from cute_kernels.common.rows import thread_chunks
-
-BULK_ALIGNMENT = 16
 
 
 @cute.jit
@@ -79,9 +77,7 @@ class RowRing:
         lane = cute.arch.lane_idx()
         mbar = mbars + slot
         num_rows = cutlass.min(sources[0].shape[0] - row, layout.tile_rows)
-        num_columns = Int32(layout.columns_per_cta)
-        if const_expr(layout.columns_per_cta * layout.cluster != layout.n):
-            num_columns = cutlass.min(num_columns, layout.n - column)
+        num_columns = columns_of_cta(column, layout)
         last_rows = const_expr(LAST_BYTES // (layout.n * sources[0].element_type.width // 8))
         policy = Int64(EVICT_FIRST)
         if const_expr(self.writes):
@@ -138,13 +134,26 @@ class RowRing:
     @cute.jit
     def row(self, source: cute.Tensor, tile: cute.Tensor, slot: Int32, tile_row: Int32, row: Int32, column):
         """This CTA's part of a row in shared memory, as (vec, threads_per_row, chunks)."""
-        layout = self.layout
-        pointer = tile[None, tile_row, slot].iterator
-        if const_expr(not layout.aligned):
-            itemsize = const_expr(source.element_type.width // 8)
-            pointer = pointer + Int32(row_address(source, row, column) & (BULK_ALIGNMENT - 1)) // itemsize
-            pointer = pointer.align(layout.vec * itemsize)
-        return cute.make_tensor(pointer, thread_chunks(layout))
+        return in_unit(tile[None, tile_row, slot].iterator, source, row, column, self.layout)
+
+
+@cute.jit
+def columns_of_cta(column, layout: cutlass.Constexpr) -> Int32:
+    """How many columns of a row the CTA has whose first one is ``column``."""
+    num_columns = Int32(layout.columns_per_cta)
+    if const_expr(layout.columns_per_cta * layout.cluster != layout.n):
+        num_columns = cutlass.min(num_columns, layout.n - column)
+    return num_columns
+
+
+@cute.jit
+def in_unit(pointer: cute.Pointer, matrix: cute.Tensor, row: Int32, column, layout: cutlass.Constexpr):
+    """A row in shared memory as (vec, threads_per_row, chunks): from ``pointer``, as far on as it is from 16 bytes."""
+    if const_expr(not layout.aligned):
+        itemsize = const_expr(matrix.element_type.width // 8)
+        pointer = pointer + Int32(row_address(matrix, row, column) & (BULK_ALIGNMENT - 1)) // itemsize
+        pointer = pointer.align(layout.vec * itemsize)
+    return cute.make_tensor(pointer, thread_chunks(layout))
 
 
 @cute.jit

@@ -50,6 +50,11 @@ class NormForwardSpec(NamedTuple):
     def streams(self) -> tuple[torch.dtype, ...]:
         return (self.x,) if self.residual is None else (self.x, self.residual)
 
+    @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of the matrices that the kernel writes."""
+        return (self.y, self.residual) if self.returns_h and self.residual is not None else (self.y,)
+
 
 class NormBackwardSpec(NamedTuple):
     """The backward of rows of ``n`` columns. A dtype is None where there is no such tensor.
@@ -87,6 +92,11 @@ class NormBackwardSpec(NamedTuple):
         return (self.saved, self.dy) if self.dh_out is None else (self.saved, self.dy, self.dh_out)
 
     @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of the matrices that the kernel writes."""
+        return tuple(dtype for dtype in (self.dx, self.dresidual) if dtype is not None)
+
+    @property
     def num_sums(self) -> int:
         """How many of dw and db there are."""
         return (self.dw is not None) + (self.db is not None)
@@ -115,8 +125,10 @@ def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
     Others at the same widths: 16384 of 128 elements 39.5, of 32 41.4; 4096 of 32 38.9; 5120 of 64 39.6, of 48 39.0;
     rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; layer 1000000x64 of 16 in 12 of 4 67.9, of 32 in 3 of
     8 68.5; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
+    Rows that move element by element have 32 elements a thread and up to 24 warps an SM: where teams are several, one
+    reads or writes while another waits for its sums. Compiled, not measured (bench/experiments/norm.md).
     """
-    kind, n, aligned = spec.kind, spec.n, spec.access.aligned
+    kind, n, (vec, aligned, _) = spec.kind, spec.n, spec.access
     itemsizes = tuple(dtype.itemsize for dtype in spec.streams)
     stages = 3
     most = 64 if aligned else 32  # elements a thread; one by one from shared memory, 64 would spill 48 bytes
@@ -126,7 +138,10 @@ def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
         warps, ctas_per_sm = ({16: 4}, 8 if kind == "rms" else 12) if few else ({32: 8}, 3)
         stages = 1 if aligned else 2
     elif n <= 1024:
-        warps, ctas_per_sm = ({32: 8}, 4) if itemsizes == (2,) else ({32: 4}, 6)
+        wide = itemsizes != (2,) or (vec == 1 and kind == "layer")  # in registers
+        warps, ctas_per_sm = ({32: 4}, 6) if wide else ({32: 8}, 4)
+    elif vec == 1:
+        warps, ctas_per_sm = {32: 24}, 1
     elif n <= 4096:
         warps, ctas_per_sm = {most: 4}, 4
     elif n <= 5120:
@@ -136,8 +151,10 @@ def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
     else:
         warps, ctas_per_sm = {most: 16}, 1
     cluster = 1 if n <= 16384 else clusters_for(n, 4096)
+    if vec == 1 and n <= 16384:
+        cluster = clusters_for(n, 8192)
     column_bytes = sum(dtype.itemsize for dtype in (spec.weight, spec.bias) if dtype is not None)
-    return _config(n, itemsizes, spec.access, cluster, warps, ctas_per_sm, stages, column_bytes)
+    return _config(spec, cluster, warps, ctas_per_sm, stages, column_bytes)
 
 
 def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
@@ -169,13 +186,11 @@ def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
         warps = {32: most, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
     elif kind == "rms" and 8192 < n <= 16384:
         columns = 2048
-    return _config(n, itemsizes, spec.access, clusters_for(n, columns), warps, ctas_per_sm)
+    return _config(spec, clusters_for(n, columns), warps, ctas_per_sm)
 
 
 def _config(
-    n: int,
-    itemsizes: tuple[int, ...],
-    access: Access,
+    spec: NormForwardSpec | NormBackwardSpec,
     cluster: int,
     warps: dict[int, int],
     ctas_per_sm: int,
@@ -186,9 +201,10 @@ def _config(
 
     ``column_bytes``: of what is kept in shared memory beside the ring, where a stage of the ring is left room.
     """
-    layout = row_layout(n, *access, cluster, warps)
+    layout = row_layout(spec.n, *spec.access, cluster, warps)
+    itemsizes, written = (tuple(dtype.itemsize for dtype in of) for of in (spec.streams, spec.written))
     ring_bytes = RING_BYTES // ctas_per_sm
     columns = column_bytes * layout.chunks * layout.threads_per_row * layout.vec
     shares_columns = 0 < columns <= ring_bytes - layout.slot_bytes(itemsizes)
-    layout = with_stages(layout, itemsizes, ring_bytes - columns * shares_columns, max_stages)
+    layout = with_stages(layout, itemsizes, ring_bytes - columns * shares_columns, max_stages, written)
     return NormConfig(layout, ctas_per_sm, shares_columns)

@@ -21,6 +21,7 @@ from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import H200_SMS, SUM_COLUMNS
 from cute_kernels.common.row_ring import RowRing
+from cute_kernels.common.row_store import RowStore
 from cute_kernels.common.rows import (
     both,
     columns_of,
@@ -30,7 +31,6 @@ from cute_kernels.common.rows import (
     load_row,
     piece_of,
     share_columns,
-    store_piece,
     store_row_values,
     sum_dots,
     sum_elements,
@@ -48,10 +48,10 @@ from jit_cache import Program, compiled
 class NormForward:
     """y = (h - mean) * rstd * (weight + weight_offset) + bias with h = x + residual; rstd and mean for the backward.
 
-    gmem --bulk copy--> ring in smem --> registers (fp32): row sums --> y (and h) straight to gmem. A ring slot is free
-    once the first row sum is known, since that took every thread's elements of x and of the residual: the next tile is
-    requested there. Weight and bias wait in shared memory, or where they do not fit in L2, so that the registers hold
-    rows.
+    gmem --bulk copy--> ring in smem --> registers (fp32): row sums --> y (and h) straight to gmem, or by RowStore. A
+    ring slot is free once the first row sum is known, since that took every thread's elements of x and of the residual:
+    the next tile is requested there. Weight and bias wait in shared memory, or where they do not fit in L2, so that the
+    registers hold rows.
     """
 
     def __init__(self, kind: str, weight_offset: float, config: NormConfig):
@@ -61,6 +61,7 @@ class NormForward:
         self.shares_columns = config.shares_columns
         self.layout = layout = config.layout
         self.ring = RowRing(layout)
+        self.store = RowStore(layout)
         self.row_sum = RowSum(layout, 2)
 
     @cute.jit
@@ -109,6 +110,8 @@ class NormForward:
         smem = SmemAllocator()
         tiles, mbars = self.ring.allocate(smem, streams)
         messages, message_mbars = self.row_sum.allocate(smem)
+        written = [y, h_out]
+        staged = self.store.allocate(smem, written)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         cute.arch.griddepcontrol_wait()
         # Weight and bias are asked for before the rows: behind the ring's first tiles they would come last
@@ -152,9 +155,11 @@ class NormForward:
                 in_range = True if const_expr(layout.tile_rows == 1) else row < rows
                 rH = tile_h[j]
                 if const_expr(h_out is not None):
+                    self.store.begin(team, leads)
                     for k in cutlass.range_constexpr(len(pieces)):
                         h = piece_of(rH, pieces[k], layout).load().to(h_out.element_type)
-                        store_piece(h, h_out, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
+                        inside = both(in_range, has_column[k])
+                        self.store.piece(h, h_out, staged[1], team, row, column, t, pieces[k], inside)
 
                 mu = Float32(0.0)
                 if const_expr(self.kind == "layer" and layout.full):
@@ -180,6 +185,8 @@ class NormForward:
 
                 tile_s.append(s)
                 tile_mu.append(mu)
+                if const_expr(h_out is None):
+                    self.store.begin(team, leads)
                 for k in cutlass.range_constexpr(len(pieces)):
                     h = piece_of(rH, pieces[k], layout).load()
                     factors = (h, cute.full_like(h, s))
@@ -194,13 +201,16 @@ class NormForward:
                     else:
                         value = factors[0] * factors[1]
                     value = value.to(y.element_type)
-                    store_piece(value, y, row, column, t, pieces[k], both(in_range, has_column[k]), layout)
+                    inside = both(in_range, has_column[k])
+                    self.store.piece(value, y, staged[0], team, row, column, t, pieces[k], inside)
+                self.store.send(written, staged, team, row, column, leads)
             if rank == 0:
                 if const_expr(statistics is not None):
                     values = [tile_s, tile_mu]
                     for i in cutlass.range_constexpr(statistics.shape[0]):
                         store_row_values(values[i], statistics[i, None], tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
+        self.store.finish(leads)
 
     @cute.jit
     def moments(self, rH, messages, message_mbars, team, round_index):
@@ -247,6 +257,7 @@ class NormBackward:
         self.ctas_per_sm = config.ctas_per_sm
         self.layout = layout = config.layout
         self.ring = RowRing(layout)
+        self.store = RowStore(layout)
         self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
         self.column_sums = ColumnSums(layout)
         self.sum_rows = SumRows(accumulate, most_rows=config.max_clusters(H200_SMS))
@@ -311,6 +322,8 @@ class NormBackward:
         scratch_bytes = const_expr(self.column_sums.scratch_bytes(needs_dw + needs_db))
         tiles, mbars = self.ring.allocate(smem, streams, scratch_bytes)
         messages, message_mbars = self.row_sum.allocate(smem)
+        written = [dx, dresidual]
+        staged = self.store.allocate(smem, written)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         cute.arch.griddepcontrol_wait()
         # The first row's other operands are loaded before its elements
@@ -397,6 +410,7 @@ class NormBackward:
                     if leads:
                         self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
 
+                self.store.begin(team, leads)
                 for k in cutlass.range_constexpr(len(pieces)):
                     piece, inside = pieces[k], both(in_range, has_column[k])
                     dy_piece = piece_of(rdY, piece, layout).load()
@@ -423,15 +437,18 @@ class NormBackward:
                         dh = cute.math.fma(*factors, -correction)
                         if const_expr(dh_out is not None):
                             dh = dh + load_piece(sdH, t, piece, inside, layout)
-                        store_piece(dh.to(dx.element_type), dx, row, column, t, piece, inside, layout)
-                        if const_expr(dresidual is not None):
-                            store_piece(dh.to(dresidual.element_type), dresidual, row, column, t, piece, inside, layout)
+                        for i in cutlass.range_constexpr(len(written)):
+                            if const_expr(written[i] is not None):
+                                value = dh.to(written[i].element_type)
+                                self.store.piece(value, written[i], staged[i], team, row, column, t, piece, inside)
+                self.store.send(written, staged, team, row, column, leads)
             if const_expr(late_release):
                 team_barrier(layout, team)
                 if leads:
                     self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
             slot, phase = self.ring.advance(slot, phase, team)
 
+        self.store.finish(leads)
         if const_expr(partials is not None):
             cute.arch.griddepcontrol_launch_dependents()
             gradients = [rdW] if const_expr(needs_dw) else []

@@ -30,6 +30,10 @@ class SoftmaxSpec(NamedTuple):
     def streams(self) -> tuple[torch.dtype, ...]:
         return (self.x,)
 
+    @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        return (self.y,)
+
 
 class SoftmaxBackwardSpec(NamedTuple):
     """dx from y and dy, of rows of ``n`` columns."""
@@ -45,6 +49,10 @@ class SoftmaxBackwardSpec(NamedTuple):
     def streams(self) -> tuple[torch.dtype, ...]:
         return self.y, self.dy
 
+    @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        return (self.dx,)
+
 
 class RowSumSpec(NamedTuple):
     """Sums of rows of ``n`` columns, or of their squares."""
@@ -58,6 +66,10 @@ class RowSumSpec(NamedTuple):
     @property
     def streams(self) -> tuple[torch.dtype, ...]:
         return (self.x,)
+
+    @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        return ()
 
 
 class ColumnSumSpec(NamedTuple):
@@ -82,6 +94,10 @@ class LogSumExpSpec(NamedTuple):
     def streams(self) -> tuple[torch.dtype, ...]:
         return (self.x,)
 
+    @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        return ()
+
 
 class VarianceSpec(NamedTuple):
     """Sums of squared distances from the mean of rows of ``n`` columns, to fp32."""
@@ -93,6 +109,10 @@ class VarianceSpec(NamedTuple):
     @property
     def streams(self) -> tuple[torch.dtype, ...]:
         return (self.x,)
+
+    @property
+    def written(self) -> tuple[torch.dtype, ...]:
+        return ()
 
 
 class PrefixSumSpec(NamedTuple):
@@ -110,13 +130,15 @@ def row_config(
 
     A thread holds up to 64 elements of one matrix, or 32 of two. Rows that registers of a CTA hold lie in one; wider
     ones in as few as hold them, since clusters of 16 occupy 112 of 132 SMs, of 4 and 8 120.
+    Rows that move element by element have 32 elements a thread and up to 32 warps an SM: where teams are several, one
+    reads or writes while another waits for its sums. Compiled, not measured (bench/experiments/norm.md).
     H200, bf16, us, a choice and others; softmax: 8192x4096 of 32 elements 37.9, of 64 38.3; 2048x16384 in two CTAs of 8
     warps an SM 39.6, one of 16 41.3; 4096x32000 in clusters of 2 132.7, of 4 137.0, of 8 137.3, one CTA 138.4;
     1024x151936 of 4 166.9, of 8 169.5, of 16 191.1. Backward: 32768x1024 50.9, of 8 warps 52.0; 8192x4096 53.7, two
     CTAs an SM 54.4; 2048x16384 in clusters of 2 52.8, of 4 53.7; 1024x151936 of 8 226.5, of 16 240.7.
     """
     n, (vec, aligned, packed) = spec.n, spec.access
-    itemsizes = tuple(dtype.itemsize for dtype in spec.streams)
+    itemsizes, written = (tuple(dtype.itemsize for dtype in of) for of in (spec.streams, spec.written))
     two = len(itemsizes) == 2
     fp32 = max(itemsizes) == 4
     most = 32 if two or not aligned else 64
@@ -124,10 +146,16 @@ def row_config(
     if n <= 512:
         warps, ctas_per_sm = ({16: 8}, 3) if two else ({16: 4}, 8)
         stages = 1 if aligned else 2
+    elif vec == 1 and n <= 1024:
+        warps, ctas_per_sm = {32: 4}, 4 if two else 6
     elif n <= 1024:
         warps, ctas_per_sm = {32: 4}, 3 if two else 4
     elif n <= 4096:
         warps, ctas_per_sm = {32: 8}, 3 if two else 4
+    elif vec == 1:
+        warps, ctas_per_sm = {32: 24 if two else 32}, 1
+        columns = 8192 if two else 16384  # of which two rows are summed at once
+        cluster, stages = clusters_for(n, columns // 2 if fp32 else columns), 2
     elif n <= 8192:
         warps, ctas_per_sm = {most: 8}, 1 if two and fp32 else 2
     elif n <= 16384:
@@ -140,4 +168,4 @@ def row_config(
         columns = 20480 if two else 40960  # of which two rows are in flight
         cluster, stages = clusters_for(n, columns // 2 if fp32 else columns), 2
     layout = row_layout(n, vec, aligned, packed, cluster, warps)
-    return RowConfig(with_stages(layout, itemsizes, RING_BYTES // ctas_per_sm, stages), ctas_per_sm)
+    return RowConfig(with_stages(layout, itemsizes, RING_BYTES // ctas_per_sm, stages, written), ctas_per_sm)

@@ -19,12 +19,12 @@ from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import RowSum, team_barrier
 from cute_kernels.common.row_layout import WARP_SIZE, RowConfig
 from cute_kernels.common.row_ring import RowRing
+from cute_kernels.common.row_store import RowStore
 from cute_kernels.common.rows import (
     both,
     dot_elements,
     load_row,
     piece_of,
-    store_piece,
     store_row_values,
     sum_elements,
     sum_pieces,
@@ -60,6 +60,7 @@ class RowKernel:
         self.layout = config.layout
         self.ring = RowRing(config.layout, writes)
         self.row_sum = RowSum(config.layout, 2)
+        self.store = RowStore(config.layout)
 
     def launched(self, kernel, num_clusters: Int32, stream):
         layout = self.layout
@@ -79,9 +80,9 @@ class RowKernel:
 
         Or if it is a vector, the sum of each row times ``scale``.
 
-        gmem --bulk copy--> ring in smem --> registers (fp32) --> target. A slot is free once the sum over the last of
-        its rows is known, since that took every thread's elements: the next tile is requested there. Where the sum
-        leaves a stream out, and comes from a cluster's messages, without a barrier, the team meets before.
+        gmem --bulk copy--> ring in smem --> registers (fp32) --> target (RowStore). A slot is free once the sum over
+        the last of its rows is known, since that took every thread's elements: the next tile is requested there. Where
+        the sum leaves a stream out, and comes from a cluster's messages, without a barrier, the team meets before.
         """
         layout = self.layout
         rows = streams[0].shape[0]
@@ -90,6 +91,7 @@ class RowKernel:
         smem = SmemAllocator()
         tiles, mbars = self.ring.allocate(smem, streams)
         messages, message_mbars = self.row_sum.allocate(smem)
+        (staged,) = self.store.allocate(smem, [target])
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         cute.arch.griddepcontrol_wait()
         if leads:
@@ -126,15 +128,18 @@ class RowKernel:
                         self.ring.refill(streams, tiles, mbars, slot, tile + layout.stages * step, num_tiles, column)
                 results.append(sums[0] * scale)
                 if const_expr(cute.rank(target) == 2):
+                    self.store.begin(team, leads)
                     for k in cutlass.range_constexpr(len(layout.pieces)):
                         pieces = [piece_of(fragment, layout.pieces[k], layout).load() for fragment in tile_rows[j]]
                         value = self.element(pieces, sums).to(target.element_type)
                         inside = both(in_range, has_column[k])
-                        store_piece(value, target, row, column, t, layout.pieces[k], inside, layout)
+                        self.store.piece(value, target, staged, team, row, column, t, layout.pieces[k], inside)
+                    self.store.send([target], [staged], team, row, column, leads)
             if const_expr(cute.rank(target) == 1):
                 if rank == 0:
                     store_row_values(results, target, tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
+        self.store.finish(leads)
 
 
 class SoftmaxForward(RowKernel):

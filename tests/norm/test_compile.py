@@ -61,6 +61,8 @@ CASES = [
     Case("layer", 16384, weight=FP32, bias=FP32),
     Case("rms", 262144, FP32, weight=FP32, residual=FP32, dh=True),
     Case("rms", 4096, gap=1),
+    Case("layer", 1001, bias=BF16),
+    Case("layer", 50257, bias=BF16),
 ]
 
 

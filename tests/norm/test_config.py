@@ -45,9 +45,11 @@ def access(n: int, itemsizes: tuple[int, ...], unaligned: int, packed: bool) -> 
     return Access(vec, aligned, aligned and packed)
 
 
-def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int, values: int, sums: int) -> int:
-    """Shared memory of a CTA: ring and its barriers, weight and bias, messages of the row sums and theirs; slack for
-    alignment.
+def smem_bytes(
+    config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int, values: int, sums: int, written: tuple[int, ...]
+) -> int:
+    """Shared memory of a CTA: ring and its barriers, weight and bias, messages of the row sums and theirs, the rows
+    that are written through it; slack for alignment.
 
     At the end its place holds ``sums`` fp32 values a column (dw, db) of each team, which may be more than the ring.
     """
@@ -58,7 +60,12 @@ def smem_bytes(config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int
     warps = layout.warps_per_team * layout.cluster
     messages = 4 * values * warps * layout.teams * 2 if warps > 1 else 0
     ring += column_bytes * columns * config.shares_columns
-    return ring + messages + 16 * layout.teams + 128 * (len(itemsizes) + 3)
+    ring += layout.teams * layout.staged_bytes(written)
+    return ring + messages + 16 * layout.teams + 128 * (len(itemsizes) + len(written) + 3)
+
+
+def sizes_of(dtypes) -> tuple[int, ...]:
+    return tuple(dtype.itemsize for dtype in dtypes)
 
 
 def layout_bytes(config: NormConfig, itemsizes: tuple[int, ...], column_bytes: int) -> int:
@@ -84,7 +91,14 @@ def columns_of_threads(layout) -> list[int]:
 
 
 def check_config(
-    config: NormConfig, n: int, itemsizes: tuple[int, ...], column_bytes: int, vec: int, values: int, sums: int
+    config: NormConfig,
+    n: int,
+    itemsizes: tuple[int, ...],
+    column_bytes: int,
+    vec: int,
+    values: int,
+    sums: int,
+    written: tuple[int, ...],
 ) -> None:
     layout = config.layout
     assert layout.n == n and layout.vec == vec and n % vec == 0
@@ -102,7 +116,8 @@ def check_config(
     assert layout.packed or layout.tile_rows <= WARP_SIZE  # a lane requests a row of a tile, or one all of it
     if not layout.aligned:
         assert layout.tile_rows == 1
-    used = smem_bytes(config, itemsizes, column_bytes, values, sums)
+    assert not layout.staged or vec == 1 and not layout.aligned
+    used = smem_bytes(config, itemsizes, column_bytes, values, sums, written)
     assert used <= CTA_SHARED_MEMORY
     assert config.ctas_per_sm * (used + RESERVED_SHARED_MEMORY) <= SM_SHARED_MEMORY
     # The last CTA of a cluster has columns, and each CTA's part of an aligned row begins on 16 bytes
@@ -176,7 +191,7 @@ def test_forward(x, residual, weight, bias, n, arch, kind, unaligned, packed):
     column_bytes = sum(t.itemsize for t in (weight, bias) if t is not None)
     spec = forward_spec(n, access(n, itemsizes, unaligned, packed), kind, x, residual, weight, bias)
     config = forward_config(arch, spec)
-    check_config(config, n, itemsizes, column_bytes, spec.access.vec, values=2, sums=0)
+    check_config(config, n, itemsizes, column_bytes, spec.access.vec, 2, 0, sizes_of(spec.written))
     assert config.shares_columns or not column_bytes or layout_bytes(config, itemsizes, column_bytes) > RING_BYTES
 
 
@@ -193,7 +208,7 @@ def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
     itemsizes = tuple(t.itemsize for t in (saved, dy, dh) if t is not None)
     spec = backward_spec(n, access(n, itemsizes, unaligned, packed), kind, save, saved, dy, dh)
     config = backward_config(arch, spec)
-    check_config(config, n, itemsizes, 0, spec.access.vec, values=2 if kind == "layer" else 1, sums=2)
+    check_config(config, n, itemsizes, 0, spec.access.vec, 2 if kind == "layer" else 1, 2, sizes_of(spec.written))
     assert not config.shares_columns
     # Resident however many rows there are: each cluster has a row of partial sums
     assert config.persistent_clusters(132, math.inf) == math.inf

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.norm.cases import BF16, FP32, Case, Inputs, call_and_differentiate, make_inputs
+from tests.norm.cases import BF16, FP32, Case, Inputs, call_and_differentiate, make_inputs, strided
 
 # Packed narrow rows, rows of several warps, rows off 16 bytes, rows of a cluster, rows read twice
 CASES = [
-    *(Case("rms", n) for n in (64, 769, 1024, 4096, 16384, 262144)),
-    *(Case("layer", n, weight=FP32, bias=FP32) for n in (64, 769, 1024, 4096, 16384, 32768)),
+    *(Case("rms", n) for n in (64, 769, 1024, 4096, 10007, 16384, 262144)),
+    *(Case("layer", n, weight=FP32, bias=FP32) for n in (64, 769, 1024, 4096, 16384, 32768, 50257)),
     Case("rms", 64, residual=BF16, dh=True),
     Case("rms", 4096, residual=FP32, dh=True),
     Case("layer", 769, bias=BF16, residual=BF16, dh=True),
@@ -65,6 +65,31 @@ def test_a_row_does_not_know_its_address(case, norm, generator):
         y = norm(case.kind, x, inputs.weight, inputs.bias, **case.options)
         y.backward(inputs.dy[begin : begin + 3])
         assert torch.equal(y, whole["y"][begin : begin + 3]) and torch.equal(x.grad, whole["dx"][begin : begin + 3])
+
+
+ODD = [
+    Case("rms", 1001),
+    Case("layer", 2235, bias=BF16),
+    Case("layer", 10007, bias=BF16, residual=BF16, dh=True),
+    Case("rms", 10007, FP32, weight=FP32),
+    Case("layer", 50257, weight=FP32, bias=FP32),
+]
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_an_odd_row_has_the_same_bits_wherever_it_begins(case, norm, generator):
+    """At each place in 16 bytes, NaN around it; in a batch each of its rows begins at another one, as dx's do."""
+    inputs = make_inputs(case, generator, 9 * case.n)
+    whole = call_and_differentiate(norm, case, inputs)
+    for offset in range(8):
+        part = rows_of(case, inputs, 0, len(inputs.x))
+        for name in ("x", "residual", "dy", "dh"):
+            tensor = getattr(part, name)
+            if tensor is not None:
+                moved = strided(tensor.detach(), -case.n % 8, offset)
+                setattr(part, name, moved.requires_grad_(name in ("x", "residual")))
+        for name, result in call_and_differentiate(norm, case, part).items():
+            assert torch.equal(result, whole[name]), f"{name}, {offset} elements from 16 bytes"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,11 @@ CASES = {
     "small": [Case("rms", 64, rows=1024)],
     "cluster": [Case("layer", 32768, weight=FP32, bias=FP32, rows=16)],
     "off_16_bytes": [Case("layer", 769, rows=65, residual=BF16, dh=True), Case("rms", 5, rows=3)],
+    "staged": [
+        Case("layer", 10007, rows=70, residual=BF16, dh=True),
+        Case("rms", 50257, rows=17),
+        Case("rms", 1001, rows=65),
+    ],
 }
 PROGRAM = """
 import sys
@@ -36,9 +41,11 @@ print("done")
         ("memcheck", "small"),
         ("memcheck", "cluster"),
         ("memcheck", "off_16_bytes"),
+        ("memcheck", "staged"),
         ("racecheck", "small"),
         ("racecheck", "cluster"),
         ("racecheck", "off_16_bytes"),
+        ("racecheck", "staged"),
     ],
 )
 @pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are precompiled

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from cute_kernels import reduction
+from cute_kernels.reduction import launch
+from tests.norm.cases import strided
 from tests.reduction.cases import BF16, FP16, FP32, FP32_EPS, SoftmaxCase, exact_softmax, make_inputs, rounding
 
-WIDTHS = [1, 2, 3, 8, 64, 100, 512, 769, 1024, 4096, 6000, 16384, 32000, 151936, 262144]
+WIDTHS = [1, 2, 3, 8, 64, 100, 512, 769, 1024, 2235, 4096, 6000, 10007, 16384, 32000, 50257, 151643, 151936, 262144]
 OPS = ("softmax", "log_softmax")
 CASES = [
     *(SoftmaxCase(op, n) for op in OPS for n in WIDTHS),
@@ -54,7 +56,9 @@ def test_softmax_against_fp64(case, generator):
         assert excess <= 0, f"{name}: {excess:.3g} beyond the bound"
 
 
-@pytest.mark.parametrize("case", [SoftmaxCase(op, n) for op in OPS for n in (64, 769, 4096, 32000, 151936)], ids=str)
+@pytest.mark.parametrize(
+    "case", [SoftmaxCase(op, n) for op in OPS for n in (64, 769, 4096, 10007, 32000, 50257, 151936)], ids=str
+)
 def test_a_row_does_not_know_its_batch(case, generator):
     rows = max(40, min(3000, 2**25 // case.n))
     x, dy = make_inputs(case, rows, generator)
@@ -67,6 +71,24 @@ def test_a_row_does_not_know_its_batch(case, generator):
                 assert torch.equal(value, whole[name][some]), f"{name}, {size} rows from {begin}"
     again = call(case, x, dy)
     assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n", [1001, 2235, 10007, 50257])
+def test_an_odd_row_has_the_same_bits_wherever_it_begins(op, n, generator):
+    """At each place in 16 bytes, read and written: NaN around what is read is not used, nor is what lies around y."""
+    case, rows, log = SoftmaxCase(op, n), 9, op == "log_softmax"
+    x, dy = make_inputs(case, rows, generator)
+    whole = call(case, x, dy)
+    for offset in range(8):
+        memory = torch.full((rows * n + 16,), math.nan, dtype=BF16, device=x.device)
+        result = memory[offset : offset + rows * n].view(rows, n)
+        inputs = [strided(t.detach(), -n % 8, offset) for t in (x, whole["y"], dy)]
+        launch.softmax_forward(inputs[0], result, log)
+        assert torch.equal(result, whole["y"]), f"y, {offset} elements from 16 bytes"
+        launch.softmax_backward(inputs[1], inputs[2], result, log)
+        assert torch.equal(result, whole["dx"]), f"dx, {offset} elements from 16 bytes"
+        assert memory[:offset].isnan().all() and memory[offset + rows * n :].isnan().all()
 
 
 @pytest.mark.parametrize("op", OPS)

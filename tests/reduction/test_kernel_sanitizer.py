@@ -6,6 +6,7 @@ from tests.reduction.cases import SoftmaxCase
 from tests.sanitizer import assert_clean, needs_sanitizer
 
 CASES = [SoftmaxCase("softmax", 64), SoftmaxCase("log_softmax", 769), SoftmaxCase("softmax", 32000)]
+CASES += [SoftmaxCase("softmax", 10007), SoftmaxCase("log_softmax", 50257)]  # written through shared memory
 PROGRAM = """
 import torch
 from cute_kernels import reduction
