@@ -18,6 +18,7 @@ import torch
 
 from cute_kernels import uninstall
 from cute_kernels.invariance import installation, scopes
+from cute_kernels.invariance.compiled_operators import opaque_operators
 from cute_kernels.invariance.registration import Registration
 from cute_kernels.runtime import launches, operators
 from cute_kernels.runtime.targets import Target
@@ -85,6 +86,7 @@ def covered(backend: str = "CPU") -> Iterator[None]:
 @contextlib.contextmanager
 def fake_gpu(arch: str = "sm_90a") -> Iterator[list[tuple]]:
     """``fake_kernels`` for what asks whether a tensor is on a GPU: ``batch_invariant``, a captured step."""
+    opaque_operators()  # of compiled graphs: one that was made later would run torch's own kernel
     on_gpu = mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True))
     with on_gpu, fake_kernels(arch) as jobs, covered():
         yield jobs
