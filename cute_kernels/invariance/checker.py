@@ -171,6 +171,10 @@ def check_invariance(
         in norms and hyper-connections the number of rows decides about the order. If rows differ in B0 the function is
         not deterministic, and nothing else is run.
 
+    A prompt against decoding: the rows are the tokens of one sequence, and ``transforms=("T5",)`` splits them, with
+    ``sizes=(1,)`` token by token. The function gets tokens and their positions, (S,) each, begins a new cache where the
+    first position is 0, and returns the tokens' logits. Without ``gradients``.
+
     Parameters' ``grad`` and ``main_grad``, buffers, hooks and the training mode are left as they were. All activations
     and their gradients of two runs are kept in memory. On a CPU the ops are plain torch, which is not invariant: a note
     in the report says so where all tensors are there.
