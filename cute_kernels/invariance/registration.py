@@ -114,12 +114,19 @@ class Registration:
                     libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
                 libraries[op.namespace].impl(op, kernel, key, with_keyset=True, allow_override=True)
         self._libraries = list(libraries.values())
+        self._forget_dispatch()
 
     def remove(self) -> None:
         """Restore what was there before."""
         for library in self._libraries:
             library._destroy()
         self._libraries = []
+        self._forget_dispatch()
+
+    def _forget_dispatch(self) -> None:
+        """An operator keeps which kernel each key led to in traced code: one that is gone would lose gradients."""
+        for op, _, _ in self._kernels:
+            op._dispatch_cache.clear()
 
     def overtaken(self) -> list[Owner]:
         """Those who have registered kernels over ours since."""

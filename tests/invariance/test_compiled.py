@@ -217,8 +217,6 @@ def test_a_higher_order_operator_is_refused():
 
 @pytest.fixture
 def gpu(graphs_alone):
-    """After a first function was compiled: where that is within, linear lost its gradient in later graphs outside."""
-    torch.compile(lambda x: x * 1.25 + 1, backend="cute_kernels", fullgraph=True)(torch.ones(3, 4))
     with fake_gpu():
         yield
 
@@ -241,6 +239,16 @@ def test_graphs_run_what_a_block_runs(generator, graphs_alone, gpu):
     assert not seen
     theirs(ids)
     assert len(seen) == 1
+
+
+def test_a_graph_after_a_block_has_its_gradients(generator, graphs_alone):
+    """Torch had kept for traced code that linear has a kernel under AutogradCPU, which ended with the block."""
+    model, ids = make_model("gpt2", generator), make_ids(3, 12, generator)
+    with fake_gpu(), batch_invariant("strict"):
+        step(model, torch.compile(model.loss, backend="eager"), ids)
+    torch._dynamo.reset()
+    found = step(model, torch.compile(model.loss, backend="cute_kernels", fullgraph=True), ids)
+    assert_equal(found, step(model, model.loss, ids))
 
 
 def test_a_block_refuses_or_warns(gpu, graphs_alone):
