@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import cute_kernels
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = sorted((ROOT / "cute_kernels").rglob("*.py"))
 COMPILER = {"cutlass", "tvm_ffi"}
@@ -117,6 +119,20 @@ def test_modules_reach_into_no_internals():
                 family, _, module = rest.partition(".")
                 if family in families and (ROOT / "cute_kernels" / family / f"{module.split('.')[0]}.py").exists():
                     assert module.startswith("functional"), f"{path.name}: {name}"
+
+
+def test_integrations_stand_on_the_public_api():
+    """They take what a user could take; a system's package loads its peer when it is asked to. Nobody imports them."""
+    public, room = cute_kernels.__all__, "cute_kernels.integrations"
+    for path in LIBRARY:
+        ours = {name for name in imported(path, top_level_only=False) if name.startswith("cute_kernels.")}
+        others = {name for name in ours if not name.startswith(room)}
+        if path.is_relative_to(ROOT / room.replace(".", "/")):
+            assert all(name.split(".")[1] in public for name in others), f"{path}: {others}"
+            if path.name == "__init__.py":
+                assert packages(path, top_level_only=True) <= {"__future__", "cute_kernels", *sys.stdlib_module_names}
+        else:
+            assert others == ours, f"{path}: {ours - others}"
 
 
 def test_the_runtime_alone_asks_whether_a_call_is_eager():

@@ -11,6 +11,7 @@ import pytest
 
 import cute_kernels
 import cute_kernels.compat.batch_invariant_ops
+import cute_kernels.integrations.vllm
 import cute_kernels.models
 import cute_kernels.nn
 import jit_cache
@@ -24,6 +25,7 @@ PACKAGES = (
     cute_kernels.models,
     cute_kernels.compat,
     cute_kernels.compat.batch_invariant_ops,
+    cute_kernels.integrations.vllm,
     cute_kernels.nn,
     jit_cache,
 )
