@@ -10,9 +10,10 @@ A case's name is training_step.fwd_bwd.<layers>x<tokens>x<channels>.bfloat16.<mo
 or transformers' own by torch's ``grouped_mm``. A step is forward and backward of one sequence, without the optimizer.
 All but attention and experts is the same. ``torch`` attends by cuDNN, ``torch_flash`` by torch's flash kernels.
 ``batch_invariant`` is the whole model under the promise: inside of ``batch_invariant("strict")``, and models of
-transformers prepared by ``models.prepare``, which replaces their norms, too. ``compiled`` is mhc by ``torch.compile``
-with the backend "cute_kernels", ``torch_compile`` is ``torch`` by Inductor. peak is what a step holds at once beside
-the parameters. The error is the loss's, relative to that of torch's products and softmax on the same parameters.
+transformers prepared by ``models.prepare``, which replaces their norms, too. ``compiled`` is the same by
+``torch.compile`` with the backend "cute_kernels", ``torch_compile`` is ``torch`` by Inductor. peak is what a step
+holds at once beside the parameters. The error is the loss's, relative to that of torch's products and softmax on the
+same parameters.
 """
 
 from __future__ import annotations
@@ -193,9 +194,7 @@ def measure_step(
 def measure_steps(
     case: Step, directions: Sequence[str], providers: Sequence[str], device: harness.Device, **options: Any
 ) -> list[harness.Measurement]:
-    # In a graph transformers makes masks of packed sequences, which "cute_kernels" does not take there
-    taken = [provider for provider in providers if provider != COMPILED or case.model == "mhc"]
-    return [measure_step(case, taken, device, **options)]
+    return [measure_step(case, providers, device, **options)]
 
 
 def run(cases: Sequence[Step], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:

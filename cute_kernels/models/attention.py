@@ -169,6 +169,7 @@ def _is_packed(found: Tensor) -> bool:
     return found.dim() == 4 and found.dtype is torch.int32 and found.shape[2] > 1
 
 
+@torch.compiler.disable(reason="the host asks where sequences begin and end")  # once a forward: layers compile whole
 def mask(
     batch_size: int,
     q_length: int,
@@ -196,7 +197,8 @@ def mask(
     good = not use_vmap and parts.keys() <= known
     expect(good, NAME, "the mask", "be causal or none, of windows or packed", sorted(parts))
     if PACKED in parts:
-        return _packed(inspect.getclosurevars(parts[PACKED]).nonlocals["packed_sequence_mask"])
+        starts = _packed(inspect.getclosurevars(parts[PACKED]).nonlocals["packed_sequence_mask"])
+        return None if starts.shape[2] == batch_size + 1 else starts  # in a graph transformers does not look
     causal = BIDIRECTIONAL not in parts
     # In places of the whole sequence, which the columns begin ``kv_offset`` behind the first one of
     end = q_offset + q_length if causal else kv_offset + kv_length

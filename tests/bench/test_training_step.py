@@ -31,7 +31,7 @@ def test_steps_are_measured(model):
     if model != "mhc":
         pytest.importorskip("transformers")
     providers = ["cute_kernels", "batch_invariant", "torch"]
-    providers += {"mhc": ["torch_compile", "compiled"], "llama": ["torch_compile"], "qwen3_moe": []}[model]
+    providers += {"mhc": ["torch_compile", "compiled"], "llama": ["torch_compile", "compiled"], "qwen3_moe": []}[model]
     step = Step(model, 2, 16, 64)
     (found,) = bench_training_step.measure_steps(
         step, step.directions, providers, FakeDevice(), repetitions=3, breakdown=False

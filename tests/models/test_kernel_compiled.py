@@ -1,0 +1,75 @@
+"""``torch.compile`` of whole prepared models: the loss and the gradients of the eager model, bit by bit."""
+
+import contextlib
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import cute_kernels.invariance.compiled  # noqa: E402, F401
+from cute_kernels import batch_invariant  # noqa: E402
+from tests.models.cases import FAMILIES, make_prepared, padded, prompts  # noqa: E402
+from tests.runtime.bits import assert_same_bits  # noqa: E402
+
+pytestmark = pytest.mark.sm90
+LENGTHS = (9, 300, 17)
+FEW = "llama", "gpt_oss"
+# gpt_oss does not look at positions that begin again
+PACKED = [name for name in FAMILIES if name != "gpt_oss"]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def families(names):
+    return [pytest.param(n, marks=[] if n in FEW else pytest.mark.exhaustive) for n in names]
+
+
+def step(call, model, **inputs):
+    """The loss, then each parameter's gradient."""
+    model.zero_grad()
+    loss = call(**inputs, use_cache=False).loss
+    loss.backward()
+    return [loss.detach()] + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def compare(name, device, *batches):
+    """Of one compiled function, in turn."""
+    model = make_prepared(name, device).train()
+    compiled = torch.compile(model, backend="cute_kernels", dynamic=True)
+    for inputs in batches:
+        # A CPU has the kernels of torch, which a block does not cover
+        with batch_invariant("strict") if device == "cuda" else contextlib.nullcontext():
+            wanted = step(model, model, **inputs)
+        found = step(compiled, model, **inputs)
+        assert len(found) == len(wanted) > 2
+        for a, b in zip(found, wanted, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", families(FAMILIES))
+def test_batches(name, device):
+    """Of rows without a mask, of two sizes, then padded."""
+    rows = prompts(LENGTHS, device=device)
+    ids, present = padded(rows, left=True)
+    labels = torch.where(present > 0, ids, -100)
+    compare(
+        name,
+        device,
+        {"input_ids": ids, "labels": ids},
+        {"input_ids": ids[:2, :7], "labels": ids[:2, :7]},
+        {"input_ids": ids, "labels": labels, "attention_mask": present},
+    )
+
+
+@pytest.mark.parametrize("name", families(PACKED))
+def test_packed(name, device):
+    rows = prompts(LENGTHS, device=device)
+    ids = torch.cat(rows)[None]
+    positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
+    compare(name, device, {"input_ids": ids, "labels": ids, "position_ids": positions})
