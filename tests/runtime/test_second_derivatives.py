@@ -16,7 +16,8 @@ IN_PLAIN_TORCH = {"_Product"}  # whose backward autograd follows
 def autograd_functions() -> list[type]:
     for module in pkgutil.walk_packages(cute_kernels.__path__, "cute_kernels."):
         parts = module.name.split(".")
-        if "__main__" not in parts and not any(part.startswith("kernel") for part in parts):
+        # Integrations import packages that are not here, and hold no op
+        if not {"__main__", "integrations"} & set(parts) and not any(part.startswith("kernel") for part in parts):
             importlib.import_module(module.name)
     found = torch.autograd.Function.__subclasses__()
     ours = [function for function in found if function.__module__.startswith("cute_kernels.")]
