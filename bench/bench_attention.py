@@ -305,7 +305,7 @@ def with_split(spec: ForwardSpec, split: int) -> ForwardLaunch:
 
 
 def spec_of_one_split(case: Attention) -> ForwardSpec | None:
-    """Of cases with several splits, whose masks need no other tensor."""
+    """Whether the case has several splits and a mask that needs no other tensor."""
     d, dv = case.sizes
     plain = case.variant in ("causal", "full") and kernel_sizes(d, dv) == (d, dv)
     return ForwardSpec(case.dtype, d, case.causal, dv) if plain and case.length > grid_for(d, dv).split else None

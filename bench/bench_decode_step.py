@@ -68,7 +68,7 @@ def steps(quick: bool = False) -> list[Step]:
 
 
 def attend(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Of one token of each sequence, which sees all keys; heads of queries share those of keys."""
+    """Attention of one token a sequence, which sees all keys; heads of queries share those of keys."""
     out = F.scaled_dot_product_attention(q, k, v, scale=options["scaling"], enable_gqa=True)
     return out.transpose(1, 2), None
 

@@ -1,4 +1,4 @@
-"""What benchmarks of whole models share: random models of transformers, and a measurement of calls in turn."""
+"""Shared by benchmarks of whole models: random models of transformers, and a measurement of calls in turn."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Kernel:
 
 
 def expression(line: str, base: str, words: list[str], kind: str, operands: list[str]) -> str:
-    """What an instruction computes, in Python; registers hold unsigned words, 64-bit integers or truths."""
+    """The result of an instruction, in Python; registers hold unsigned words, 64-bit integers or truths."""
     values = [operand(value) for value in operands]
     if base in ("shfl", "vote", "redux"):
         return f"yield '{base}.{words[0]}.{words[1]}', ({', '.join(values)},)"
@@ -205,7 +205,7 @@ def to_barrier(warp: list[Iterator]) -> bool:
 
 
 def collective(name: str, values: list) -> list:
-    """What each thread of a warp gets."""
+    """The value that each thread of a warp gets."""
     if name == "warp":
         return [None] * WARP
     operation, _, mode = name.split(".")

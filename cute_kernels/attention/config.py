@@ -436,7 +436,7 @@ class BackwardConfig:
 
     @property
     def padded_rows(self) -> int:
-        """What is known of each row has lines of a multiple of this many rows: of whole tiles."""
+        """Lines of delta and lse have a multiple of this many rows, whole tiles."""
         return PADDED_ROWS if PADDED_ROWS % self.tile_rows == 0 else self.tile_rows
 
 

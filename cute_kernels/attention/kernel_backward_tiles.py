@@ -131,7 +131,7 @@ class BackwardTiles:
         self.sDq = smem.allocate_tensor(Float32, layout, byte_alignment=128)
 
     def dq_shape(self, mma: cute.TiledMma):
-        """Of a thread's accumulators of a partial of dq."""
+        """The shape of a thread's accumulators of a partial of dq."""
         rows = self.tile_rows, self.head_size
         return mma.partition_shape_C(rows[::-1] if self.dq_across else rows)
 

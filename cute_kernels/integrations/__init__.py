@@ -1,1 +1,1 @@
-"""What other systems load by themselves, one package a system. Each imports its peer only when it is turned on."""
+"""Plugins that other systems load, one package a system. Each imports its peer only when it is turned on."""

@@ -51,7 +51,7 @@ def settings_of(
     pad_token_id: int | None,
     processors: Sequence[Processor] = (),
 ) -> Settings:
-    """What is given; where it is None, what the generation_config of a model of transformers says.
+    """The values that are given; where one is None, that of the generation_config of a model of transformers.
 
     Raises:
         TypeError: no max_new_tokens.

@@ -1,7 +1,7 @@
 """The roles of the backward run in Python in many orders: nobody waits forever, and nothing is overwritten.
 
 The roles below wait and arrive as those of kernel_backward_*.py do, a warpgroup a task; copies, products and sums in
-memory take as long as they like. What is in shared memory has a name, and whoever reads it says which name it must
+memory take as long as they like. A value in shared memory has a name, and whoever reads it says which name it must
 have. CTAs take tickets from one counter, and add to the same sums of dq.
 
 A wait on an mbarrier tells adjacent phases apart, no others: every wait must come when the phase before the awaited one

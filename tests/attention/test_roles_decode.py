@@ -1,7 +1,7 @@
 """The roles of the kernel over a cache run in Python in many orders: nobody waits forever, nothing is overwritten.
 
 The roles below wait and arrive as those of kernel_decode_*.py do, a warp or a warpgroup a task; copies and products
-take as long as they like. What is in shared memory has a name, and whoever reads it says which name it must have. CTAs
+take as long as they like. A value in shared memory has a name, and whoever reads it says which name it must have. CTAs
 take tickets from one counter, and count the splits of the same tiles.
 
 A wait on an mbarrier tells adjacent phases apart, no others: see test_roles_backward.py.

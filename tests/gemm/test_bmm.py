@@ -70,7 +70,7 @@ def test_it_is_public():
 
 
 def widest_of_each_kind(arch: str) -> list[tuple]:
-    """Of kernels that differ in their tile's columns alone the widest: a batch is one more coordinate in registers."""
+    """The widest of kernels that differ in their tile's columns alone: a batch is one more coordinate in registers."""
     found = {}
     for config, transposed in sorted(kernels(arch)[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1]):
         kind = config.ping_pong, transposed, config.tile[0], config.multi_block_tma(arch, ("k", "k"), BLOCK)

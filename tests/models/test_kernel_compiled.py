@@ -39,7 +39,7 @@ def step(call, model, **inputs):
 
 
 def compare(name, device, *batches):
-    """Of one compiled function, in turn."""
+    """The batches go through one compiled function, in turn."""
     model = make_prepared(name, device).train()
     compiled = torch.compile(model, backend="cute_kernels", dynamic=True)
     for inputs in batches:
@@ -54,7 +54,7 @@ def compare(name, device, *batches):
 
 @pytest.mark.parametrize("name", families(FAMILIES))
 def test_batches(name, device):
-    """Of rows without a mask, of two sizes, then padded."""
+    """Rows without a mask, in two sizes, then padded."""
     rows = prompts(LENGTHS, device=device)
     ids, present = padded(rows, left=True)
     labels = torch.where(present > 0, ids, -100)

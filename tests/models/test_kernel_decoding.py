@@ -29,7 +29,7 @@ def strict(path_of_the_kernels):
 
 
 def of_transformers(device, wrong):
-    """What begins a cache, and gives what takes the next tokens: (1, S) -> logits (1, S, V)."""
+    """A function that begins a cache and returns one that takes the next tokens: (1, S) -> logits (1, S, V)."""
     model = make_prepared("llama", device)
 
     def begin():

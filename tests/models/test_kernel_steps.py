@@ -106,7 +106,7 @@ def gradients_of_tokens(model, ids, labels, **options):
 
 @pytest.mark.parametrize("name", families(FAMILIES))
 def test_gradients_of_tokens_do_not_know_the_batch(name, device):
-    """Of micro-batches of one sequence, padded left and right, in another order, packed."""
+    """They are those of micro-batches of one sequence, if padded left or right, in another order, packed."""
     model, rows = make_prepared(name, device).train(), prompts(LENGTHS, device=device)
     wanted = [gradients_of_tokens(model, row[None], row[None])[0] for row in rows]
     assert all(gradient.any(1).sum() == len(gradient) - 1 for gradient in wanted)  # the last one is before no label

@@ -56,7 +56,7 @@ def int32(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("has_table", [False, True])
 def test_plan(has_table, folder, generator):
-    """Of random, skewed and equal experts; empty slots; one turn of a warp's lanes and more."""
+    """Random, skewed and equal experts; empty slots; one turn of a warp's lanes and more."""
     text = text_of(folder, "*planPlan*.ptx", "_None_") if has_table else text_of(folder, "*planPlan*_None_*.ptx")
     kernel = Kernel(text)
     count = Kernel(text, "kernel_cutlass_count") if has_table else None

@@ -29,7 +29,7 @@ CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat
 
 
 class CuteKernelsBackend(AttentionBackend):
-    """What vLLM asks of a backend before it takes it. Encoders, MLA, alibi and non-causal masks keep its "no"."""
+    """The answers that vLLM wants of a backend first. Encoders, MLA, alibi and non-causal masks keep its "no"."""
 
     supported_dtypes = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes = list(CACHE_DTYPES)

@@ -1,4 +1,4 @@
-"""What of vLLM's configuration is covered; the rest is an error that names the option."""
+"""A check of vLLM's configuration: an option that is not covered is an error that names it."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Plan:
 
     @cute.jit
     def sum_blocks(self, sTable, table, block: Int32, tidx: Int32):
-        """Of each expert the counts in blocks before this one, and in all, each thread a part of the blocks."""
+        """The counts of each expert in blocks before this one, and in all; a thread takes a part of the blocks."""
         part, expert = tidx // self.num_experts, tidx % self.num_experts
         if part < self.parts:
             before, total = Int32(0), Int32(0)
