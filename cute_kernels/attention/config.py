@@ -447,8 +447,9 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
 
 
 # At 128 channels the sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80
-# where nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, shared memory has
-# room for this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
+# where nothing is ahead and dv is last; shared memory has room for one partial of dq then, and beside three tiles of q
+# and dout. Beyond, shared memory has room for this much in flight: at 256 two tiles of q, one of dout, half of a
+# partial of dq
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),
@@ -461,6 +462,8 @@ BACKWARD_CONFIGS = {
         BackwardConfig(64, 2, False, False),
         BackwardConfig(80, 2, False, False, adders=1),
         BackwardConfig(80, 2, False, False, dq_parts=2),
+        BackwardConfig(64, 3, dout_stages=3, adders=1),
+        BackwardConfig(64, 3, dout_stages=3, dq_parts=2),
     ),
     (192, 128): (
         BackwardConfig(64, 2, adders=1),
