@@ -39,7 +39,8 @@ def register_transformers() -> None:
     sequences, by ``cu_seq_lens_q`` and its relatives or by ``position_ids`` that begin again (gpt_oss, as of 5.17, does
     not look at these itself: give it the former); dynamic and static caches, those of sliding windows, too. Under
     ``"paged|cute_kernels"`` it is the attention of transformers' continuous batching (``generate_batch``), in blocks of
-    16, 32, 64 or a multiple of 128 tokens, but not of deepseek_v3. Calling it again changes nothing.
+    16, 32, 64 or a multiple of 128 tokens; for the keys of deepseek_v3 only ``models.generate_batch`` makes room there.
+    Calling it again changes nothing.
 
     A forward raises ValueError for masks of other kinds (4-D tensors, chunks, blocks, functions of the user's), for
     padding within a sequence, dropout and position biases.

@@ -60,8 +60,7 @@ def generate_batch(
     Where an argument is None the model's ``generation_config`` decides, as in ``generate``.
 
     Args:
-        model: a causal language model of transformers that ``prepare`` has prepared, or peft's model of it; not
-            deepseek_v3, whose keys transformers does not batch so.
+        model: a causal language model of transformers that ``prepare`` has prepared, or peft's model of it.
         prompts: the tokens of each, at least one.
         seeds: (B,) int64 on the model's device: of each sequence. The noise of its token at position p is a function
             of seed and p.
@@ -118,7 +117,6 @@ def generate_batch(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )
-    expect(not family_of(OP, found).has_latents, OP, "model", "cache heads of keys", "one that caches latents")
     requests = [_checked(prompt) for prompt in prompts]
     expect(bool(requests), OP, "prompts", "have one at least", "none")
     check_seeds(OP, seeds, len(requests), found.device)
@@ -188,13 +186,32 @@ def _batched(model: Any, settings: Settings, batching: ContinuousBatchingConfig 
     model.set_attn_implementation(PAGED_NAME)
     try:
         manager = ContinuousBatchingManager(model, neutral, config)
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), _expanded(model):
             manager.batch_processor = manager._create_batch_processor()
         yield manager
     finally:
         model.set_attn_implementation(NAME)
         for module, mode in training.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def _expanded(model: Any) -> Iterator[None]:
+    """Where transformers makes its cache by the sizes of latents, let it see those of the heads that they expand to.
+
+    Keys and values have one size there, so that of the larger; the config is what it was when the model runs.
+    """
+    config = model.config.get_text_config()
+    if not family_of(OP, model).has_latents:
+        yield
+        return
+    before = config.head_dim, config.num_key_value_heads
+    config.head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    config.num_key_value_heads = config.num_attention_heads
+    try:
+        yield
+    finally:
+        config.head_dim, config.num_key_value_heads = before
 
 
 @contextlib.contextmanager

@@ -71,16 +71,24 @@ def attend_paged(
     if isinstance(cu_seq_lens_k, dict):
         kind = "sliding_attention" if is_window else "full_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]  # type: ignore[index]
-    q = query[0].transpose(0, 1)
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     options = options_of(True, scaling, sliding_window, softcap, s_aux)
     options |= {"cu_seqlens_q": cu_seq_lens_q, "max_seqlen_q": max_seqlen_q}
     read = read_index[group]  # type: ignore[index]
-    if not read.numel() or is_window:
-        # (keys, Hkv, D) of one request after the other
-        k, v = cache.update(key, value, module.layer_idx, read_index=read_index, write_index=write_index)
+    # Where latents were expanded, heads of keys and of values differ, and the cache has the larger size for both
+    caches = [cache.key_cache[layer][..., : k.shape[-1]], cache.value_cache[layer][..., : v.shape[-1]]]
+    for kept, new in zip(caches, (k, v), strict=True):
+        wanted, got = tuple(new.shape[1:]), tuple(kept.shape[1:])
+        expect(
+            wanted == got, PAGED_NAME, "the cache", f"have heads of {wanted}, as models.generate_batch makes it", got
+        )
     if not read.numel():
+        for kept, new in zip(caches, (k, v), strict=True):
+            kept.index_copy_(0, write_index[group], new)  # type: ignore[index]
         options |= {"cu_seqlens_k": cu_seq_lens_k, "max_seqlen_k": max_seqlen_k}
         return attention(q, k, v, **options).unsqueeze(0), None
+    if is_window:  # all keys of one request after the other
+        k, v = cache.update(key, value, module.layer_idx, read_index=read_index, write_index=write_index)
     found = cache.__dict__.setdefault(PLACES, {})
     if layer == 0:  # those of the group behind it are the same
         starts = cu_seq_lens_q, cu_seq_lens_k
@@ -93,8 +101,8 @@ def attend_paged(
     if is_window:
         pages = [t[places.columns].unflatten(0, (-1, WINDOW_PAGE)) for t in (k, v)]
     else:
-        pages = [t[layer].unflatten(0, (-1, cache.block_size)) for t in (cache.key_cache, cache.value_cache)]
-        options |= {"k": key[0].transpose(0, 1), "v": value[0].transpose(0, 1), "max_seqlen_k": max_seqlen_k}
+        pages = [t.unflatten(0, (-1, cache.block_size)) for t in caches]
+        options |= {"k": k, "v": v, "max_seqlen_k": max_seqlen_k}
     return attention_with_kv_cache(q, *pages, **options).unsqueeze(0), None
 
 

@@ -1,6 +1,7 @@
 """The GPU's tests of generate_batch, on the CPU: plain torch in place of the kernels."""
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -20,3 +21,10 @@ def path_of_the_kernels():
 def memory(monkeypatch):
     """Without psutil transformers sees no memory on a CPU."""
     monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: ("cpu", 2**32, 0, 0))
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """Without a GPU torch pins none."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))

@@ -11,16 +11,15 @@ from tests.runtime.bits import assert_same_bits  # noqa: E402
 
 NEW = 4
 OPTIONS = {"max_new_tokens": NEW, "temperature": 0.7, "top_k": 50, "top_p": 0.95, "eos_token_id": []}
-FEW = "llama", "gemma3"  # the second has windows in half of its layers
+FEW = "llama", "gemma3", "deepseek_v3"  # the second has windows in half of its layers, the third caches latents
 # Blocks that two requests of 18 tokens do not fit into, but one does; a window's layers have blocks of their own, and
 # mistral's never ask for another
 BLOCKS = {"gemma2": 5, "gemma3_text": 5, "gpt_oss": 5, "mistral": 2}
-BATCHED = [name for name in FAMILIES if "deepseek" not in name]
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=[] if n in FEW else pytest.mark.exhaustive) for n in BATCHED],
+    params=[pytest.param(n, marks=[] if n in FEW else pytest.mark.exhaustive) for n in FAMILIES],
 )
 def model(request):
     return make_prepared(request.param, "cuda" if request.path.name.startswith("test_kernel") else "cpu")
@@ -29,6 +28,11 @@ def model(request):
 @pytest.fixture
 def path_of_the_kernels():
     """On the CPU fake kernels: before a block begins."""
+
+
+@pytest.fixture
+def pinned():
+    """On the CPU there is no memory of that kind."""
 
 
 @pytest.fixture
@@ -85,6 +89,25 @@ def test_requests_that_are_computed_again(model, device, monkeypatch):
     blocks = BLOCKS.get(model.config.model_type, 3)
     assert_same(batched(model, rows, seeds, num_blocks=blocks, safety_margin=0.0), wanted)
     assert bool(lost) == (model.config.model_type != "mistral")
+
+
+def test_requests_that_wait_in_the_hosts_memory(model, device, monkeypatch, pinned):
+    """The blocks that a request loses are copied to the host, and back."""
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+    rows = prompts((14, 14), device=device)
+    seeds = torch.arange(2, device=device)
+    wanted = generated(model, rows, seeds)
+    copied, copy = [], OffloadingManager._offload_to_cpu
+
+    def copies(*arguments):
+        copied.append(copy(*arguments))
+        return copied[-1]
+
+    monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", copies)
+    blocks = BLOCKS.get(model.config.model_type, 3)
+    assert_same(batched(model, rows, seeds, num_blocks=blocks, safety_margin=0.0, cpu_offload_space=0.01), wanted)
+    assert any(copied) == (model.config.model_type != "mistral")
 
 
 def count_lost(monkeypatch):

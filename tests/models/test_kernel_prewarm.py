@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.17")
 
 from tests.models.cases import FAMILIES  # noqa: E402
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def train_and_generate(name: str) -> None:
     """Prompts and batches of several sizes, padded and packed."""
     import torch
+    from transformers import ContinuousBatchingConfig
 
     from cute_kernels import batch_invariant, models
     from tests.models.cases import make_prepared, padded, prompts
@@ -43,10 +44,19 @@ def train_and_generate(name: str) -> None:
                 models.generate(
                     model, ids, seeds=seeds, attention_mask=present, max_new_tokens=5, eos_token_id=[], **options
                 )
+            batching = ContinuousBatchingConfig(block_size=256, num_blocks=32, max_batch_tokens=256)
+            models.generate_batch(
+                model,
+                [row.tolist() for row in rows],
+                seeds=seeds,
+                max_new_tokens=5,
+                eos_token_id=[],
+                batching=batching,
+            )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v3, heads of 192 and 128"])
 def test_a_model_runs_without_compiling(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[name]().to_dict()))
     environment = {**os.environ, "JIT_CACHE_DIR": str(tmp_path / "cache")}

@@ -102,6 +102,23 @@ def test_leaves_the_model_and_random_numbers_as_they_were(model):
     assert torch.equal(as_tensors.tokens, tokens)
 
 
+def test_latents():
+    """transformers makes its cache for their heads in generate_batch alone, which leaves the config as it was."""
+    model, rows = make_prepared("deepseek_v3, heads of 192 and 128"), prompts((9, 5))
+    before = model.config.to_dict()
+    assert generate(model, rows).lengths.tolist() == [3, 3] and model.config.to_dict() == before
+    too_large = transformers.ContinuousBatchingConfig(**{**BATCHING, "num_blocks": 2**30})
+    with pytest.raises(MemoryError):
+        generate(model, rows, batching=too_large)
+    assert model.config.to_dict() == before
+    model.set_attn_implementation("paged|cute_kernels")
+    options = transformers.GenerationConfig(do_sample=False, max_new_tokens=2, eos_token_id=-1)
+    config = transformers.ContinuousBatchingConfig(**BATCHING)
+    found = model.generate_batch([[1, 2]], generation_config=options, continuous_batching_config=config)
+    (output,) = found.values()
+    assert "the cache must have heads of (4, 192), as models.generate_batch makes it, got (4, 64)" in output.error
+
+
 BAD = {
     "no prompt": ([], {"seeds": SEEDS[:0]}, ValueError, "prompts must have one at least"),
     "an empty prompt": ([[1], []], {}, ValueError, "prompts must have a token each"),
@@ -124,8 +141,6 @@ def test_bad_arguments(name, model):
 
 def test_what_is_refused(model):
     rows = prompts((9, 5))
-    with pytest.raises(ValueError, match="model must cache heads of keys, got one that caches latents"):
-        generate(make_prepared("deepseek_v3"), rows)
     with pytest.raises(ValueError, match=r"model must be prepared \(models.prepare\)"):
         generate(make_model("llama", implementation="eager"), rows)
     sizes = transformers.ContinuousBatchingConfig(**{**BATCHING, "block_size": 20})

@@ -35,11 +35,10 @@ def test_of_a_configuration(name, monkeypatch):
         options = {"seeds": torch.arange(2), "attention_mask": present, "max_new_tokens": 4, "eos_token_id": []}
         for other in ({}, {"top_k": 5}, {"graph": True}, {"speculate": 3}, {"cache": "static"}):
             models.generate(model, ids, **options, **other)
-        if not name.startswith("deepseek_v3"):
-            batching = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=6)
-            models.generate_batch(
-                model, [[5] * 9, [6]], seeds=options["seeds"], max_new_tokens=2, eos_token_id=[], batching=batching
-            )
+        batching = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=6)
+        models.generate_batch(
+            model, [[5] * 9, [6]], seeds=options["seeds"], max_new_tokens=2, eos_token_id=[], batching=batching
+        )
     known = set(for_config(config, "sm_90a"))
     missing = [f"{builder.__name__}{arguments}" for builder, arguments in dict.fromkeys(jobs)]
     missing = [
