@@ -18,6 +18,6 @@ def vllm(monkeypatch):
     yield sys.modules["vllm"]
     if is_installed():
         uninstall()
-    for name in ("attention", "covered", "layers", "log_prob"):  # they hold the stubs' classes
+    for name in ("attention", "covered", "experts", "layers", "log_prob"):  # they hold the stubs' classes
         if sys.modules.pop(f"{plugin.__name__}.{name}", None):
             delattr(plugin, name)

@@ -1,11 +1,11 @@
-"""The plugin's attention, norms and log-probabilities on a GPU, under ``install`` as in vLLM, with vLLM's stubs."""
+"""The plugin on a GPU, under ``install`` as in vLLM, with its stubs: attention, experts, norms, log-probabilities."""
 
 import pytest
 import torch
 
 from cute_kernels import is_installed, reduction, rms_norm
 from cute_kernels.integrations import vllm as plugin
-from tests.integrations.vllm_cases import BF16, CASES, check_steps
+from tests.integrations.vllm_cases import BF16, CASES, MIXTURES, check_experts, check_steps
 
 pytestmark = pytest.mark.sm90
 
@@ -16,6 +16,13 @@ def test_a_row_has_the_bits_of_the_whole_sequence(vllm, generator, case):
     with torch.device(generator.device), torch.inference_mode():
         check_steps(case, generator)
     assert is_installed()
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_experts(vllm, generator, case):
+    plugin.register()
+    with torch.device(generator.device), torch.inference_mode():
+        check_experts(case, generator)
 
 
 def test_norms_and_log_probs(vllm, generator):

@@ -12,7 +12,7 @@ from cute_kernels import is_installed, reduction, rms_norm
 from cute_kernels.integrations import vllm as plugin
 from tests.fakes import fake_kernels
 from tests.integrations import vllm_stubs
-from tests.integrations.vllm_cases import CASES, backend, check_steps
+from tests.integrations.vllm_cases import CASES, MIXTURES, backend, check_experts, check_steps, make_mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:install. there is no CUDA device")
 BF16 = torch.bfloat16
@@ -25,9 +25,17 @@ def config_of(vllm, **changed):
     options = {
         "attention_config": dict(backend=custom, backend_per_kind={}),
         "compilation_config": dict(mode=vllm_stubs.CompilationMode.NONE, cudagraph_mode=vllm_stubs.CUDAGraphMode.NONE),
-        "parallel_config": dict(tensor_parallel_size=1),
-        "kernel_config": dict(linear_backend="auto"),
-        "model_config": dict(quantization=None, is_moe=False, is_hybrid=False, is_multimodal_model=False),
+        "parallel_config": dict(
+            tensor_parallel_size=1, enable_expert_parallel=False, data_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        "kernel_config": dict(linear_backend="auto", moe_backend="auto"),
+        "model_config": dict(
+            quantization=None,
+            is_moe=True,
+            hf_text_config=types.SimpleNamespace(model_type="mixtral"),
+            is_hybrid=False,
+            is_multimodal_model=False,
+        ),
         "lora_config": None,
         "speculative_config": None,
     }
@@ -70,6 +78,7 @@ def test_registers_once(vllm):
     plugin.register()
     assert vllm.model_executor.custom_op.op_registry_oot == out_of_tree
     names = {"RMSNorm", "GemmaRMSNorm", "SiluAndMul", "GeluAndMul", "RotaryEmbedding", "Llama3RotaryEmbedding"}
+    names |= {"GateLinear", "UnquantizedFusedMoEMethod"}
     assert set(out_of_tree) == names and is_installed()
     assert backend().get_name() == "CUSTOM" and backend().forward_includes_kv_cache_update is False
 
@@ -165,7 +174,10 @@ def test_backend_says_what_it_takes(vllm):
         ("lora_config", "a LoRA"),
         ("speculative_config", "a draft"),
         ("model_config__quantization", "fp8"),
-        ("model_config__is_moe", True),
+        ("parallel_config__enable_expert_parallel", True),
+        ("parallel_config__data_parallel_size", 2),
+        ("parallel_config__prefill_context_parallel_size", 2),
+        ("kernel_config__moe_backend", "flashinfer_trtllm"),
         ("model_config__is_hybrid", True),
         ("model_config__is_multimodal_model", True),
     ],
@@ -174,13 +186,73 @@ def test_a_model_that_is_not_covered_is_an_error(vllm, option, value):
     plugin.register()
     vllm.config.current = config_of(vllm)
     norms = vllm.model_executor.layers.layernorm
-    make = (lambda: norms.RMSNorm(8), lambda: norms.GemmaRMSNorm(8), lambda: backend().get_impl_cls()(4, 64, 0.2, 2))
+    make = (
+        lambda: norms.RMSNorm(8),
+        lambda: norms.GemmaRMSNorm(8),
+        lambda: backend().get_impl_cls()(4, 64, 0.2, 2),
+        lambda: make_mixture("mixtral", torch.Generator()),
+        lambda: vllm.model_executor.layers.fused_moe.router.gate_linear.GateLinear(8, 8),
+    )
     for build in make:
         build()
     vllm.config.current = config_of(vllm, **{option: value})
     for build in make:
         with pytest.raises(ValueError, match=rf"cute_kernels in vLLM: {option.replace('__', '.')}\b.* must be "):
             build()
+
+
+def test_experts_of_a_model_that_was_not_read(vllm):
+    plugin.register()
+    kind = types.SimpleNamespace(model_type="minicpm")
+    vllm.config.current = config_of(vllm, model_config__hf_text_config=kind)
+    with pytest.raises(ValueError, match="must be of glm4_moe, gpt_oss, mixtral, qwen3_moe, got minicpm"):
+        make_mixture("mixtral", torch.Generator())
+    options = {"model_config__is_moe": False, "parallel_config__data_parallel_size": 2}
+    vllm.config.current = config_of(vllm, model_config__hf_text_config=kind, **options)
+    vllm.model_executor.layers.layernorm.RMSNorm(8)
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_experts(vllm, generator, case):
+    plugin.register()
+    with fake_kernels(), torch.inference_mode():
+        check_experts(case, generator)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("custom_routing_function", max, "custom_routing_function must be None"),
+        ("hash_indices_table", "a table", "hash_indices_table must be None"),
+        ("apply_router_weight_on_input", True, "apply_router_weight_on_input must be False"),
+        ("swiglu_limit", 7.0, "swiglu_limit must be None"),
+        ("swiglu_alpha", 1.7, "swiglu_alpha must be None"),
+        ("swiglu_beta", 1.0, "swiglu_beta must be None"),
+        ("scoring_func", "sqrtsoftplus", "scoring_func must be softmax or sigmoid, got sqrtsoftplus"),
+        ("e_score_correction_bias", torch.zeros(8), "scoring_func with e_score_correction_bias must be sigmoid"),
+        ("routed_scaling_factor", 2.0, "routed_scaling_factor without e_score_correction_bias must be 1.0"),
+    ],
+)
+def test_layers_of_experts_refuse(vllm, option, value, message):
+    plugin.register()
+    layer = vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts
+    with pytest.raises(ValueError, match=message):
+        layer(vllm_stubs.FusedMoEConfig(), 64, 48, **{option: value})
+
+
+def test_experts_refuse(vllm):
+    plugin.register()
+    layer, config = vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts, vllm_stubs.FusedMoEConfig
+    with pytest.raises(ValueError, match="activation must be of silu, swigluoai, got gelu"):
+        layer(config(activation=vllm_stubs.MoEActivation.GELU), 64, 48)
+    with pytest.raises(ValueError, match="require_decomposed_backend must be False, got True"):
+        layer(config(require_decomposed_backend=True), 64, 48)
+    groups = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+    with pytest.raises(ValueError, match=r"without e_score_correction_bias must be None, got \(4, 2\)"):
+        layer(config(), 64, 48, **groups)
+    x = torch.zeros(2, 64, dtype=BF16)
+    with pytest.raises(ValueError, match="number of logits of a token must be 8, got 9"):
+        layer(config(), 64, 48)(x, torch.zeros(2, 9))
 
 
 def test_norms(vllm, generator):

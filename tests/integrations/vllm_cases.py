@@ -1,14 +1,40 @@
-"""Steps of vLLM over its paged cache, for fake kernels and for a GPU's."""
+"""Steps of vLLM over its paged cache, and its layers of experts, for fake kernels and for a GPU's."""
 
 import sys
 import types
 
 import torch
 
-from cute_kernels import attention
+from cute_kernels import attention, linear, moe
 from tests.integrations import vllm_stubs
 
 BF16 = torch.bfloat16
+# By model_type: of vLLM's configuration, of its layer, of the router's product
+MIXTURES = {
+    "mixtral": ({"experts_per_token": 2}, {}, {}),
+    "qwen3_moe": ({}, {"renormalize": False}, {}),
+    "gpt_oss": (
+        {"has_bias": True, "activation": vllm_stubs.MoEActivation.SWIGLUOAI},
+        {},
+        {"bias": True, "return_bias": False},
+    ),
+    "glm4_moe": (
+        {},
+        {"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1},
+        {"params_dtype": torch.float32, "out_dtype": torch.float32},
+    ),
+    "glm4_moe, groups": (
+        {},
+        {
+            "scoring_func": "sigmoid",
+            "use_grouped_topk": True,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+        {"params_dtype": torch.float32, "out_dtype": torch.float32},
+    ),
+}
 CASES = ("plain", "window", "softcap and sinks", "strided heads")
 
 
@@ -75,3 +101,65 @@ def check_steps(case, generator):
             scale=0.2,
         )
         assert torch.equal(torch.cat(found[s]), whole[0])
+
+
+def make_mixture(case, generator, hidden=64, width=48):
+    """(gate, layer of experts) with random weights."""
+    fields, options, of_gate = MIXTURES[case]
+    config = vllm_stubs.FusedMoEConfig(**fields)
+    if "use_grouped_topk" in options:
+        bias = torch.nn.Parameter(torch.randn(config.num_experts, generator=generator), requires_grad=False)
+        options = {**options, "e_score_correction_bias": bias}
+    layers = sys.modules["vllm.model_executor.layers.fused_moe"]
+    gate = layers.router.gate_linear.GateLinear(hidden, config.num_experts, **{"params_dtype": BF16, **of_gate})
+    layer = layers.routed_experts.RoutedExperts(config, hidden, width, **options)
+    layer.quant_method.process_weights_after_loading(layer)
+    for module in (gate, layer):
+        for name, parameter in module.named_parameters():
+            if name != "e_score_correction_bias":
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.12)
+    return gate, layer
+
+
+def check_experts(case, generator):
+    """Near fp64's results, and each row in the batch as alone; logits and results with the bits of the library's."""
+    gate, layer = make_mixture(case, generator)
+    x = torch.randn(37, 64, generator=generator).to(BF16)
+    returned = gate(x)
+    logits = returned[0] if gate.return_bias else returned
+    assert gate.return_bias is (case != "gpt_oss") and logits.dtype is (gate.out_dtype or BF16)
+    assert torch.equal(logits, moe.router_logits(x, gate.weight, gate.bias).to(logits.dtype))
+    if gate.out_dtype is None:
+        assert torch.equal(logits, linear(x, gate.weight, gate.bias))
+    found = layer(x, logits)
+    assert found.dtype is BF16 and found.shape == x.shape
+    of_cpu = {name: parameter.double().cpu() for name, parameter in layer.named_parameters()}
+    rows = zip(x.double().cpu(), logits.double().cpu(), strict=True)
+    wanted = torch.stack([_token_of_experts(layer, of_cpu, *row) for row in rows])
+    torch.testing.assert_close(found.double().cpu(), wanted, atol=0.02, rtol=0.02)
+    alone = [layer(x[i : i + 1], logits[i : i + 1]) for i in range(len(x))]
+    assert torch.equal(found, torch.cat(alone))
+
+
+def _token_of_experts(layer, weights, x, logits):
+    """(H,) of one token, in fp64 on the CPU, as transformers' models compute it."""
+    scores = logits.softmax(0) if layer.scoring_func == "softmax" else logits.sigmoid()
+    ranked = scores
+    if "e_score_correction_bias" in weights:
+        groups = (scores + weights["e_score_correction_bias"]).view(layer.num_expert_group, -1)
+        kept = groups.topk(2).values.sum(1).topk(layer.topk_group).indices
+        ranked = torch.full_like(groups, -torch.inf).index_copy(0, kept, groups[kept]).flatten()
+    chosen = ranked.topk(layer.top_k).indices
+    shares = scores[chosen] / (scores[chosen].sum() if layer.renormalize else 1.0) * layer.routed_scaling_factor
+    total = torch.zeros_like(x)
+    for expert, share in zip(chosen.tolist(), shares, strict=True):
+        z = weights["w13_weight"][expert] @ x
+        if "w13_bias" in weights:
+            g, u = (z + weights["w13_bias"][expert]).view(-1, 2).unbind(1)
+            g, u = g.clamp(max=7.0), u.clamp(-7.0, 7.0)
+            h, bias = (u + 1.0) * g * torch.sigmoid(1.702 * g), weights["w2_bias"][expert]
+        else:
+            g, u = z.chunk(2)
+            h, bias = torch.nn.functional.silu(g) * u, 0.0
+        total += share * (weights["w2_weight"][expert] @ h + bias)
+    return total

@@ -40,6 +40,10 @@ def modules() -> dict[str, types.ModuleType]:
     layers = layer_classes(custom_op["CustomOp"])
     add("vllm.model_executor.layers.layernorm", **{n: layers[n] for n in ("RMSNorm", "GemmaRMSNorm")})
     add("vllm.model_executor.layers.activation", **{n: layers[n] for n in ("SiluAndMul", "GeluAndMul")})
+    moe = "vllm.model_executor.layers.fused_moe"
+    add(f"{moe}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=layers["UnquantizedFusedMoEMethod"])
+    add(f"{moe}.router.gate_linear", GateLinear=layers["GateLinear"])
+    add(f"{moe}.routed_experts", RoutedExperts=layers["RoutedExperts"])
     rotary = {n: layers[n] for n in ("RotaryEmbedding", "Llama3RotaryEmbedding")}
     add("vllm.model_executor.layers.rotary_embedding", **rotary)
 
@@ -71,6 +75,39 @@ class CUDAGraphMode(enum.Enum):
     NONE = 0
     PIECEWISE = 1
     FULL = 2
+
+
+class MoEActivation(enum.Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    SWIGLUOAI = "swigluoai"
+
+
+ROUTED = {
+    "renormalize": True,
+    "use_grouped_topk": False,
+    "num_expert_group": None,
+    "topk_group": None,
+    "custom_routing_function": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "swiglu_limit": None,
+    "swiglu_alpha": None,
+    "swiglu_beta": None,
+    "e_score_correction_bias": None,
+    "apply_router_weight_on_input": False,
+    "hash_indices_table": None,
+}
+
+
+@dataclass
+class FusedMoEConfig:
+    num_experts: int = 8
+    experts_per_token: int = 3
+    activation: MoEActivation = MoEActivation.SILU
+    in_dtype: torch.dtype = torch.bfloat16
+    has_bias: bool = False
+    require_decomposed_backend: bool = False
 
 
 class AttentionType(str, enum.Enum):
@@ -250,6 +287,63 @@ def layer_classes(custom_op):
     class Llama3RotaryEmbedding(RotaryEmbedding):
         pass
 
-    return {c.__name__: c for c in (RMSNorm, GemmaRMSNorm, SiluAndMul, GeluAndMul, RotaryEmbedding)} | {
-        "Llama3RotaryEmbedding": Llama3RotaryEmbedding
-    }
+    class GateLinear(custom_op):
+        def __init__(
+            self,
+            input_size,
+            output_size,
+            bias=False,
+            out_dtype=None,
+            params_dtype=None,
+            skip_bias_add=False,
+            return_bias=True,
+        ):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=params_dtype), requires_grad=False)
+            self.bias = (
+                nn.Parameter(torch.empty(output_size, dtype=params_dtype), requires_grad=False) if bias else None
+            )
+            self.out_dtype, self.skip_bias_add, self.return_bias = out_dtype, skip_bias_add, return_bias
+
+    class UnquantizedFusedMoEMethod(custom_op):
+        is_monolithic = False
+
+        def __init__(self, moe):
+            super().__init__()
+            self.moe = moe
+
+        def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype):
+            shapes = {
+                "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
+                "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
+            }
+            if self.moe.has_bias:
+                shapes |= {"w13_bias": shapes["w13_weight"][:2], "w2_bias": shapes["w2_weight"][:2]}
+            for name, shape in shapes.items():
+                parameter = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+                layer.register_parameter(name, parameter)
+
+        def process_weights_after_loading(self, layer):
+            raise NotImplementedError
+
+    class RoutedExperts(nn.Module):
+        """``forward`` is what vLLM's runner does with it."""
+
+        def __init__(self, moe_config, hidden_size, intermediate_size, **options):
+            super().__init__()
+            for name, value in (ROUTED | options).items():
+                setattr(self, name, value)
+            self.top_k, self.activation = moe_config.experts_per_token, moe_config.activation
+            self.quant_method = UnquantizedFusedMoEMethod(moe_config)
+            sizes = {"hidden_size": hidden_size, "intermediate_size_per_partition": intermediate_size}
+            self.quant_method.create_weights(
+                layer=self, num_experts=moe_config.num_experts, params_dtype=moe_config.in_dtype, **sizes
+            )
+
+        def forward(self, x, router_logits):
+            assert self.quant_method.is_monolithic
+            return self.quant_method.apply_monolithic(layer=self, x=x, router_logits=router_logits, input_ids=None)
+
+    made = RMSNorm, GemmaRMSNorm, SiluAndMul, GeluAndMul, RotaryEmbedding, Llama3RotaryEmbedding
+    made += GateLinear, UnquantizedFusedMoEMethod, RoutedExperts
+    return {c.__name__: c for c in made}

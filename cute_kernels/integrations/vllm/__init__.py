@@ -18,9 +18,9 @@ def register() -> None:
 
     vLLM calls it in each of its processes: it is the entry point ``cute_kernels`` of ``vllm.general_plugins``. It
     registers the attention backend CUSTOM and layers out of tree (RMSNorm, GemmaRMSNorm, SiluAndMul, GeluAndMul,
-    RotaryEmbedding, Llama3RotaryEmbedding), takes the place of the function that computes log-probabilities of tokens,
-    and calls ``install("warn")``. Called again it changes nothing. A model whose configuration is not covered is an
-    error when it is built.
+    RotaryEmbedding, Llama3RotaryEmbedding, GateLinear, UnquantizedFusedMoEMethod), takes the place of the function that
+    computes log-probabilities of tokens, and calls ``install("warn")``. Called again it changes nothing. A model whose
+    configuration is not covered is an error when it is built.
 
     Returns:
         None.

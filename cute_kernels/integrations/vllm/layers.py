@@ -12,6 +12,7 @@ from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, R
 
 from cute_kernels import rms_norm
 from cute_kernels.integrations.vllm.covered import check_config
+from cute_kernels.integrations.vllm.experts import EXPERTS
 
 Normed = Tensor | tuple[Tensor, Tensor]
 
@@ -71,6 +72,7 @@ LAYERS = {
     RMSNorm: InvariantRMSNorm,
     GemmaRMSNorm: InvariantGemmaRMSNorm,
     **{cls: native(cls) for cls in (SiluAndMul, GeluAndMul, RotaryEmbedding, Llama3RotaryEmbedding)},
+    **EXPERTS,
 }
 
 
