@@ -1,4 +1,4 @@
-"""``torch.compile`` of whole prepared models: the loss and the gradients of the eager model, bit by bit."""
+"""``torch.compile`` of whole prepared models: loss, gradients and steps of decoding of the eager model, bit by bit."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import cute_kernels.invariance.compiled  # noqa: E402, F401
-from cute_kernels import batch_invariant  # noqa: E402
+from cute_kernels import batch_invariant, models  # noqa: E402
 from tests.models.cases import FAMILIES, make_prepared, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
@@ -43,8 +43,7 @@ def compare(name, device, *batches):
     model = make_prepared(name, device).train()
     compiled = torch.compile(model, backend="cute_kernels", dynamic=True)
     for inputs in batches:
-        # A CPU has the kernels of torch, which a block does not cover
-        with batch_invariant("strict") if device == "cuda" else contextlib.nullcontext():
+        with inside_on_gpu(model):
             wanted = step(model, model, **inputs)
         found = step(compiled, model, **inputs)
         assert len(found) == len(wanted) > 2
@@ -73,3 +72,38 @@ def test_packed(name, device):
     ids = torch.cat(rows)[None]
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows])[None]
     compare(name, device, {"input_ids": ids, "labels": ids, "position_ids": positions})
+
+
+@torch.no_grad()
+def decoded(call, model, rows, full):
+    """Logits (B, 1, vocabulary) of steps behind prompts whose keys are in pages; ``call``: the model, or compiled."""
+    ids, present = padded(rows, left=False)
+    cache = models.PagedCache(model.config, len(rows) * 3, page_size=128)
+    with inside_on_gpu(model):
+        model(ids, past_key_values=cache, use_cache=True)
+    lengths = present.sum(1)
+    cache.keep(lengths)
+    if full:  # else the host counts, and the compiled function is asked for another length each time
+        cache.fill()
+    found = []
+    for step in range(4):
+        options = {"position_ids": lengths[:, None] + step, "past_key_values": cache, "use_cache": True}
+        with inside_on_gpu(model) if call is model else contextlib.nullcontext():
+            found.append(call(input_ids=ids[:, step : step + 1], **options).logits)
+    return found
+
+
+def inside_on_gpu(model):
+    """A CPU has the kernels of torch, which a block does not cover."""
+    return batch_invariant("strict") if model.device.type == "cuda" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "counted"])
+@pytest.mark.parametrize("name", families(FAMILIES))
+def test_steps_of_decoding(name, full, device):
+    model, rows = make_prepared(name, device), prompts(LENGTHS, device=device)
+    compiled = torch.compile(model, backend="cute_kernels")
+    wanted = decoded(model, model, rows, full)
+    found = decoded(compiled, model, rows, full)
+    for a, b in zip(found, wanted, strict=True):
+        assert_same_bits(a, b)
