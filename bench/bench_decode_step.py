@@ -1,4 +1,4 @@
-"""A step of decoding of a Llama, replayed from a CUDA graph: this library's, and plain torch's.
+"""A step of decoding of a Llama, replayed from a CUDA graph: this library's, plain torch's; eager and compiled.
 
     python -m bench.bench_decode_step                     every case, results printed
     python -m bench.bench_decode_step --filter '[.]16x'   cases whose name matches
@@ -7,8 +7,10 @@
 
 A case's name is decode_step.fwd.<batch>x<context>.bfloat16.llama: a token of each sequence behind as many keys, through
 8 layers of the shape of 8B and its output layer. ``cute_kernels`` is a model that ``models.prepare`` has prepared, over
-a ``PagedCache``, inside of ``batch_invariant("strict")``. ``torch`` is transformers' own with its attention
-implementation "sdpa", over keys of just that length: it needs no mask. Parameters and keys are the same.
+a ``PagedCache``, inside of ``batch_invariant("strict")``; ``compiled`` is the same by ``torch.compile`` with the
+backend "cute_kernels". ``torch`` is transformers' own with one call of torch's attention a layer, over keys of just
+that length: it needs no mask. ``torch_compile`` is ``torch`` by Inductor, ``batch_invariant_ops`` is ``torch`` in that
+package's mode, if it is installed, with attention by products and a softmax. Parameters and keys are the same.
 The error is that of the logits against torch's. Bytes are those of parameters and keys.
 """
 
@@ -26,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import harness
-from bench.whole_models import measured, random_model
+from bench.whole_models import PACKAGES, THEIRS, measured, random_model
 from cute_kernels import batch_invariant, models
 from jit_cache import command
 
@@ -34,7 +36,9 @@ LAYERS, HIDDEN, HEADS, PAIRS, FFN, VOCABULARY = 8, 4096, 32, 8, 14336, 128256
 CONTEXT, BATCHES = 4096, (1, 16, 128)
 PAGE_SIZE = 128
 WORST = 0.05  # relative rms of logits, both rounded layer by layer
-OURS, TORCH = "cute_kernels", "torch"
+OURS, COMPILED, TORCH, TORCH_COMPILE = "cute_kernels", "compiled", "torch", "torch_compile"
+PROVIDERS = OURS, COMPILED, TORCH, TORCH_COMPILE, THEIRS
+BACKENDS = {COMPILED: "cute_kernels", TORCH_COMPILE: "inductor"}
 PLAIN = "one_call_without_a_mask"  # among transformers' implementations of attention
 
 
@@ -68,9 +72,13 @@ def steps(quick: bool = False) -> list[Step]:
 
 
 def attend(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Attention of one token a sequence, which sees all keys; heads of queries share those of keys."""
-    out = F.scaled_dot_product_attention(q, k, v, scale=options["scaling"], enable_gqa=True)
-    return out.transpose(1, 2), None
+    """Attention of one token a sequence, which sees all keys.
+
+    Heads that share keys are given as queries of one head. Torch's flash kernels do that with one token themselves;
+    products and a softmax would else repeat the keys.
+    """
+    out = F.scaled_dot_product_attention(q.squeeze(2).unflatten(1, (PAIRS, -1)), k, v, scale=options["scaling"])
+    return out.flatten(1, 2).unsqueeze(1), None
 
 
 def make_model(device: str) -> Any:
@@ -144,23 +152,39 @@ def paged_cache(step: Step, model: Any, device: str) -> models.PagedCache:
     return cache
 
 
-def make_call(step: Step, device: str, provider: str) -> Callable[[], tuple[Tensor]]:
+class Shared:
+    """Models and their keys, of which there is not room for one of each provider; made when asked for."""
+
+    def __init__(self, step: Step, device: str) -> None:
+        self.step, self.device = step, device
+
+    @functools.cached_property
+    def plain(self) -> tuple[Any, Any]:
+        return make_model(self.device), full_cache(self.step, self.device)
+
+    @functools.cached_property
+    def prepared(self) -> tuple[Any, models.PagedCache]:
+        model = models.prepare(make_model(self.device))
+        cache = paged_cache(self.step, model, self.device)
+        cache.fill()
+        return model, cache
+
+
+def make_call(shared: Shared, provider: str) -> Callable[[], tuple[Tensor]]:
     """A step, which returns the logits."""
+    step, device = shared.step, shared.device
     generator = torch.Generator(device).manual_seed(harness.seed("decode_step"))
     tokens = torch.randint(VOCABULARY, (step.batch, 1), generator=generator, device=device)
     positions = torch.full((step.batch, 1), step.context - 1, device=device)
-    model = make_model(device)
-    if provider == OURS:
-        models.prepare(model)
-        cache = paged_cache(step, model, device)
-        cache.fill()
-    else:
-        cache = full_cache(step, device)
+    ours = provider in (OURS, COMPILED)
+    model, cache = shared.prepared if ours else shared.plain
+    if provider in BACKENDS:
+        model = torch.compile(model, backend=BACKENDS[provider])
 
     @torch.no_grad()
     def call() -> tuple[Tensor]:
         with batch_invariant("strict") if provider == OURS else contextlib.nullcontext():
-            if provider == OURS:
+            if ours:
                 for layer in cache.layers:
                     layer.lengths.fill_(step.context - 1)
             options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
@@ -173,6 +197,8 @@ def measure_step(
     step: Step, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
 ) -> harness.Measurement:
     """All providers in turn; one whose logits are wrong is a failure."""
+    torch._dynamo.reset()  # or sizes of the case before become symbols
+    shared = Shared(step, device.name)
     wanted: list[Tensor] = []  # torch's logits
 
     def error_of(call: harness.Call) -> dict[str, float]:
@@ -182,8 +208,8 @@ def measure_step(
 
     return measured(
         step.case(),
-        sorted(providers, reverse=True),  # torch first
-        lambda provider: (make_call(step, device.name, provider), lambda: None),
+        sorted(providers, key=lambda provider: provider != TORCH),  # torch first
+        lambda provider: (make_call(shared, provider), lambda: None),
         device.capture,
         error_of,
         WORST,
@@ -200,6 +226,7 @@ def run(cases: Sequence[Step], providers: Sequence[str], **settings: Any) -> lis
         lambda step, directions, *rest, **options: [measure_step(step, *rest, **options)],
         providers,
         functools.partial(harness.CudaDevice, shuffled=True),
+        packages=PACKAGES,
         **settings,
     )
 
@@ -208,9 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
         return [step.case().name for step in steps(quick)]
 
-    providers = (OURS, TORCH)
     what = __doc__.splitlines()[0]
-    options = harness.parse("decode_step", what, "a batch of 16", providers, providers, names, arguments)
+    options = harness.parse("decode_step", what, "a batch of 16", PROVIDERS, PROVIDERS, names, arguments)
     if isinstance(options, int):
         return options
     measurements = run(steps(options.quick), options.providers, **options.settings)

@@ -6,7 +6,8 @@
 A case's name is op.fwd.shape.dtype.variant, like mm.fwd.64x64.bfloat16.replaced. Variants: replaced; handed_back (of
 integers); untouched (nothing is registered for it); block (begin and end); token (one token through a Llama of 8 layers
 of 4096, as transformers writes it, without a cache). Providers: torch (nothing registered); registered (and no block:
-each call of a replaced operator is handed back); cute_kernels (inside of a block).
+each call of a replaced operator is handed back); cute_kernels (inside of a block); batch_invariant_ops (in that
+package's mode, if it is installed; of ``block`` the mode's begin and end).
 
 The CPU has other users: a case is measured in rounds, in each of which the providers take turns, and each provider's
 least time counts. A provider's us is the host's time, too.
@@ -26,12 +27,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from bench import harness
+from bench.whole_models import PACKAGES, THEIRS, their_mode
 from cute_kernels import batch_invariant, uninstall
 from jit_cache import command
 
 ROUNDS = 5
 OURS, TORCH, REGISTERED = "cute_kernels", "torch", "registered"
+PROVIDERS = TORCH, REGISTERED, OURS, THEIRS
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY = 8, 4096, 32, 8, 14336, 32000
+BLOCKS = {OURS: batch_invariant, THEIRS: their_mode}
 GOALS = {"untouched": 1.0, "token": 1.25}  # our time over torch's, at most
 
 
@@ -135,7 +139,11 @@ def make_call(mechanism: MechanismCase, device: str) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def state(provider: str) -> Iterator[None]:
-    """Nothing registered; registered, and no block; inside of a block."""
+    """Nothing registered; registered, and no block; inside of a block; in the other package's mode."""
+    if provider == THEIRS:
+        with their_mode():
+            yield
+        return
     if provider == TORCH:
         uninstall()
         yield
@@ -156,8 +164,8 @@ def measure_mechanism(
     for _ in range(ROUNDS):
         for provider in providers:
             timed = call
-            if mechanism.variant == "block" and provider == OURS:
-                timed = batch_invariant()(call)
+            if mechanism.variant == "block" and provider in BLOCKS:
+                timed = BLOCKS[provider]()(call)
             with contextlib.nullcontext() if timed is not call else state(provider):
                 device.warm_up(timed)
                 times.setdefault(provider, []).extend(device.host_us([timed]))
@@ -175,6 +183,7 @@ def run(cases: Sequence[MechanismCase], providers: Sequence[str], **settings: An
         lambda mechanism, directions, *rest, **options: [measure_mechanism(mechanism, *rest, **options)],
         providers,
         lambda: harness.CudaDevice(host_batches=20, calls_per_batch=20),
+        packages=PACKAGES,
         **settings,
     )
 
@@ -184,10 +193,10 @@ def print_table(measurements: Sequence[harness.Measurement]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("op", "variant"):
         table.add_column(column, no_wrap=True)
-    for column in (TORCH, REGISTERED, OURS, "inside / torch", "goal"):
+    for column in (*PROVIDERS, "inside / torch", "goal"):
         table.add_column(column, justify="right", no_wrap=True)
     for m in measurements:
-        hosts = [f"{m.results[name].host_us:.1f}" if name in m.results else "-" for name in (TORCH, REGISTERED, OURS)]
+        hosts = [f"{m.results[name].host_us:.1f}" if name in m.results else "-" for name in PROVIDERS]
         ratio = "-"
         if OURS in m.results and TORCH in m.results:
             ratio = f"{m.results[OURS].host_us / m.results[TORCH].host_us:.2f}"
@@ -197,13 +206,12 @@ def print_table(measurements: Sequence[harness.Measurement]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    providers = (TORCH, REGISTERED, OURS)
     options = harness.parse(
         "mechanism",
         __doc__.splitlines()[0],
         "the same cases",
-        providers,
-        providers,
+        PROVIDERS,
+        PROVIDERS,
         lambda quick: [mechanism.case.name for mechanism in mechanism_cases()],
         arguments,
     )

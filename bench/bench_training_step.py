@@ -11,9 +11,10 @@ or transformers' own by torch's ``grouped_mm``. A step is forward and backward o
 All but attention and experts is the same. ``torch`` attends by cuDNN, ``torch_flash`` by torch's flash kernels.
 ``batch_invariant`` is the whole model under the promise: inside of ``batch_invariant("strict")``, and models of
 transformers prepared by ``models.prepare``, which replaces their norms, too. ``compiled`` is the same by
-``torch.compile`` with the backend "cute_kernels", ``torch_compile`` is ``torch`` by Inductor. peak is what a step
-holds at once beside the parameters. The error is the loss's, relative to that of torch's products and softmax on the
-same parameters.
+``torch.compile`` with the backend "cute_kernels", ``torch_compile`` is ``torch`` by Inductor. ``batch_invariant_ops``
+is llama in that package's mode, if it is installed; torch then attends by products and a softmax. It is timed apart, in
+turn with all others together. peak is what a step holds at once beside the parameters. The error is the loss's,
+relative to that of torch's products and softmax on the same parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import bench_transformer, harness
 from bench.bench_transformer import eager
-from bench.whole_models import measured, random_model
+from bench.whole_models import PACKAGES, THEIRS, measured, random_model
 from cute_kernels import batch_invariant, moe
 from cute_kernels.models import prepare, register_transformers
 from cute_kernels.nn.attention import Attention
@@ -51,6 +52,7 @@ PROVIDERS = {
     "torch": SDPBackend.CUDNN_ATTENTION,
     "torch_flash": SDPBackend.FLASH_ATTENTION,
     "torch_compile": SDPBackend.CUDNN_ATTENTION,
+    THEIRS: SDPBackend.MATH,
 }
 COMPILERS = {COMPILED: "cute_kernels", "torch_compile": "inductor"}
 TRUTH = SDPBackend.MATH
@@ -179,6 +181,8 @@ def measure_step(
     step: Step, providers: Sequence[str], device: harness.Device, *, repetitions: int, breakdown: bool
 ) -> harness.Measurement:
     """All providers in turn, eagerly; one whose loss is wrong is a failure."""
+    if step.model != "llama":  # of experts and of our own operators batch_invariant_ops knows nothing
+        providers = [provider for provider in providers if provider != THEIRS]
     wanted = true_loss(step, device.name)
 
     def make(provider: str) -> tuple[harness.Call, Callable[[], None]]:
@@ -201,7 +205,7 @@ def run(cases: Sequence[Step], providers: Sequence[str], **settings: Any) -> lis
     """`harness.run` of these cases."""
     selected = [(case, [case.case()]) for case in cases]
     device = functools.partial(harness.CudaDevice, shuffled=True)
-    return harness.run(selected, measure_steps, providers, device, **settings)
+    return harness.run(selected, measure_steps, providers, device, packages=PACKAGES, **settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -305,7 +305,20 @@ SECTIONS = {
         "Shapes are sequences x keys of each. Ours runs inside of `batch_invariant`, over pages.",
         has_copy=False,
         has_peaks=True,
-        note="torch is transformers' model with one call of torch's attention a layer, without a mask.",
+        not_peers=("compiled",),
+        note="torch is transformers' model with one call of torch's attention a layer, without a mask; "
+        "batch_invariant_ops is that model in that package's mode, with attention by products and a softmax. compiled "
+        "is ours by `torch.compile`.",
+    ),
+    "rl_step": Section(
+        "A step of reinforcement learning",
+        "A roll-out of a Qwen3, 14 layers of the shape of 1.7B, and an update by GRPO. Shapes are sequences x a "
+        "prompt's tokens x new tokens. Ours runs inside of `batch_invariant`, and the update has the roll-out's "
+        "log-probabilities, bit by bit.",
+        has_copy=False,
+        has_peaks=True,
+        note="torch is transformers' model over a static cache, its steps of decoding from a CUDA graph, as ours are; "
+        "batch_invariant_ops is that in that package's mode, with attention by products and a softmax.",
     ),
     "mechanism": Section(
         "What batch_invariant costs the host",
@@ -318,7 +331,8 @@ SECTIONS = {
         "A training step of whole models",
         "Forward and backward of one sequence; shapes are layers x tokens x channels. Ours attends by `attention`; "
         "batch_invariant is the whole model under the promise, compiled that by `torch.compile`; torch attends by "
-        "cuDNN, torch_flash by its own kernels.",
+        "cuDNN, torch_flash by its own kernels, batch_invariant_ops, torch in that package's mode, by products and a "
+        "softmax.",
         has_copy=False,
         has_peaks=True,
         not_peers=("batch_invariant", "compiled"),

@@ -8,7 +8,7 @@ from cute_kernels.invariance import installation, scopes
 from tests.bench.test_harness import ENVIRONMENT, FakeDevice
 from tests.fakes import fake_gpu
 
-PROVIDERS = [bench_mechanism.TORCH, bench_mechanism.REGISTERED, bench_mechanism.OURS]
+PROVIDERS = list(bench_mechanism.PROVIDERS)
 
 
 @pytest.fixture(autouse=True)
@@ -26,18 +26,24 @@ def test_cases():
 
 
 @pytest.mark.parametrize("mechanism", bench_mechanism.mechanism_cases(), ids=lambda m: f"{m.op}-{m.variant}")
-def test_each_case_in_each_state(mechanism, monkeypatch, capsys):
+def test_each_case_in_each_state(mechanism, monkeypatch, capsys, their_modes):
     found, states = bench_mechanism.make_call(mechanism, "cpu"), []
 
     def call():
-        states.append((installation._registration is not None, scopes.deciding() is not None))
+        theirs = their_modes[-1:] == ["on"]
+        states.append((installation._registration is not None, scopes.deciding() is not None, theirs))
         return found()
 
     monkeypatch.setattr(bench_mechanism, "make_call", lambda *_: call)
     measured = bench_mechanism.measure_mechanism(mechanism, PROVIDERS, FakeDevice())
-    assert list(dict.fromkeys(states)) == [(False, False), (True, False), (True, True)]
+    assert list(dict.fromkeys(states)) == [
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (False, False, True),
+    ]
     assert measured.failures == {} and list(measured.results) == PROVIDERS
-    assert len(harness.lines(measured, ENVIRONMENT)) == 3
+    assert len(harness.lines(measured, ENVIRONMENT)) == 4
     bench_mechanism.print_table([measured])
     assert mechanism.variant in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from torch.nn.attention import SDPBackend
 
 from bench import bench_training_step, bench_transformer
 from bench.bench_training_step import Step
+from bench.whole_models import THEIRS
 from tests.bench.test_harness import FakeDevice
 
 
@@ -27,16 +28,17 @@ def test_cases():
 
 
 @pytest.mark.parametrize("model", ["mhc", "llama", "qwen3_moe"])
-def test_steps_are_measured(model):
+def test_steps_are_measured(model, their_modes):
     if model != "mhc":
         pytest.importorskip("transformers")
     providers = ["cute_kernels", "batch_invariant", "torch"]
     providers += {"mhc": ["torch_compile", "compiled"], "llama": ["torch_compile", "compiled"], "qwen3_moe": []}[model]
     step = Step(model, 2, 16, 64)
     (found,) = bench_training_step.measure_steps(
-        step, step.directions, providers, FakeDevice(), repetitions=3, breakdown=False
+        step, step.directions, [*providers, THEIRS], FakeDevice(), repetitions=3, breakdown=False
     )
-    assert found.failures == {} and list(found.results) == providers
+    assert found.failures == {} and list(found.results) == providers + [THEIRS] * (model == "llama")
+    assert bool(their_modes) == (model == "llama")
     assert found.results["torch"].error["loss"] == 0.0
     assert found.results["cute_kernels"].us < found.results["torch"].us < found.copy_us
 
