@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cute_kernels.attention import attention, attention_with_kv_cache
 from cute_kernels.attention.config import grid_for
+from cute_kernels.runtime.autograd import autocasts
 from cute_kernels.runtime.checks import expect
 from cute_kernels.runtime.operators import differentiates
 
@@ -101,6 +102,8 @@ def attend(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options = options_of(causal, scaling, sliding_window, softcap, s_aux)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if autocasts(q):  # rotary embeddings have made fp32 of queries and keys
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     pages = getattr(key, PAGES, None)
     if pages is not None:
         packed = cu_seq_lens_q is not None or (attention_mask is not None and _is_packed(attention_mask))

@@ -121,3 +121,45 @@ def test_gradients_of_tokens_do_not_know_the_batch(name, device):
     positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])[None]
     found = gradients_of_tokens(model, ids, torch.where(positions > 0, ids, -100), position_ids=positions)
     assert_same_bits(found[0], torch.cat(wanted))
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "SGD"])
+def test_other_optimizers(name, device):
+    """AdamW's step is in the tests above; Muon takes matrices alone, and multiplies them."""
+    weights = []
+    for _ in range(2):
+        model = make_prepared("llama", device).train()
+        parameters = [p for p in model.parameters() if p.dim() == 2]
+        optimizer = getattr(torch.optim, name)(parameters, lr=1e-2)
+        before = [p.detach().clone() for p in parameters]
+        loss_of(model, "llama", True).backward()
+        optimizer.step()
+        assert not any(torch.equal(p, start) for p, start in zip(parameters, before, strict=True))
+        weights.append(parameters)
+    for a, b in zip(*weights, strict=True):
+        assert_same_bits(a.detach(), b.detach())
+
+
+def test_autocast(device):
+    """Parameters in fp32: a row does not know its batch, a roll-out has its log-probabilities, gradients are fp32."""
+    model = make_prepared("llama", device, torch.float32).train()
+    rows = prompts(LENGTHS, device=device)
+
+    def score(ids, labels, **options):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return models.log_prob(model, ids, labels, **options)
+
+    ids, present = padded(rows, left=False)
+    labels = torch.where(present > 0, ids, -100)
+    found = score(ids, labels, attention_mask=present)
+    for i, row in enumerate(rows):
+        for of_batch, alone in zip(found, score(row[None], row[None]), strict=True):
+            assert_same_bits(of_batch[i, : len(row)], alone[0])
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        seeds, options = torch.arange(len(rows), device=device), {"max_new_tokens": 3, "eos_token_id": []}
+        rolled = models.generate(model, ids, seeds=seeds, attention_mask=present, **options)
+    for row, tokens, log_probs in zip(rows, rolled.tokens, rolled.log_probs, strict=True):
+        whole = torch.cat([row, tokens])[None]
+        assert_same_bits(score(whole, whole)[0][0, len(row) :].detach(), log_probs)
+    (found[0] + found[1]).sum().backward()
+    assert all(p.grad.dtype is torch.float32 and p.grad.any() for p in model.parameters())
