@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from cute_kernels import batch_invariant, models  # noqa: E402
 from cute_kernels.models import decoding  # noqa: E402
-from tests.models.cases import FAMILIES, make_prepared, padded, prompts  # noqa: E402
+from tests.models.cases import FAMILIES, alone, generated, make_prepared, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
 LENGTHS = (1, 128, 17)
@@ -67,6 +67,14 @@ def test_as_one_forward_whatever_the_batch(model, device):
     alone = models.generate(model, rows[1][None], seeds=seeds[1:2], **OPTIONS)
     assert torch.equal(alone.tokens[0], tokens[1])
     assert_same_bits(alone.log_probs[0], log_probs[1])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_of_transformers(model, device, cache):
+    """Its own loop, greedy, over its own caches: logits are those of one forward."""
+    rows = prompts(LENGTHS, device=device)
+    for row, (tokens, logits) in zip(rows, generated(model, rows, 4, cache_implementation=cache), strict=True):
+        assert_same_bits(logits, alone(model, tokens)[len(row) - 1 : -1].float())
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.exhaustive)])
