@@ -2,23 +2,27 @@
 
     python examples/rl_100_steps.py                      a tiny Qwen3
     python examples/rl_100_steps.py --model qwen3_moe    one with experts
-    python examples/rl_100_steps.py --graph              its steps of decoding replayed from CUDA graphs
+    python examples/rl_100_steps.py --by graph           its steps of decoding replayed from CUDA graphs
+    python examples/rl_100_steps.py --by chunks          its prompts in chunks, by continuous batching
+    python examples/rl_100_steps.py --twice              a second run, whose weights are compared with the first one's
 
 Tokens are rewarded that repeat the last one of the prompt. Each step rolls out four samples of each prompt, in batches
 of five and one and in another order than the trainer's one batch. On a GPU nothing differs, so no importance weight
-corrects anything; on a CPU, where plain torch computes, something may.
+corrects anything; on a CPU, where plain torch computes, something may. At the end the same is counted of transformers'
+own ``generate`` and forward on torch's kernels, where log-probabilities do differ.
 """
 
 import argparse
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Qwen3Config, Qwen3MoeConfig
 
 from cute_kernels import batch_invariant, models
 
 VOCABULARY, PROMPTS, SAMPLES, NEW = 64, 4, 4, 8
 LONGEST = 12  # tokens of a prompt
+CHUNK = 7  # tokens of a forward, where prompts come in chunks
 BATCHES = 5  # sequences of a roll-out's batches, but for the last one
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -37,16 +41,25 @@ CONFIGS = {
 }
 
 
-def main(steps: int = 100, device: str | None = None, model: str = "qwen3", graph: bool = False) -> int:
-    """Returns how many log-probabilities and entropies of roll-outs differ from the trainer's."""
-    mismatches, _ = train(steps, device, model, graph)
+def main(
+    steps: int = 100, device: str | None = None, model: str = "qwen3", by: str = "batches", twice: bool = False
+) -> int:
+    """Returns how many log-probabilities and entropies of roll-outs, and weights of a second run, differ."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    mismatches, trained = train(steps, device, model, by)
     print(f"mismatches: {mismatches}")
+    if twice:
+        more, again = train(steps, device, model, by)
+        weights = sum((a != b).sum().item() for a, b in zip(trained.parameters(), again.parameters(), strict=True))
+        print(f"mismatches of a second run: {more}, weights that differ from the first one's: {weights}")
+        mismatches += more + weights
+    differing, count = control(device, model)
+    print(f"of transformers on torch's kernels {differing} of {count} log-probabilities differ")
     return mismatches
 
 
-def train(steps: int, device: str | None = None, name: str = "qwen3", graph: bool = False):
+def train(steps: int, device: str, name: str = "qwen3", by: str = "batches"):
     """(How many numbers differ, the model after the last step)."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = models.prepare(AutoModelForCausalLM.from_config(CONFIGS[name]()).to(device, torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -57,7 +70,7 @@ def train(steps: int, device: str | None = None, name: str = "qwen3", graph: boo
             rows = torch.randint(VOCABULARY, (PROMPTS, LONGEST), generator=generator).repeat_interleave(SAMPLES, 0)
             lengths = torch.randint(1, LONGEST + 1, (PROMPTS,), generator=generator).repeat_interleave(SAMPLES)
             rows, lengths = rows.to(device), lengths.to(device)
-            tokens, *rolled = roll_out(model, rows, lengths, step, generator, graph)
+            tokens, *rolled = roll_out(model, rows, lengths, step, generator, by)
             scored, rewards = update(model, optimizer, rows, lengths, tokens, rolled[0])
         mismatches += sum((a != b).sum().item() for a, b in zip(rolled, scored, strict=True))
         if step % 10 == 0 or step == steps - 1:
@@ -66,7 +79,7 @@ def train(steps: int, device: str | None = None, name: str = "qwen3", graph: boo
     return mismatches, model
 
 
-def roll_out(model, rows, lengths, step, generator, graph) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def roll_out(model, rows, lengths, step, generator, by) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, log-probabilities and entropies (sequences, NEW), in another order, in batches of other sizes."""
     count = len(rows)
     tokens = torch.empty(count, NEW, dtype=torch.int64, device=rows.device)
@@ -74,9 +87,14 @@ def roll_out(model, rows, lengths, step, generator, graph) -> tuple[torch.Tensor
     seeds = step * count + torch.arange(count, device=rows.device)  # of each sequence of the run
     order = torch.randperm(count, generator=generator).to(rows.device)
     for some in order.split(BATCHES):
-        mask = torch.arange(LONGEST, device=rows.device) < lengths[some, None]
-        options = {"seeds": seeds[some], "attention_mask": mask, "max_new_tokens": NEW, "graph": graph}
-        found = models.generate(model, rows[some], **options)
+        options = {"seeds": seeds[some], "max_new_tokens": NEW}
+        if by == "chunks":
+            prompts = [row[:n].tolist() for row, n in zip(rows[some], lengths[some], strict=True)]
+            batching = ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=CHUNK)
+            found = models.generate_batch(model, prompts, batching=batching, **options)
+        else:
+            mask = torch.arange(LONGEST, device=rows.device) < lengths[some, None]
+            found = models.generate(model, rows[some], attention_mask=mask, graph=by == "graph", **options)
         tokens[some], log_probs[some] = found.tokens, found.log_probs
         with torch.no_grad():
             entropies[some] = score(model, rows[some], lengths[some], found.tokens)[1]
@@ -108,9 +126,29 @@ def update(model, optimizer, rows, lengths, tokens, log_probs) -> tuple[list[tor
     return [scored.detach(), entropies.detach()], rewards
 
 
+@torch.no_grad()
+def control(device: str, name: str = "qwen3") -> tuple[int, int]:
+    """(How many log-probabilities of transformers' own roll-outs differ from those of one forward, of how many)."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="sdpa")
+    model = model.to(device, torch.bfloat16).eval()
+    rows = torch.randint(VOCABULARY, (PROMPTS, LONGEST)).repeat_interleave(SAMPLES, 0).to(device)
+    sequences, rolled = [], []
+    for some in rows.split(BATCHES):
+        options = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+        found = model.generate(some, output_logits=True, return_dict_in_generate=True, **options)
+        sequences.append(found.sequences)
+        rolled.append(torch.stack(found.logits, 1))
+    ids = torch.cat(sequences)
+    scored = model(ids, use_cache=False).logits[:, LONGEST - 1 : -1]
+    a, b = (logits.float().log_softmax(-1).gather(2, ids[:, LONGEST:, None]) for logits in (torch.cat(rolled), scored))
+    return (a != b).sum().item(), a.numel()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=CONFIGS, default="qwen3")
-    parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--by", choices=("batches", "graph", "chunks"), default="batches")
+    parser.add_argument("--twice", action="store_true")
     arguments = parser.parse_args()
-    main(model=arguments.model, graph=arguments.graph)
+    main(model=arguments.model, by=arguments.by, twice=arguments.twice)

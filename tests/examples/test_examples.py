@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -19,15 +20,43 @@ def main_of(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["rl_100_steps", "lora"])
-def test_training(name, monkeypatch, capsys):
-    if name == "lora":
-        pytest.importorskip("peft")
-    example = main_of(name)
+@pytest.fixture
+def rl(monkeypatch):
+    example = main_of("rl_100_steps")
+    for size in ("NEW", "PROMPTS", "SAMPLES"):
+        monkeypatch.setattr(example, size, 2)
+    return example
+
+
+def test_rl(rl, capsys):
+    with fake_gpu():
+        assert rl.main(2, device="cpu", twice=True) == 0
+    printed = capsys.readouterr().out
+    assert "mismatches: 0" in printed and "weights that differ from the first one's: 0" in printed
+    assert "of 8 log-probabilities differ" in printed
+
+
+def test_rl_counts_what_differs(rl, monkeypatch):
+    """Of both runs, and the weights."""
+    models = [torch.nn.Linear(3, 2, bias=False) for _ in range(2)]
+    runs = iter(zip((10, 20), models, strict=True))
+    monkeypatch.setattr(rl, "train", lambda *_: next(runs))
+    monkeypatch.setattr(rl, "control", lambda *_: (1, 2))
+    assert rl.main(device="cpu", twice=True) == 36
+
+
+def test_rl_in_chunks(rl, monkeypatch):
+    from transformers.generation.continuous_batching import cache
+
+    monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: ("cpu", 2**32, 0, 0))  # or none is seen
+    with fake_gpu():
+        assert rl.main(1, device="cpu", by="chunks") == 0
+
+
+def test_lora(monkeypatch, capsys):
+    pytest.importorskip("peft")
+    example = main_of("lora")
     monkeypatch.setattr(example, "NEW", 2)
-    if name == "rl_100_steps":
-        for size in ("PROMPTS", "SAMPLES"):
-            monkeypatch.setattr(example, size, 2)
     with fake_gpu():
         assert example.main(2, device="cpu") == 0
     assert "mismatches: 0" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from tests.examples.test_examples import main_of  # noqa: E402
 from tests.models.cases import generated, make_model, prompts  # noqa: E402
@@ -17,7 +17,17 @@ pytestmark = pytest.mark.sm90
 def test_a_hundred_steps(name):
     """Log-probabilities and entropies at each step; a second run, which replays graphs, has the same weights."""
     train = main_of("rl_100_steps").train
-    runs = [train(100, "cuda", name, graph) for graph in (False, True)]
+    runs = [train(100, "cuda", name, by) for by in ("batches", "graph")]
+    assert [mismatches for mismatches, _ in runs] == [0, 0]
+    for a, b in zip(*(model.parameters() for _, model in runs), strict=True):
+        assert_same_bits(a.detach(), b.detach())
+
+
+@pytest.mark.slow
+def test_prompts_in_chunks():
+    """By continuous batching, which cuts prompts: the same weights."""
+    train = main_of("rl_100_steps").train
+    runs = [train(10, "cuda", "qwen3", by) for by in ("batches", "chunks")]
     assert [mismatches for mismatches, _ in runs] == [0, 0]
     for a, b in zip(*(model.parameters() for _, model in runs), strict=True):
         assert_same_bits(a.detach(), b.detach())
