@@ -67,17 +67,26 @@ def train(compiled):
     return losses, model
 
 
-start = time.perf_counter()
-eager_losses, eager_model = train(False)
-compiled_losses, compiled_model = train(True)
-for step, (eager, compiled) in enumerate(zip(eager_losses, compiled_losses, strict=True)):
-    print(f"step {step}: loss {eager:.6f} eager, {compiled:.6f} compiled")
-pairs = zip(eager_model.parameters(), compiled_model.parameters(), strict=True)
-print("weights that differ after training:", sum(int((a != b).sum()) for a, b in pairs))
+def main() -> tuple[int, int]:
+    """How many weights differ after training, and how many logits of a row alone from those of it among others."""
+    start = time.perf_counter()
+    eager_losses, eager_model = train(False)
+    compiled_losses, compiled_model = train(True)
+    for step, (eager, compiled) in enumerate(zip(eager_losses, compiled_losses, strict=True)):
+        print(f"step {step}: loss {eager:.6f} eager, {compiled:.6f} compiled")
+    pairs = zip(eager_model.parameters(), compiled_model.parameters(), strict=True)
+    of_weights = sum(int((a != b).sum()) for a, b in pairs)
+    print("weights that differ after training:", of_weights)
 
-forward = torch.compile(compiled_model, backend="cute_kernels", dynamic=False)
-tokens = torch.randint(VOCABULARY, (8, 32), device=DEVICE)
-with torch.no_grad():
-    alone, among = forward(tokens[:1]), forward(tokens)[:1]
-print("logits that differ alone and among 8:", int((alone != among).sum()))
-print(f"{time.perf_counter() - start:.0f} s on {DEVICE}")
+    forward = torch.compile(compiled_model, backend="cute_kernels", dynamic=False)
+    tokens = torch.randint(VOCABULARY, (8, 32), device=DEVICE)
+    with torch.no_grad():
+        alone, among = forward(tokens[:1]), forward(tokens)[:1]
+    of_logits = int((alone != among).sum())
+    print("logits that differ alone and among 8:", of_logits)
+    print(f"{time.perf_counter() - start:.0f} s on {DEVICE}")
+    return of_weights, of_logits
+
+
+if __name__ == "__main__":
+    main()

@@ -72,3 +72,11 @@ def test_generate(monkeypatch):
     monkeypatch.setattr(example, "NEW", 3)
     with fake_gpu():
         assert example.main(device="cpu") == (0, 0)
+
+
+@pytest.mark.exhaustive  # Inductor compiles for some ten seconds
+@pytest.mark.filterwarnings("ignore:batch_invariant. there is no CUDA device")
+def test_compiled(monkeypatch):
+    example = main_of("compile_training")
+    monkeypatch.setattr(example, "STEPS", 1)
+    assert example.main() == (0, 0)
