@@ -555,7 +555,7 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     softcap = 1.0 if model.has_softcap else 0.0
     windows = (-1, 4) if model.has_window else (-1,)
     if sinks is not None:
-        _column_sums(1, FP32)  # their gradient, over rows
+        _column_sums(heads, FP32)  # their gradient, over rows
     starts, used = _empty(3, **int32), _empty(2, **int32)
     for left, length in itertools.product(windows, (SHORT, SHORT + 1)):
         q, out = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, heads, dv, dtype=dtype)

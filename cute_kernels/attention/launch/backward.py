@@ -223,9 +223,8 @@ class BackwardLaunch(NamedTuple):
         if summed:
             self.finish_dkv(dkv_sums, dk, dv, cu_seqlens_k, seqused_k, scale, blocks)
         if sinks is not None:
-            of_sinks = torch.exp2((sinks * LOG2E).unsqueeze(1) - row_lse).mul_(delta)
-            # As columns: one kernel whatever the number of rows
-            torch.neg(reduction.sum(of_sinks.unsqueeze(2), 1).squeeze(1), out=dsinks)
+            of_sinks = torch.exp2(sinks * LOG2E - row_lse.t().contiguous()).mul_(delta.t())
+            torch.neg(reduction.sum(of_sinks, 0), out=dsinks)
 
 
 def as_batch(t: Tensor, packed: bool) -> Tensor:
