@@ -6,7 +6,7 @@
     python -m bench.bench_reduction --list                                   the names of the cases
 
 A case's name is op.direction.shape.dtype.variant, like softmax.bwd.8192x4096.bfloat16.plain. Sums are of rows (variant
-rows) or of columns (columns), to fp32.
+rows), of columns (columns) or of all (whole), to fp32.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ ODD_SHAPES = ((134085, 1001), (4194, 32003), (2671, 50257), (885, 151643), (6000
 FEW_SHAPES = ((5, 262144), (1, 131072), (32, 65536), (64, 262144), (16, 32768), (3, 200704), (24, 98304), (50, 40960))
 QUICK_SHAPES = ((8192, 4096), (1024, 151936))
 SUM_SHAPES = ((8192, 4096), (32768, 1024), (1024, 151936))
+# A small loss, what one CTA of a row's kernel held at most, a weight's gradient
+WHOLE_SHAPES = (*SUM_SHAPES, (1, 4096), (512, 512), (4096, 4096))
 OPS = ("softmax", "log_softmax", "sum", "logsumexp", "cumsum")
 FLOPS_PER_ELEMENT = {"softmax": 5, "log_softmax": 5, "sum": 1, "logsumexp": 4, "cumsum": 1}
 
@@ -88,7 +90,7 @@ def minimal_bytes(case: Reduction, direction: str) -> int:
     """x and y; backward y, dy and dx; of a sum, or logsumexp, x and fp32 results."""
     elements, size = case.rows * case.cols, case.dtype.itemsize
     if case.op == "sum":
-        return elements * size + 4 * (case.rows if case.variant == "rows" else case.cols)
+        return elements * size + 4 * {"rows": case.rows, "columns": case.cols, "whole": 1}[case.variant]
     if case.op == "logsumexp":
         return elements * size + 4 * case.rows
     return (2 if direction == "fwd" else 3) * elements * size
@@ -100,7 +102,9 @@ def reductions(quick: bool = False) -> list[Reduction]:
     cases = [Reduction(op, *shape) for op in OPS[:2] for shape in shapes]
     sums = SUM_SHAPES[:1] if quick else SUM_SHAPES
     cases += [Reduction("sum", *shape, variant=variant) for shape in sums for variant in ("rows", "columns")]
+    cases += [Reduction("sum", *shape, variant="whole") for shape in (sums if quick else WHOLE_SHAPES)]
     if not quick:
+        cases += [Reduction("sum", *QUICK_SHAPES[0], dtype=torch.float32, variant="whole")]
         cases += [Reduction(op, *shape, dtype=torch.float32) for op in OPS[:2] for shape in QUICK_SHAPES]
         cases += [Reduction(op, *shape) for op in OPS[3:] for shape in SUM_SHAPES]
         cases += [Reduction(op, *shape) for op in OPS[:2] for shape in (*ODD_SHAPES, *FEW_SHAPES)]
@@ -134,8 +138,8 @@ def fp64_truth(case: Reduction, inputs: Inputs) -> dict[str, dict[str, Tensor]]:
     return {"fwd": {"y": y.detach()}, "bwd": {"dx": dx}}
 
 
-def _dim(case: Reduction) -> int:
-    return 1 if case.variant == "rows" else 0
+def _dim(case: Reduction) -> int | None:
+    return {"rows": 1, "columns": 0, "whole": None}[case.variant]
 
 
 def _calls(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Calls:

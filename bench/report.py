@@ -229,7 +229,7 @@ SECTIONS = {
     ),
     "reduction": Section(
         "Reductions",
-        "Shapes are rows x columns; sums are of rows or of columns, to fp32.",
+        "Shapes are rows x columns; sums are of rows, of columns or of all, to fp32.",
         shapes=("8192x4096", "4096x32000", "1024x151936"),
         note="Liger refuses rows of more than 65,536 columns. quack's softmax of the longest bf16 rows returns NaN and "
         "is not shown there.",

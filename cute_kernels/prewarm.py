@@ -230,8 +230,8 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
             ``final_logit_softcapping``; of experts ``model_type``, ``num_experts``, ``num_experts_per_tok``,
             ``moe_intermediate_size``, ``n_shared_experts``, ``n_group``, ``topk_group``, ``norm_topk_prob``.
             What is not named is left out. Two fields are ours. ``norm_dtype``: of the norms' parameters, ``dtype`` if
-            it is not there. ``lengths``: numbers of keys, where attention runs as products and a softmax, and numbers
-            of loss terms: under ``batch_invariant`` a sum over so many elements has a kernel of its own.
+            it is not there. ``lengths``: numbers of keys, where attention runs as products and a softmax under
+            ``batch_invariant``.
         arch: e.g. ``sm_90a``.
 
     Raises:
@@ -263,8 +263,8 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
         _experts(model, arch, num_sms)
     if arch == "sm_90a" and model.head_dim and model.head_dim % 8 == 0 and model.head_dim <= MAX_HEAD_SIZE:
         _fused_attention(model, num_sms)
+    _whole_sums(model)
     if model.vocab_size:
-        _column_sums(1, FP32)  # the terms of a loss
         for out in (model.dtype, FP32):
             _linear(model, arch, num_sms, model.vocab_size, model.hidden_size, out)
         _log_prob(model, arch, num_sms)
@@ -273,9 +273,8 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
     for length in {model.vocab_size, *model.lengths}:
         if 0 < length <= MAX_COLUMNS:  # others are refused
             _softmax(model, length)
-    for length in model.lengths:
-        reduction.sum_rows(_empty(1, length, dtype=FP32), _empty(1, dtype=FP32), 1.0)
-        if model.num_attention_heads:
+    if model.num_attention_heads:
+        for length in model.lengths:
             _attention(model, arch, num_sms, length)
 
 
@@ -375,14 +374,11 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
 
 def _router_losses(num_experts: int) -> None:
     """``load_balancing_loss`` and ``z_loss`` of a router's logits, and their gradients."""
-    n, total = num_experts, _empty(1, dtype=FP32)
-    p = _empty(2, n, dtype=FP32)
+    p = _empty(2, num_experts, dtype=FP32)
     reduction.softmax_forward(p, p, False)
     reduction.softmax_backward(p, p, p, False)
     log_sum_exp_rows(p, _empty(2, dtype=FP32))
-    _column_sums(n, FP32)
-    _column_sums(1, FP32)
-    reduction.sum_rows(_empty(1, n, dtype=FP32), total, 1.0)
+    _column_sums(num_experts, FP32)
 
 
 def _transformers_router(model: Model, arch: str, num_sms: int) -> None:
@@ -537,6 +533,12 @@ def _softmax(model: Model, n: int) -> None:
         for log in (False, True):
             reduction.softmax_forward(x, y, log)
             reduction.softmax_backward(y, y, x, log)
+
+
+def _whole_sums(model: Model) -> None:
+    """Of the terms of a loss; norms of gradients, and of these norms."""
+    for dtype, squares in ((FP32, False), (FP32, True), (model.parameter_dtype, True)):
+        reduction.sum_whole(_empty(1, 2, dtype=dtype), _empty(1, dtype=FP32), 1.0, squares)
 
 
 def _column_sums(n: int, dtype: torch.dtype) -> None:

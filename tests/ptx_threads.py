@@ -24,14 +24,17 @@ INTEGERS = {
     "add": "a + b", "sub": "a - b", "mul.lo": "a * b", "mad.lo": "a * b + c", "neg": "-a", "abs": "abs(a)",
     "and": "a & b", "or": "a | b", "xor": "a ^ b", "not": "~a", "shl": "a << b", "shr": "a >> b", "rem": "a % b",
     "min": "min(a, b)", "max": "max(a, b)", "mul.wide": "a * b", "mul.hi": "a * b >> 32", "mov": "a", "cvt": "a",
-    "popc": "a.bit_count()", "selp": "a if c else b",
+    "popc": "a.bit_count()", "selp": "a if c else b", "div": "a // b",
 }  # fmt: skip
 FLOATS = {
     "add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "a * b + c", "neg": "-a", "max": "greater(a, b)",
     "div": "a / b", "rcp": "1 / a", "ex2": "np.exp2(a)", "mov": "a", "selp": "a if c else b",
 }  # fmt: skip
 # Of 16 bits, no result negative
-HALVES = {"mul.hi.u16": "a * b >> 16", "mul.lo.s16": "a * b & 0xFFFF", "shr.u16": "a >> b", "and.b16": "a & b"}
+HALVES = {
+    "mul.hi.u16": "a * b >> 16", "mul.lo.s16": "a * b & 0xFFFF", "shr.u16": "a >> b", "and.b16": "a & b",
+    "mov.b16": "a",
+}  # fmt: skip
 
 
 class Memory:
@@ -120,13 +123,23 @@ class Kernel:
             step = 8 if "64" in kind else 4
             targets = enumerate(operands[0].strip("{}").split(","))
             statements = [f"{operand(t)} = parameters[{number_}][{int(offset or 0) + i * step}]" for i, t in targets]
+        elif base == "ld" and "16" in kind:
+            at = place(operands[1])
+            statements = [f"{operand(operands[0])} = int(memory[{at} >> 2]) >> 8 * ({at} & 2) & 0xFFFF"]
         elif base in ("ld", "st"):
+            operands = operands[:2]  # a policy may be behind
             value, address = operands if base == "ld" else operands[::-1]
             pairs = [
                 (operand(part), f"{'shared' if 'shared' in words else 'memory'}[({place(address)} >> 2) + {i}]")
                 for i, part in enumerate(value.strip("{}").split(","))
             ]
             statements = [f"{v} = int({p})" if base == "ld" else f"{p} = {v} & WORD" for v, p in pairs]
+        elif name == "mov.b32" and operands[0].startswith("{"):
+            halves = enumerate(operands[0].strip("{}").split(","))
+            statements = [f"{operand(t)} = {operand(operands[1])} >> {16 * i} & 0xFFFF" for i, t in halves]
+        elif name == "mov.b32" and operands[1].startswith("{"):
+            low, high = map(operand, operands[1].strip("{}").split(","))
+            statements = [f"{operand(operands[0])} = {low} | {high} << 16"]
         elif name == "atom.shared.add.u32":
             here, target = f"shared[{place(operands[1])} >> 2]", operand(operands[0])
             statements = [f"{target} = int({here})", f"{here} = {target} + {operand(operands[2])} & WORD"]
@@ -138,6 +151,8 @@ class Kernel:
 def expression(line: str, base: str, words: list[str], kind: str, operands: list[str]) -> str:
     """The result of an instruction, in Python; registers hold unsigned words, 64-bit integers or truths."""
     values = [operand(value) for value in operands]
+    if base == "cvt" and words == ["f32", "bf16"]:
+        return f"{values[0]} << 16"
     if base in ("shfl", "vote", "redux"):
         return f"yield '{base}.{words[0]}.{words[1]}', ({', '.join(values)},)"
     if base == "setp":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import canonicalize_dim, reduction_dims
+from torch._prims_common import canonicalize_dim
 
 from cute_kernels.gemm import fp32, grouped_mm
 from cute_kernels.gemm.launch import gemm
@@ -192,12 +192,11 @@ def _sum(
     dtype = dtype or x.dtype
     if not _is_float(x) or dtype not in FLOATS:
         return NotImplemented
-    dims = reduction_dims(x.shape, [dim] if isinstance(dim, int) else dim or None)
-    dims = tuple(sorted(dims)) if x.dim() else ()
-    count = math.prod(x.shape[d] for d in dims)
+    over = statistics.dims_over(x, dim)
+    count = math.prod(x.shape[d] for d in over)
     scale = (1.0 / count if count else math.nan) if mean else 1.0
-    y = sum_dimensions(x, dims, scale, dtype)
-    return y.view([1 if d in dims else size for d, size in enumerate(x.shape)]) if keepdim else y
+    y = sum_dimensions(x, statistics.named_dims(x, dim), scale, dtype)
+    return y.view([1 if d in over else size for d, size in enumerate(x.shape)]) if keepdim else y
 
 
 def _nll_loss(
@@ -217,8 +216,7 @@ def _nll_loss(
     dtype = log_prob.dtype
     if reduction == 0:
         return loss.to(dtype), log_prob.new_zeros(())
-    # As a column: one kernel whatever the number of terms
-    loss, total = (sum_dimensions(t.reshape(-1, 1), (0,), 1.0, torch.float32).view(()) for t in (loss, weights))
+    loss, total = (sum_dimensions(t, None, 1.0, torch.float32) for t in (loss, weights))
     return (loss / total if reduction == 1 else loss).to(dtype), total.to(dtype)
 
 

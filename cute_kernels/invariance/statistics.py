@@ -22,11 +22,19 @@ Dims = int | Sequence[int] | None
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
-    """Ascending; all where none is named, as torch has it."""
-    if not x.dim():
-        return ()
-    return tuple(sorted(reduction_dims(x.shape, [dim] if isinstance(dim, int) else list(dim or ()) or None)))
+def named_dims(x: Tensor, dim: Dims) -> tuple[int, ...] | None:
+    """Ascending; None where none is named: torch then has the whole tensor."""
+    named = [dim] if isinstance(dim, int) else list(dim or ())
+    if not named:
+        return None
+    dims = reduction_dims(x.shape, named)
+    return tuple(sorted(dims)) if x.dim() else ()
+
+
+def dims_over(x: Tensor, dim: Dims) -> tuple[int, ...]:
+    """Ascending; all where none is named."""
+    dims = named_dims(x, dim)
+    return tuple(range(x.dim())) if dims is None else dims
 
 
 def _takes(x: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -34,7 +42,7 @@ def _takes(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def _logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    dims = _dims(x, dim)
+    dims = dims_over(x, dim)
     if not _takes(x) or math.prod(x.shape[d] for d in dims) > MAX_COLUMNS:
         return NotImplemented
     return log_sum_exp(x, dims, keepdim, x.dtype)[0]
@@ -55,7 +63,7 @@ def _vector_norm(
 ) -> Tensor:
     if not _takes(x, dtype) or ord not in (1, 2, math.inf):
         return NotImplemented
-    return vector_norm(x, float(ord), _dims(x, dim), keepdim, dtype or x.dtype)
+    return vector_norm(x, float(ord), named_dims(x, dim), keepdim, dtype or x.dtype)
 
 
 def _norm(x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
@@ -71,7 +79,7 @@ def _variance(root: bool) -> Callable[..., Any]:
     def function(x: Tensor, dim: Dims = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
         if not _takes(x):
             return NotImplemented
-        return spread(x, _dims(x, dim), 1.0 if correction is None else float(correction), root, keepdim, x.dtype)
+        return spread(x, dims_over(x, dim), 1.0 if correction is None else float(correction), root, keepdim, x.dtype)
 
     return function
 
@@ -83,9 +91,8 @@ def _variance_and_mean(root: bool) -> Callable[..., Any]:
         y = _variance(root)(x, dim, correction=correction, keepdim=keepdim)
         if y is NotImplemented:
             return y
-        dims = _dims(x, dim)
-        count = math.prod(x.shape[d] for d in dims)
-        mean = sum_dimensions(x, dims, 1.0 / count if count else math.nan, x.dtype)
+        count = math.prod(x.shape[d] for d in dims_over(x, dim))
+        mean = sum_dimensions(x, named_dims(x, dim), 1.0 / count if count else math.nan, x.dtype)
         return y, mean.view(y.shape)
 
     return function

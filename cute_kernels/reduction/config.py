@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     import torch
 
 MAX_COLUMNS = 262_144  # of a row that a cluster holds
-LONG_ROW = 65_536  # elements of the parts that longer sums are made of
+WHOLE_PART = 32_768  # elements that a CTA adds up, of a sum of any length
+WHOLE_SUMS = 2048  # running sums of such a CTA
+WHOLE_THREADS = 256
 COLUMN_ROWS = 256  # rows that a CTA adds up where columns are summed
 COLUMN_WARPS = 8
 SCAN_THREADS = 256
@@ -76,6 +78,15 @@ class ColumnSumSpec(NamedTuple):
     """Sums of columns, or of their squares; ``vec`` divides the columns, so that no access ends beyond the matrix, and
     the strides.
     """
+
+    x: torch.dtype
+    y: torch.dtype
+    vec: int
+    squares: bool = False
+
+
+class WholeSumSpec(NamedTuple):
+    """Sums of lines of any length, or of their squares; ``vec`` divides where they begin. It changes no bit."""
 
     x: torch.dtype
     y: torch.dtype

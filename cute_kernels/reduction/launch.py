@@ -14,12 +14,13 @@ from torch import Tensor
 from cute_kernels.reduction.checks import check_columns
 from cute_kernels.reduction.config import (
     COLUMN_ROWS,
-    LONG_ROW,
     MAX_COLUMNS,
+    WHOLE_PART,
     ColumnSumSpec,
     RowSumSpec,
     SoftmaxBackwardSpec,
     SoftmaxSpec,
+    WholeSumSpec,
     row_config,
 )
 from cute_kernels.runtime import launches
@@ -55,8 +56,8 @@ def sum_rows(x: Tensor, y: Tensor, scale: float) -> None:
     """y = scale times sums of x: of the rows of a matrix, or over the rows of each of many matrices.
 
     Of (matrices, rows, columns), whose last dimension is contiguous, y is (matrices, columns). The order of a sum is
-    that of its length: of a row in the order of the norms, of more than MAX_COLUMNS elements by parts of LONG_ROW; over
-    rows by parts of COLUMN_ROWS, also where there is one column.
+    that of its length: of a row in the order of the norms, of more than MAX_COLUMNS elements in that of ``sum_whole``;
+    over rows by parts of COLUMN_ROWS, also where there is one column.
     """
     _sum(x, y, scale, False)
 
@@ -67,13 +68,36 @@ def sum_squares(x: Tensor, y: Tensor, scale: float) -> None:
     _sum(x, y, scale, True)
 
 
+@operator("sum_whole", "Tensor x, Tensor(a!) y, float scale, bool squares")
+def sum_whole(x: Tensor, y: Tensor, scale: float, squares: bool) -> None:
+    """y = scale times the sums of the lines of x, a matrix, or of their squares.
+
+    In the order of ``reference.whole_sum``; one kernel serves lines of all lengths.
+    """
+    if x.numel():
+        _sum_whole(x, y, scale, squares)
+    else:
+        y.fill_(0.0 * scale)  # a mean of nothing is NaN
+
+
+def _sum_whole(x: Tensor, y: Tensor, scale: float, squares: bool) -> None:
+    lines, n = x.shape
+    x = (x if n == 1 or x.stride(1) == 1 else x.contiguous()).resolve_neg()
+    vec = math.gcd(16 // x.itemsize, x.data_ptr() // x.itemsize, x.stride(0) if lines > 1 else 0)
+    parts = -(-n // WHOLE_PART)
+    partials = empty(x, (lines, -(-parts // 4) * 4), torch.float32)[:, :parts]  # lines on 16 bytes
+    _whole_sums.get(x.get_device(), WholeSumSpec(x.dtype, y.dtype, vec, squares))(x, n, partials, y, scale)
+
+
 def _sum(x: Tensor, y: Tensor, scale: float, squares: bool) -> None:
     if not y.numel():
         return
     if not x.numel():
         y.fill_(0.0 * scale)  # a mean of nothing is NaN
+    elif x.dim() == 2 and x.shape[1] <= MAX_COLUMNS:
+        _sum_rows(aligned_rows(x), y, scale, squares)
     elif x.dim() == 2:
-        _sum_lines(x, y, scale, squares)
+        _sum_whole(x, y, scale, squares)
     else:
         matrices, rows, columns = x.shape
         parts = -(-rows // COLUMN_ROWS)
@@ -83,20 +107,6 @@ def _sum(x: Tensor, y: Tensor, scale: float, squares: bool) -> None:
             partials = empty(x, (matrices, parts, columns), torch.float32)
             _sum_columns(x, partials, 1.0, squares)
             sum_rows.function(partials, y, scale)
-
-
-def _sum_lines(x: Tensor, y: Tensor, scale: float, squares: bool = False) -> None:
-    lines, n = x.shape
-    if n <= MAX_COLUMNS:
-        return _sum_rows(aligned_rows(x), y, scale, squares)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    whole = n // LONG_ROW
-    partials = empty(x, (lines, -(-n // LONG_ROW)), torch.float32)
-    for line, sums in zip(x.unbind(), partials.unbind(), strict=True):
-        _sum_rows(aligned_rows(line[: whole * LONG_ROW].view(whole, LONG_ROW)), sums[:whole], 1.0, squares)
-        if whole < len(sums):
-            _sum_rows(aligned_rows(line[whole * LONG_ROW :].unsqueeze(0)), sums[whole:], 1.0, squares)
-    sum_rows.function(partials, y, scale)
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -153,7 +163,14 @@ def _make_column_sums(target: Target, spec: ColumnSumSpec) -> Callable[..., None
     return launches.load(kernel.column_sums, target.arch, spec)
 
 
+def _make_whole_sums(target: Target, spec: WholeSumSpec) -> Callable[..., None]:
+    from cute_kernels.reduction import kernel_whole
+
+    return launches.load(kernel_whole.whole_sums, target.arch, spec)
+
+
 _softmax = LaunchCache(_make_softmax)
 _softmax_backward = LaunchCache(_make_softmax_backward)
 _row_sums = LaunchCache(_make_row_sums)
 _column_sums = LaunchCache(_make_column_sums)
+_whole_sums = LaunchCache(_make_whole_sums)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.reduction import reference
 from cute_kernels.reduction.checks import check_last, check_softmax, check_sum
-from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows, sum_squares
+from cute_kernels.reduction.launch import softmax_backward, softmax_forward, sum_rows, sum_squares, sum_whole
 from cute_kernels.runtime.autograd import apply, as_rows, cast, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
@@ -134,7 +134,7 @@ def sum(
     Args:
         x: bf16, fp16 or fp32 of any shape and strides; a copy is made where dimensions that are summed together, or
             those before or behind them, do not collapse to one, or the last ones are not contiguous.
-        dim: dimension or dimensions to sum over; None: all.
+        dim: dimension or dimensions to sum over; None: all, with one kernel for tensors of all sizes.
         keepdim: whether they stay, with size 1.
         out_dtype: bf16, fp16 or fp32; x's if None.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -148,8 +148,9 @@ def sum(
 
     Numerics:
         fp32 sums, one rounding at the end. The order of a sum depends on its length and its place in x's shape (the
-        last dimensions or others); it does not depend on the number of sums. Rows that are off the alignment which they
-        would have in a contiguous tensor are copied.
+        last dimensions, others, or, where ``dim`` is None, the whole tensor); it does not depend on the number of sums.
+        That of a whole tensor follows from its length alone: docs/numerics.md has it. Rows that are off the alignment
+        which they would have in a contiguous tensor are copied.
 
     Example:
         >>> import torch
@@ -173,7 +174,7 @@ def mean(
     Args:
         x: bf16, fp16 or fp32 of any shape and strides; a copy is made where dimensions that are summed together, or
             those before or behind them, do not collapse to one, or the last ones are not contiguous.
-        dim: dimension or dimensions to average over; None: all.
+        dim: dimension or dimensions to average over; None: all, with one kernel for tensors of all sizes.
         keepdim: whether they stay, with size 1.
         out_dtype: bf16, fp16 or fp32; x's if None.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
@@ -186,9 +187,8 @@ def mean(
         UnsupportedDeviceError: a GPU without kernels.
 
     Numerics:
-        The sum and its product with 1 / the number are fp32; one rounding at the end. The order of a sum depends on its
-        length and its place in x's shape (the last dimensions or others); it does not depend on the number of sums.
-        Rows that are off the alignment which they would have in a contiguous tensor are copied.
+        The sum, in the order of ``sum``, and its product with 1 / the number are fp32; one rounding at the end. Rows
+        that are off the alignment which they would have in a contiguous tensor are copied.
 
     Example:
         >>> import torch
@@ -205,7 +205,7 @@ def _reduce(op: str, x: Tensor, dim, keepdim: bool, out_dtype: torch.dtype | Non
     dims = check_sum(op, x, dim, keepdim, out_dtype)
     count = math.prod([x.shape[d] for d in dims])
     scale = 1.0 if op == "sum" else 1.0 / count if count else math.nan
-    call = x, dims, scale, out_dtype or x.dtype
+    call = x, None if dim is None else dims, scale, out_dtype or x.dtype
     y = apply(_SumFunction, *call) if differentiates(x) else sum_dimensions(*call)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
     return y.view(shape) if keepdim else y
@@ -222,12 +222,22 @@ class _SumFunction(torch.autograd.Function):
     def backward(ctx, dy):
         shape, dtype, dims, scale = ctx.call
         dx = dy if scale == 1.0 else dy.float() * scale
-        dx = dx.to(dtype).view([1 if d in dims else size for d, size in enumerate(shape)])
+        dx = dx.to(dtype).view([1 if dims is None or d in dims else size for d, size in enumerate(shape)])
         return dx.expand(shape), None, None, None
 
 
-def sum_dimensions(x: Tensor, dims: tuple[int, ...], scale: float, dtype: torch.dtype, squares: bool = False) -> Tensor:
-    """``scale`` times the sums, or those of squares, over ``dims``, ascending: neighbours together, the last first."""
+def sum_dimensions(
+    x: Tensor, dims: tuple[int, ...] | None, scale: float, dtype: torch.dtype, squares: bool = False
+) -> Tensor:
+    """``scale`` times the sums, or those of squares, over ``dims``, ascending: neighbours together, the last first.
+
+    None: of the whole tensor. Of all dimensions by number the sum is that of a row: of one without others beside it.
+    """
+    if dims is None:
+        mode = mode_of(x)
+        y = mode.empty(x, (1,), dtype)
+        mode.of(sum_whole)(x.reshape(1, -1), y, scale, squares)
+        return y.view(())
     runs: list[list[int]] = []
     for d in dims:
         if runs and runs[-1][-1] == d - 1:

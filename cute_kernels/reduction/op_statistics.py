@@ -34,9 +34,9 @@ def shaped(y: Tensor, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
     return y.view([1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims])
 
 
-def kept(y: Tensor, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Reshape y, which has x's shape without ``dims``, to have size 1 there."""
-    return y.reshape([1 if d in dims else size for d, size in enumerate(x.shape)])
+def kept(y: Tensor, x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+    """Reshape y, which has x's shape without ``dims``, all if None, to have size 1 there."""
+    return y.reshape([1 if dims is None or d in dims else size for d, size in enumerate(x.shape)])
 
 
 def logsumexp(
@@ -209,20 +209,20 @@ def norm(
         return reference.norm(x, ord, dim, keepdim=keepdim, out_dtype=out_dtype)
     ord = as_float(ord)
     dims = check_norm(x, ord, dim, keepdim, out_dtype)
-    call = x, ord, dims, keepdim, out_dtype or x.dtype
+    call = x, ord, None if dim is None else dims, keepdim, out_dtype or x.dtype
     return apply(_NormFunction, *call) if differentiates(x) else vector_norm(*call)
 
 
-def vector_norm(x: Tensor, ord: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """``norm`` of checked arguments."""
-    if not dims:
+def vector_norm(x: Tensor, ord: float, dims: tuple[int, ...] | None, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """``norm`` of checked arguments; ``dims`` of None: of the whole tensor, as in ``sum_dimensions``."""
+    if dims == ():
         y = x.float().abs()
     elif ord == 2.0:
         y = sum_dimensions(x, dims, 1.0, FP32, squares=True).sqrt()
     elif ord == 1.0:
         y = sum_dimensions(x.abs(), dims, 1.0, FP32)
     else:
-        y = x.abs().amax(dims)
+        y = x.abs().amax(() if dims is None else dims)
     y = cast(y, dtype)
     return kept(y, x, dims) if keepdim else y
 
@@ -246,7 +246,7 @@ class _NormFunction(torch.autograd.Function):
             dx = x.sign().float() * dy
             if ord == math.inf:
                 largest = x.abs() == y
-                dx = torch.where(largest, dx / largest.sum(dims, keepdim=True) if dims else dx, 0.0)
+                dx = torch.where(largest, dx if dims == () else dx / largest.sum(dims, keepdim=True), 0.0)
         return dx.to(x.dtype), None, None, None, None
 
 
@@ -266,7 +266,7 @@ def norms(xs: Sequence[Tensor], ord: float = 2.0, *, backend: Backend | None = N
         UnsupportedDeviceError: a GPU without kernels.
 
     Numerics:
-        Each has the bits of ``norm`` of it alone: an order that follows from its shape.
+        Each has the bits of ``norm`` of it alone: an order that follows from its length.
 
     Example:
         >>> import torch

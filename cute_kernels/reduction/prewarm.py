@@ -9,7 +9,6 @@ import torch
 
 from cute_kernels.common.row_layout import Access
 from cute_kernels.reduction.config import (
-    LONG_ROW,
     ColumnSumSpec,
     LogSumExpSpec,
     PrefixSumSpec,
@@ -17,6 +16,7 @@ from cute_kernels.reduction.config import (
     SoftmaxBackwardSpec,
     SoftmaxSpec,
     VarianceSpec,
+    WholeSumSpec,
     row_config,
 )
 from cute_kernels.runtime.targets import expect_arch
@@ -27,11 +27,12 @@ WIDTHS = (4096, 32000, 128256, 151936)
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: softmax, log_softmax and logsumexp of bf16 and fp32 rows, and sums to fp32;
-    norms of large tensors, prefix sums of rows whose length is a multiple of 4, variances of 4096.
+    sums and norms of whole tensors, prefix sums of rows whose length is a multiple of 4, variances of 4096.
     """
     expect_arch(arch)
     from cute_kernels.reduction.kernel import column_sums, row_sums, softmax_backward, softmax_forward
     from cute_kernels.reduction.kernel_statistics import log_sum_exp, prefix_sums, variances
+    from cute_kernels.reduction.kernel_whole import whole_sums
 
     for dtype in (torch.bfloat16, torch.float32):
         vec = 16 // dtype.itemsize
@@ -47,8 +48,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
             logs = LogSumExpSpec(n, dtype, access)
             yield log_sum_exp, (arch, logs, row_config(logs))
         yield column_sums, (arch, ColumnSumSpec(dtype, torch.float32, vec))
-        squares = RowSumSpec(LONG_ROW, dtype, torch.float32, access, True)
-        yield row_sums, (arch, squares, row_config(squares))
+        for squares in (False, True):
+            yield whole_sums, (arch, WholeSumSpec(dtype, torch.float32, vec, squares))
         spread = VarianceSpec(4096, dtype, access)
         yield variances, (arch, spread, row_config(spread))
         yield prefix_sums, (arch, PrefixSumSpec(dtype, dtype, 4))

@@ -20,6 +20,7 @@ from cute_kernels.reduction.checks import (
     check_sum,
     check_variance,
 )
+from cute_kernels.reduction.config import WHOLE_PART, WHOLE_SUMS, WHOLE_THREADS
 from cute_kernels.runtime.real import as_float
 from cute_kernels.runtime.strict import strict_rows
 
@@ -56,6 +57,45 @@ def sum(
     dims = check_sum("sum", x, dim, keepdim, out_dtype)
     total = x.to(compute_dtype).sum(dims, keepdim=keepdim) if dims else x.to(compute_dtype, copy=True)
     return total.to(out_dtype or x.dtype)
+
+
+def whole_sum(x: Tensor, squares: bool = False) -> Tensor:
+    """The fp32 sum of a whole tensor, or of its squares, in the order of the kernels: for tests, bit by bit.
+
+    Parts of WHOLE_PART elements are summed, then the parts' sums as one part more, however long. In a part running sum
+    r of WHOLE_SUMS takes elements r, r + WHOLE_SUMS, ..., ascending, the squares fused. Then thread t of WHOLE_THREADS
+    adds running sums t, t + WHOLE_THREADS, ..., ascending; a warp's 32 threads are added by halves, sum i and i + 16,
+    then i + 8, 4, 2, 1; the warps ascending.
+    """
+    parts = x.reshape(-1).split(WHOLE_PART * 1024)  # memory for fp32
+    partials = torch.cat([_part_sums(_padded(some, WHOLE_PART).view(-1, WHOLE_PART), squares) for some in parts])
+    if len(partials) > 1:
+        partials = _part_sums(_padded(partials, WHOLE_SUMS).unsqueeze(0), False)
+    return partials.squeeze(0)
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(x.float(), (0, -len(x) % multiple))
+
+
+def _part_sums(parts: Tensor, squares: bool) -> Tensor:
+    sums = parts.new_zeros(len(parts), WHOLE_SUMS)
+    for values in parts.split(WHOLE_SUMS, 1):
+        # Squares: one rounding, but where fp64 rounds to the middle of two fp32 numbers
+        sums = (values.double().square() + sums.double()).float() if squares else sums + values
+    sums = _ascending(sums.view(len(parts), -1, WHOLE_THREADS))
+    sums = sums.view(len(parts), -1, 32)
+    for width in (16, 8, 4, 2, 1):
+        sums = sums[..., :width] + sums[..., width:]
+    return _ascending(sums).squeeze(1)
+
+
+def _ascending(x: Tensor) -> Tensor:
+    """The sum over dimension 1, one after the other."""
+    total = x[:, 0]
+    for value in x.unbind(1)[1:]:
+        total = total + value
+    return total
 
 
 def mean(

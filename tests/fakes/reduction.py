@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from cute_kernels.reduction.config import COLUMN_ROWS
+from cute_kernels.reduction import reference
+from cute_kernels.reduction.config import COLUMN_ROWS, WHOLE_PART
 
 FUNCTIONS = {False: torch.softmax, True: torch.log_softmax}
 
@@ -33,6 +34,12 @@ def column_sums(static, x, y, scale) -> None:
     assert x.shape[2] % static["spec"].vec == 0  # or the last access of the last row would end beyond the matrix
     parts = [part.sum(1).float() * scale for part in _elements(static, x).split(COLUMN_ROWS, 1)]
     y.copy_(torch.stack(parts, 1))
+
+
+def whole_sums(static, x, n, partials, y, scale) -> None:
+    assert x.shape == (len(y), n) and partials.shape == (len(y), math.ceil(n / WHOLE_PART))
+    assert partials.stride(0) % 4 == 0 and x.data_ptr() % (static["spec"].vec * x.itemsize) == 0
+    y.copy_(torch.stack([reference.whole_sum(line, static["spec"].squares) for line in x]) * scale)
 
 
 def _elements(static, x):

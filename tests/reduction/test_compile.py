@@ -3,6 +3,8 @@
 import pytest
 
 from cute_kernels.reduction import prewarm
+from cute_kernels.reduction.config import WholeSumSpec
+from cute_kernels.reduction.kernel_whole import whole_sums
 from tests.marks import first_of, sample_for
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in
@@ -16,6 +18,7 @@ CASES = [
     SoftmaxCase("softmax", 4096, FP16),
     SoftmaxCase("softmax", 32000, BF16, FP32),
 ]
+WHOLE = [WholeSumSpec(BF16, FP32, 8), WholeSumSpec(FP32, FP32, 4, True), WholeSumSpec(BF16, BF16, 1)]
 SM100 = pytest.param("sm_100a", marks=[pytest.mark.slow, pytest.mark.exhaustive])
 
 
@@ -26,6 +29,18 @@ def test_softmax_compiles(case, arch):
         pytest.skip("not of the sample")
     for builder, arguments in kernels_of([case], arch):
         check_record(builder.obtain(*arguments).record)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", SM100])
+@pytest.mark.parametrize("spec", first_of(WHOLE, 2), ids=str)
+def test_whole_sums_compile(spec, arch):
+    """Two kernels, which keep their loads in flight: as many registers as four CTAs of an SM leave, or nearly."""
+    record = whole_sums.obtain(arch, spec).record
+    check_record(record)
+    assert len(record["kernels"]) == 2
+    for kernel in record["kernels"]:
+        takes_one = spec.vec == 1 and "add_parts" in kernel["name"]
+        assert (20 if takes_one else 48) <= kernel["registers"] <= 64
 
 
 @pytest.mark.exhaustive

@@ -56,7 +56,7 @@ def load_balancing_loss(
     if mask is not None:
         indices, p, total = indices.masked_fill(~mask[:, None], -1), p * mask[:, None], mask.sum()
     counts = plan(indices, experts).counts.float()
-    return reduction.sum(counts / total * (reduction.sum(p, 0) / total), 0) * experts
+    return reduction.sum(counts / total * (reduction.sum(p, 0) / total)) * experts
 
 
 def z_loss(logits: Tensor, *, backend: Backend | None = None) -> Tensor:
@@ -87,5 +87,4 @@ def z_loss(logits: Tensor, *, backend: Backend | None = None) -> Tensor:
     if uses_reference("z_loss", logits, backend):
         return reference.z_loss(logits)
     check_logits("z_loss", logits)
-    squares = reduction.logsumexp(logits, 1, keepdim=True).square()
-    return reduction.mean(squares, 0).squeeze(0)  # of a column: the kernel of a row is one for each number of tokens
+    return reduction.mean(reduction.logsumexp(logits, 1).square())
