@@ -9,6 +9,7 @@ workers on 16 cores: no test of models done after 235 s. 26 on 32 cores, with tw
 
 import faulthandler
 import os
+import sys
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 if WORKERS > 1:  # read when torch is imported, here and in processes that a test starts
@@ -63,6 +64,14 @@ def time_limit(request):
     faulthandler.dump_traceback_later(seconds, exit=True, file=request.getfixturevalue("terminal"))
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def memory_goes_back(request):
+    """To the other workers, which share the GPU: torch keeps what a test has freed."""
+    yield
+    if on_gpu(request) and (torch := sys.modules.get("torch")) and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ and hashed in 0.1; a frozen dataclass takes 2.3 and 0.3. CPU.)
 
 from __future__ import annotations
 
+import importlib
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -41,8 +43,20 @@ class LaunchCache(Generic[S, E]):
         """
         entry = self._entries.get((device_index, spec))
         if entry is None:
+            _import_compiler()
             entry = self._entries[device_index, spec] = self._make(target_of(device_index), _plain(spec))
         return entry
+
+
+_importing = threading.Lock()
+
+
+def _import_compiler() -> None:
+    """Import the CuTe DSL, by one thread at a time. Its modules import each other in a circle: threads that begin at
+    different ones at once find modules that are not whole.
+    """
+    with _importing:
+        importlib.import_module("cutlass")
 
 
 def _plain(value: Any) -> Any:

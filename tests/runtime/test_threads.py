@@ -2,6 +2,9 @@
 
 import contextlib
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,3 +42,26 @@ def test_first_calls(op, autograd, path, generator):
 def test_a_failure_in_a_thread_shows():
     with pytest.raises(ZeroDivisionError):
         first_calls((lambda x: 1 // 0, (torch.zeros(1),)), False)
+
+
+PROGRAM = """
+import importlib
+from cute_kernels.runtime import launches
+from cute_kernels.runtime.targets import Target
+from tests.runtime.thread_cases import THREADS, together
+
+launches.target_of = lambda device_index: Target("sm_90a", 132)
+cache = launches.LaunchCache(lambda target, module: importlib.import_module(module))
+modules = ["cutlass", "cutlass.cute", "cutlass.utils", "cutlass.pipeline"] * (THREADS // 4)
+assert [module.__name__ for module in together(lambda thread: cache.get(0, modules[thread]))] == modules
+print("whole in all threads")
+"""
+
+
+def test_the_compiler_is_imported_once():
+    """The first launches of a process, by several threads, import different parts of the compiler."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "whole in all threads" in run.stdout
