@@ -22,6 +22,7 @@ from cute_kernels.runtime.checks import (
     expect_tensor,
     fail,
 )
+from cute_kernels.runtime.operators import differentiates
 
 Activation = Literal["relu", "silu", "gelu"]
 ACTIVATIONS = (None, *get_args(Activation))
@@ -167,6 +168,7 @@ def check_epilogue(
 
 
 MAX_GROUPS = 1024
+MXFP8_BLOCK = 32
 
 
 def check_grouped_mm(
@@ -208,6 +210,58 @@ def check_grouped_mm(
         expect_dtype(op, "out_dtype", out_dtype, FLOATS + FP64 if fp64 else FLOATS)
     if accumulate_into is not None:
         _check_accumulate_into(a, b, offs, out_dtype, accumulate_into, FP64 if fp64 else (torch.float32,))
+
+
+def check_grouped_mm_mxfp8(
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor | None,
+    out_dtype: torch.dtype | None,
+    accumulate_into: Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError, naming argument, expected and got."""
+    op = "grouped_mm"
+    expect_floats(op, "a", a, (torch.bfloat16,))
+    if a.dim() != 2:
+        fail(op, "a", "be a matrix with b_scale", f"shape {tuple(a.shape)}")
+    check_mxfp8_matrices(op, "b", b, "b_scale", b_scale, True)
+    for name, t in (("b", b), ("b_scale", b_scale)):
+        if t.device != a.device:
+            fail(op, name, f"be on {a.device}", t.device)
+    if b.shape[1] != a.shape[1]:
+        fail(op, "b", f"have {a.shape[1]} rows, as a has columns", f"shape {tuple(b.shape)}")
+    if offs is None:
+        fail(op, "offs", "be given where a or b is a matrix", None)
+    _check_offs(offs, b.shape[0], a.device)
+    if out_dtype is not None:
+        expect_dtype(op, "out_dtype", out_dtype, FLOATS)
+    if accumulate_into is not None:
+        fail(op, "accumulate_into", "be None with b_scale", type(accumulate_into).__name__)
+    if differentiates(a, b):
+        fail(op, "b_scale", "be None where a gradient is wanted", "a tensor")
+
+
+def check_mxfp8_matrices(op: str, name: str, q: Tensor, scale_name: str, scale: Tensor, transposed: bool) -> None:
+    """Raise TypeError or ValueError unless q is e4m3 (E, N, K), or if ``transposed`` the transpose, with its scales."""
+    expect_floats(op, name, q, (torch.float8_e4m3fn,))
+    expect_floats(op, scale_name, scale, (torch.float8_e8m0fnu,))
+    wanted = "(E, K, N)" if transposed else "(E, N, K)"
+    if q.dim() != 3 or q.shape[1] % MXFP8_BLOCK or q.shape[2] % MXFP8_BLOCK:
+        fail(op, name, f"have shape {wanted} of multiples of {MXFP8_BLOCK}", f"shape {tuple(q.shape)}")
+    for size in q.shape:
+        if size > MAX_SIZE:
+            fail(op, name, f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(q.shape)}")
+    rows = q.mT if transposed else q
+    if not rows.is_contiguous():
+        fail(
+            op, name, "be the transpose of contiguous ones" if transposed else "be contiguous", f"strides {q.stride()}"
+        )
+    experts, n, k = rows.shape
+    if tuple(scale.shape) != (experts, n, k // MXFP8_BLOCK):
+        fail(op, scale_name, f"have shape {(experts, n, k // MXFP8_BLOCK)}", tuple(scale.shape))
+    if not scale.is_contiguous():
+        fail(op, scale_name, "be contiguous", f"strides {scale.stride()}")
 
 
 def _check_offs(offs: Tensor, groups: int | None, device: torch.device) -> None:

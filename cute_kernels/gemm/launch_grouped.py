@@ -30,15 +30,20 @@ from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 Sizes = tuple[int, int, int, int]  # M, N, K, groups; of sums K is the rows, of rows M
 
 
+def expect_hopper(target: Target) -> None:
+    """Raise UnsupportedDeviceError for another GPU."""
+    if target.arch != "sm_90a":
+        raise UnsupportedDeviceError(
+            f"grouped_mm: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
+            "Pass backend='reference' to run plain torch"
+        )
+
+
 class GroupedLaunches:
     """The launches of a Spec, by the products' sizes."""
 
     def __init__(self, target: Target, spec: GroupedSpec) -> None:
-        if target.arch != "sm_90a":
-            raise UnsupportedDeviceError(
-                f"grouped_mm: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-                "Pass backend='reference' to run plain torch"
-            )
+        expect_hopper(target)
         self._target, self._spec = target, spec
         self._launches: dict[Sizes, GemmLaunch] = bounded()
 

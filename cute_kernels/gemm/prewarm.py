@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.gemm import config_mxfp8
 from cute_kernels.gemm.config import (
     BLOCK,
     GemmSpec,
@@ -19,6 +20,7 @@ from cute_kernels.gemm.config import (
     more_tokens,
 )
 from cute_kernels.gemm.config_grouped import DECODE, ROWS, SUMS, GroupedSpec, grouped_arguments
+from cute_kernels.gemm.config_mxfp8 import GroupedMxfp8Spec
 from cute_kernels.gemm.config_tokens import SOME_TOKENS
 from cute_kernels.runtime.targets import expect_arch
 
@@ -60,6 +62,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         yield gemm, gemm_arguments(arch, spec._replace(batched=True), BLOCK, config, False)
     if arch == "sm_90a":
         yield from _grouped(arch)
+        yield from _grouped_mxfp8(arch)
 
 
 def _grouped(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -75,3 +78,12 @@ def _grouped(arch: str) -> Iterator[tuple[Any, tuple]]:
         for out in (BF16, FP32):
             spec = GroupedSpec(BF16, out, "sums", out is FP32, "m", "n")
             yield grouped, grouped_arguments(arch, spec, BLOCK, config, False)
+
+
+def _grouped_mxfp8(arch: str) -> Iterator[tuple[Any, tuple]]:
+    """Few rows of experts whose weights are mxfp8, of a K that is a multiple of 128, or of 64."""
+    from cute_kernels.gemm.kernel_grouped_mxfp8 import grouped_mxfp8
+
+    for config in config_mxfp8.DECODE.values():
+        for scale_vec in (4, 2):
+            yield grouped_mxfp8, (arch, GroupedMxfp8Spec(BF16, scale_vec), config)

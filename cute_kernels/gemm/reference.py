@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_kernels.gemm.checks import check_bmm, check_grouped_mm, check_linear, check_mm, check_separate
+from cute_kernels.gemm.checks import (
+    MXFP8_BLOCK,
+    check_bmm,
+    check_grouped_mm,
+    check_grouped_mm_mxfp8,
+    check_linear,
+    check_mm,
+    check_separate,
+)
 from cute_kernels.runtime.autograd import (
     first_derivative_only,
     gradient_buffer,
@@ -65,10 +73,14 @@ def grouped_mm(
     b: Tensor,
     offs: Tensor | None = None,
     *,
+    b_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
     """``a @ b`` of groups; see ``cute_kernels.grouped_mm``. A group's end below the one before is an error here."""
+    if b_scale is not None:
+        check_grouped_mm_mxfp8(a, b, b_scale, offs, out_dtype, accumulate_into)
+        return grouped_rows_mxfp8(a, b, b_scale, offs, out_dtype or a.dtype)
     check_grouped_mm(a, b, offs, out_dtype, accumulate_into, _is_fp64(a))
     out_dtype = out_dtype or a.dtype
     if accumulate_into is not None:
@@ -92,6 +104,13 @@ def grouped_rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> 
     ]
     rest = a.shape[0] - (ends[-1] if ends else 0)
     return torch.cat([*parts, wide_a.new_zeros(rest, b.shape[2])]).to(out_dtype)
+
+
+def grouped_rows_mxfp8(a: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``grouped_rows`` of the values in bf16 that e4m3 elements b (E, K, N) and scales (E, N, K / 32) stand for."""
+    blocks = b.mT.float().unflatten(-1, (b.shape[1] // MXFP8_BLOCK, MXFP8_BLOCK))
+    values = (blocks * b_scale.float().unsqueeze(-1)).flatten(-2)
+    return grouped_rows(a, values.bfloat16().mT, offs, out_dtype)
 
 
 def grouped_sums(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -121,6 +121,7 @@ FORMULAS = {
     "attention_forward": _attention,
     "gemm": _gemm,
     "grouped_rows": _grouped,
+    "grouped_rows_mxfp8": _grouped,
     "grouped_sums": _grouped,
     "grouped_sums_into": _grouped,
     "log_prob_forward": _log_prob,

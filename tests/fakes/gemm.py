@@ -2,6 +2,8 @@
 
 import torch
 
+from cute_kernels import dequantize
+from cute_kernels.gemm.config_grouped import GroupedSpec
 from cute_kernels.gemm.reference import activate
 
 
@@ -71,6 +73,16 @@ def grouped(static, a, b, d, offs, num_ctas) -> None:
         elif end > start or not spec.accumulate:
             total = d[e].clone() if spec.accumulate else torch.zeros(d.shape[1:])
             d[e] = serial_k16(a[:, start:end], b[:, start:end], total).to(d.dtype)
+
+
+def grouped_mxfp8(static, a, q, scale, d, offs, num_ctas) -> None:
+    """``grouped`` of rows, of the values that q and its scales stand for."""
+    spec, config = static["spec"], static["config"]
+    assert num_ctas >= 1 and d.is_contiguous() and (a.dtype, d.dtype) == (torch.bfloat16, spec.out)
+    assert q.dtype is torch.float8_e4m3fn and scale.dtype is torch.float8_e8m0fnu and config.cluster == (1, 1)
+    values = dequantize(q, scale, backend="reference")
+    product = {"spec": GroupedSpec(torch.bfloat16, spec.out, "rows"), "config": config, "transposed": False}
+    grouped({**product, "multi_block_tma": False}, a, values, d, offs, num_ctas)
 
 
 def serial_k16(a, b, total):

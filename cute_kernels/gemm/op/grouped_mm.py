@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from cute_kernels.gemm import reference
-from cute_kernels.gemm.checks import check_grouped_mm
+from cute_kernels.gemm.checks import check_grouped_mm, check_grouped_mm_mxfp8
 from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped_sums_into
+from cute_kernels.gemm.launch_mxfp8 import grouped_rows_mxfp8
 from cute_kernels.gemm.op.bmm import bmm
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, needs_gradient
 from cute_kernels.runtime.checks import Backend
@@ -20,6 +21,7 @@ def grouped_mm(
     b: Tensor,
     offs: Tensor | None = None,
     *,
+    b_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate_into: Tensor | None = None,
     backend: Backend | None = None,
@@ -43,6 +45,9 @@ def grouped_mm(
         b: like a. Gradients of a leaf b (E, K, N) that has a ``main_grad`` (fp32) are added to it.
         offs: (E,) int32 on a's device: where each group ends, ascending; E at most 1024. A group may be empty, and may
             start at any row. No value of it is read by the host.
+        b_scale: with the first form, for bf16 rows and matrices in mxfp8: (E, N, K / 32) float8_e8m0fnu, contiguous. b
+            is then float8_e4m3fn, the ``.mT`` of contiguous elements (E, N, K) that start on 16 bytes, as
+            ``quantize_rowwise`` makes them of (E N, K). N and K are multiples of 32. Inference alone: no gradients.
         out_dtype: bf16, fp16 or fp32; a's if None.
         accumulate_into: with the second form: (E, M, N) fp32, contiguous, that the sums start from and are written to,
             without autograd. The part of a group without rows stays as it is.
@@ -64,6 +69,10 @@ def grouped_mm(
         so they are reproducible, independent of other groups, and unchanged by rows of zeros at its end, or by a
         multiple of 16 of them in front. With ``accumulate_into``, or a ``main_grad``, the accumulators start from it:
         calls one after the other have the bits of one call where each group's rows are cut at multiples of 16.
+        With ``b_scale`` the result has the bits of ``grouped_mm(a, dequantize(b.mT, b_scale).mT, offs)``. Up to a mean
+        of 64 rows a group the elements become bf16 on their way to the tensor cores, so that half the bytes are read.
+        For more rows the matrices are dequantized first, into memory that the call allocates. An element that is NaN
+        while its scale is not, which no quantizer makes, counts as 480 where rows are few.
         An ``offs`` that does not ascend, or goes beyond the rows, gives wrong results, but reads and writes no other
         memory: an end counts as at least the one before, and at most R.
 
@@ -75,7 +84,11 @@ def grouped_mm(
         [16.0, 16.0, 16.0, 16.0, 0.0]
     """
     if uses_reference("grouped_mm", a, backend, has_cpu_operator=True):
-        return reference.grouped_mm(a, b, offs, out_dtype=out_dtype, accumulate_into=accumulate_into)
+        options = {"b_scale": b_scale, "out_dtype": out_dtype, "accumulate_into": accumulate_into}
+        return reference.grouped_mm(a, b, offs, **options)
+    if b_scale is not None:
+        check_grouped_mm_mxfp8(a, b, b_scale, offs, out_dtype, accumulate_into)
+        return mode_of(a, b, b_scale, offs).of(grouped_rows_mxfp8)(a, b, b_scale, offs, out_dtype or a.dtype)
     check_grouped_mm(a, b, offs, out_dtype, accumulate_into)
     if offs is None:
         return bmm(a, b, out_dtype=out_dtype)
