@@ -9,7 +9,8 @@ A case's name is op.direction.shape.dtype.variant, like grouped_mm.fwd.qwen3-30b
 The shape is rows x experts x N x K of y (R, N), each row times its expert's weight (N, K)^T; dA = dy weight, dW sums
 dy^T x over the rows of each expert, dW_into onto fp32. Variants: equal (as many rows for each expert); random and skew
 (experts' popularity, as logits, has a deviation of 0.3 and 0.7); decode (few rows: the time is that of reading
-weights). deepseek-v3 has 64 of its 256 experts, as one of four ranks; the models other-1 to other-3 are sizes of none.
+weights); mxfp8 (the same, of weights that are mxfp8; torch, quack and ``bf16``, which is ours, read them dequantized).
+deepseek-v3 has 64 of its 256 experts, as one of four ranks; the models other-1 to other-3 are sizes of none.
 
 ``equal_bmm`` is our bmm of as many rows in equal groups, ``dense`` torch.mm of as many rows with one weight: what the
 groups cost; ``read`` a maximum over the weights of the experts that have rows. None computes the case's result, so that
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from bench import harness
-from cute_kernels import bmm, grouped_mm
+from cute_kernels import bmm, dequantize, grouped_mm, quantize_rowwise
 from jit_cache import command
 
 MODELS = {  # experts, k, H, I
@@ -43,7 +44,8 @@ MODELS = {  # experts, k, H, I
 }
 OTHERS = {"other-1": (48, 5, 3200, 960), "other-2": (96, 3, 5120, 1280), "other-3": (20, 2, 1536, 6144)}
 TOKENS, MANY_TOKENS, DECODE_TOKENS = (2048, 8192), 16384, (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SKEW = {"equal": None, "random": 0.3, "skew": 0.7, "decode": 0.3}
+SKEW = {"equal": None, "random": 0.3, "skew": 0.7, "decode": 0.3, "mxfp8": 0.3}
+FEW = ("decode", "mxfp8")
 DIRECTIONS = ("fwd", "dA", "dW", "dW_into")
 SUMS = DIRECTIONS[2:]
 CHECKED_ROWS, CHECKED_EXPERTS = 64, 2
@@ -75,7 +77,7 @@ class Product:
     def case(self) -> harness.Case:
         rows, experts, n, k = self.sizes
         active = round(experts * (1 - (1 - self.slots / experts) ** self.tokens))
-        of_weights = active * n * k * (8 if self.direction == "dW_into" else 2)
+        of_weights = active * n * k * (8 if self.direction == "dW_into" else 33 / 32 if self.variant == "mxfp8" else 2)
         return harness.Case(
             family="moe",
             op="grouped_mm",
@@ -83,7 +85,7 @@ class Product:
             shape=f"{self.model}-{self.part}-{rows}x{experts}x{n}x{k}",
             dtype="bfloat16",
             variant=self.variant,
-            bytes=of_weights + 2 * rows * (n + k),
+            bytes=int(of_weights) + 2 * rows * (n + k),
             flops=2 * rows * n * k,
         )
 
@@ -98,18 +100,20 @@ def products(quick: bool = False) -> list[Product]:
     cases += [
         Product(model, "up", TOKENS[-1], d, v) for model in OTHERS for v in ("random", "skew") for d in DIRECTIONS
     ]
-    return cases + [Product(m, p, t, "fwd", "decode") for m in MODELS for p in ("up", "down") for t in DECODE_TOKENS]
+    parts = [(m, p) for m in MODELS for p in ("up", "down")]
+    return cases + [Product(*part, t, "fwd", variant) for variant in FEW for part in parts for t in DECODE_TOKENS]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """x (R, K), weight (E, N, K), dy (R, N), offs (E,), main_grad (E, N, K) of sums onto it."""
+    """x (R, K), weight (E, N, K), dy (R, N), offs (E,), main_grad (E, N, K) of sums onto it; mxfp8 weight and scales."""
 
     x: Tensor
     weight: Tensor
     dy: Tensor
     offs: Tensor
     main_grad: Tensor | None = None
+    quantized: tuple[Tensor, Tensor] | None = None
 
 
 def make_inputs(product: Product, device: str = "cuda") -> Inputs:
@@ -127,7 +131,11 @@ def make_inputs(product: Product, device: str = "cuda") -> Inputs:
         logits = torch.randn(product.tokens, experts, generator=generator, device=device) + popularity
         counts = torch.bincount(logits.topk(slots, 1).indices.flatten(), minlength=experts)
     main_grad = randn(experts, n, k).float() if product.direction == "dW_into" else None
-    return Inputs(randn(rows, k), randn(experts, n, k) * k**-0.5, randn(rows, n), counts.cumsum(0).int(), main_grad)
+    x, weight, quantized = randn(rows, k), randn(experts, n, k) * k**-0.5, None
+    if product.variant == "mxfp8":
+        q, scale = (t.view(experts, n, -1) for t in quantize_rowwise(weight.view(-1, k)))
+        weight, quantized = dequantize(q, scale), (q, scale)
+    return Inputs(x, weight, randn(rows, n), counts.cumsum(0).int(), main_grad, quantized)
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ class Sample:
         return out[self.places]
 
     def truth(self) -> Tensor:
-        x, weight, dy, offs, main_grad = vars(self.inputs).values()
+        x, weight, dy, offs, main_grad, _ = vars(self.inputs).values()
         ends = [0, *offs.tolist()]
         if self.product.direction in SUMS:
             groups = [slice(ends[e], ends[e + 1]) for e in self.places.tolist()]
@@ -167,6 +175,9 @@ def _operands(product: Product, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def _cute_kernels(product: Product, inputs: Inputs) -> harness.Call:
     operands, offs = _operands(product, inputs), inputs.offs
+    if inputs.quantized is not None:
+        q, scale = inputs.quantized
+        return lambda: (grouped_mm(inputs.x, q.mT, offs, b_scale=scale),)
     if inputs.main_grad is None:
         return lambda: (grouped_mm(*operands, offs),)
     into = inputs.main_grad.clone()
@@ -199,7 +210,7 @@ def _quack(product: Product, inputs: Inputs, tuned: bool = True) -> harness.Call
 
 
 def _equal_bmm(product: Product, inputs: Inputs) -> harness.Call | None:
-    x, weight, dy, offs, _ = vars(inputs).values()
+    x, weight, dy, offs, *_ = vars(inputs).values()
     if len(x) % len(offs):
         return None
     x, dy = (t.unflatten(0, (len(offs), -1)) for t in (x, dy))
@@ -213,10 +224,17 @@ def _dense(product: Product, inputs: Inputs) -> harness.Call:
     return lambda: (torch.mm(*operands),)
 
 
-def _read(product: Product, inputs: Inputs) -> harness.Call | None:
-    if product.variant != "decode":
+def _bf16(product: Product, inputs: Inputs) -> harness.Call | None:
+    if inputs.quantized is None:
         return None
-    active = inputs.weight[inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) > 0].view(torch.int64).flatten(1)
+    return lambda: (grouped_mm(inputs.x, inputs.weight.mT, inputs.offs),)
+
+
+def _read(product: Product, inputs: Inputs) -> harness.Call | None:
+    if product.variant not in FEW:
+        return None
+    weight = inputs.weight if inputs.quantized is None else inputs.quantized[0]
+    active = weight.view(torch.uint8)[inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) > 0].view(torch.int64).flatten(1)
     return lambda: (active.amax(1),)
 
 
@@ -228,14 +246,14 @@ PROVIDERS: dict[str, Callable[[Product, Inputs], harness.Call | None]] = {
 }
 DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
 PACKAGES = {"quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
-FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "read": _read}
+FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "bf16": _bf16, "read": _read}
 
 
 def compile_own_kernels(cases: Sequence[Product], device: harness.Device) -> None:
     """Before a peer is imported: quack changes classes of the DSL."""
     for case in cases:
         inputs = make_inputs(case, device.name)
-        for make in (_cute_kernels, _equal_bmm):
+        for make in (_cute_kernels, _equal_bmm, _bf16):
             with contextlib.suppress(Exception):  # raised again, and reported, where the case is measured
                 call = make(case, inputs)
                 if call is not None:

@@ -11,7 +11,7 @@ TINY = {"tiny": (4, 2, 16, 8)}
 
 def test_cases():
     names = [product.case.name for product in bench_moe.products()]
-    assert len(set(names)) == len(names) == 7 * 9 * 4 + 3 * 2 * 4 + 7 * 2 * 9
+    assert len(set(names)) == len(names) == 7 * 9 * 4 + 3 * 2 * 4 + 7 * 2 * 9 * 2
     quick = {product.case.name for product in bench_moe.products(quick=True)}
     assert quick < set(names)
 
@@ -44,3 +44,15 @@ def test_decode_reads_the_weights_of_experts_with_rows(monkeypatch):
         product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and "read" in found.results
+
+
+def test_mxfp8_weights_are_half_the_bytes(monkeypatch):
+    """Beside our own product with the dequantized ones."""
+    monkeypatch.setattr(bench_moe, "MODELS", {"tiny": (4, 2, 32, 32)})
+    monkeypatch.setitem(bench_moe.PROVIDERS, "torch", bench_moe.PROVIDERS["cute_kernels"])
+    product = Product("tiny", "up", 1, "fwd", "mxfp8")
+    assert product.case.bytes == 2 * 64 * 33 + 2 * 2 * (32 + 64)
+    (found,) = bench_moe.measure_product(
+        product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
+    )
+    assert found.failures == {} and {"bf16", "read"} <= set(found.results)
