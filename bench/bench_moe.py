@@ -106,7 +106,7 @@ def products(quick: bool = False) -> list[Product]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """x (R, K), weight (E, N, K), dy (R, N), offs (E,), main_grad (E, N, K) of sums onto it; mxfp8 weight and scales."""
+    """x (R, K), weight (E, N, K), dy (R, N), offs (E,), main_grad (E, N, K) of sums onto it; mxfp8's parts."""
 
     x: Tensor
     weight: Tensor
@@ -234,7 +234,9 @@ def _read(product: Product, inputs: Inputs) -> harness.Call | None:
     if product.variant not in FEW:
         return None
     weight = inputs.weight if inputs.quantized is None else inputs.quantized[0]
-    active = weight.view(torch.uint8)[inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) > 0].view(torch.int64).flatten(1)
+    active = (
+        weight.view(torch.uint8)[inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) > 0].view(torch.int64).flatten(1)
+    )
     return lambda: (active.amax(1),)
 
 

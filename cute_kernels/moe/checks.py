@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cute_kernels.gemm.functional import check_mxfp8_matrices
 from cute_kernels.moe.config import MAX_EXPERTS, MAX_K
 from cute_kernels.runtime.checks import (
     FLOATS,
@@ -18,6 +19,7 @@ from cute_kernels.runtime.checks import (
     expect_like,
     fail,
 )
+from cute_kernels.runtime.operators import differentiates
 
 SCORES = ("softmax", "sigmoid", "softmax_of_topk")
 ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "silu")
@@ -210,11 +212,13 @@ def check_experts(
     activation: Activation,
     align: int,
     segments: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
     op = "experts"
-    expect_floats(op, "x", x, dtypes)
+    quantized = scales != (None, None)
+    expect_floats(op, "x", x, (torch.bfloat16,) if quantized else dtypes)
     if x.dim() != 2:
         fail(op, "x", "have shape (T, H)", tuple(x.shape))
     for name, weight, dims in (
@@ -223,13 +227,15 @@ def check_experts(
         ("gate_up_bias", gate_up_bias, 2),
         ("down_bias", down_bias, 2),
     ):
-        if weight is None and dims == 2:
+        if weight is None and dims == 2 or quantized and dims == 3:
             continue
         expect_floats(op, name, weight, dtypes)
         if weight.dtype is not x.dtype:
             fail(op, name, f"have dtype {x.dtype}", weight.dtype, TypeError)
         if weight.dim() != dims:
             fail(op, name, "be a batch of matrices" if dims == 3 else "be a matrix", tuple(weight.shape))
+    if quantized:
+        _check_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, transposed, scales)
     experts, hidden = gate_up.shape[0], x.shape[1]
     width = down.shape[1 if transposed else 2]
     columns = width if activation == "silu" else 2 * width
@@ -247,3 +253,27 @@ def check_experts(
     if indices.shape[0] != x.shape[0] or indices.device != x.device:
         fail(op, "routing", f"be of {x.shape[0]} tokens on {x.device}", f"{tuple(indices.shape)} on {indices.device}")
     check_weights(op, weights, indices, x.dtype is torch.float64)
+
+
+def _check_quantized(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    transposed: bool,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    op = "experts"
+    for name, scale in zip(("gate_up_scale", "down_scale"), scales, strict=True):
+        if scale is None:
+            fail(op, name, "be given where the other weight has scales", None)
+    if transposed:
+        fail(op, "transposed", "be False with scales", transposed)
+    for name, weight, scale in zip(("gate_up", "down"), (gate_up, down), scales, strict=True):
+        check_mxfp8_matrices(op, name, weight, f"{name}_scale", scale, False)
+        if scale.device != x.device:
+            fail(op, f"{name}_scale", f"be on {x.device}", scale.device)
+    if differentiates(x, weights, gate_up, down, gate_up_bias, down_bias):
+        fail(op, "gate_up_scale", "be None where a gradient is wanted", "a tensor")

@@ -117,9 +117,8 @@ class ExpertParallel:
         at_experts = _exchanged(permute(x, rows), *travel)
         slots = rows.slots[: sum(sent)].long()
         of_rows = _exchanged(weights.reshape(-1)[slots, None], *travel)
-        check_experts(
-            at_experts, local, of_rows, gate_up, down, *biases, transposed, activation, align, segments, HALVES
-        )
+        options = *biases, transposed, activation, align, segments
+        check_experts(at_experts, local, of_rows, gate_up, down, *options, (None, None), HALVES)
         for name, bias in zip(("gate_up_bias", "down_bias"), biases, strict=True):
             if bias is not None:
                 check_layout("experts", name, bias)

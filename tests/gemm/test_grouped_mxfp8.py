@@ -12,8 +12,9 @@ from cute_kernels.gemm.config_mxfp8 import DECODE, GroupedMxfp8Spec, choose, sca
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.gemm.cases import assert_same_bits, kernel_name
-from tests.gemm.grouped_cases import BF16, FP16, FP32, offs_of
+from tests.gemm.grouped_cases import BF16, offs_of
 from tests.gemm.test_kernel_grouped_mxfp8 import (  # noqa: F401
+    OUTS,
     make,
     test_a_group_does_not_see_its_neighbours,
     test_a_row_alone,
@@ -140,8 +141,7 @@ def test_elements_off_16_bytes():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("out", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("vec", [4, 2, 1])
+@pytest.mark.parametrize(("vec", "out"), OUTS.items(), ids=str)
 @pytest.mark.parametrize("config", DECODE.values(), ids=lambda config: kernel_name((config, True)))
 def test_compiles_without_spills(config, vec, out):
     from cute_kernels.gemm.kernel_grouped_mxfp8 import grouped_mxfp8

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm import grouped_mm
-from cute_kernels.gemm.functional import gemm, grouped_rows, grouped_sums, grouped_sums_into, weight_gradient
+from cute_kernels.gemm.functional import (
+    gemm,
+    grouped_rows,
+    grouped_rows_mxfp8,
+    grouped_sums,
+    grouped_sums_into,
+    weight_gradient,
+)
 from cute_kernels.moe import reference
 from cute_kernels.moe.checks import Activation, check_activation, check_experts, check_layout
 from cute_kernels.moe.config import OAI
@@ -29,6 +36,8 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
@@ -47,6 +56,9 @@ def experts(
         routing: of ``moe.route``: indices (T, k) and weights (T, k) fp32.
         gate_up: (E, 2 I, H) of x's dtype. A gradient is added to its ``main_grad`` (fp32), if it has one.
         down: (E, H, I), likewise.
+        gate_up_scale, down_scale: of weights in mxfp8, as ``b_scale`` of ``grouped_mm``: (E, 2 I, H / 32) and
+            (E, H, I / 32) float8_e8m0fnu. The weights are then float8_e4m3fn, contiguous, on 16 bytes, x is bf16, and
+            H and 2 I are multiples of 32. Inference alone: no gradients. None: the weights are of x's dtype.
         gate_up_bias, down_bias: (E, 2 I) and (E, H) of x's dtype, contiguous, on 16 bytes; added to the products in
             fp32. A gradient is added to ``main_grad``, likewise. None: none.
         transposed: the weights are (E, H, 2 I) and (E, I, H) instead.
@@ -89,20 +101,26 @@ def experts(
     if uses_reference("experts", x, backend):
         options = {"transposed": transposed, "interleaved": interleaved, "limit": limit, "alpha": alpha, "align": align}
         options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        options |= {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
         return reference.experts(x, routing, gate_up, down, **options, segments=segments)
     check_activation(activation, interleaved, limit, alpha)
     options = gate_up_bias, down_bias, transposed, activation, align, segments
-    check_experts(x, indices, weights, gate_up, down, *options, HALVES)
+    scales = gate_up_scale, down_scale
+    if gate_up_scale is not None and segments is None:
+        align = 1  # zeros behind an expert's rows are for the weights' gradients, and might take a tile of their own
+    check_experts(x, indices, weights, gate_up, down, *options, scales, HALVES)
     if activation == "swiglu_oai":
         limit, alpha = (given or usual for given, usual in zip((limit, alpha), OAI, strict=True))
     if callable(activation):
-        return _by_steps(x, routing, gate_up, down, gate_up_bias, down_bias, transposed, activation, align, segments)
+        return _by_steps(
+            x, routing, gate_up, down, gate_up_bias, down_bias, transposed, activation, align, segments, scales
+        )
     gate = Gate(activation.removesuffix("_oai"), bool(interleaved), limit, alpha)
     tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
     options = indices.to(torch.int32).contiguous(), segments, transposed, gate, align
     if differentiates(*tensors):
         return apply(_ExpertsFunction, *tensors, *options, True)
-    return _forward(*tensors, *options, True)[0]
+    return _forward(*tensors, *options, True, scales)[0]
 
 
 def rows_of_experts(
@@ -138,6 +156,7 @@ def _by_steps(
     activation: Callable[[Tensor], Tensor],
     align: int,
     segments: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """The layer of an activation that has no kernel."""
     indices, weights = routing
@@ -145,10 +164,10 @@ def _by_steps(
     rows = plan(indices, gate_up.shape[0], align=align, segments=segments)
     # A row without a slot is one of zeros, whatever the bias is added to it: no token has it
     expert = indices.flatten()[rows.slots.long().clamp(min=0)].clamp(0, gate_up.shape[0] - 1)
-    z = grouped_mm(permute(x, rows), first, rows.offs)
+    z = grouped_mm(permute(x, rows), first, rows.offs, b_scale=scales[0])
     if gate_up_bias is not None:
         z = z + embedding(expert, gate_up_bias)
-    y = grouped_mm(activation(z), second, rows.offs)
+    y = grouped_mm(activation(z), second, rows.offs, b_scale=scales[1])
     if down_bias is not None:
         y = y + embedding(expert, down_bias)
     return combine(y, rows, weights)
@@ -167,21 +186,29 @@ def _forward(
     gate: Gate,
     align: int,
     weighted: bool,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Plan]:
     """y, gate_up's products and the plan."""
-    mode = mode_of(x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments)
+    mode = mode_of(x, weights, gate_up, down, gate_up_bias, down_bias, indices, segments, *scales)
     if mode.eager:
         for name, t in (("x", x), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
             if t is not None:
                 check_layout("experts", name, t)
-    rows, product = planned(mode, indices, gate_up.shape[0], align, segments), mode.of(grouped_rows)
+    rows = planned(mode, indices, gate_up.shape[0], align, segments)
     first, second = (gate_up, down) if transposed else (gate_up.mT, down.mT)
-    z = product(gathered(mode, x, rows), first, rows.offs, x.dtype)
+    z = _product(mode, gathered(mode, x, rows), first, scales[0], rows.offs)
     h = gated(mode, z, gate, rows.slots, Bias.of(indices, gate_up_bias))
-    y = product(h, second, rows.offs, x.dtype)
+    y = _product(mode, h, second, scales[1], rows.offs)
     if not weighted:
         return combined(mode, y, rows, None), z, rows
     return combined(mode, y, rows, weights, *Bias.of(indices, down_bias)), z, rows
+
+
+def _product(mode: Mode, rows: Tensor, matrices: Tensor, scale: Tensor | None, offs: Tensor) -> Tensor:
+    """Each expert's rows times its matrix (K, N), which is mxfp8 if there are scales."""
+    if scale is None:
+        return mode.of(grouped_rows)(rows, matrices, offs, rows.dtype)
+    return mode.of(grouped_rows_mxfp8)(rows, matrices, scale, offs, rows.dtype)
 
 
 class _ExpertsFunction(torch.autograd.Function):

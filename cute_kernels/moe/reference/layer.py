@@ -39,6 +39,8 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
@@ -53,7 +55,10 @@ def experts(
     indices, weights = routing
     check_activation(activation, interleaved, limit, alpha)
     options = gate_up_bias, down_bias, transposed, activation, align, segments
-    check_experts(x, indices, weights, gate_up, down, *options, FLOATS + FP64)
+    scales = gate_up_scale, down_scale
+    check_experts(x, indices, weights, gate_up, down, *options, scales, FLOATS + FP64)
+    if gate_up_scale is not None:
+        gate_up, down = _dequantized(gate_up, gate_up_scale), _dequantized(down, down_scale)
     if activation == "swiglu_oai":
         limit, alpha = (given or usual for given, usual in zip((limit, alpha), OAI, strict=True))
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -72,6 +77,12 @@ def experts(
     if down_bias is not None:
         y = y.to(wide) + _of_rows(widened("experts", "down_bias", down_bias, wide), indices, rows)
     return combine(y, rows, weights).to(x.dtype)
+
+
+def _dequantized(q: Tensor, scale: Tensor) -> Tensor:
+    """The values in bf16 that e4m3 elements (E, N, K) and their scales (E, N, K / 32) stand for."""
+    blocks = q.float().unflatten(-1, (scale.shape[2], 32))
+    return (blocks * scale.float().unsqueeze(-1)).flatten(-2).bfloat16()
 
 
 def _of_rows(bias: Tensor, indices: Tensor, rows: Plan) -> Tensor:
