@@ -123,11 +123,12 @@ def with_config(number: int, case: Attention, inputs: Inputs) -> Calls | None:
 
 
 PROVIDERS: dict[str, Callable[[Attention, Inputs], Calls | None]] = {
-    **bench_attention.PROVIDERS,
+    **{name: make for name, make in bench_attention.PROVIDERS.items() if name != "one_split"},
     "flash_attn_4_deterministic": functools.partial(bench_attention.PROVIDERS["flash_attn_4"], deterministic=True),
 }
 CONFIGS = {f"config_{i}": functools.partial(with_config, i) for i in range(max(map(len, BACKWARD_CONFIGS.values())))}
-PACKAGES = dict.fromkeys(("flash_attn_4", "flash_attn_4_deterministic"), ("flash_attn.cute",))
+DEFAULTS = tuple(name for name in PROVIDERS if name != "torch_flex")
+PACKAGES = bench_attention.PACKAGES | {"flash_attn_4_deterministic": bench_attention.PACKAGES["flash_attn_4"]}
 
 
 def compile_own_kernels(cases: Iterable[Attention], device: harness.Device) -> None:
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return forward_backward.names(backwards(quick))
 
     what, which = __doc__.splitlines()[0], (*PROVIDERS, *CONFIGS)
-    options = harness.parse("attention_backward", what, "length 8192", which, PROVIDERS, names, arguments)
+    options = harness.parse("attention_backward", what, "length 8192", which, DEFAULTS, names, arguments)
     if isinstance(options, int):
         return options
     measurements = run(backwards(options.quick), options.providers, **options.settings)
