@@ -45,7 +45,9 @@ from jit_cache import Program, compiled
 WARPS = 4  # that multiply; one more loads
 THREADS = (WARPS + 1) * WARP
 LINE = 128
-WORDS = {1: Uint8, 2: Uint16, 4: Int32}  # by bytes
+# By bytes
+WORDS = {1: Uint8, 2: Uint16, 4: Int32}
+MASKS = {1: 0xFF, 2: 0xFFFF, 4: -1}
 MINUS_ZEROS = -0x7FFF8000  # two of bf16: a product is a fused multiply-add of it
 TWO_TO_120 = 0x7B807B80
 
@@ -271,6 +273,7 @@ class GroupedMxfp8Sm90:
 
     @cute.jit
     def load(self, pointer: cute.Pointer):
+        """A word of what lies there; its upper bits, if that is shorter, are copies of the sign."""
         return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Int32)
 
     @cute.jit
@@ -287,7 +290,8 @@ class GroupedMxfp8Sm90:
             word = Int32(0)
             for j in cutlass.range_constexpr(0, 4, vec):
                 at = line + cute.assume(cutlass.min(4 * k + j, columns - vec), divby=vec)
-                word = word | self.load(cute.recast_ptr(at, dtype=WORDS[vec])) << 8 * j
+                loaded = self.load(cute.recast_ptr(at, dtype=WORDS[vec])) & MASKS[vec]
+                word = word | loaded << 8 * j
             words[i] = word
         return words
 
