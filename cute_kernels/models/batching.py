@@ -16,6 +16,7 @@ from cute_kernels.models.families import Head, family_of, head_of, model_of
 from cute_kernels.models.generation import Generation
 from cute_kernels.models.paged import PAGED_NAME
 from cute_kernels.models.scoring import hidden_states
+from cute_kernels.models.sharding import gathered
 from cute_kernels.runtime.checks import expect, fail
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ INPUTS = (
 
 
 @torch.no_grad()
+@gathered
 def generate_batch(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -61,6 +63,7 @@ def generate_batch(
 
     Args:
         model: a causal language model of transformers that ``prepare`` has prepared, or peft's model of it.
+            If FSDP2 shards it, all ranks have to make as many forwards.
         prompts: the tokens of each, at least one.
         seeds: (B,) int64 on the model's device: of each sequence. The noise of its token at position p is a function
             of seed and p.

@@ -12,6 +12,7 @@ from cute_kernels.models.choosing import check_seeds, choose, settings_of
 from cute_kernels.models.decoding import OP, Captured, Paged, Prompts, Static
 from cute_kernels.models.families import head_of, model_of
 from cute_kernels.models.scoring import check_ids
+from cute_kernels.models.sharding import gathered
 from cute_kernels.models.speculation import speculated
 from cute_kernels.runtime import operators
 from cute_kernels.runtime.checks import expect, expect_int
@@ -41,6 +42,7 @@ class Generation(NamedTuple):
 
 
 @torch.no_grad()
+@gathered
 def generate(
     model: nn.Module,
     input_ids: Tensor,
@@ -67,6 +69,7 @@ def generate(
 
     Args:
         model: a causal language model of transformers that ``prepare`` has prepared, or peft's model of it.
+            If FSDP2 shards it, all ranks have to make as many steps.
         input_ids: (B, S) int64, the prompts.
         seeds: (B,) int64 on the same device: of each sequence. The noise of its token at position p is a function of
             seed and p.

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from cute_kernels.log_prob import linear_log_prob
 from cute_kernels.models.families import Head, head_of, model_of
+from cute_kernels.models.sharding import gathered
 from cute_kernels.runtime.checks import expect_dtype, expect_like, expect_tensor, fail
 
 OP = "models.log_prob"
 IGNORED = -100
 
 
+@gathered
 def log_prob(
     model: nn.Module,
     input_ids: Tensor,
@@ -30,7 +32,8 @@ def log_prob(
     Differentiable, and the bits of ``generate``, on the same model with the same options.
 
     Args:
-        model: a causal language model of transformers, one that ``prepare`` has prepared, or peft's model of it.
+        model: a causal language model of transformers, one that ``prepare`` has prepared, or peft's model of it. FSDP2
+            may shard it.
         input_ids: (B, S) int64.
         labels: (B, S) int64, as the model's own forward takes them: labels[:, s] is scored by the row of token s - 1.
             -100: no label. The first token of a sequence has none, whatever it is; with packed sequences give -100
