@@ -424,6 +424,8 @@ class BackwardConfig:
         dout_stages: tiles of the output's gradient in flight.
         adders: threads that add dq in turn, each from a buffer of its own.
         dq_parts: in which a partial of dq goes through its buffer.
+        pieces: in which the last blocks are taken, each a part of their tiles of queries; dk and dv go from one to the
+            next through memory. See ``backward_blocks_in_pieces``.
     """
 
     tile_rows: int
@@ -433,6 +435,7 @@ class BackwardConfig:
     dout_stages: int = 2
     adders: int = 2
     dq_parts: int = 1
+    pieces: int = 1
 
     @property
     def padded_rows(self) -> int:
@@ -455,6 +458,7 @@ BACKWARD_CONFIGS = {
         BackwardConfig(128, 2, False, False),
         BackwardConfig(128, 2, False),
         BackwardConfig(64, 3, dout_stages=3),
+        BackwardConfig(128, 2, False, False, pieces=3),
     ),
     (128, 128): (
         BackwardConfig(64, 2),
@@ -464,6 +468,7 @@ BACKWARD_CONFIGS = {
         BackwardConfig(80, 2, False, False, dq_parts=2),
         BackwardConfig(64, 3, dout_stages=3, adders=1),
         BackwardConfig(64, 3, dout_stages=3, dq_parts=2),
+        BackwardConfig(64, 2, pieces=3),
     ),
     (192, 128): (
         BackwardConfig(64, 2, adders=1),
@@ -481,3 +486,25 @@ def backward_heads_together(head_size: int, itemsize: int, len_q: int, group: in
     """Query heads, of all sequences, whose rows the backward walks over at the same time; a multiple of a group."""
     heads = BACKWARD_L2_BYTES // max(len_q * head_size * (2 * itemsize + 4), 1)
     return max(heads // group, 1) * group
+
+
+def backward_pieces(spec: BackwardSpec, config: BackwardConfig) -> int:
+    """In how many pieces a kernel takes blocks; 1 where sequences are packed, or a window makes all blocks short."""
+    return 1 if spec.window or spec.packed_q or spec.packed_k else config.pieces
+
+
+# The last counters of a kernel that takes blocks in pieces stay 0: a vector of dk and dv where a block begins
+ZEROS = 4
+PIECE_TILES = 10  # tiles of queries of a piece, at least: to end and begin one takes as long as two (an estimate)
+
+
+def backward_blocks_in_pieces(pieces: int, heads: int, together: int, blocks: int, tiles: int, num_sms: int) -> int:
+    """How many blocks of keys, the last ones handed out, are taken in pieces.
+
+    Those of the heads that are walked over together at the end, if they are on the GPU at about the same time: CTAs
+    without a block wait for the longest ones. Where they are more than twice the SMs that matters little.
+
+    ``heads``: of q, of all sequences; ``blocks``, ``tiles``: of keys and of queries of a head.
+    """
+    last = heads - (heads - 1) // together * together
+    return last * blocks if pieces > 1 and tiles >= PIECE_TILES * pieces and last * blocks <= 2 * num_sms else 0

@@ -15,7 +15,13 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from cute_kernels.attention.config import WARPGROUP_ROWS, BackwardConfig, BackwardSpec, backward_block
+from cute_kernels.attention.config import (
+    WARPGROUP_ROWS,
+    BackwardConfig,
+    BackwardSpec,
+    backward_block,
+    backward_pieces,
+)
 
 WARP_SIZE, WARPGROUP = 32, 128
 WARPGROUPS = 2  # that compute
@@ -41,6 +47,7 @@ class BackwardTiles:
         self.dq_across = self.tile_rows % WARPGROUP_ROWS != 0
         self.adders, self.dq_parts = config.adders, config.dq_parts
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
+        self.pieces = backward_pieces(spec, config)
 
     def tiled_mmas(self) -> tuple:
         """Tiled MMAs of scores and dp (keys by queries), of dk and dv (two if head sizes differ), of dq's partial."""

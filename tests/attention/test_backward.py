@@ -12,10 +12,12 @@ from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
     BACKWARD_L2_BYTES,
     BackwardSpec,
+    backward_blocks_in_pieces,
     backward_config,
     backward_heads_together,
 )
 from cute_kernels.runtime import launches
+from cute_kernels.runtime.launches import LaunchCache
 from cute_kernels.runtime.targets import Target
 from tests.attention.cases import (
     BF16,
@@ -270,6 +272,34 @@ def test_a_gpu_without_kernels(jobs, generator, monkeypatch):
 def test_heads_that_fit_into_the_cache_come_together():
     assert backward_heads_together(128, 2, 1024, 4) == 4 * (BACKWARD_L2_BYTES // (1024 * 128 * 8) // 4) > 4
     assert backward_heads_together(128, 2, 2**20, 4) == 4 and backward_heads_together(64, 2, 1, 3) % 3 == 0
+
+
+def test_the_last_blocks_are_taken_in_pieces():
+    """Of two heads at a time with 64 blocks; not if a head is long, or short, and none of those before."""
+    assert [backward_blocks_in_pieces(3, heads, 2, 64, 128, 132) for heads in (32, 33)] == [2 * 64, 64]
+    assert not backward_blocks_in_pieces(3, 32, 1, 1024, 2048, 132)
+    assert not backward_blocks_in_pieces(3, 32, 2, 8, 16, 132) and not backward_blocks_in_pieces(1, 32, 2, 64, 128, 132)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"seqused_k": [200, 0]}], ids=str)
+@pytest.mark.parametrize("pairs", [4, 2])
+def test_workspace_of_pieces(pairs, options, jobs, generator, monkeypatch):
+    """The fake kernel holds its sizes to the blocks that are taken in pieces; with a window there are none."""
+    config = next(c for c in BACKWARD_CONFIGS[128, 128] if c.pieces > 1)
+    launches_in_pieces = LaunchCache(lambda target, spec: launch.backward.BackwardLaunch.of(target, spec, config))
+    monkeypatch.setattr(launch.backward, "_backward", launches_in_pieces)
+    monkeypatch.setattr(
+        launch.backward, "backward_blocks_in_pieces", lambda pieces, heads, together, blocks, *_: (pieces > 1) * blocks
+    )
+    case = Case(2, 70, 200, 4, pairs, 128, False)
+    inputs = make_inputs(case, generator)
+    if "seqused_k" in options:
+        options = {"seqused_k": torch.tensor(options["seqused_k"], dtype=torch.int32)}
+    out = reference.attention(*inputs, **options)
+    dout = torch.randn(out.shape, generator=generator).to(BF16)
+    found = gradients_of(lambda *t: attention(*t, **options), inputs, dout)
+    wanted = gradients_of(lambda *t: reference.attention(*t, **options), [t.double() for t in inputs], dout)
+    assert max(errors(found, wanted)) < 4 * torch.finfo(BF16).eps
 
 
 def test_the_config_follows_from_head_sizes_and_the_mask():
