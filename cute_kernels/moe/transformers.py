@@ -12,8 +12,6 @@ from cute_kernels.moe.op import Routing, experts
 from cute_kernels.runtime.checks import expect
 
 NAME = "cute_kernels"
-DEFAULT_GATE = "_default_apply_gate"  # act_fn(gate) * up, of halves
-OAI_GATE = "GptOssExperts._apply_gate"
 # By act_fn's class
 GATED = {"SiLUActivation": "swiglu", "SiLU": "swiglu", "GELUActivation": "geglu"}
 UNGATED = {"SiLUActivation": "silu", "SiLU": "silu"}
@@ -72,11 +70,14 @@ def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 def _activation(module: nn.Module) -> Activation:
     """The name of the module's activation in ``experts``, or the module's own function where it has no name there."""
+    from transformers.integrations.moe import _default_apply_gate  # act_fn(gate) * up, of halves
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
     if not module.has_gate:
         return UNGATED.get(type(module.act_fn).__name__, module.act_fn)
-    gate = type(module)._apply_gate.__qualname__
-    if gate == OAI_GATE:
+    gate = type(module)._apply_gate  # not by its __qualname__, which in Dynamo (torch 2.13) equals no text
+    if gate is GptOssExperts._apply_gate:
         return "swiglu_oai"
-    if gate == DEFAULT_GATE:
+    if gate is _default_apply_gate:
         return GATED.get(type(module.act_fn).__name__, module._apply_gate)
     return module._apply_gate

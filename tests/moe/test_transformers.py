@@ -62,3 +62,18 @@ def test_gates_of_their_own_and_slots_of_other_ranks(has_gate):
                 h = module._apply_gate(z) if has_gate else module.act_fn(z)
                 wanted[t] += weight * (module.down_proj[e] @ h[0])
     torch.testing.assert_close(forward(module, x, indices, weights), wanted)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_graph_has_the_same_activation(name):
+    from cute_kernels.moe.transformers import _activation
+
+    (module, *_) = (m for m in make_model(name, "cute_kernels").modules() if hasattr(m, "_apply_gate"))
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def traced(module, x):
+        return x + 1, _activation(module)
+
+    assert traced(module, torch.ones(1))[1] == _activation(module)
+    assert isinstance(_activation(module), str)
