@@ -47,7 +47,7 @@ PROVIDERS = OURS, TORCH, THEIRS
 DIRECTIONS = "rollout", "update", "step"
 GOALS = {TORCH: 1.15, THEIRS: 0.6}  # our step over theirs, at most
 WORST = 0.1  # nats
-REPETITIONS, QUICK_REPETITIONS = 12, 4
+REPETITIONS, QUICK_REPETITIONS = 8, 4
 
 
 @dataclass(frozen=True)
