@@ -1,4 +1,4 @@
-"""Models that FSDP2 shards, on one rank of gloo, plain torch in place of the kernels: as those that it does not."""
+"""Models that FSDP2 shards, on one rank: log-probabilities, gradients and roll-outs of those that it does not."""
 
 import pytest
 import torch
@@ -9,30 +9,34 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers.generation.continuous_batching import cache  # noqa: E402
 
-from cute_kernels import batch_invariant, models  # noqa: E402
-from tests.fakes import fake_gpu  # noqa: E402
+from cute_kernels import install, models, uninstall  # noqa: E402
 from tests.models.cases import make_prepared, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
-SEEDS = torch.tensor([5, 6])
-OPTIONS = {"seeds": SEEDS, "max_new_tokens": 3, "eos_token_id": []}
+pytestmark = pytest.mark.sm90
+
+
+@pytest.fixture
+def covered():
+    """On the CPU fake kernels and a block; here a backward's sums over ranks, too."""
+    install("strict", collectives="ordered")
+    yield
+    uninstall()
 
 
 @pytest.fixture(autouse=True)
-def inside(monkeypatch):
-    monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: ("cpu", 2**32, 0, 0))  # or none is seen
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with fake_gpu(), batch_invariant("strict"):
-        yield
+def rank(covered, device):
+    kind = torch.device(device).type
+    dist.init_process_group({"cpu": "gloo", "cuda": "nccl"}[kind], store=dist.HashStore(), rank=0, world_size=1)
+    yield
     dist.destroy_process_group()
 
 
-def make(name, sharded):
-    model = make_prepared(name).train()
+def make(name, device, sharded):
+    model = make_prepared(name, device).train()
     if sharded:
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh(torch.device(device).type, (1,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -48,13 +52,14 @@ def scored(model, ids, present):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # the second's head is the embedding, with a softcap
-def test_as_a_whole_model(name):
+def test_as_a_whole_model(name, device):
     """A second step sees the weights of the first."""
-    rows = prompts((9, 30))
+    rows = prompts((9, 30), device=device)
     ids, present = padded(rows, left=True)
+    options = {"seeds": torch.tensor([5, 6], device=device), "max_new_tokens": 3, "eos_token_id": []}
     found = []
     for sharded in (True, False):
-        model = make(name, sharded)
+        model = make(name, device, sharded)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         steps = []
         for _ in range(2):
@@ -62,9 +67,9 @@ def test_as_a_whole_model(name):
             steps.append(scored(model, ids, present))
             optimizer.step()
         assert isinstance(model.get_output_embeddings().weight, DTensor) == sharded
-        steps.append(models.generate(model, ids, attention_mask=present, **OPTIONS))
+        steps.append(models.generate(model, ids, attention_mask=present, **options))
         batching = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=64)
-        steps.append(models.generate_batch(model, [row.tolist() for row in rows], batching=batching, **OPTIONS))
+        steps.append(models.generate_batch(model, [row.tolist() for row in rows], batching=batching, **options))
         assert "forward" not in vars(model)
         found.append(steps)
     (*ours, tokens, batched), (*wanted, plain_tokens, plain_batched) = found
@@ -79,8 +84,8 @@ def test_as_a_whole_model(name):
         assert_same_bits(a.log_probs, b.log_probs)
 
 
-def test_an_error_leaves_the_forward():
-    model, (row,) = make("llama", True), prompts((5,))
+def test_an_error_leaves_the_forward(device):
+    model, (row,) = make("llama", device, True), prompts((5,), device=device)
     with pytest.raises(TypeError, match="labels must have dtype"):
         models.log_prob(model, row[None], row[None].float())
     assert "forward" not in vars(model)
