@@ -17,6 +17,7 @@ The error is that of the logits against torch's. Bytes are those of parameters a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ WORST = 0.05  # relative rms of logits, both rounded layer by layer
 OURS, COMPILED, TORCH, TORCH_COMPILE = "cute_kernels", "compiled", "torch", "torch_compile"
 PROVIDERS = OURS, COMPILED, TORCH, TORCH_COMPILE, THEIRS
 BACKENDS = {COMPILED: "cute_kernels", TORCH_COMPILE: "inductor"}
-PLAIN = "one_call_without_a_mask"  # among transformers' implementations of attention
+PLAIN, IN_GROUPS = "one_call_without_a_mask", "heads_in_groups"  # among transformers' implementations of attention
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,16 @@ def steps(quick: bool = False) -> list[Step]:
 
 
 def attend(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Attention of one token a sequence, which sees all keys.
+    """Attention of one token a sequence, which sees all keys; heads of queries share those of keys."""
+    out = F.scaled_dot_product_attention(q, k, v, scale=options["scaling"], enable_gqa=True)
+    return out.transpose(1, 2), None
 
-    Heads that share keys are given as queries of one head. Torch's flash kernels do that with one token themselves;
-    products and a softmax would else repeat the keys.
-    """
-    out = F.scaled_dot_product_attention(q.squeeze(2).unflatten(1, (PAIRS, -1)), k, v, scale=options["scaling"])
+
+def attend_in_groups(
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """The same, heads that share keys as queries of one head: products and a softmax would repeat the keys."""
+    out = F.scaled_dot_product_attention(q.squeeze(2).unflatten(1, (k.shape[1], -1)), k, v, scale=options["scaling"])
     return out.flatten(1, 2).unsqueeze(1), None
 
 
@@ -85,8 +90,9 @@ def make_model(device: str) -> Any:
     """A Llama with random weights, the same for all; it attends by ``attend``."""
     from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
-    AttentionInterface.register(PLAIN, attend)
-    AttentionMaskInterface.register(PLAIN, lambda *arguments, **options: None)
+    for name, function in ((PLAIN, attend), (IN_GROUPS, attend_in_groups)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, lambda *arguments, **options: None)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -163,6 +169,14 @@ class Shared:
         return make_model(self.device), full_cache(self.step, self.device)
 
     @functools.cached_property
+    def in_groups(self) -> tuple[Any, Any]:
+        """``plain`` by ``attend_in_groups``: the same parameters, the same keys."""
+        model, cache = self.plain
+        model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        model.set_attn_implementation(IN_GROUPS)
+        return model, cache
+
+    @functools.cached_property
     def prepared(self) -> tuple[Any, models.PagedCache]:
         model = models.prepare(make_model(self.device))
         cache = paged_cache(self.step, model, self.device)
@@ -177,7 +191,7 @@ def make_call(shared: Shared, provider: str) -> Callable[[], tuple[Tensor]]:
     tokens = torch.randint(VOCABULARY, (step.batch, 1), generator=generator, device=device)
     positions = torch.full((step.batch, 1), step.context - 1, device=device)
     ours = provider in (OURS, COMPILED)
-    model, cache = shared.prepared if ours else shared.plain
+    model, cache = shared.prepared if ours else shared.in_groups if provider == THEIRS else shared.plain
     if provider in BACKENDS:
         model = torch.compile(model, backend=BACKENDS[provider])
 

@@ -39,8 +39,17 @@ def test_a_step_is_measured_and_checked(their_modes, monkeypatch):
 
 
 def test_heads_that_share_keys():
+    """In groups the same; parameters are shared, attention is not."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, n, 8, generator=generator) for heads, n in ((6, 1), (1, 5), (1, 5)))
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-    found, _ = bench_decode_step.attend(None, q, k, v, None, scaling=8**-0.5)
+    tensors = [torch.randn(2, heads, n, 8, generator=generator) for heads, n in ((6, 1), (2, 5), (2, 5))]
+    wanted, found = (
+        function(None, *tensors, None, scaling=8**-0.5)[0]
+        for function in (bench_decode_step.attend, bench_decode_step.attend_in_groups)
+    )
+    assert found.shape == (2, 1, 6, 8)
     torch.testing.assert_close(found, wanted)
+    shared = bench_decode_step.Shared(Step(2, 256), "cpu")
+    plain, in_groups = shared.plain[0], shared.in_groups[0]
+    assert all(a is b for a, b in zip(plain.parameters(), in_groups.parameters(), strict=True))
+    assert plain.config._attn_implementation == bench_decode_step.PLAIN
+    assert in_groups.model.layers[0].self_attn.config._attn_implementation == bench_decode_step.IN_GROUPS
