@@ -79,7 +79,7 @@ def _variance(root: bool) -> Callable[..., Any]:
     def function(x: Tensor, dim: Dims = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
         if not _takes(x):
             return NotImplemented
-        return spread(x, dims_over(x, dim), 1.0 if correction is None else float(correction), root, keepdim, x.dtype)
+        return spread(x, named_dims(x, dim), 1.0 if correction is None else float(correction), root, keepdim, x.dtype)
 
     return function
 

@@ -29,9 +29,15 @@ def rows_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.permute((*others, *dims)).reshape(rows, n)
 
 
-def shaped(y: Tensor, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """One value a row in the shape of x without ``dims``, or with size 1 there."""
-    return y.view([1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims])
+def shaped(y: Tensor, x: Tensor, dims: tuple[int, ...] | None, keepdim: bool) -> Tensor:
+    """One value a row in the shape of x without ``dims``, all if None, or with size 1 there."""
+    over = range(x.dim()) if dims is None else dims
+    return y.view([1 if d in over else size for d, size in enumerate(x.shape) if keepdim or d not in over])
+
+
+def count(x: Tensor, dims: tuple[int, ...] | None) -> int:
+    """Elements of a row along ``dims``, all if None."""
+    return x.numel() if dims is None else math.prod([x.shape[d] for d in dims])
 
 
 def kept(y: Tensor, x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
@@ -307,7 +313,8 @@ def var(
 
     Numerics:
         fp32 arithmetic, centred before it is squared, one rounding at the end. The order of a sum depends on its length
-        and x's dtype alone. The gradient is ``2 (x - mean) dy / (n - correction)``.
+        and x's dtype alone; of a whole tensor, ``dim`` of None, it is that of ``sum``. The gradient is
+        ``2 (x - mean) dy / (n - correction)``.
 
     Example:
         >>> import torch
@@ -347,7 +354,8 @@ def std(
 
     Numerics:
         fp32 arithmetic, centred before it is squared, one rounding at the end. The order of a sum depends on its length
-        and x's dtype alone. The gradient is ``(x - mean) dy / ((n - correction) y)``, 0 where y is 0.
+        and x's dtype alone; of a whole tensor, ``dim`` of None, it is that of ``sum``. The gradient is
+        ``(x - mean) dy / ((n - correction) y)``, 0 where y is 0.
 
     Example:
         >>> import torch
@@ -372,18 +380,21 @@ def _spread(
         return function(x, dim, correction=correction, keepdim=keepdim, out_dtype=out_dtype)
     correction = as_float(correction)
     dims = check_variance(op, x, dim, correction, keepdim, out_dtype)
-    call = x, dims, correction, op == "std", keepdim, out_dtype or x.dtype
+    call = x, None if dim is None else dims, correction, op == "std", keepdim, out_dtype or x.dtype
     return apply(_SpreadFunction, *call) if differentiates(x) else spread(*call)
 
 
 def spread(
-    x: Tensor, dims: tuple[int, ...], correction: float, root: bool, keepdim: bool, dtype: torch.dtype
+    x: Tensor, dims: tuple[int, ...] | None, correction: float, root: bool, keepdim: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The variance, or its root, of checked arguments. Rows that no cluster holds are centred in memory."""
-    n = math.prod([x.shape[d] for d in dims])
+    """The variance, or its root, of checked arguments; ``dims`` of None: of the whole tensor.
+
+    That, and rows that no cluster holds, are centred in memory.
+    """
+    n = count(x, dims)
     scale = _inverse(n, correction)
-    if n > MAX_COLUMNS:
-        mean = kept(sum_dimensions(x, dims, 1.0 / n, FP32), x, dims)
+    if dims is None or n > MAX_COLUMNS:
+        mean = kept(sum_dimensions(x, dims, 1.0 / n if n else math.nan, FP32), x, dims)
         y = sum_dimensions(x.float() - mean, dims, scale, FP32, squares=True)
     else:
         rows = rows_of(x, dims)
@@ -412,7 +423,7 @@ class _SpreadFunction(torch.autograd.Function):
     def backward(ctx, dy):
         (x, y), (dims, correction, root) = ctx.saved_tensors, ctx.call
         y, dy = kept(y, x, dims), kept(dy, x, dims).float()
-        n = math.prod([x.shape[d] for d in dims])
+        n = count(x, dims)
         mean = kept(sum_dimensions(x, dims, 1.0 / n if n else math.nan, FP32), x, dims)
         factor = torch.where(y == 0, 0.0, dy / y) if root else 2.0 * dy
         dx = (x.float() - mean) * (factor * _inverse(n, correction))

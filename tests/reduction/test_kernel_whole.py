@@ -81,14 +81,14 @@ def test_infinities_nan_and_nothing(device):
 
 
 def test_after_one_call_no_size_compiles(generator, monkeypatch):
-    """Nor for the norms of clipping, the loss of a router, and the terms of any loss."""
+    """Nor for the norms of clipping, for deviations, the loss of a router, and the terms of any loss."""
     x = torch.randn(300_000, generator=generator, device=generator.device)
 
     def run(n: int) -> None:
         some = x[:n].clone()
         reduction.sum(some), reduction.mean(some.to(BF16), out_dtype=FP32)
         reduction.norms([some, some[: n // 2 + 1].clone(), some[:8].view(2, 4)])
-        reduction.norm(some, 1)
+        reduction.norm(some, 1), reduction.std(some), reduction.var(some.view(-1, 1))
         moe.z_loss(some[: n // 8 * 8].view(-1, 8))
 
     run(40)
