@@ -28,6 +28,7 @@ from tests.gemm.test_kernel_grouped_mxfp8 import (  # noqa: F401
 )
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in
+from tests.runtime.thread_cases import first_calls
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,11 @@ def test_a_layer_finds_its_kernels_precompiled(jobs, generator):
             del jobs[:]  # those of quantize_rowwise
             grouped_mm(a, b, offs, b_scale=scale)
             assert set(jobs) <= set(prewarm.specializations("sm_90a")) and len(jobs) == 1
+
+
+def test_threads_that_make_the_first_call_together(generator):
+    a, b, scale, offs = make((3, 0, 4), 64, 96, generator)
+    first_calls((lambda a: grouped_mm(a, b, offs, b_scale=scale), (a,)), False)
 
 
 def test_a_gpu_without_kernels(generator):
