@@ -6,13 +6,14 @@ import torch
 from cute_kernels import moe
 from tests.fakes import fake_kernels
 from tests.moe.cases import BF16, make_layer, randn, run_layer
+from tests.moe.test_kernel_mxfp8 import make, run
 from tests.precompiled import precompile
 from tests.sanitizer import assert_clean, needs_sanitizer
 
 pytestmark = pytest.mark.sm90
 
 # Groups whose last tiles are partly empty, experts without tokens, few rows and many
-RUNS = ("layers", "other layers", "segments", "routing")
+RUNS = ("layers", "other layers", "segments", "mxfp8", "routing")
 PROGRAM = """
 import sys
 import torch
@@ -40,6 +41,9 @@ def results(name: str, device: str) -> list[torch.Tensor]:
     if name == "segments":
         layer, ends = make_layer(61, 72, 40, 8, generator), torch.tensor([5, 5, 40, 61], device=device)
         return list(run_layer(layer, 2, segments=ends).values())
+    if name == "mxfp8":  # each of its kernels, 4, 2 and 1 scales a load
+        layers = [(tokens, hidden) for tokens in (5, 20, 70) for hidden in (128, 64, 96)]
+        return [run(*make(tokens, "oai", generator, hidden=hidden)) for tokens, hidden in layers]
     assert name == "routing"
     found = []
     for experts, k in ((7, 2), (128, 8), (1000, 32)):
