@@ -437,8 +437,10 @@ class BackwardConfig:
         scores_ahead: scores of the next tile are issued before this one's dk is waited for; beyond 128 channels they
             always are, and with this before its dq has left the registers.
         dout_stages: tiles of the output's gradient in flight.
-        adders: threads that add dq in turn, each from a buffer of its own.
-        dq_parts: in which a partial of dq goes through its buffer.
+        adders: threads that add partials of dq in turn.
+        dq_buffers: partials of dq in shared memory, no more than adders. With fewer an adder waits for its sum to be in
+            memory while another one has the buffer.
+        dq_parts: in which a partial of dq goes through its buffer; more than one if each adder has one.
         pieces: in which the last blocks are taken, each a part of their tiles of queries; dk and dv go from one to the
             next through memory. See ``backward_blocks_in_pieces``.
     """
@@ -449,6 +451,7 @@ class BackwardConfig:
     scores_ahead: bool = True
     dout_stages: int = 2
     adders: int = 2
+    dq_buffers: int = 2
     dq_parts: int = 1
     pieces: int = 1
 
@@ -466,10 +469,10 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
     return next(config for config in configs if config.dv_first or not spec.softcap)
 
 
-# At 128 channels the first four take 2532, 2606, 2783 and 2934 us (2x8192, 16 heads, causal; full 4828, 4939, 5250 and
-# 5636; H100). The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80 where
-# nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for this much
-# in flight: at 256 two tiles of q, one of dout, half of a partial of dq
+# At 128 channels the first three take 2532, 2606 and 2783 us (2x8192, 16 heads, causal; full 4828, 4939 and 5250;
+# H100), 80 queries with one adder 2934 and 5636. The sums of dK and dV take 128 registers of a thread, which leaves
+# scores of 64 queries, and of 80 where nothing is ahead and dv is last; shared memory has room for one partial of dq
+# then. Beyond, it has room for this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),
@@ -481,16 +484,18 @@ BACKWARD_CONFIGS = {
         BackwardConfig(64, 2, False, False),
         BackwardConfig(64, 2, True, False),
         BackwardConfig(64, 2),
-        BackwardConfig(80, 2, False, False, adders=1),
+        BackwardConfig(80, 2, False, False, dq_buffers=1),
         BackwardConfig(64, 2, False, False, pieces=3),
+        BackwardConfig(64, 2, False, False, adders=3),
+        BackwardConfig(80, 2, False, False, adders=3, dq_buffers=1),
     ),
     (192, 128): (
-        BackwardConfig(64, 2, adders=1),
+        BackwardConfig(64, 2, adders=1, dq_buffers=1),
         BackwardConfig(64, 2, scores_ahead=False, dq_parts=2),
-        BackwardConfig(64, 2, dout_stages=1, adders=1),
+        BackwardConfig(64, 2, dout_stages=1, adders=1, dq_buffers=1),
     ),
-    (192, 192): (BackwardConfig(64, 2, adders=1), BackwardConfig(64, 2, scores_ahead=False, dq_parts=2)),
-    (256, 256): (BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_parts=2),),
+    (192, 192): (BackwardConfig(64, 2, adders=1, dq_buffers=1), BackwardConfig(64, 2, scores_ahead=False, dq_parts=2)),
+    (256, 256): (BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_buffers=1, dq_parts=2),),
 }
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together
 BACKWARD_L2_BYTES = 16 << 20

@@ -294,13 +294,17 @@ class BackwardProducts:
     def put_dq(self, partial: cute.Tensor, count: Int32):
         """A partial of dq into shared memory, a part after the other, once what was there has been read."""
         vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
-        slot = count % self.adders * WARPGROUPS + self.wg
+        buffer = count % self.dq_buffers * WARPGROUPS + self.wg
+        adder = count % self.adders * WARPGROUPS + self.wg
+        # The partial that had the buffer before: its adder's, and how many of that one's came before
+        before = count + (self.adders - self.dq_buffers)
+        reader, uses = before % self.adders * WARPGROUPS + self.wg, before // self.adders
         vectors = const_expr(cute.size(partial) // (VECTOR * self.dq_parts))
         for part in cutlass.range_constexpr(self.dq_parts):
-            cute.arch.mbarrier_wait(self.dq_empty + slot, (count // self.adders * self.dq_parts + part) % 2 ^ 1)
+            cute.arch.mbarrier_wait(self.dq_empty + reader, (uses * self.dq_parts + part) % 2 ^ 1)
             for i in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(VECTOR):
                     vector[e] = partial[(part * vectors + i) * VECTOR + e]
-                cute.autovec_copy(vector, self.sDq[None, thread, i, slot])
+                cute.autovec_copy(vector, self.sDq[None, thread, i, buffer])
             cute.arch.fence_proxy("async.shared", space="cta")
-            self.release(self.dq_full + slot)
+            self.release(self.dq_full + adder)

@@ -14,14 +14,14 @@ from cute_kernels.attention.kernel_threads import opaque
 
 
 class BackwardSums:
-    """The part of ``BackwardSm90`` that adds: two threads of the producer's warpgroup, and the end of a block."""
+    """The part of ``BackwardSm90`` that adds: threads of the producer's warpgroup, and the end of a block."""
 
     @cute.jit
     def add_dq(self, dq_sums: cute.Tensor, adder: Int32):
         """Partials of dq into their sums, each in its turn, by the parts that shared memory has room for.
 
         Of two adders each has every second one of a CTA's partials: while one waits for its sum to be in memory, the
-        other one waits for its turn.
+        other one waits for its turn. A partial's buffer is free when it has been read.
         """
         adders, parts, numbers = const_expr((self.adders, self.dq_parts, self.dq_numbers // self.dq_parts))
         count, turn = Int32(0), Int32(0)
@@ -29,7 +29,7 @@ class BackwardSums:
         while ticket < self.tickets:
             block = Block(*self.block_of(ticket))
             first_tile = self.queries.first_tile(block.sequence, self.tile_rows)
-            first = block.first + (count + adder) % adders
+            first = block.first + (count * (adders - 1) + adder) % adders  # (adder - count), not negative
             for m in cutlass.range(first, block.end, adders, unroll=1):
                 line = (first_tile + m) * self.heads + block.head
                 counter = self.counters + (1 + line)
@@ -42,7 +42,10 @@ class BackwardSums:
                     for wg in cutlass.range_constexpr(WARPGROUPS):
                         slot = adder * WARPGROUPS + wg
                         cute.arch.mbarrier_wait(self.dq_full + slot, phase)
-                        source = self.sDq[None, 0, 0, slot].iterator
+                        buffer = slot
+                        if const_expr(self.dq_buffers != adders):
+                            buffer = (count + m - block.first) % self.dq_buffers * WARPGROUPS + wg
+                        source = self.sDq[None, 0, 0, buffer].iterator
                         place = const_expr(wg * self.dq_numbers + part * numbers)
                         if before == 0:
                             bulk_store(target + place, source, 4 * numbers)

@@ -45,7 +45,7 @@ class BackwardTiles:
         self.own_queries = self.tile_rows // WARPGROUPS if self.by_channels else self.tile_rows  # of a warpgroup
         self.padded_rows = config.padded_rows
         self.dq_across = self.tile_rows % WARPGROUP_ROWS != 0
-        self.adders, self.dq_parts = config.adders, config.dq_parts
+        self.adders, self.dq_buffers, self.dq_parts = config.adders, config.dq_buffers, config.dq_parts
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
         self.pieces = backward_pieces(spec, config)
 
@@ -132,7 +132,7 @@ class BackwardTiles:
         self.dq_numbers = self.tile_rows * self.head_size // WARPGROUPS  # of a warpgroup
         numbers = self.dq_numbers // self.dq_parts
         layout = cute.make_layout(
-            (VECTOR, WARPGROUP, numbers // (VECTOR * WARPGROUP), WARPGROUPS * self.adders),
+            (VECTOR, WARPGROUP, numbers // (VECTOR * WARPGROUP), WARPGROUPS * self.dq_buffers),
             stride=(1, VECTOR, VECTOR * WARPGROUP, numbers),
         )
         self.sDq = smem.allocate_tensor(Float32, layout, byte_alignment=128)

@@ -222,21 +222,21 @@ class Cta:
         ticket = yield from self.read_ticket(turn)
         while ticket < len(self.world.blocks):
             turn_of, first, end, head, *_ = self.world.blocks[ticket]
-            for m in range(first + (count + adder) % adders, end, adders):
+            for m in range(first + (adder - count) % adders, end, adders):
                 if self.world.without != "turn":
                     before = turn_of(m)
                     yield lambda place=(head, m), before=before: self.world.counted[place] == before, nothing
                 use = (count + m - first) // adders
                 for part in range(parts):
-                    slots = [adder * WGS + wg for wg in range(WGS)]
-                    for slot in slots:
-                        yield from self.wait("dq_full", slot, use * parts + part)
-                    for slot in slots:
-                        self.expect("dq", slot, (ticket, m, part))
+                    buffer = (count + m - first) % self.config.dq_buffers
+                    for wg in range(WGS):
+                        yield from self.wait("dq_full", adder * WGS + wg, use * parts + part)
+                    for wg in range(WGS):
+                        self.expect("dq", buffer * WGS + wg, (ticket, m, part))
                     yield always, nothing
-                    for slot in slots:
-                        self.expect("dq", slot, (ticket, m, part))
-                        self.arrive("dq_empty", slot, use * parts + part)
+                    for wg in range(WGS):
+                        self.expect("dq", buffer * WGS + wg, (ticket, m, part))
+                        self.arrive("dq_empty", adder * WGS + wg, use * parts + part)
                 yield always, nothing
                 self.world.sums[head, m].append(ticket)
                 self.world.counted[head, m] += 1
@@ -327,12 +327,12 @@ class Cta:
         self.arrive("q_empty", slot, use)
 
     def put_dq(self, wg: int, ticket: int, m: int, count: int):
-        slot = count % self.config.adders * WGS + wg
-        for part in range(self.config.dq_parts):
-            use = count // self.config.adders * self.config.dq_parts + part
-            yield from self.wait("dq_empty", slot, use - 1)
-            self.memory["dq", slot] = ticket, m, part
-            self.arrive("dq_full", slot, use)
+        adders, parts = self.config.adders, self.config.dq_parts
+        before = count + adders - self.config.dq_buffers
+        for part in range(parts):
+            yield from self.wait("dq_empty", before % adders * WGS + wg, before // adders * parts + part - 1)
+            self.memory["dq", count % self.config.dq_buffers * WGS + wg] = ticket, m, part
+            self.arrive("dq_full", count % adders * WGS + wg, count // adders * parts + part)
 
     def finish(self, wg: int, ticket: int, blocks: int):
         """dk and dv leave by way of k's and v's place; in fp32, beyond 128 channels, by that of p and ds, too."""
