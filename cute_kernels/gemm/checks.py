@@ -225,6 +225,9 @@ def check_grouped_mm_mxfp8(
     expect_floats(op, "a", a, (torch.bfloat16,))
     if a.dim() != 2:
         fail(op, "a", "be a matrix with b_scale", f"shape {tuple(a.shape)}")
+    for size in a.shape:
+        if size > MAX_SIZE:
+            fail(op, "a", f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(a.shape)}")
     check_mxfp8_matrices(op, "b", b, "b_scale", b_scale, True)
     for name, t in (("b", b), ("b_scale", b_scale)):
         if t.device != a.device:

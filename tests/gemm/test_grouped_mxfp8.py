@@ -9,6 +9,7 @@ from cute_kernels import UnsupportedDeviceError, dequantize, grouped_mm
 from cute_kernels.common.gemm_config import GemmConfig
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config_mxfp8 import DECODE, GroupedMxfp8Spec, choose, scale_vec
+from cute_kernels.runtime.checks import MAX_SIZE
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.gemm.cases import assert_same_bits, kernel_name
@@ -90,6 +91,11 @@ GROWING = A.clone().requires_grad_()
 BAD = [
     (lambda: grouped_mm(A.half(), B, OFFS, b_scale=SCALE), TypeError, "a must have dtype bfloat16, got torch.float16"),
     (lambda: grouped_mm(A[None], B, OFFS, b_scale=SCALE), ValueError, "a must be a matrix with b_scale"),
+    (
+        lambda: grouped_mm(A[:1].expand(MAX_SIZE + 1, 64), B, OFFS, b_scale=SCALE),
+        ValueError,
+        f"a must have dimensions of at most {MAX_SIZE}",
+    ),
     (lambda: grouped_mm(A, B.float(), OFFS, b_scale=SCALE), TypeError, "b must have dtype float8_e4m3fn"),
     (lambda: grouped_mm(A, B, OFFS, b_scale=[1]), TypeError, "b_scale must be a torch.Tensor, got list"),
     (lambda: grouped_mm(A, B, OFFS, b_scale=SCALE.float()), TypeError, "b_scale must have dtype float8_e8m0fnu"),
