@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from cute_kernels.gemm.config_mxfp8 import BLOCK
 from cute_kernels.runtime.checks import (
     FLOATS,
     FP64,
@@ -168,7 +169,6 @@ def check_epilogue(
 
 
 MAX_GROUPS = 1024
-MXFP8_BLOCK = 32
 
 
 def check_grouped_mm(
@@ -250,8 +250,8 @@ def check_mxfp8_matrices(op: str, name: str, q: Tensor, scale_name: str, scale: 
     expect_floats(op, name, q, (torch.float8_e4m3fn,))
     expect_floats(op, scale_name, scale, (torch.float8_e8m0fnu,))
     wanted = "(E, K, N)" if transposed else "(E, N, K)"
-    if q.dim() != 3 or q.shape[1] % MXFP8_BLOCK or q.shape[2] % MXFP8_BLOCK:
-        fail(op, name, f"have shape {wanted} of multiples of {MXFP8_BLOCK}", f"shape {tuple(q.shape)}")
+    if q.dim() != 3 or q.shape[1] % BLOCK or q.shape[2] % BLOCK:
+        fail(op, name, f"have shape {wanted} of multiples of {BLOCK}", f"shape {tuple(q.shape)}")
     for size in q.shape:
         if size > MAX_SIZE:
             fail(op, name, f"have dimensions of at most {MAX_SIZE}", f"shape {tuple(q.shape)}")
@@ -261,8 +261,8 @@ def check_mxfp8_matrices(op: str, name: str, q: Tensor, scale_name: str, scale: 
             op, name, "be the transpose of contiguous ones" if transposed else "be contiguous", f"strides {q.stride()}"
         )
     experts, n, k = rows.shape
-    if tuple(scale.shape) != (experts, n, k // MXFP8_BLOCK):
-        fail(op, scale_name, f"have shape {(experts, n, k // MXFP8_BLOCK)}", tuple(scale.shape))
+    if tuple(scale.shape) != (experts, n, k // BLOCK):
+        fail(op, scale_name, f"have shape {(experts, n, k // BLOCK)}", tuple(scale.shape))
     if not scale.is_contiguous():
         fail(op, scale_name, "be contiguous", f"strides {scale.stride()}")
 

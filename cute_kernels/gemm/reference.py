@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cute_kernels.gemm.checks import (
-    MXFP8_BLOCK,
     check_bmm,
     check_grouped_mm,
     check_grouped_mm_mxfp8,
@@ -25,6 +24,7 @@ from cute_kernels.gemm.checks import (
     check_mm,
     check_separate,
 )
+from cute_kernels.gemm.config_mxfp8 import BLOCK
 from cute_kernels.runtime.autograd import (
     first_derivative_only,
     gradient_buffer,
@@ -108,7 +108,7 @@ def grouped_rows(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> 
 
 def grouped_rows_mxfp8(a: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """``grouped_rows`` of the values in bf16 that e4m3 elements b (E, K, N) and scales (E, N, K / 32) stand for."""
-    blocks = b.mT.float().unflatten(-1, (b.shape[1] // MXFP8_BLOCK, MXFP8_BLOCK))
+    blocks = b.mT.float().unflatten(-1, (b.shape[1] // BLOCK, BLOCK))
     values = (blocks * b_scale.float().unsqueeze(-1)).flatten(-2)
     return grouped_rows(a, values.bfloat16().mT, offs, out_dtype)
 
