@@ -536,7 +536,7 @@ def _softmax(model: Model, n: int) -> None:
 
 
 def _whole_sums(model: Model) -> None:
-    """Of the terms of a loss; norms of gradients, and of these norms."""
+    """Sums of a loss' terms; norms of gradients, and the norm of these norms."""
     for dtype, squares in ((FP32, False), (FP32, True), (model.parameter_dtype, True)):
         reduction.sum_whole(_empty(1, 2, dtype=dtype), _empty(1, dtype=FP32), 1.0, squares)
 

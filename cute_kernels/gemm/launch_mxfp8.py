@@ -64,8 +64,7 @@ def launch_of(target: Target, spec: GroupedMxfp8Spec, sizes: Sizes, config: Gemm
 def grouped_rows_mxfp8(a: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """(R, N): rows a (R, K), those of group e times b[e] (K, N), whose transpose has scales (N, K / 32).
 
-    Of many rows a group, and of rows that TMA does not read, the matrices are dequantized before: the bits are the
-    same.
+    Where groups have many rows, or TMA does not read the rows, the matrices are dequantized first, with the same bits.
     """
     (rows, k), n, groups = a.shape, b.shape[2], b.shape[0]
     if b.data_ptr() % 16:

@@ -231,7 +231,7 @@ def sum_dimensions(
 ) -> Tensor:
     """``scale`` times the sums, or those of squares, over ``dims``, ascending: neighbours together, the last first.
 
-    None: of the whole tensor. Of all dimensions by number the sum is that of a row: of one without others beside it.
+    ``dims`` of None: the whole tensor, in its own order. If ``dims`` names all dimensions, the order is that of a row.
     """
     if dims is None:
         mode = mode_of(x)
