@@ -440,7 +440,7 @@ class BackwardConfig:
         adders: threads that add partials of dq in turn.
         dq_buffers: partials of dq in shared memory, no more than adders. With fewer an adder waits for its sum to be in
             memory while another one has the buffer.
-        dq_parts: in which a partial of dq goes through its buffer; more than one if each adder has one.
+        dq_parts: in which a partial of dq goes through its buffer; more than one only where each adder has a buffer.
         pieces: in which the last blocks are taken, each a part of their tiles of queries; dk and dv go from one to the
             next through memory. See ``backward_blocks_in_pieces``.
     """
@@ -454,6 +454,10 @@ class BackwardConfig:
     dq_buffers: int = 2
     dq_parts: int = 1
     pieces: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.dq_buffers == self.adders or self.dq_buffers < self.adders and self.dq_parts == 1):
+            raise ValueError(f"expected a buffer for each adder, or fewer and whole partials of dq, got {self}")
 
     @property
     def padded_rows(self) -> int:

@@ -11,6 +11,7 @@ from cute_kernels.attention import launch, prewarm, reference, reference_backwar
 from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
     BACKWARD_L2_BYTES,
+    BackwardConfig,
     BackwardSpec,
     backward_blocks_in_pieces,
     backward_config,
@@ -274,8 +275,14 @@ def test_heads_that_fit_into_the_cache_come_together():
     assert backward_heads_together(128, 2, 2**20, 4) == 4 and backward_heads_together(64, 2, 1, 3) % 3 == 0
 
 
+@pytest.mark.parametrize("choices", [{"adders": 3, "dq_parts": 2}, {"adders": 1}], ids=str)
+def test_buffers_fit_their_adders(choices):
+    with pytest.raises(ValueError, match="expected a buffer for each adder"):
+        BackwardConfig(64, 2, **choices)
+
+
 def test_the_last_blocks_are_taken_in_pieces():
-    """Of two heads at a time with 64 blocks; not if a head is long, or short, and none of those before."""
+    """The last heads' blocks: here two heads together have 64 each; none if a head is long, or short."""
     assert [backward_blocks_in_pieces(3, heads, 2, 64, 128, 132) for heads in (32, 33)] == [2 * 64, 64]
     assert not backward_blocks_in_pieces(3, 32, 1, 1024, 2048, 132)
     assert not backward_blocks_in_pieces(3, 32, 2, 8, 16, 132) and not backward_blocks_in_pieces(1, 32, 2, 64, 128, 132)
