@@ -22,15 +22,19 @@ from cute_kernels.runtime.targets import Target
 Sizes = tuple[int, int, int]  # rows, N, groups
 
 
-class GroupedMxfp8Launches(bounded):
-    """The launches of a Spec, by sizes and kernel; each is made at its first call."""
+class GroupedMxfp8Launches:
+    """The launches of a Spec, by the products' sizes and kernel."""
 
     def __init__(self, target: Target, spec: GroupedMxfp8Spec) -> None:
-        super().__init__()
+        expect_hopper(target)
         self._target, self._spec = target, spec
+        self._launches: dict[tuple[Sizes, GemmConfig], GemmLaunch] = bounded()
 
-    def __missing__(self, key: tuple) -> GemmLaunch:
-        launch = self[key] = launch_of(self._target, self._spec, *key)
+    def of(self, sizes: Sizes, config: GemmConfig) -> GemmLaunch:
+        """The launch of this kernel for these sizes."""
+        launch = self._launches.get((sizes, config))
+        if launch is None:
+            launch = self._launches[sizes, config] = launch_of(self._target, self._spec, sizes, config)
         return launch
 
 
@@ -45,7 +49,6 @@ def launch_of(target: Target, spec: GroupedMxfp8Spec, sizes: Sizes, config: Gemm
     """
     from cute_kernels.gemm import kernel_grouped_mxfp8
 
-    expect_hopper(target)
     rows, n, groups = sizes
     tiles = tiles_bound(rows, groups, n, config, True)
     if tiles > MAX_TILES:
@@ -74,7 +77,7 @@ def grouped_rows_mxfp8(a: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_
         return grouped_rows.function(a, dequantize(b.mT, b_scale).mT, offs, out_dtype)
     d = empty(a, (rows, n), out_dtype)
     spec = GroupedMxfp8Spec(out_dtype, scale_vec(k, b_scale.data_ptr()))
-    launch = _mxfp8.get(a.get_device(), spec)[(rows, n, groups), config]
+    launch = _mxfp8.get(a.get_device(), spec).of((rows, n, groups), config)
     if observers:
         observe(launch, (groups, rows, n, k), a.get_device())
     launch.function(a, b.mT, b_scale, d, offs, launch.num_ctas)
