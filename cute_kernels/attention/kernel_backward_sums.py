@@ -20,8 +20,8 @@ class BackwardSums:
     def add_dq(self, dq_sums: cute.Tensor, adder: Int32):
         """Partials of dq into their sums, each in its turn, by the parts that shared memory has room for.
 
-        Of two adders each has every second one of a CTA's partials: while one waits for its sum to be in memory, the
-        other one waits for its turn. A partial's buffer is free when it has been read.
+        Adders take a CTA's partials in turn: while one waits for its sum to be in memory, the next one waits for its
+        turn. A partial's buffer is free when it has been read.
         """
         adders, parts, numbers = const_expr((self.adders, self.dq_parts, self.dq_numbers // self.dq_parts))
         count, turn = Int32(0), Int32(0)

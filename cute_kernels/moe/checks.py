@@ -217,7 +217,7 @@ def check_experts(
 ) -> None:
     """Raise TypeError or ValueError, naming argument, expected and got."""
     op = "experts"
-    quantized = scales != (None, None)
+    quantized = any(scale is not None for scale in scales)
     expect_floats(op, "x", x, (torch.bfloat16,) if quantized else dtypes)
     if x.dim() != 2:
         fail(op, "x", "have shape (T, H)", tuple(x.shape))

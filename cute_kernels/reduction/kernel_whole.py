@@ -33,7 +33,7 @@ class ReduceWhole:
 
     gmem --loads--> registers: WHOLE_SUMS running sums (fp32) of a CTA --> smem: a sum a thread --> shuffles: a warp's
     --> smem --> partials, one a part. A second CTA, launched behind the first ones, adds the partials of a line the
-    same way. Of one part the first CTA writes y, and there is no second.
+    same way. A single part's sum is y at once, and there is no second kernel.
     """
 
     def __init__(self, vec: int, squares: bool):

@@ -184,7 +184,7 @@ class Cta:
         self.arrive("q_empty", stage, number // QUERY_STAGES)
 
     def keys(self, number: int, stage: int, n: int, count: int) -> list:
-        """What a product of q reads."""
+        """The place that a product of q reads."""
         return [("q", stage, number), ("ring", count % self.slots, (number, "k", n))]
 
     def values(self, number: int, n: int, count: int) -> list:

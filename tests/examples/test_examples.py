@@ -37,7 +37,7 @@ def test_rl(rl, capsys):
 
 
 def test_rl_counts_what_differs(rl, monkeypatch):
-    """Of both runs, and the weights."""
+    """The same in both runs: what they print, and the weights."""
     models = [torch.nn.Linear(3, 2, bias=False) for _ in range(2)]
     runs = iter(zip((10, 20), models, strict=True))
     monkeypatch.setattr(rl, "train", lambda *_: next(runs))

@@ -15,7 +15,7 @@ LENGTHS = [1, 2, 7, 8, 127, *(2**k + d for k in (8, 11, 14, 15, 16, 20) for d in
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_bits_are_the_references(dtype, generator):
-    """Of sums, means, squares and magnitudes, rounded to each dtype."""
+    """Sums, means, squares and magnitudes have the reference's bits, rounded to each dtype."""
     x = torch.randn(max(LENGTHS), generator=generator, device=generator.device).to(dtype)
     for n in LENGTHS:
         some = x[:n].clone()

@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation": "swiglu"},
     "swigluoai": {"activation": "swiglu_oai", "interleaved": True},
 }
-# Of vLLM's layer
+# Attributes of vLLM's layer
 ABSENT = {
     "custom_routing_function": None,
     "hash_indices_table": None,
