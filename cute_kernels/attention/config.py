@@ -473,10 +473,10 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
     return next(config for config in configs if config.dv_first or not spec.softcap)
 
 
-# At 128 channels the first three take 2532, 2606 and 2783 us (2x8192, 16 heads, causal; full 4828, 4939 and 5250;
-# H100), 80 queries with one adder 2934 and 5636. The sums of dK and dV take 128 registers of a thread, which leaves
-# scores of 64 queries, and of 80 where nothing is ahead and dv is last; shared memory has room for one partial of dq
-# then. Beyond, it has room for this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
+# At 128 channels the first three are in the order of their times (bench/experiments/attention.md); the others are not
+# chosen. The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80 where
+# nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for this much
+# in flight: at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),
