@@ -169,7 +169,7 @@ class Warp:
         return True
 
     def of(self, name: str, values: list) -> list:
-        """What each thread gets."""
+        """The values that each thread gets."""
         if name in ("end", "barrier"):
             self.at = name
         elif name == "wait":

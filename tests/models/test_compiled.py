@@ -39,7 +39,7 @@ def test_layers_are_one_graph(packed):
 
 
 def test_layers_of_a_step_of_decoding_are_one_graph():
-    """Over fake kernels, since the plain cache asks for lengths. Of a full cache there is one for all steps."""
+    """Over fake kernels, since the plain cache asks for lengths. A full cache has one graph for all steps."""
     torch._dynamo.reset()
     graphs, rows = [], torch.stack(prompts((5, 5, 5)))
     model = make_prepared("llama")
