@@ -410,12 +410,19 @@ def backward_block(head_size: int) -> int:
     return 128 if head_size <= 128 else 64
 
 
-def lacks_a_box(channels: int, kernel_channels: int) -> bool:
-    """Whether the backward copies a box of channels of a row none of which the tensor has.
+def backward_panel(channels: int, halved: bool) -> int:
+    """Channels that a row's swizzle spans in the backward's shared memory, and that a copy brings: 64, 32 or 16.
 
-    A box has the channels that its swizzle spans in shared memory: 32 of 192 channels, of which a warpgroup has 96.
+    ``halved``: a warpgroup has half of them, which are whole panels; half of 64 lies in one. Of k and dq it always has,
+    beyond 128 channels of all.
     """
-    return kernel_channels - channels >= (32 if kernel_channels == 192 else COLUMNS)
+    own = channels // 2 if halved and channels > COLUMNS else channels
+    return next(width for width in (COLUMNS, 32, 16) if own % width == 0)
+
+
+def lacks_a_box(channels: int, kernel_channels: int) -> bool:
+    """Whether the backward copies a box of channels of a row none of which the tensor has; see ``backward_panel``."""
+    return kernel_channels - channels >= backward_panel(kernel_channels, True)
 
 
 def delta_spec(spec: BackwardSpec, has_lse_grad: bool, config: BackwardConfig) -> DeltaSpec:
@@ -483,6 +490,10 @@ BACKWARD_CONFIGS = {
         BackwardConfig(128, 2, False),
         BackwardConfig(64, 3, dout_stages=3),
         BackwardConfig(128, 2, False, False, pieces=3),
+    ),
+    (96, 96): (
+        BackwardConfig(64, 3, False, False, dout_stages=3),
+        BackwardConfig(64, 3, True, False, dout_stages=3),
     ),
     (128, 128): (
         BackwardConfig(64, 2, False, False),

@@ -107,7 +107,8 @@ class BackwardSm90(
         sizes = self.head_size, self.head_size_v
         (rows, rows_v), (keys, keys_v) = (tuple((n, size) for size in sizes) for n in (self.tile_rows, self.block))
         sQ_layout, sDout_layout = (self.rows_layout(size, self.tile_rows) for size in sizes)
-        sK_layout, sV_layout = (self.rows_layout(size, self.block) for size in sizes)
+        sK_layout = self.rows_layout(self.head_size, self.block, panel=self.k_panel)
+        sV_layout = self.rows_layout(self.head_size_v, self.block)
         of_q, of_dout = (ragged(by_rows(t)) if self.ragged_q else by_rows(t) for t in (q, dout))
         of_k, of_v = (ragged(by_rows(t)) if self.ragged_k else by_rows(t) for t in (k, v))
         of_dk, of_dv = (ragged(by_rows(t)) if self.ragged_k else by_rows(t) for t in (dk, dv))

@@ -5,6 +5,9 @@ in its registers, as the first operands of the products. Beyond (``by_channels``
 warpgroup half of the channels of dk, dv and dq. It finds the scores of half of a tile's queries, so p and ds come from
 shared memory.
 
+Of dq a warpgroup has half of the channels, so it multiplies with half of k's. They are whole panels of a swizzle
+(``backward_panel``): of 96 channels three of 16.
+
 A product has 64 rows, which a tile of 80 queries has not: its partial of dq lies across (``dq_across``), rows are
 channels, of which each warpgroup has half.
 """
@@ -20,6 +23,7 @@ from cute_kernels.attention.config import (
     BackwardConfig,
     BackwardSpec,
     backward_block,
+    backward_panel,
     backward_pieces,
 )
 
@@ -43,6 +47,7 @@ class BackwardTiles:
         self.by_channels = self.block == WARPGROUP_ROWS
         self.tile_rows, self.stages, self.dout_stages = config.tile_rows, config.stages, config.dout_stages
         self.own_queries = self.tile_rows // WARPGROUPS if self.by_channels else self.tile_rows  # of a warpgroup
+        self.k_panel = backward_panel(self.head_size, True)  # of k and dq
         self.padded_rows = config.padded_rows
         self.dq_across = self.tile_rows % WARPGROUP_ROWS != 0
         self.adders, self.dq_buffers, self.dq_parts = config.adders, config.dq_buffers, config.dq_parts
@@ -77,21 +82,22 @@ class BackwardTiles:
             made(*of_dq),
         )
 
-    def rows_layout(self, channels: int, rows: int, *stages: int):
-        """Swizzled shared memory of rows, in a ring if there are ``stages``."""
-        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if self.narrow(channels) else warpgroup.SmemLayoutAtomKind.K_SW128
+    def rows_layout(self, channels: int, rows: int, *stages: int, panel: int | None = None):
+        """Swizzled shared memory of rows, in a ring if there are ``stages``; ``panel``: channels of a swizzle."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[panel or self.panel(channels)]
         atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
         return cute.tile_to_shape(atom, (rows, channels, *stages), order=(0, 1, 2)[: 2 + len(stages)])
 
-    def columns_layout(self, channels: int, rows: int, *stages: int):
+    def columns_layout(self, channels: int, rows: int, *stages: int, panel: int | None = None):
         """The same bytes across: channels by rows."""
-        kind = warpgroup.SmemLayoutAtomKind.MN_SW64 if self.narrow(channels) else warpgroup.SmemLayoutAtomKind.MN_SW128
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[panel or self.panel(channels)]
         atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
         return cute.tile_to_shape(atom, (channels, rows, *stages), order=(1, 0, 2)[: 2 + len(stages)])
 
-    def narrow(self, channels: int) -> bool:
-        """Whether half of the channels, which a warpgroup takes, is no multiple of the widest swizzle's 64."""
-        return self.by_channels and channels % 128 != 0
+    def panel(self, channels: int) -> int:
+        return backward_panel(channels, self.by_channels)
 
     def allocate(self, smem):
         """Barriers, the ticket, k and v, the rings, ds, and dq's partial."""
@@ -114,15 +120,17 @@ class BackwardTiles:
             for stages in (self.stages, self.dout_stages)
         )
 
-        def tensors(channels, rows, *stages):
-            along, across = (f(channels, rows, *stages) for f in (self.rows_layout, self.columns_layout))
+        def tensors(channels, rows, *stages, panel=None):
+            along, across = (f(channels, rows, *stages, panel=panel) for f in (self.rows_layout, self.columns_layout))
             tensor = smem.allocate_tensor(self.dtype, along.outer, byte_alignment=1024, swizzle=along.inner)
             return tensor, cute.make_tensor(tensor.iterator, across.outer)
 
-        self.sK, self.sK_across = tensors(self.head_size, self.block)
+        self.sK, self.sK_across = tensors(self.head_size, self.block, panel=self.k_panel)
         self.sV, _ = tensors(self.head_size_v, self.block)
         if self.by_channels:  # behind k and v: together they have room for a block's dk in fp32
-            (self.sP, _), (self.sDs, self.sDs_across) = (tensors(self.tile_rows, self.block, 2) for _ in range(2))
+            (self.sP, _), (self.sDs, self.sDs_across) = (
+                tensors(self.tile_rows, self.block, 2, panel=self.own_queries) for _ in range(2)
+            )
         self.sQ, self.sQ_across = tensors(self.head_size, self.tile_rows, self.stages)
         self.sDout, self.sDout_across = tensors(self.head_size_v, self.tile_rows, self.dout_stages)
         if self.dq_across:  # keys lie along

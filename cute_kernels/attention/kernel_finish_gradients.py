@@ -60,7 +60,7 @@ class FinishDqSm90:
         ).launch(grid=[num_tiles * heads, 1, 1], block=[COMPUTE, 1, 1], stream=stream, use_pdl=True)
 
     def layout(self):
-        return self.summed.rows_layout(self.head_size, self.rows)
+        return self.summed.rows_layout(self.head_size, self.rows, panel=self.summed.k_panel)
 
     @cute.kernel
     def kernel(

@@ -260,6 +260,23 @@ def test_shared_heads(pairs, causal, sizes, generator):
         assert rms(a.double() - total) <= 2.0**-8 * rms(total)
 
 
+@MASKS
+@pytest.mark.parametrize("sizes", [(64, 64), (72, 40), (96, 96), (80, 96)], ids=str)
+def test_channels_of_zeros_change_no_bit(sizes, causal, generator):
+    """Each kernel up to 128 channels gives the gradients of that of 128."""
+    case = case_of(sizes, 2, 333, 400, 4, 2, causal)
+    inputs = make_inputs(case, generator)
+    dout = torch.randn(*inputs.q.shape[:3], sizes[1], generator=generator, device="cuda").to(BF16)
+
+    def call(q, k, v):
+        return attention(q, k, v, causal=causal, scale=sizes[0] ** -0.5)
+
+    found = gradients_of(call, inputs, dout)
+    *wide, wide_dout = (F.pad(t, (0, 128 - t.shape[-1])) for t in (*inputs, dout))
+    wanted = gradients_of(call, wide, wide_dout)
+    assert_same(found, [a[..., : b.shape[-1]] for a, b in zip(wanted, found, strict=True)])
+
+
 @HEADS
 def test_a_causal_row_does_not_move_when_the_sequence_grows(sizes, generator):
     """Rows of dq see the keys before them; the rows' own outputs and gradients are the same."""
