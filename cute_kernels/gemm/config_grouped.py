@@ -101,8 +101,9 @@ def choose_rows(rows: int, groups: int, n: int) -> tuple[GemmConfig, bool]:
 def choose_sums(m: int, n: int, accumulate: bool = False) -> tuple[GemmConfig, bool]:
     """(kernel, False) for sums of (m, n) a group.
 
-    Of what is accumulated into, a tile that overhangs is read in small parts: whole tiles go first. H200, us, 192 and
-    128 columns, T=8192: Qwen3-30B (1536, 2048) 1961, 1171; gpt-oss-120b (5760, 2880) 5739, 6248.
+    Where sums are accumulated into, tiles that do not overhang go first. H200, us, 192 and 128 columns, T=8192, when
+    one that does was read eight sums at a time: Qwen3-30B (1536, 2048) 1961, 1171; gpt-oss-120b (5760, 2880) 5739,
+    6248.
     """
 
     def cost(config: GemmConfig) -> tuple[bool, float]:

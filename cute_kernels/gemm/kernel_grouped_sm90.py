@@ -26,7 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.common.gemm_config import SHARED_MEMORY, GemmConfig
-from cute_kernels.common.gemm_epilogue import batch_last, load_sums, transpose
+from cute_kernels.common.gemm_epilogue import batch_last, transpose
 from cute_kernels.common.gemm_sm90 import ORDER_BARRIER, WARPGROUP, GemmSm90
 from cute_kernels.gemm.config_grouped import MAX_GROUPS
 from cute_kernels.gemm.kernel_grouped_walk import (
@@ -309,13 +309,23 @@ class GroupedRowsSm90(GemmSm90):
 
     @cute.jit
     def start_sums(self, tiled_mma, sums, tCcD, left: cute.Tensor, thread: Int32):
-        """The accumulators from what is left of d."""
+        """The accumulators from what is left of d, two neighbours a load, all at once.
+
+        Beyond the end the last ones are loaded: what they start is not stored.
+        """
         tile_m, tile_n, _ = self.tile
         if tile_m <= left.shape[0] and tile_n <= left.shape[1]:
             whole = cute.make_tensor(left.iterator, cute.make_layout((tile_m, tile_n), stride=left.stride))
             cute.autovec_copy(tiled_mma.get_slice(thread).partition_C(whole), sums)
         else:
-            load_sums(sums, tCcD, left, Int32(0), Int32(0), 8 if self.turns > 1 else 64)
+            sums.fill(0.0)
+            for i in cutlass.range_constexpr(0, cute.size(sums), 2):
+                m = cutlass.min(tCcD[i][0], left.shape[0] - 1)
+                if tCcD[i][1] < left.shape[1]:
+                    pointer = (left.iterator + cute.crd2idx((m, tCcD[i][1]), left.layout)).align(8)
+                    pair = cute.make_rmem_tensor((2,), Float32)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+                    sums[i], sums[i + 1] = pair[0], pair[1]
 
     def ragged_tile(self) -> int:
         return self.tile[1 if self.transposed else 0]

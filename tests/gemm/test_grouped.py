@@ -228,6 +228,8 @@ for name, call in calls.items():
             assert "st.global.v4" in kernel and "cp.async.bulk.tensor.2d.global.shared::cta" in kernel
         if name == "sums":
             assert "st.shared.v4" in kernel  # the next group's rows, zeroed
+            # Two sums a load, of a tile that overhangs, too
+            assert kernel.count("ld.global.v2") == 2 * SUMS[0].tile[0] * SUMS[0].tile[1] // 2 // 128
 
 
 def test_configs_that_cannot_be():
