@@ -359,15 +359,3 @@ def test_compiled(generator):
     inputs = make_inputs(Case(2, 300, 300, 4, 2, 64), generator)
     function = torch.compile(lambda q, k, v: attention(q, k, v, causal=True, return_lse=True), fullgraph=True)
     assert_same(function(*inputs), run(inputs, True))
-
-
-def test_beside_other_work(generator):
-    """Other kernels occupy some of the SMs."""
-    inputs = make_inputs(Case(2, SPLIT + 500, SPLIT + 500, 4, 2, 128), generator)
-    wanted = run(inputs, True)
-    a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
-    side = torch.cuda.Stream()
-    for i in range(100):
-        with torch.cuda.stream(side):
-            a @ a[:, : 128 * (i % 16 + 1)]
-        assert_same(run(inputs, True), wanted)

@@ -9,7 +9,7 @@ from cute_kernels import attention
 from cute_kernels.attention import prewarm, reference
 from tests.attention.backward_cases import SIZES, Saved, assert_same, case_of
 from tests.attention.cases import BF16, Inputs, gradients_of, make_packed, rms, same_bits
-from tests.attention.occupy import occupy
+from tests.attention.occupy import beside_other_work, occupy
 from tests.attention.on_gpu import HOPPER
 from tests.precompiled import precompile
 
@@ -123,15 +123,7 @@ def test_beside_other_work(sizes, generator):
     """Other kernels come and go on some of the SMs: 200 runs, on a second stream, too."""
     saved = Saved(case_of(sizes, 2, 700, 700, 4, 2), generator)
     wanted = saved.run()
-    busy, side, other = occupy("sm_90a"), torch.cuda.Stream(), torch.cuda.Stream()
-    places = torch.zeros(132, dtype=torch.int32, device="cuda")
-    torch.cuda.synchronize()
-    for i in range(200):
-        with torch.cuda.stream(side):
-            busy(places[: 37 * i % 131 + 1], 50_000)
-        with torch.cuda.stream(other if i % 2 else torch.cuda.current_stream()):
-            found = saved.run(num_sms=None if i % 3 else i % 131 + 1)
-        torch.cuda.synchronize()
+    for found in beside_other_work(lambda i: saved.run(num_sms=None if i % 3 else i % 131 + 1)):
         assert_same(found, wanted)
 
 

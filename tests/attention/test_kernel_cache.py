@@ -2,7 +2,6 @@
 
 import functools
 import math
-import random
 
 import pytest
 import torch
@@ -369,7 +368,7 @@ def test_accuracy(head_size, generator):
     check_accuracy(sequences, lengths, queries, Layout(64), causal=False)
 
 
-# ---- streams, graphs, other work
+# ---- graphs
 
 
 @WALKS
@@ -392,28 +391,6 @@ def test_a_graph_of_other_lengths(way, walk, generator):
         for i in range(4):
             assert_same((kept[0][i], kept[1][i]), (wanted[0][i], wanted[1][i]), f"sequence {i} of {lengths}")
     assert all((t == 0).all() for t in launch_decode._counters.values())
-
-
-def test_streams_and_other_work(generator):
-    """Beside kernels that occupy some SMs, on two streams at once; the same bits each time."""
-    rng = random.Random(0)
-    lengths = [3 * SPLIT + 5, 100, SPLIT + 1, 2 * SPLIT]
-    sequences = Sequences.make(lengths, 8, 2, 128, BF16, generator)
-    cache = cached(sequences, lengths, Layout(16))
-    q = torch.stack([t[-1:] for t in sequences.q])
-    wanted = attention_with_kv_cache(q, **cache, return_lse=True)
-    a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
-    streams, results = [torch.cuda.Stream() for _ in range(3)], []
-    torch.cuda.synchronize()
-    for _ in range(100):
-        with torch.cuda.stream(streams[0]):
-            a @ a[:, : 128 * rng.randint(1, 16)]
-        for stream in streams[1:]:
-            with torch.cuda.stream(stream):
-                results.append(attention_with_kv_cache(q, **cache, return_lse=True))
-    torch.cuda.synchronize()
-    for found in results:
-        assert torch.equal(bits(found[0]), bits(wanted[0])) and torch.equal(bits(found[1]), bits(wanted[1]))
 
 
 def test_compiled(generator):

@@ -11,7 +11,7 @@ from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec, grid_for
 from cute_kernels.attention.launch.forward import ForwardLaunch
 from cute_kernels.runtime.targets import target_of
 from tests.attention.cases import BF16, Case, Inputs, exact, make_inputs, make_packed, rms
-from tests.attention.on_gpu import HOPPER, assert_same, forward_job, run
+from tests.attention.on_gpu import HOPPER, assert_same, forward_job, run, torch_error
 from tests.precompiled import precompile
 
 pytestmark = HOPPER
@@ -50,6 +50,18 @@ def test_is_the_contract_within_rounding(causal, sizes, generator):
         empty = of_rows == -math.inf
         assert torch.equal(lse == -math.inf, empty), case
         torch.testing.assert_close(lse[~empty].double(), of_rows[~empty], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_size", [96, 192, 256])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_error(causal, head_size, generator):
+    """No more than 1.2 times that of the best of torch's own, which have one size for q and v."""
+    for length in (64, 200, 1000):
+        case, inputs = inputs_of((head_size, head_size), length, length, causal, generator)
+        wanted, _ = exact(case, inputs)
+        error = rms(run(inputs, causal)[0].double() - wanted)
+        limit = torch_error(inputs, wanted, causal)
+        assert error <= 1.2 * limit + 1e-9, f"{case}: {error:.3e}, torch {limit:.3e}"
 
 
 @SIZES
