@@ -26,9 +26,10 @@ def gathered(function: Callable[P, Result]) -> Callable[P, Result]:
         if not isinstance(model, FSDPModule) or not isinstance(model, nn.Module):
             return function(*args, **kwargs)
         before = vars(model).get("forward")
-        model.forward = lambda: function(*args, **kwargs)
+        model.forward = lambda call: call()
         try:
-            return model()
+            # FSDP of torch 2.11 fails where a forward has no argument
+            return model(functools.partial(function, *args, **kwargs))
         finally:
             del model.forward
             if before is not None:
