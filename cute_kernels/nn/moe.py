@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels import moe
+from cute_kernels.mxfp8 import quantize_rowwise
 from cute_kernels.nn._whole import expect_whole
 from cute_kernels.runtime.autograd import first_derivative_only
 from cute_kernels.runtime.checks import Backend, expect, expect_backend, expect_float, expect_int, expect_tensor
@@ -60,6 +61,8 @@ class MoE(nn.Module):
     """
 
     expert_bias: Tensor | None
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
 
     def __init__(
         self,
@@ -101,6 +104,8 @@ class MoE(nn.Module):
         self.activation = activation
         self.gate_up = nn.Parameter(torch.empty(num_experts, columns, hidden, **options))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width, **options))
+        for name in ("gate_up_scale", "down_scale"):  # until quantize_experts gives them one
+            self.register_buffer(name, None)
         sizes = {"router_bias": (num_experts,), "gate_up_bias": (num_experts, columns)}
         for name, shape in (sizes | {"down_bias": (num_experts, hidden)}).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **options)) if bias else None)
@@ -143,6 +148,7 @@ class MoE(nn.Module):
         self.last_routing = moe.Routing(*(t.detach() for t in routing))
         biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         given: dict[str, Any] = {name: None if bias is None else _cast(bias, x) for name, bias in biases.items()}
+        given |= {"gate_up_scale": self.gate_up_scale, "down_scale": self.down_scale}
         given |= {"activation": self.activation, "segments": segments, "backend": self.backend}
         y = moe.experts(rows, routing, _cast(self.gate_up, x), _cast(self.down, x), **given).view(x.shape)
         if self.training and len(rows) and torch.is_grad_enabled():
@@ -182,9 +188,39 @@ class MoE(nn.Module):
         counts = counts.long()
         bias += as_float(rate) * (counts.sum() - self.num_experts * counts).sign()
 
+    @torch.no_grad()
+    def quantize_experts(self) -> MoE:
+        """Replace the weights of the experts by mxfp8 ones, in place, for inference.
+
+        Few tokens wait for the weights to be read: half the bytes. ``gate_up`` and ``down`` are float8_e4m3fn buffers
+        then, with scales in ``gate_up_scale`` and ``down_scale``, and no parameter of the layer requires a gradient;
+        ``shared`` stays as it is. x is bf16. A state_dict of such a layer is loaded into one that was quantized, too.
+
+        Returns:
+            The layer. A result has the bits of the same layer with ``dequantize`` of the weights.
+
+        Raises:
+            ValueError: hidden or width is no multiple of 32, or the weights are quantized.
+        """
+        expect_whole("MoE", self.router, self.gate_up, self.down)
+        expect(self.gate_up_scale is None, "MoE", "gate_up", "be of numbers that are not quantized", self.gate_up.dtype)
+        hidden, width = self.down.shape[1:]
+        for name, size in (("hidden", hidden), ("width", width)):
+            expect(size % 32 == 0, "MoE", name, "be a multiple of 32 for mxfp8 weights", size)
+        for name in ("gate_up", "down"):
+            weight = getattr(self, name)
+            q, scale = quantize_rowwise(weight.flatten(0, 1), backend=self.backend)
+            delattr(self, name)
+            self.register_buffer(name, q.view(weight.shape))
+            setattr(self, f"{name}_scale", scale.view(*weight.shape[:2], -1))
+        for parameter in self.parameters(recurse=False):
+            parameter.requires_grad_(False)
+        return self
+
     def extra_repr(self) -> str:
         hidden, width = self.down.shape[1:]
-        return f"hidden={hidden}, width={width}, num_experts={self.num_experts}, k={self.k}"
+        found = f"hidden={hidden}, width={width}, num_experts={self.num_experts}, k={self.k}"
+        return found if self.gate_up_scale is None else f"{found}, experts=mxfp8"
 
 
 class _WithLoss(torch.autograd.Function):

@@ -1,9 +1,11 @@
 """nn.MoE: the same bits by itself and in a batch, replays, main_grad; plain torch and fake kernels."""
 
+import copy
+
 import pytest
 import torch
 
-from cute_kernels import moe, nn
+from cute_kernels import dequantize, moe, nn, quantize_rowwise
 from tests.fakes import fake_kernels
 from tests.gemm.cases import BF16, FP32, assert_same_bits, seeded_generator
 from tests.nn import test_kernel_moe as of_kernels
@@ -136,6 +138,28 @@ def test_activations_and_biases(path, activation):
     assert model.float()(x).dtype is BF16
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+def test_quantized_experts(path, activation):
+    """Bytes of ``quantize_rowwise``, bits of the dequantized weights, half the memory; it loads, and learns nothing."""
+    torch.manual_seed(0)
+    plain = nn.MoE(32, 64, 8, 2, activation=activation, bias=True, dtype=BF16)
+    model, x = copy.deepcopy(plain), torch.randn(9, 32).to(BF16)
+    assert model.quantize_experts() is model and "experts=mxfp8" in repr(model)
+    for name in ("gate_up", "down"):
+        weight = getattr(plain, name)
+        q, scale = (t.unflatten(0, weight.shape[:2]) for t in quantize_rowwise(weight.detach().flatten(0, 1)))
+        for found, wanted in ((getattr(model, name), q), (getattr(model, f"{name}_scale"), scale)):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        weight.data = dequantize(q, scale)
+    assert_same_bits(model(x), plain(x).detach())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    other = nn.MoE(32, 64, 8, 2, activation=activation, bias=True, dtype=BF16).quantize_experts()
+    other.load_state_dict(model.state_dict())
+    assert_same_bits(other(x), model(x))
+    with pytest.raises(ValueError, match="experts: gate_up_scale must be None where a gradient is wanted"):
+        model(x.clone().requires_grad_())
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -148,6 +172,13 @@ def test_activations_and_biases(path, activation):
         (lambda: layer()(tokens(3)[:, :8]), ValueError, "MoE: x must have 16 columns, as hidden says"),
         (lambda: layer()([1.0]), TypeError, "MoE: x must be a torch.Tensor"),
         (lambda: layer().counts(), ValueError, "MoE: counts must be asked for after a call"),
+        (lambda: nn.MoE(48, 32, 4, 2).quantize_experts(), ValueError, "MoE: hidden must be a multiple of 32 for mxfp8"),
+        (lambda: nn.MoE(32, 48, 4, 2).quantize_experts(), ValueError, "MoE: width must be a multiple of 32 for mxfp8"),
+        (
+            lambda: nn.MoE(32, 32, 4, 2).quantize_experts().quantize_experts(),
+            ValueError,
+            "MoE: gate_up must be of numbers that are not quantized, got torch.float8_e4m3fn",
+        ),
     ],
 )
 def test_bad_arguments(call, error, message):
