@@ -97,6 +97,8 @@ class GemmSm90(GemmBase):
         self.in_flight = 0 if self.partners > 1 else 1
         # A slot no longer in flight is free after the first part of a tile's products: with none in flight that is all
         self.chunks = max(config.tile[2] // CHUNK, 1) if self.in_flight else 1
+        # Without one at each tile of K ptxas has every product of some of these kernels waited for alone
+        self.fence_each_tile = config.tile[1] >= 192 or config.ping_pong
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
 
@@ -324,7 +326,8 @@ class GemmSm90(GemmBase):
                     # A wait for a slot's parity tells of its last two turns alone: none before the other's last wait
                     if index != first_tile:
                         cute.arch.barrier(barrier_id=ORDER_BARRIER + turn, number_of_threads=2 * WARPGROUP)
-                warpgroup.fence()
+                if const_expr(not self.fence_each_tile):
+                    warpgroup.fence()
                 arrived = cutlass.Boolean(False)
                 for k in cutlass.range(k_tiles):
                     ring.consumer_wait(state, arrived)
@@ -333,6 +336,8 @@ class GemmSm90(GemmBase):
                         self.mask(sA, sB, here.index, num_k - k * tile_k, thread, turn)
                     state.advance()
                     operands = tCrA[None, None, None, here.index], tCrB[None, None, None, here.index]
+                    if const_expr(self.fence_each_tile):
+                        warpgroup.fence()
                     self.multiply_chunk(tiled_mma, sums, operands, 0)
                     # Products that are no longer in flight have read their slot: it is free
                     warpgroup.wait_group(self.in_flight)
