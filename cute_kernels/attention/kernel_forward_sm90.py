@@ -53,9 +53,11 @@ from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
 
 TURN_BARRIER = 1  # the first of the named barriers of a warpgroup's turn to issue products
-# Registers of a producer's and a consumer's thread, by warpgroups that multiply; 65536 in all
+# Registers of a producer's and a consumer's thread, by warpgroups that multiply; 65536 in all. Addresses of pages take
+# more, and numbers of tiles, where their quick divisions have none
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 PAGED_REGISTERS = {**REGISTERS, 2: (40, 232)}
+PAGED_WORKSPACE_REGISTERS = {**REGISTERS, 2: (56, 224)}
 
 
 class ForwardSm90(ForwardProducer, ForwardEpilogue):
@@ -221,7 +223,9 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
             divisors = [Int32(by.divisor) for by in divisors]
         self.by_heads, self.by_all_heads, self.by_m_tiles, self.by_pairs = divisors
         self.schedule(mQ, mK, num_tiles, paired)
-        registers = const_expr(PAGED_REGISTERS if self.paged and not self.in_workspace else REGISTERS)
+        registers = REGISTERS
+        if const_expr(self.paged):
+            registers = const_expr(PAGED_WORKSPACE_REGISTERS if self.in_workspace else PAGED_REGISTERS)
         if warp < 4:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(registers[self.warpgroups][0])
