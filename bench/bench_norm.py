@@ -7,7 +7,7 @@
 
 A case's name is op.direction.shape.dtype.variant, like rms_norm.bwd.8192x4096.bfloat16.plain. Variants: plain;
 residual (residual added, the sum returned); save_output (backward from y instead of x, ours only: the peers run plain);
-inference (no gradient wanted).
+inference (no gradient wanted); odd (plain, rows that do not start on 16 bytes); few (plain, few and wide rows).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GOALS = {  # share of the same-bytes copy's speed, all kernels of the call inclu
 OTHER_WIDTHS = (769, 1536, 2880, 3072, 5120, 6144, 7168, 12288, 32768, 131072)
 OTHER_WIDTH_ELEMENTS = 1 << 25
 HEAD_SIZES = ((1_000_000, 64), (1_000_000, 128))
-# Rows that do not start on 16 bytes; few and wide ones. The last three of each were looked at last
+# The last three of each were looked at last
 ODD_SHAPES = ((134085, 1001), (4194, 32003), (2671, 50257), (885, 151643), (60001, 2235), (13411, 10007), (2192, 61229))
 FEW_SHAPES = ((5, 262144), (1, 131072), (32, 65536), (64, 262144), (16, 32768), (3, 200704), (24, 98304), (50, 40960))
 VARIANT_SHAPE = (8192, 4096)
@@ -124,7 +124,9 @@ def norms(quick: bool = False) -> list[Norm]:
     if quick:
         return cases
     others = [(OTHER_WIDTH_ELEMENTS // cols, cols) for cols in OTHER_WIDTHS]
-    cases += [Norm(op, *shape) for op in OPS for shape in (*others, *HEAD_SIZES, *ODD_SHAPES, *FEW_SHAPES)]
+    cases += [Norm(op, *shape) for op in OPS for shape in (*others, *HEAD_SIZES)]
+    kinds = {"odd": ODD_SHAPES, "few": FEW_SHAPES}
+    cases += [Norm(op, *shape, variant=kind) for kind, its in kinds.items() for op in OPS for shape in its]
     for op in OPS:
         cases += [Norm(op, *VARIANT_SHAPE, variant=variant) for variant in ("residual", "save_output", "inference")]
         cases.append(Norm(op, *VARIANT_SHAPE, dtype=torch.float32))

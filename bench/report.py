@@ -210,8 +210,8 @@ SECTIONS = {
     ),
     "norm": Section(
         "Norms",
-        "Shapes are rows x width; a backward computes every gradient.",
-        shapes=("32768x1024", "8192x4096", "4096x4096", "2048x4096", "2048x16384"),
+        "Shapes are rows x width; a backward computes every gradient. Odd rows do not start on 16 bytes, few are wide.",
+        shapes=("32768x1024", "8192x4096", "4096x4096", "2048x4096", "2048x16384", "2671x50257", "5x262144"),
     ),
     "gemm": Section(
         "Matrix products",
@@ -229,8 +229,9 @@ SECTIONS = {
     ),
     "reduction": Section(
         "Reductions",
-        "Shapes are rows x columns; sums are of rows, of columns or of all, to fp32.",
-        shapes=("8192x4096", "4096x32000", "1024x151936"),
+        "Shapes are rows x columns; sums are of rows, of columns or of all, to fp32. Odd rows do not start on 16 "
+        "bytes, few are wide.",
+        shapes=("8192x4096", "4096x32000", "1024x151936", "2671x50257", "5x262144"),
         note="Liger refuses rows of more than 65,536 columns. quack's softmax of the longest bf16 rows returns NaN and "
         "is not shown there.",
     ),
