@@ -270,11 +270,13 @@ SECTIONS = {
         "Experts",
         "Products of all experts of a layer have shapes of model, part, rows x experts x N x K; dA = dy weight, dW "
         "sums over each expert's rows, dW_into onto fp32. Other shapes are model and tokens. Groups are random "
-        "(experts' popularity, as logits, has a deviation of 0.3), skew (0.7) or equal; decode has few rows.",
+        "(experts' popularity, as logits, has a deviation of 0.3), skew (0.7) or equal; decode has few rows, mxfp8 "
+        "as few, of weights in mxfp8.",
         not_peers=("equal_bmm", "dense", "bf16", "read"),
         note="torch is its grouped_mm, in a layer what transformers does around it in torch's operators; transformers "
         "is its own function. Three columns compute no result and say what groups cost: our bmm of as many rows in "
-        "equal groups, torch.mm of as many rows with one weight, a maximum over the weights of experts that have rows.",
+        "equal groups, torch.mm of as many rows with one weight, a maximum over the weights of experts that have rows. "
+        "Of mxfp8 torch, and ours in a column of its own, multiply with the dequantized weights.",
     ),
     "mhc": Section(
         "Hyper-connections",

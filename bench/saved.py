@@ -27,6 +27,7 @@ NAMES = {  # providers, in the order of the columns
     "bare_products": "bare products",
     "equal_bmm": "bmm of equal groups",
     "dense": "one weight",
+    "bf16": "ours, bf16 weights",
     "read": "reading weights",
     "read_floor": "reading the weights",
 }

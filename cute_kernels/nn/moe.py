@@ -20,8 +20,8 @@ class MoE(nn.Module):
     """A router and ``num_experts`` gated experts of which each token has ``k``.
 
     ``moe.router_logits``, then ``moe.route`` and ``moe.experts``. fp32 weights of experts are cast to x's dtype at each
-    call. Where ``gate_up.main_grad`` or ``down.main_grad`` (fp32) exists, the backward
-    accumulates into it and leaves ``.grad`` None.
+    call. Where ``gate_up.main_grad`` or ``down.main_grad`` (fp32) exists, the backward accumulates into it and leaves
+    ``.grad`` None.
 
     Args:
         hidden: H, columns of x.
@@ -41,6 +41,7 @@ class MoE(nn.Module):
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Attributes:
+        router: (E, H). gate_up: (E, 2 I, H), of "silu" (E, I, H). down: (E, H, I).
         last_routing: ``Routing`` of the last call, detached: to be given to another one as ``indices``.
 
     Raises:
