@@ -218,6 +218,9 @@ def test_chunks(head_size, generator):
     for first, last in zip(cuts, cuts[1:], strict=False):
         found = run(Inputs(inputs.q[:, first:last], inputs.k[:, :last], inputs.v[:, :last]), True)
         assert_same(found, (out[:, first:last], lse[..., first:last]))
+    for i in range(70):  # one query a chunk
+        found = run(Inputs(inputs.q[:, i : i + 1], inputs.k[:, : i + 1], inputs.v[:, : i + 1]), True)
+        assert_same(found, (out[:, i : i + 1], lse[..., i : i + 1]))
 
 
 @HEADS
