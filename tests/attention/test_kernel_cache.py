@@ -233,7 +233,7 @@ def test_no_keys(generator):
 @HEADS
 @pytest.mark.parametrize("page_size", [0, 16, 256])
 def test_new_keys(page_size, head_size, generator):
-    """T7: a sequence that grows by tokens and chunks behind what is cached. Its cache and rows are those of the whole."""
+    """T7: a sequence grows by tokens and chunks behind what is cached. Its cache and rows are those of the whole."""
     length, batch = SPLIT + 40, 3
     sequences = Sequences.make([length] * batch, 8, 2, head_size, BF16, generator)
     wanted = [whole(sequences, i) for i in range(batch)]
