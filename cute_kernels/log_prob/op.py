@@ -70,8 +70,8 @@ def linear_log_prob(
         Logits are summed by the contract ``serial_k16`` (exact products, one fp32 accumulator over the whole K,
         ascending, in steps of 16), in fp32, never rounded. A token's exponentials are added in fp32 in an order that V
         alone fixes: in tiles of 128 columns of the vocabulary (SM100: 64), tile t in group t mod 64, a group's tiles
-        ascending, then the groups, all relative to the row's largest logit. Its log-probability,
-        its entropy and its row of dx have the same bits whatever the number of tokens, its place and the others.
+        ascending, then the groups, all relative to the row's largest logit. Its log-probability, its entropy and its
+        row of dx have the same bits whatever the number of tokens, its place and the others.
 
         In the backward the gradient of a logit is rounded to x's dtype, as a factor of two products: dx sums over the
         vocabulary in ascending order, dweight over the tokens in theirs. With ``keep_logits`` it is the gradient at the
@@ -79,10 +79,11 @@ def linear_log_prob(
         logit, relatively, and what is added to dx and dweight is that far from the gradients without; log_prob and
         entropy are the same bits, and a row of dx is as independent of other tokens. In fp16 logits must be below
         65504. The gradients take the logits' place, so the backward runs once: with ``retain_graph`` a second one is a
-        RuntimeError. Where ``weight.main_grad`` (fp32) exists,
-        dweight starts from it and ``weight.grad`` stays None: micro-batches split at multiples of 16 tokens give the
-        bits of one. A hook of ``weight.register_hook``, which would get None, is then an error in the backward; a
-        compiled backward does not see it.
+        RuntimeError.
+
+        Where ``weight.main_grad`` (fp32) exists, dweight starts from it and ``weight.grad`` stays None: micro-batches
+        split at multiples of 16 tokens give the bits of one. A hook of ``weight.register_hook``, which would get None,
+        is then an error in the backward; a compiled backward does not see it.
 
     Source:
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, over tiles of fixed columns.

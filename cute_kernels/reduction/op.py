@@ -24,7 +24,7 @@ def softmax(
     Args:
         x: (..., N) bf16, fp16 or fp32; N up to 262,144; last dimension contiguous; the leading dimensions must collapse
             to rows of one stride.
-        dim: the last dimension, -1 or x.dim() - 1: that torch's callers may name it.
+        dim: the last dimension, as in torch; for another one ``movedim`` it.
         out_dtype: bf16, fp16 or fp32; x's if None.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
