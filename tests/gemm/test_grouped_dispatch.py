@@ -12,6 +12,7 @@ from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
 from tests.gemm.grouped_cases import BF16, FP32, Grouped, make_grouped, offs_of, only_grouped, run_grouped
 from tests.gemm.test_kernel_grouped import (  # noqa: F401
+    experts_of_torch,
     inside_of_batch_invariant,
     test_a_row_alone,
     test_calls_in_a_row_into_main_grad,
@@ -99,6 +100,11 @@ def test_the_same_call_compiles_nothing(generator, jobs):
 def test_inside_of_batch_invariant(generator):
     with fake_gpu():
         inside_of_batch_invariant(generator)
+
+
+def test_experts_of_torch(generator):
+    with fake_gpu():
+        experts_of_torch(generator)
 
 
 def test_flops(generator):

@@ -304,6 +304,29 @@ def test_inside_of_batch_invariant(generator):
     inside_of_batch_invariant(generator)
 
 
+def experts_of_torch(generator):
+    """A layer of torch's three calls, as torchtitan has it: a row, and its gradient, by itself and among others."""
+    x, w1, offs = make_grouped(Grouped("few", 72, 64), generator)
+    w2, w3 = (randn(5, *sizes, generator=generator).to(BF16) for sizes in ((72, 64), (64, 72)))
+
+    def run(x, offs):
+        x = x.detach().requires_grad_()
+        h = torch.nn.functional.silu(torch._grouped_mm(x, w1, offs=offs)) * torch._grouped_mm(x, w3, offs=offs)
+        y = torch._grouped_mm(h, w2, offs=offs)
+        return y.detach(), *torch.autograd.grad(y, x, torch.linspace(-1, 1, 64, device=x.device).to(BF16).expand_as(y))
+
+    with batch_invariant("strict"):
+        whole = run(x, offs)
+        for row, group in ((0, 0), (18, 2), (19, 3), (40, 4)):
+            alone = run(x[row : row + 1], offs_of([int(e == group) for e in range(5)], x.device))
+            for found, wanted in zip(alone, whole, strict=True):
+                assert_same_bits(found[0], wanted[row], f"row {row}")
+
+
+def test_experts_of_torch(generator):
+    experts_of_torch(generator)
+
+
 def test_provenance(generator):
     a, b, offs = make_grouped(Grouped("few", 72, 64), generator)
     (entry,) = provenance(grouped_mm, a, b, offs)
