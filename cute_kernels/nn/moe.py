@@ -195,7 +195,8 @@ class MoE(nn.Module):
 
         Few tokens wait for the weights to be read: half the bytes. ``gate_up`` and ``down`` are float8_e4m3fn buffers
         then, with scales in ``gate_up_scale`` and ``down_scale``, and no parameter of the layer requires a gradient;
-        ``shared`` stays as it is. x is bf16. A state_dict of such a layer is loaded into one that was quantized, too.
+        ``shared`` stays as it is. x is bf16. A cast of the module to another dtype comes before, not after. A
+        state_dict of such a layer is loaded into one that was quantized, too.
 
         Returns:
             The layer. A result has the bits of the same layer with ``dequantize`` of the weights.
