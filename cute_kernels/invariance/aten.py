@@ -16,14 +16,14 @@ from torch._prims_common import canonicalize_dim
 
 from cute_kernels.gemm import fp32, grouped_mm
 from cute_kernels.gemm.launch import gemm
-from cute_kernels.invariance import fused_attention, indexed, statistics
+from cute_kernels.invariance import fused_attention, indexed, losses, statistics
 from cute_kernels.norm.checks import check_norm
 from cute_kernels.norm.launch import norm_backward, norm_forward
 from cute_kernels.reduction.config import MAX_COLUMNS
 from cute_kernels.reduction.launch import softmax_backward, softmax_forward
 from cute_kernels.reduction.op import sum_dimensions
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.checks import FLOATS
+from cute_kernels.runtime.checks import FLOATS, expect
 from cute_kernels.runtime.operators import empty
 from cute_kernels.runtime.rows import contiguous_rows
 
@@ -199,25 +199,15 @@ def _sum(
     return y.view([1 if d in over else size for d, size in enumerate(x.shape)]) if keepdim else y
 
 
-def _nll_loss(
-    log_prob: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """(loss, total weight); reduction 0: none, 1: mean, 2: sum."""
-    if not _is_float(log_prob) or target.dtype not in (torch.int64, torch.uint8):
-        return NotImplemented
-    if weight is not None and (weight.dtype != log_prob.dtype or weight.shape != log_prob.shape[-1:]):
-        return NotImplemented
-    index = target.long()
-    ignored = index == ignore_index  # no byte is -100, which would be 156 of a byte's dtype
-    index = index.masked_fill(ignored, 0)
-    weights = torch.ones_like(target, dtype=torch.float32) if weight is None else weight[index].float()
-    picked = log_prob.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    weights, loss = weights.masked_fill(ignored, 0), (-picked.float() * weights).masked_fill(ignored, 0)
-    dtype = log_prob.dtype
-    if reduction == 0:
-        return loss.to(dtype), log_prob.new_zeros(())
-    loss, total = (sum_dimensions(t, None, 1.0, torch.float32) for t in (loss, weights))
-    return (loss / total if reduction == 1 else loss).to(dtype), total.to(dtype)
+def _nansum(
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    return _sum(x.masked_fill(x.isnan(), 0), dim, keepdim, dtype=dtype)
+
+
+def _trace(x: Tensor) -> Tensor:
+    expect(x.dim() == 2, "trace", "self", "be a matrix", tuple(x.shape))
+    return _sum(x.diagonal())
 
 
 # Norms
@@ -304,6 +294,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mv.default": _mv,
     "addmv.default": _addmv,
     "dot.default": _dot,
+    "vdot.default": _dot,
     "_grouped_mm.default": _grouped_mm,
     "_softmax.default": lambda x, dim, half_to_float: _softmax(x, dim, _widened(x, half_to_float), False),
     "_log_softmax.default": lambda x, dim, half_to_float: _softmax(x, dim, _widened(x, half_to_float), True),
@@ -314,13 +305,15 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "sum.dim_IntList": _sum,
     "mean.default": functools.partial(_sum, mean=True),
     "mean.dim": functools.partial(_sum, mean=True),
-    "nll_loss_forward.default": _nll_loss,
+    "nansum.default": _nansum,
+    "trace.default": _trace,
     "native_layer_norm.default": _layer_norm,
     "native_layer_norm_backward.default": _layer_norm_backward,
     "_fused_rms_norm.default": _rms_norm,
     "_fused_rms_norm_backward.default": _rms_norm_backward,
     **fused_attention.REPLACEMENTS,
     **indexed.REPLACEMENTS,
+    **losses.REPLACEMENTS,
     **statistics.REPLACEMENTS,
 }
 

@@ -23,8 +23,10 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
 
     Kernels of this library replace them where tensors are bf16, fp16 or fp32: ``mm``, ``addmm``, ``bmm``, ``baddbmm``,
     ``mv``, ``dot``, ``linear`` and what decomposes into them (``matmul``, ``einsum``); ``softmax``, ``log_softmax``,
-    ``logsumexp``, ``sum``, ``mean``, ``var``, ``cumsum``, norms, ``nll_loss``, ``layer_norm``, ``rms_norm``; additions
-    by an index and the gradient of ``embedding``; ``sort`` and ``topk``; and their backwards.
+    ``logsumexp``, ``sum``, ``nansum``, ``mean``, ``var``, ``cumsum``, ``trace``, norms, ``layer_norm``, ``rms_norm``;
+    ``cross_entropy`` and the losses that are sums of elements (``mse_loss``, ``huber_loss``, ``binary_cross_entropy``
+    and their like); additions by an index and the gradient of ``embedding``; ``sort`` and ``topk``; and their
+    backwards.
     ``scaled_dot_product_attention`` runs ``attention`` without a mask, with ``is_causal`` where queries and keys are
     equally many, and with ``causal_lower_right``; so does ``varlen_attn``. Other masks and dropout are not
     covered. Under ``sdpa_kernel(SDPBackend.MATH)`` it consists of products and a softmax,

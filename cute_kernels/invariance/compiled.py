@@ -36,7 +36,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from cute_kernels.invariance import fused
 from cute_kernels.invariance.compiled_operators import opaque_operators
 from cute_kernels.invariance.errors import UncoveredOperatorError, signatures, tensors
-from cute_kernels.invariance.operators import adds_up, treatment_of
+from cute_kernels.invariance.operators import EXACT, adds_up, base_of, treatment_of
 from cute_kernels.invariance.registration import computes_with_floats
 from cute_kernels.runtime import operators
 from cute_kernels.runtime.checks import FLOATS, expect
@@ -208,12 +208,14 @@ def _table() -> dict[OpOverload, Callable[..., Any]]:
     own = dict(select_decomp_table())
     table = dict(own)
     for op in own:
-        if isinstance(op, OpOverload) and treatment_of(op).kind in ("exact", "refused") and not fused.may_fuse(op):
+        if not isinstance(op, OpOverload) or fused.may_fuse(op):
+            continue
+        if treatment_of(op).kind in ("exact", "refused") or _is_exact_by_name(op):
             table[op] = functools.partial(_whole, own[op])
     for op, entry in fused.entries().items():
         table[op] = functools.partial(fused.taken_apart, table.get(op, _stays), entry)
     for op, opaque in opaque_operators().items():
-        table[op] = functools.partial(_replaced, op, opaque, own.get(op, _stays))
+        table[op] = functools.partial(_replaced, op, opaque, table.get(op, _stays))
     return table
 
 
@@ -238,11 +240,21 @@ def _replaced(op: OpOverload, opaque: OpOverload, own: Callable[..., Any], *args
 
 
 def _adds_here(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator that is replaced adds up floating-point numbers: ``index_put`` may also store them."""
+    """Whether an operator that is replaced adds up floating-point numbers.
+
+    ``index_put`` may also store them, and a loss may keep its elements.
+    """
     for i, argument in enumerate(op._schema.arguments):
-        if argument.name == "accumulate" and not (args[i] if i < len(args) else kwargs.get("accumulate", False)):
-            return False
+        if argument.name == "accumulate" or (argument.name == "reduction" and _is_exact_by_name(op)):
+            value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            if not value:
+                return False
     return computes_with_floats(args, kwargs)
+
+
+def _is_exact_by_name(op: OpOverload) -> bool:
+    """Whether it is exact where it is not told to add up."""
+    return op.namespace == "aten" and base_of(op._schema.name.partition("::")[2]) in EXACT
 
 
 # The graph that Inductor lowers

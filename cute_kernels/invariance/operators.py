@@ -123,6 +123,7 @@ REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("convolution", "_convolution", "cudnn_convolution", "_conv_depthwise", "conv_", "slow_conv"),
         "convolutions, and with them state-space models and linear attention, are not covered",
     ),
+    (("linalg_vector_norm", "dist"), "orders 1, 2 and inf, of bf16, fp16 or fp32, are covered"),
     (("linalg_solve_triangular",), "linear attention, and what else solves linear equations, is not covered"),
     (("linalg_", "_linalg_"), "linear algebra is not covered, but for vector norms"),
     (("_fft_",), "Fourier transforms are not covered"),
@@ -135,10 +136,8 @@ REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("_cudnn_rnn", "_thnn_fused"), "recurrent layers are not covered"),
     (("_sparse_", "sparse_"), "sparse tensors are not covered"),
     (("mm", "addmm", "bmm", "baddbmm"), "products are of bf16, fp16 or fp32, both sides of one dtype"),
-    (
-        ("mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"),
-        "take reduction='none', and sum or mean of it",
-    ),
+    (("prod",), "multiply what unbind returns, one by one"),
+    (("multi_margin_loss", "multilabel_margin_loss"), "make it of gather, clamp, and sum or mean"),
     (("scatter_reduce",), "of its reductions sum, amax and amin are covered"),
     (("index_reduce",), "use index_add, or scatter_reduce with amax or amin"),
 )

@@ -31,7 +31,7 @@ TRANSFORMS = "FuncTorchDynamicLayerFrontMode"  # where torch takes linear apart,
 
 # Under vmap torch makes several operators of each, which round in between
 SUMS = ("addmm", "addmv", "baddbmm", "addbmm", "addr")
-LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward")
+LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d", "nll_loss2d_forward")
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # with weights of a batch
 BACKWARDS = ("native_layer_norm_backward", "_fused_rms_norm_backward")
 TAKEN_APART = (*SUMS, *(f"{name}_" for name in SUMS), *LOSSES, *NORMS, *BACKWARDS)

@@ -70,6 +70,10 @@ def _norm(x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = Fals
     return _vector_norm(x, 2 if p is None else p, dim, keepdim)
 
 
+def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    return _vector_norm(x - y, p)
+
+
 def _foreach_norm(xs: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     found = [_vector_norm(x, ord, dtype=dtype) for x in xs]
     return NotImplemented if any(y is NotImplemented for y in found) else found
@@ -104,6 +108,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm.default": _vector_norm,
     "norm.Scalar": _norm,
     "norm.ScalarOpt_dim": _norm,
+    "dist.default": _dist,
     "_foreach_norm.Scalar": _foreach_norm,
     "var.correction": _variance(False),
     "std.correction": _variance(True),

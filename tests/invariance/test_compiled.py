@@ -4,6 +4,7 @@ Whole models are compared with their graphs run operator by operator, since a C+
 The exhaustive tests let Inductor write the code.
 """
 
+import functools
 import inspect
 import os
 import re
@@ -161,6 +162,27 @@ def _moments(x):
 def test_moments_scans_and_indices(generator, graphs_alone):
     x = torch.randn(5, 24, generator=generator).bfloat16().requires_grad_()
     assert_equal(*_compare(_moments, (x,), "cute_kernels"))
+
+
+def _losses(x, y):
+    classes = torch.tensor([[1, 3, -100], [0, 2, 1]])
+    images = x.view(2, 4, 3, 5)
+    found = F.mse_loss(x, y) + F.huber_loss(x, y, reduction="sum") + F.smooth_l1_loss(x, y, reduction="none").sum()
+    found = found + F.binary_cross_entropy_with_logits(x, y) + F.soft_margin_loss(x, y.detach().sign())
+    found = found + F.cross_entropy(images.flatten(2)[..., :3], classes)
+    found = found + F.nll_loss(images[..., 0], classes, weight=y[0, :4].detach(), reduction="sum")
+    return found + x[:, :2].trace() + x.nansum() + torch.dist(x, y)
+
+
+def test_losses(generator, gpu):
+    """By the functions that a block runs; the elements of one alone by torch's kernel, of fp64, too."""
+    x, y = (torch.rand(2, 60, generator=generator).bfloat16().requires_grad_() for _ in range(2))
+    with batch_invariant("strict"):
+        wanted = [_losses(x, y), *torch.autograd.grad(_losses(x, y), (x, y))]
+    found = torch.compile(_losses, backend="cute_kernels", fullgraph=True)(x, y)
+    assert_equal([found, *torch.autograd.grad(found, (x, y))], wanted)
+    elements = torch.compile(functools.partial(F.mse_loss, reduction="none"), backend="cute_kernels", fullgraph=True)
+    assert torch.equal(elements(x.double(), y.double()), F.mse_loss(x.double(), y.double(), reduction="none"))
 
 
 def _products(x):

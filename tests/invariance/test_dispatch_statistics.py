@@ -1,4 +1,4 @@
-"""logsumexp, cumsum, norms and variances inside of batch_invariant on the CPU, plain torch in place of the kernels."""
+"""Statistics and losses inside of batch_invariant on the CPU, plain torch in place of the kernels."""
 
 import pytest
 

@@ -9,6 +9,7 @@ import cute_kernels.invariance.compiled  # noqa: F401  the backend's name
 from cute_kernels import batch_invariant
 from cute_kernels.invariance import fused
 from tests.invariance.compiled_models import FAMILIES, make_ids, make_model, step
+from tests.invariance.test_kernel_statistics import CLASSES, LOSSES, inputs_of
 from tests.runtime.bits import assert_same_bits
 
 
@@ -48,6 +49,25 @@ def test_rows_of_any_graph(family, mode, generator):
         for _ in range(3):  # CUDA graphs: warmed up, captured, replayed
             assert_same_bits(forward(ids), trained)
             assert_same_bits(forward(ids[2:3]), trained[2:3])
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses(dtype, reduction, generator):
+    x, y = inputs_of(dtype, generator)
+    functions = list((LOSSES | CLASSES).values())
+    leaves = [x.detach().clone().requires_grad_() for _ in functions]
+
+    def call(*leaves):
+        return [function(leaf, y, reduction=reduction) for function, leaf in zip(functions, leaves, strict=True)]
+
+    with batch_invariant("strict"):
+        wanted = call(*leaves)
+        gradients = torch.autograd.grad(wanted, leaves, [torch.ones_like(t) for t in wanted])
+    found = torch.compile(call, backend="cute_kernels", fullgraph=True)(*leaves)
+    assert_equal(found, wanted)
+    assert_equal(torch.autograd.grad(found, leaves, [torch.ones_like(t) for t in found]), gradients)
 
 
 def calls_without_roundings(graph, marks=fused.calls_for_the_rest):

@@ -36,8 +36,7 @@ def is_refused() -> bool:
 X, SQUARE, IMAGE = (3, 4), (4, 4), (1, 2, 6, 6)
 REFUSED = {  # by name: shapes of float tensors, then other arguments
     "prod": (X,), "prod.dim_int": (X, 0), "cumprod": (X, 0), "cumprod_": (X, 0), "_logcumsumexp": (X, 0),
-    "logcumsumexp": (X, 0), "nansum": (X,), "trace": (SQUARE,), "vdot": ((4,), (4,)), "dist": (X, X),
-    "renorm": (X, 2, 0, 1.0), "addr": (X, (3,), (4,)), "addr_": (X, (3,), (4,)),
+    "logcumsumexp": (X, 0),     "renorm": (X, 2, 0, 1.0), "addr": (X, (3,), (4,)), "addr_": (X, (3,), (4,)),
     "addbmm": (SQUARE, (2, 4, 4), (2, 4, 4)), "_addmm_activation": ((4,), SQUARE, SQUARE),
     "_cdist_forward": (X, X, 2.0, None),
     "_pdist_forward": (X,), "_euclidean_dist": (X, X), "multinomial": ((4,), 2), "native_dropout": (X, 0.5, True),
@@ -53,8 +52,6 @@ REFUSED = {  # by name: shapes of float tensors, then other arguments
     "col2im": ((1, 8, 25), [6, 6], [2, 2], [1, 1], [0, 0], [1, 1]),
     "reflection_pad1d_backward": ((1, 2, 8), (1, 2, 6), [1, 1]), "unfold_backward": ((5, 2), [6], 0, 2, 1),
     "replication_pad1d_backward": ((1, 2, 8), (1, 2, 6), [1, 1]),
-    "mse_loss": (X, X), "huber_loss": (X, X), "smooth_l1_loss": (X, X), "soft_margin_loss": (X, X),
-    "binary_cross_entropy_with_logits": (X, X),
     "linalg_inv_ex": (SQUARE,), "linalg_cholesky_ex": (SQUARE,), "linalg_qr": (SQUARE,), "linalg_lu": (SQUARE,),
     "linalg_matrix_exp": (SQUARE,), "linalg_eig": (SQUARE,),
     "linalg_householder_product": (SQUARE, (4,)), "_linalg_svd": (SQUARE,), "_linalg_det": (SQUARE,),
@@ -62,8 +59,16 @@ REFUSED = {  # by name: shapes of float tensors, then other arguments
     "linalg_lu_factor_ex": (SQUARE,), "geqrf": (SQUARE,), "cholesky_inverse": (SQUARE,),
     "_fft_r2c": (X, [1], 0, True), "segment_reduce": ((4,), "sum"),
     "_weight_norm_interface": (X, (3, 1), 0), "_foreach_powsum.Scalar": ([X], 2),
-    "nll_loss2d_forward": (IMAGE, IMAGE[:1] + IMAGE[2:], None, 1, -100), "_masked_softmax": (X, X, 1),
-    "multi_margin_loss": (X, (3,)), "_trilinear": (X, X, X, [], [], [], []),
+    "_masked_softmax": (X, X, 1),
+    "avg_pool2d_backward": (IMAGE[:2] + (3, 3), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),
+    "_adaptive_avg_pool2d_backward": (IMAGE[:2] + (1, 1), IMAGE),
+    "native_group_norm_backward": (IMAGE, IMAGE, (1, 1), (1, 1), None, 1, 2, 36, 1, [True, False, False]),
+    "upsample_nearest1d_backward": ((1, 2, 6), [6], [1, 2, 3]),
+    "upsample_bilinear2d_backward": (IMAGE, [6, 6], [1, 2, 3, 3], False),
+    "replication_pad2d_backward": ((1, 2, 8, 8), IMAGE, [1, 1, 1, 1]),
+    "reflection_pad2d_backward": ((1, 2, 8, 8), IMAGE, [1, 1, 1, 1]),
+    "multi_margin_loss": (X, (3,)), "multilabel_margin_loss_forward": (X, X, 1),
+    "_trilinear": (X, X, X, [], [], [], []),
 }
 # fmt: on
 
