@@ -46,6 +46,7 @@ OTHERS = {"other-1": (48, 5, 3200, 960), "other-2": (96, 3, 5120, 1280), "other-
 TOKENS, MANY_TOKENS, DECODE_TOKENS = (2048, 8192), 16384, (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SKEW = {"equal": None, "random": 0.3, "skew": 0.7, "decode": 0.3, "mxfp8": 0.3}
 FEW = ("decode", "mxfp8")
+PADDING = 128  # DeepGEMM's groups begin at multiples of so many rows
 DIRECTIONS = ("fwd", "dA", "dW", "dW_into")
 SUMS = DIRECTIONS[2:]
 CHECKED_ROWS, CHECKED_EXPERTS = 64, 2
@@ -153,7 +154,8 @@ class Sample:
         return torch.linspace(0, size - 1, min(most, size), device=self.inputs.x.device).long()
 
     def __call__(self, out: Tensor) -> Tensor:
-        return out[self.places]
+        is_padded = self.product.direction not in SUMS and len(out) > len(self.inputs.x)
+        return out[padded_rows(self.inputs)[self.places] if is_padded else self.places]
 
     def truth(self) -> Tensor:
         x, weight, dy, offs, main_grad, _ = vars(self.inputs).values()
@@ -166,6 +168,19 @@ class Sample:
         rows, matrices = (x, weight.mT) if self.product.direction == "fwd" else (dy, weight)
         pairs = zip(self.places.tolist(), expert.tolist(), strict=True)
         return torch.stack([rows[row].double() @ matrices[e].double() for row, e in pairs])
+
+
+def padded_counts(inputs: Inputs) -> Tensor:
+    """How many rows each expert has with those of zeros behind its own, for DeepGEMM."""
+    return (inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) + PADDING - 1) // PADDING * PADDING
+
+
+def padded_rows(inputs: Inputs) -> Tensor:
+    """Where each row is among these."""
+    rows = torch.arange(len(inputs.x), device=inputs.x.device)
+    expert = torch.searchsorted(inputs.offs, rows, right=True)
+    shift = padded_counts(inputs).cumsum(0) - inputs.offs  # of the expert's end
+    return rows + torch.nn.functional.pad(shift, (1, 0))[expert]
 
 
 def _operands(product: Product, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -209,6 +224,40 @@ def _quack(product: Product, inputs: Inputs, tuned: bool = True) -> harness.Call
     return call
 
 
+def _deep_gemm(product: Product, inputs: Inputs) -> harness.Call | None:
+    import deep_gemm
+
+    x, weight, dy, offs, main_grad, _ = vars(inputs).values()
+    if product.direction == "dW" or product.variant in FEW:  # its sums are fp32; rows of few tokens are mostly padding
+        return None
+    counts, places = padded_counts(inputs), padded_rows(inputs)
+    sizes = counts.tolist()
+
+    def padded(rows: Tensor) -> Tensor:
+        return rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy_(0, places, rows)
+
+    if main_grad is not None:
+        into, operands = main_grad.clone(), (padded(dy), padded(x))
+
+        def call() -> tuple[Tensor]:
+            deep_gemm.k_grouped_bf16_gemm_tn_contiguous(*operands, into, sizes, counts, into)
+            return (into,)
+
+        return call
+    is_forward = product.direction == "fwd"
+    suffix = "nt" if is_forward else "nn"
+    function = getattr(deep_gemm, f"m_grouped_bf16_gemm_{suffix}_contiguous")
+    expert = torch.searchsorted(offs, torch.arange(len(x), device=x.device), right=True, out_int32=True)
+    rows, layout = padded(x if is_forward else dy), padded(expert + 1) - 1  # of rows of zeros -1
+    out = rows.new_empty(len(rows), weight.shape[1 if is_forward else 2])
+
+    def call() -> tuple[Tensor]:
+        function(rows, weight, out, layout)
+        return (out,)
+
+    return call
+
+
 def _equal_bmm(product: Product, inputs: Inputs) -> harness.Call | None:
     x, weight, dy, offs, *_ = vars(inputs).values()
     if len(x) % len(offs):
@@ -243,11 +292,12 @@ def _read(product: Product, inputs: Inputs) -> harness.Call | None:
 PROVIDERS: dict[str, Callable[[Product, Inputs], harness.Call | None]] = {
     "cute_kernels": _cute_kernels,
     "torch": _torch,
+    "deep_gemm": _deep_gemm,
     "quack": _quack,
     "quack_default": functools.partial(_quack, tuned=False),
 }
 DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
-PACKAGES = {"quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
+PACKAGES = {"deep_gemm": ("deep_gemm",), "quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
 FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "bf16": _bf16, "read": _read}
 
 

@@ -19,6 +19,7 @@ NAMES = {  # providers, in the order of the columns
     "torch": "torch",
     "torch_compile": "torch.compile",
     "cublas": "cuBLAS",
+    "deep_gemm": "DeepGEMM",
     "quack": "quack",
     "liger": "Liger",
     "transformer_engine": "TransformerEngine",

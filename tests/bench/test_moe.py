@@ -1,5 +1,8 @@
 """bench_moe on the CPU: providers against its own truth, what is counted."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from bench import bench_moe
@@ -33,6 +36,40 @@ def test_ours_is_right(direction, variant, monkeypatch):
         product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and {"cute_kernels", "equal_bmm", "dense"} <= set(found.results)
+
+
+def of_rows(rows, weight, out, layout):
+    assert all(len(set(block.tolist()) - {-1}) == 1 for block in layout.split(bench_moe.PADDING))
+    for e, matrix in enumerate(weight):
+        out[layout == e] = rows[layout == e] @ matrix
+
+
+def of_sums(a, b, d, sizes, counts, c):
+    assert sizes == counts.tolist() and not any(size % bench_moe.PADDING for size in sizes)
+    for e, (rows, others) in enumerate(zip(a.split(sizes), b.split(sizes), strict=True)):
+        d[e] = c[e] + rows.float().t() @ others.float()
+
+
+@pytest.mark.parametrize("direction", ["fwd", "dA", "dW_into"])
+def test_rows_are_padded_for_deep_gemm(direction, monkeypatch):
+    """Its functions in plain torch: each block of rows is of one expert, zeros are behind them."""
+    functions = {
+        "m_grouped_bf16_gemm_nt_contiguous": lambda a, b, *rest: of_rows(a, b.mT, *rest),
+        "m_grouped_bf16_gemm_nn_contiguous": of_rows,
+        "k_grouped_bf16_gemm_tn_contiguous": of_sums,
+    }
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**functions))
+    monkeypatch.setattr(bench_moe, "MODELS", {"tiny": (4, 2, 16, 8)})
+    monkeypatch.setitem(bench_moe.PROVIDERS, "torch", bench_moe.PROVIDERS["cute_kernels"])
+    (found,) = bench_moe.measure_product(
+        Product("tiny", "up", 200, direction, "skew"),
+        None,
+        ["cute_kernels", "torch", "deep_gemm"],
+        FakeDevice(),
+        repetitions=3,
+        breakdown=False,
+    )
+    assert found.failures == {} and "deep_gemm" in found.results
 
 
 def test_decode_reads_the_weights_of_experts_with_rows(monkeypatch):
