@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cute_kernels import UncoveredOperatorError, install, uninstall
-from tests.fakes import covered
+from tests.fakes import covered, fake_kernels
 from tests.runtime.bits import assert_same_bits
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -34,6 +36,8 @@ def compare(rank: int, ranks: int, backend: str, path: str, on_gpu: bool) -> Non
         try:
             for check in (check_all_reduce, check_reduce_scatter, check_functional, check_others, check_gradients):
                 check(rank, ranks, device)
+            with contextlib.nullcontext() if on_gpu else fake_kernels():
+                check_shards(rank, ranks, device)
         finally:
             dist.destroy_process_group()
             uninstall()
@@ -146,6 +150,35 @@ def check_gradients(rank: int, ranks: int, device: str) -> None:
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
         for weight, gradient in zip(model.module.weights, wanted, strict=True):
             assert_same_bits(weight.grad, gradient)
+
+
+def check_shards(rank: int, ranks: int, device: str) -> None:
+    """DTensor's layer of two products, the first split by its rows, the second by its columns.
+
+    Its partial results are added by rank. On GPUs the first has the bits of one that is not split, gradients, too.
+    """
+    shapes = (10, 64), (32 * ranks, 64), (48, 32 * ranks)
+    x, up, down = (of_rank(0, shape, torch.bfloat16, device, seed) for seed, shape in enumerate(shapes))
+    mesh = init_device_mesh(torch.device(device).type, (ranks,))
+    placed = zip((x, up, down), (Replicate(), Shard(0), Shard(1)), strict=True)
+    leaves = [distribute_tensor(t, mesh, [where]).requires_grad_() for t, where in placed]
+    h = F.linear(*leaves[:2])
+    y = F.linear(h, leaves[2]).redistribute(mesh, [Replicate()])
+    hidden = [F.linear(x, part) for part in up.chunk(ranks)]
+    parts = [F.linear(*both) for both in zip(hidden, down.chunk(ranks, dim=1), strict=True)]
+    assert_same_bits(h.to_local().detach(), hidden[rank])
+    assert_same_bits(y.to_local().detach(), added(parts))
+    dy = of_rank(0, (10, 48), torch.bfloat16, device, seed=3)
+    y.backward(distribute_tensor(dy, mesh, [Replicate()]))
+    dh = [dy @ part for part in down.chunk(ranks, dim=1)]
+    assert_same_bits(leaves[1].grad.to_local(), dh[rank].t() @ x)
+    assert_same_bits(leaves[2].grad.to_local(), dy.t() @ hidden[rank])
+    assert_same_bits(
+        leaves[0].grad.full_tensor(), added([d @ part for d, part in zip(dh, up.chunk(ranks), strict=True)])
+    )
+    if x.is_cuda:
+        assert_same_bits(torch.cat(hidden, 1), F.linear(x, up))
+        assert_same_bits(torch.cat(dh, 1), dy @ down)
 
 
 def start(ranks: int, backend: str, path: str, on_gpu: bool) -> None:
