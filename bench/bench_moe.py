@@ -3,6 +3,7 @@
     python -m bench.bench_moe                                          every case, results printed
     python -m bench.bench_moe --filter 'fwd.*qwen3' --reps 30          cases whose name matches
     python -m bench.bench_moe --save                                   and kept in bench/results/<gpu>.jsonl
+    python -m bench.bench_moe --providers cute_kernels,config_2        the chosen kernel and another one
     python -m bench.bench_moe --list                                   the names of the cases
 
 A case's name is op.direction.shape.dtype.variant, like grouped_mm.fwd.qwen3-30b-up-65536x128x1536x2048.bfloat16.skew.
@@ -25,12 +26,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from bench import harness
 from cute_kernels import bmm, dequantize, grouped_mm, quantize_rowwise
+from cute_kernels.gemm import launch_grouped
+from cute_kernels.gemm.config_grouped import candidates
+from cute_kernels.runtime.launches import LaunchCache
 from jit_cache import command
 
 MODELS = {  # experts, k, H, I
@@ -199,6 +204,20 @@ def _cute_kernels(product: Product, inputs: Inputs) -> harness.Call:
     return lambda: (grouped_mm(*operands, offs, accumulate_into=into),)
 
 
+def _candidate(number: int, product: Product, inputs: Inputs) -> harness.Call | None:
+    known = candidates("sums" if product.direction in SUMS else "rows")[1:]  # the first one is for any strides
+    if number >= len(known):
+        return None
+    call, launches = _cute_kernels(product, inputs), LaunchCache(launch_grouped.GroupedLaunches)
+    launch_of = functools.partial(launch_grouped.launch_of, candidate=known[number])
+
+    def call_with_candidate() -> Sequence[Tensor]:
+        with mock.patch.multiple(launch_grouped, _grouped=launches, launch_of=launch_of):
+            return call()
+
+    return call_with_candidate
+
+
 def _torch(product: Product, inputs: Inputs) -> harness.Call:
     operands, offs = _operands(product, inputs), inputs.offs
     if inputs.main_grad is None:
@@ -296,6 +315,7 @@ PROVIDERS: dict[str, Callable[[Product, Inputs], harness.Call | None]] = {
     "quack": _quack,
     "quack_default": functools.partial(_quack, tuned=False),
 }
+CONFIGS = {f"config_{i}": functools.partial(_candidate, i) for i in range(len(candidates("rows")) - 1)}
 DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
 PACKAGES = {"deep_gemm": ("deep_gemm",), "quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
 FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "bf16": _bf16, "read": _read}
@@ -318,7 +338,8 @@ def measure_product(
 ) -> list[harness.Measurement]:
     inputs = make_inputs(product, device.name)
     sample = Sample(product, inputs)
-    makers = {provider: functools.partial(PROVIDERS[provider], product, inputs) for provider in providers}
+    known = PROVIDERS | CONFIGS
+    makers = {provider: functools.partial(known[provider], product, inputs) for provider in providers}
     floors = {name: functools.partial(make, product, inputs) for name, make in FLOORS.items()}
     start = None if inputs.main_grad is None else {"out": inputs.main_grad}
     found = harness.measure(
@@ -345,9 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def names(quick: bool) -> list[str]:
         return [product.case.name for product in products(quick)]
 
-    options = harness.parse(
-        "moe", __doc__.splitlines()[0], "qwen3-30b, 8192 tokens", tuple(PROVIDERS), DEFAULT_PROVIDERS, names, arguments
-    )
+    what, known = __doc__.splitlines()[0], (*PROVIDERS, *CONFIGS)
+    options = harness.parse("moe", what, "qwen3-30b, 8192 tokens", known, DEFAULT_PROVIDERS, names, arguments)
     if isinstance(options, int):
         return options
     measurements = run(products(options.quick), options.providers, **options.settings)

@@ -16,6 +16,7 @@ from cute_kernels.gemm.config_grouped import (
     begins_anywhere,
     choose_rows,
     choose_sums,
+    clusters_of,
     grouped_arguments,
     tiles_bound,
 )
@@ -80,10 +81,9 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
         tiles = groups * -(-m // (tile[0] * pair[0])) * -(-n // (tile[1] * pair[1]))
     if tiles > MAX_TILES:
         fail("grouped_mm", "a and b", f"be of at most {MAX_TILES} tiles", f"{tiles} of {m}x{n} in {groups} groups")
-    cluster = 1 if config is None else config.cluster[0] * config.cluster[1]
+    cluster, most = clusters_of(config, target.num_sms)
     function = launches.load(kernel_grouped.grouped, *grouped_arguments(target.arch, spec, k, config, transposed))
-    num_ctas = min(tiles, target.num_sms // cluster) * cluster
-    return GemmLaunch(function, num_ctas, transposed, config, f"grouped_{spec.ragged}")
+    return GemmLaunch(function, min(tiles, most) * cluster, transposed, config, f"grouped_{spec.ragged}")
 
 
 def _rows_shape(a: Tensor, b: Tensor) -> tuple[int, int]:

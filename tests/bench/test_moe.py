@@ -7,7 +7,10 @@ import pytest
 
 from bench import bench_moe
 from bench.bench_moe import DIRECTIONS, Product
+from cute_kernels.gemm.config_grouped import candidates
+from cute_kernels.runtime.launches import observed
 from tests.bench.test_harness import FakeDevice
+from tests.fakes import fake_kernels
 
 TINY = {"tiny": (4, 2, 16, 8)}
 
@@ -36,6 +39,20 @@ def test_ours_is_right(direction, variant, monkeypatch):
         product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and {"cute_kernels", "equal_bmm", "dense"} <= set(found.results)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "dW"])
+def test_candidates(direction, monkeypatch):
+    """Each launches its own kernel."""
+    monkeypatch.setattr(bench_moe, "MODELS", TINY)
+    product = Product("tiny", "up", 8, direction, "random")
+    known = candidates("sums" if direction == "dW" else "rows")[1:]
+    with fake_kernels(), observed() as launches:
+        calls = [make(product, bench_moe.make_inputs(product, "cpu")) for make in bench_moe.CONFIGS.values()]
+        for call in calls[: len(known)]:
+            call()
+    assert [(launch.config, launch.transposed) for launch, *_ in launches] == list(known)
+    assert calls[len(known) :] == [None] * (len(calls) - len(known))
 
 
 def of_rows(rows, weight, out, layout):

@@ -6,7 +6,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates, choose_sums
+from cute_kernels.gemm.config_grouped import (
+    DECODE,
+    SUMS,
+    SUMS_BY_FOUR,
+    GroupedSpec,
+    candidates,
+    choose_sums,
+    clusters_of,
+)
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
@@ -71,6 +79,13 @@ def test_who_is_chosen_to_accumulate():
     """Whole tiles go first."""
     assert [choose_sums(1536, 2048, into)[0].tile[1] for into in (False, True)] == [192, 128]
     assert choose_sums(5760, 2880, True)[0].tile[1] == 192
+
+
+def test_clusters_that_run_at_once():
+    """Of four CTAs, 16 or 18 SMs hold four."""
+    kernels = (None, SUMS[0], SUMS_BY_FOUR[0])
+    assert [clusters_of(config, 132) for config in kernels] == [(1, 132), (2, 66), (4, 32)]
+    assert [clusters_of(config, 4) for config in kernels] == [(1, 4), (2, 2), (4, 1)]
 
 
 def test_a_layer_finds_its_kernels_precompiled(jobs):
