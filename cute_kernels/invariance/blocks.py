@@ -71,7 +71,9 @@ def batch_invariant(mode: Mode = "strict") -> _Block:
 
     Under ``torch.func.vmap`` torch makes several operators of some, which round in between: of ``linear`` with a bias,
     ``addmm``, ``addmv``, ``baddbmm``, ``nll_loss``, ``cross_entropy``, norms with weights of a batch and the backwards
-    of norms. They are not covered there: give them the batch as a dimension.
+    of norms. They are not covered there: give them the batch as a dimension. ``sum()``, ``mean()``, ``norm()`` and
+    losses of each example become sums along dimensions: each has the same bits whatever the batch, others than without
+    ``vmap``.
 
     Functions of ``torch.compile``, whatever their backend, are compiled by "cute_kernels" inside, and in every other
     thread meanwhile (the backward of a function that was compiled and run before is not); those of CPU tensors alone

@@ -105,6 +105,16 @@ CLASSES = {
     ),
 }
 
+COMPOSITES = {  # torch makes these of elementwise operators and sums
+    "hinge": lambda x, y, **kw: F.hinge_embedding_loss(x, 2 * y.round() - 1, **kw),
+    "poisson": lambda x, y, **kw: F.poisson_nll_loss(x, y, full=True, **kw),
+    "gaussian": lambda x, y, **kw: F.gaussian_nll_loss(x, y, y + 0.1, **kw),
+    "cosine": lambda x, y, **kw: F.cosine_embedding_loss(x[0], y[0], 2 * y[0, :, 0].round() - 1, **kw),
+    "triplet": lambda x, y, **kw: F.triplet_margin_loss(x, y, y.flip(1), **kw),
+    "ranking": lambda x, y, **kw: F.margin_ranking_loss(x, y, 2 * y.round() - 1, **kw),
+    "soft margins of labels": lambda x, y, **kw: F.multilabel_soft_margin_loss(x, y.round(), **kw),
+}
+
 
 def inputs_of(dtype, generator):
     device = generator.device
@@ -115,9 +125,9 @@ def inputs_of(dtype, generator):
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", LOSSES | CLASSES)
+@pytest.mark.parametrize("name", LOSSES | CLASSES | COMPOSITES)
 def test_losses_against_fp64(name, reduction, dtype, generator):
-    function = (LOSSES | CLASSES)[name]
+    function = (LOSSES | CLASSES | COMPOSITES)[name]
     x, y = inputs_of(dtype, generator)
     wide = x.detach().double().requires_grad_()
     wanted = function(wide, y.double(), reduction=reduction)
