@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/api").glob("*.md")))
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>gpu|not run: [^\n]+) -->\n\n?)?```(?P<language>python|bash)\n(?P<text>.*?)^```$", re.M | re.S
 )
