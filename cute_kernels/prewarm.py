@@ -559,7 +559,8 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     if sinks is not None:
         _column_sums(heads, FP32)  # their gradient, over rows
     starts, used = _empty(3, **int32), _empty(2, **int32)
-    for left, length in itertools.product(windows, (SHORT, SHORT + 1)):
+    # The backward takes steps of 64 and of 80 queries, the forward tiles of 128 and of 192 rows
+    for left, length in itertools.product(windows, (64, SHORT, SHORT + 1)):
         q, out = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, heads, dv, dtype=dtype)
         k, v = _empty(2, length, pairs, d, dtype=dtype), _empty(2, length, pairs, dv, dtype=dtype)
         lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}

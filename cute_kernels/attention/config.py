@@ -357,6 +357,7 @@ class BackwardSpec(NamedTuple):
         head_size: of q and k; with that of v a pair of BACKWARD_CONFIGS. Tensors of fewer channels are ``padded``.
         grouped: query heads share heads of keys and values.
         head_size_v: of v and the output's gradient; 0: that of q.
+        steps_of_80: a sequence has so many queries that steps of 80 take less time, see ``takes_steps_of_80``.
     """
 
     dtype: torch.dtype
@@ -370,6 +371,7 @@ class BackwardSpec(NamedTuple):
     used_k: bool = False
     padded: bool = False
     head_size_v: int = 0
+    steps_of_80: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -378,12 +380,12 @@ class BackwardSpec(NamedTuple):
 
 def finish_dq_spec(spec: BackwardSpec) -> BackwardSpec:
     """The Spec for the kernel that rounds dq: options that it does not depend on are off."""
-    return spec._replace(grouped=False, softcap=False)
+    return spec._replace(grouped=False, softcap=False, steps_of_80=False)
 
 
 def finish_dkv_spec(spec: BackwardSpec) -> BackwardSpec:
     """The Spec for the kernel that rounds dk and dv of groups: options that it does not depend on are off."""
-    return spec._replace(causal=False, window=False, softcap=False, packed_q=False)
+    return spec._replace(causal=False, window=False, softcap=False, packed_q=False, steps_of_80=False)
 
 
 PADDED_ROWS = 128  # of lines of what is known of each row, a multiple; see ``padded_rows`` of a config
@@ -473,17 +475,35 @@ class BackwardConfig:
 
 
 def backward_config(spec: BackwardSpec) -> BackwardConfig:
-    """The first one for the head sizes; with a softcap, which takes p's rounded values before ds is found, the first
-    that has ``dv_first``.
+    """The first one for the head sizes, or that of ``steps_of_80``; with a softcap, which takes p's rounded values
+    before ds is found, the first that has ``dv_first``.
     """
+    if spec.steps_of_80:
+        return STEPS_OF_80
     configs = BACKWARD_CONFIGS[spec.sizes]
     return next(config for config in configs if config.dv_first or not spec.softcap)
 
 
-# At 128 channels the first three are in the order of their times (bench/experiments/attention.md); the others are not
-# chosen. The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80 where
-# nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for this much
-# in flight: at 256 two tiles of q, one of dout, half of a partial of dq
+STEPS_OF_80 = BackwardConfig(80, 2, False, False, dq_buffers=1)
+# Time of a query of theirs at 128 channels where one of steps of 64 takes 1: 0.954 full, 0.962 causal (2x8192, 16
+# heads, H200; no other shape is measured)
+STEPS_OF_80_TIME = 0.96
+
+
+def takes_steps_of_80(spec: BackwardSpec, queries: int) -> bool:
+    """Whether steps of 80 queries take less time for a sequence, the last of them not full.
+
+    Not measured, and not taken: windows, softcap, packed sequences, used keys, fewer channels than 128.
+    """
+    others = spec.window or spec.softcap or spec.packed_q or spec.packed_k or spec.used_k or spec.padded
+    of_80, of_64 = (-(-queries // rows) * rows for rows in (80, 64))
+    return spec.sizes == (128, 128) and not others and STEPS_OF_80_TIME * of_80 < of_64
+
+
+# At 128 channels the first three are in the order of their times (bench/experiments/attention.md), for few queries;
+# pieces are not chosen. The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of
+# 80 where nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for
+# this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),
@@ -499,10 +519,8 @@ BACKWARD_CONFIGS = {
         BackwardConfig(64, 2, False, False),
         BackwardConfig(64, 2, True, False),
         BackwardConfig(64, 2),
-        BackwardConfig(80, 2, False, False, dq_buffers=1),
+        STEPS_OF_80,
         BackwardConfig(64, 2, False, False, pieces=3),
-        BackwardConfig(64, 2, False, False, adders=3),
-        BackwardConfig(80, 2, False, False, adders=3, dq_buffers=1),
     ),
     (192, 128): (
         BackwardConfig(64, 2, adders=1, dq_buffers=1),

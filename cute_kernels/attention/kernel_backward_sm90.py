@@ -1,7 +1,7 @@
 """Attention backward for SM90: persistent, warp-specialised, five products a step, sums in a fixed order.
 
 A CTA takes a block of 128 keys of one head at a time and walks over the tiles of queries that see it, ascending. One
-warp loads, one to three threads add dq; two warpgroups of 64 keys each compute. Scores lie across: rows are keys.
+warp loads, one or two threads add dq; two warpgroups of 64 keys each compute. Scores lie across: rows are keys.
 
     gmem k, v --TMA--> sK, sV (k_full, v_full / kv_empty)            once a block of keys
     gmem q, lse --TMA--> sQ, sLse (q_full / q_empty)        \

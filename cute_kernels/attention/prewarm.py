@@ -26,6 +26,7 @@ from cute_kernels.attention.config import (
     finish_dq_spec,
     forward_config,
     prefill_spec,
+    takes_steps_of_80,
 )
 from cute_kernels.runtime.targets import expect_arch
 
@@ -35,6 +36,7 @@ PACKINGS = ({}, {"packed_q": True, "packed_k": True})
 # And, with a causal mask or a window, of the sizes that models have them with
 SINKS, SOFTCAP = (64,), (128, 256)
 CACHED = ((64, 64), (128, 128))
+MANY_QUERIES = 4096  # of a sequence in training
 
 
 def forward_specs(dtype: torch.dtype) -> Iterator[ForwardSpec]:
@@ -93,6 +95,7 @@ def _backward(arch: str, dtype: torch.dtype) -> Iterator[tuple[Any, tuple]]:
                 for mask in MASKS
                 for grouped in (False, True)
             ]
+            specs += [s._replace(steps_of_80=True) for s in specs if takes_steps_of_80(s, MANY_QUERIES)]
             for spec in specs:
                 yield backward_sm90, (arch, spec, backward_config(spec))
                 if not spec.grouped:

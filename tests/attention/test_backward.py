@@ -16,6 +16,7 @@ from cute_kernels.attention.config import (
     backward_blocks_in_pieces,
     backward_config,
     backward_heads_together,
+    takes_steps_of_80,
 )
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
@@ -312,14 +313,32 @@ def test_workspace_of_pieces(pairs, options, jobs, generator, monkeypatch):
     assert max(errors(found, wanted)) < 4 * torch.finfo(BF16).eps
 
 
+def test_which_sequences_take_steps_of_80():
+    """Their last step is not full: 512 queries take seven of 80, or eight of 64."""
+    spec = BackwardSpec(BF16, 128, True, False)
+    assert [takes_steps_of_80(spec, n) for n in (64, 160, 500, 512, 1024, 8192)] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    others = {"window": True}, {"softcap": True}, {"packed_q": True}, {"used_k": True}, {"padded": True}
+    assert not any(takes_steps_of_80(spec._replace(**other), 8192) for other in others)
+    assert not any(takes_steps_of_80(spec._replace(head_size=d), 8192) for d in (64, 96, 256))
+    rows = [backward_config(spec._replace(steps_of_80=many)).tile_rows for many in (False, True)]
+    assert rows == [64, 80]
+
+
 def test_the_config_follows_from_head_sizes_and_the_mask():
     jobs = [arguments[1:] for _, arguments in prewarm.specializations("sm_90a") if type(arguments[1]) is BackwardSpec]
     found = {}
     for spec, _ in jobs:
-        found.setdefault((spec.sizes, spec.causal, spec.window), set()).add(backward_config(spec))
+        found.setdefault((spec.sizes, spec.causal, spec.window, spec.steps_of_80), set()).add(backward_config(spec))
     assert all(len(configs) == 1 for configs in found.values())
     every = [config for found in BACKWARD_CONFIGS.values() for config in found]
     assert all(config.padded_rows % config.tile_rows == 0 for config in every)
     # A warp each beside the one that loads; parts of a partial take turns in an adder's own buffer
-    assert all(1 <= config.dq_buffers <= config.adders <= 3 for config in every)
+    assert all(1 <= config.dq_buffers <= config.adders <= 2 for config in every)
     assert all(config.dq_parts == 1 or config.dq_buffers == config.adders for config in every)

@@ -86,6 +86,10 @@ def test_a_model_finds_its_kernels_precompiled(arch, generator):
                         gradients_of(function, dense, torch.zeros(1, 3, 2, dv), torch.zeros(1, 2, 3))
                         function = partial(function, **lengths)
                         gradients_of(function, tensors, torch.zeros(3, 2, dv), torch.zeros(2, 3))
+                    many = make_inputs(Case(1, 80, 80, 2, pairs, d, True, dtype, dv), generator)
+                    for causal in (False, True) if d == 128 else ():
+                        function = partial(attention, causal=causal, return_lse=True)
+                        gradients_of(function, many, torch.zeros(1, 80, 2, dv), torch.zeros(1, 2, 80))
     assert set(jobs) == {
         job
         for job in prewarm.specializations(arch)

@@ -32,7 +32,7 @@ def test_providers_are_right(variant):
 
 def test_providers_of_configs():
     """Each runs the kernels of its own config, the others those of the chosen one."""
-    case, providers = AttentionBackward(1, 70, 2, 1, 128, "full"), ["cute_kernels", "config_3", "config_4", "torch"]
+    case, providers = AttentionBackward(1, 64, 2, 1, 128, "full"), ["cute_kernels", "config_3", "config_4", "torch"]
     with fake_kernels("sm_90a") as jobs:
         (found,) = bench_attention_backward.measure_attention(
             case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False

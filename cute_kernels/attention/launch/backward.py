@@ -31,6 +31,7 @@ from cute_kernels.attention.config import (
     finish_dq_spec,
     lacks_a_box,
     score_factors,
+    takes_steps_of_80,
     window_bounds,
 )
 from cute_kernels.attention.launch.forward import regular
@@ -116,6 +117,8 @@ def attention_backward(
         (q.shape[-1], v.shape[-1]) != sizes,
         0 if d == dv else dv,
     )
+    if takes_steps_of_80(spec, q.shape[-3]):
+        spec = spec._replace(steps_of_80=True)
     launch = _backward.get(q.get_device(), spec)
     launch.run(dout, q, k, v, out, lse, dlse, gradients, scale, left, right, softcap, sinks, *sequences)
     if gradients is not wanted:
