@@ -200,7 +200,11 @@ def store_sums(
     """
     activated = cute.make_rmem_tensor(sums.shape, Float32)
     activated.store(activate(sums.load(), activation))
-    for i in cutlass.range_constexpr(cute.size(sums)):
+    # By columns, each of all instructions: its address is not kept for the next one, which would spill
+    instruction = const_expr(cute.size(sums, mode=[0]))
+    instructions = const_expr(cute.size(sums) // instruction)
+    for place in cutlass.range_constexpr(cute.size(sums)):
+        i = const_expr(place // instructions + place % instructions * instruction)
         m, n = first_m + coordinates[i][0], first_n + coordinates[i][1]
         inside = m < d.shape[0] and n < d.shape[1]
         if const_expr(tile_rows is not None):

@@ -233,7 +233,7 @@ def choose(
     tokens, weights = min(m, n), max(m, n) * entries
     transposed = m < n
     if arch == "sm_90a" and along_k and k % BLOCK == 0 and entries == 1 and _is_some(tokens, epilogue):
-        config, tokens_along_n = choose_for_tokens(tokens, weights, k, num_sms)
+        config, tokens_along_n = choose_for_tokens(tokens, weights, k, num_sms, epilogue == "activate")
         return config, transposed if tokens_along_n else not transposed
     narrow = weights <= 8 * num_sms
     if arch == "sm_90a" and along_k and k % BLOCK == 0 and k >= 2048:  # of less zeros make up much of a tile

@@ -16,66 +16,85 @@ from cute_kernels.common.gemm_config import BLOCK, SHARED_MEMORY, GemmConfig
 Kernel = tuple[GemmConfig, bool]  # and whether tokens lie along its columns, not its rows
 
 FEWEST, MOST = 17, 512
-# Measured, by least squares and least loss over 230 shapes and 271 kernels (bench/experiments/gemm.md).
+# Measured, by least squares and least loss over 270 shapes and 119 kernels (bench/experiments/gemm.md).
 # Cycles of TMA for BLOCK elements of a row, and for a row beyond the matrix's end; of an instruction's products, to its
 # nominal ones; between a warpgroup's products of two tiles of K
-ROW, ROW_BEYOND, PRODUCT, DEPTH = 0.42, 3.85, 0.88, 4.1
+ROW, ROW_BEYOND, PRODUCT, DEPTH = 0.832, 4.09, 0.961, 23.9
 CYCLES = 1800.0  # in a microsecond
 # Bytes in a microsecond: from DRAM; weights from L2, tokens from L2; of a CTA's first tile
-DRAM, WEIGHTS, TOKENS, FIRST = 4.67e6, 7.88e6, 40.5e6, 2.2e5
-LATENCY = 0.75  # microseconds from a free slot to its next tile
+DRAM, WEIGHTS, TOKENS, FIRST = 5.5e6, 8.28e6, 69.0e6, 0.05e6
+LATENCY = 0.753  # microseconds from a free slot to its next tile
 # Microseconds: of a kernel beside its products; for each doubling of its cluster; of each further tile of a CTA; of
 # storing an element of a tile
-LAUNCH, CLUSTER, TILE, STORE = 4.82, 0.30, 0.47, 6.4e-5
-NORM = 2.28  # of the times that overlap: more is closer to the longest of them
+LAUNCH, CLUSTER, TILE, STORE = 4.19, 0.157, 0.261, 3.58e-05
+TURN = 0.02  # of TILE, where warpgroups take tiles in turn
+NORM = 2.24  # of the times that overlap: more is closer to the longest of them
 RESIDENT = 0.92  # share of the SMs that clusters of four find room on
 
 
-def _kernel(rows: int, columns: int, depth: int, cluster: tuple[int, int], tokens_along_n: bool = True) -> Kernel:
+def _kernel(
+    rows: int,
+    columns: int,
+    depth: int,
+    cluster: tuple[int, int],
+    tokens_along_n: bool = True,
+    ping_pong: bool = False,
+) -> Kernel:
     """A kernel with as many stages as fit."""
     room = SHARED_MEMORY - (0 if tokens_along_n else 2 * rows * 64)  # of parts of a tile on their way out
     stages = min(room // ((rows + columns) * depth * 2), 16)
-    return GemmConfig((rows, columns, depth), cluster, stages, 1 if tokens_along_n else 8), tokens_along_n
+    group = 1 if tokens_along_n else 8
+    return GemmConfig((rows, columns, depth), cluster, stages, group, ping_pong), tokens_along_n
 
 
 SOME_TOKENS: tuple[Kernel, ...] = (
     _kernel(32, 16, 256, (1, 2)),
-    _kernel(32, 32, 256, (1, 1)),
-    _kernel(32, 32, 256, (1, 2)),
+    _kernel(32, 48, 256, (1, 1)),
     _kernel(32, 80, 128, (1, 2)),
+    _kernel(64, 16, 256, (1, 2)),
     _kernel(64, 32, 128, (1, 1)),
-    _kernel(64, 32, 128, (1, 2)),
     _kernel(64, 32, 128, (2, 2)),
+    _kernel(64, 48, 128, (1, 2)),
     _kernel(64, 48, 128, (2, 1)),
     _kernel(64, 48, 128, (2, 2)),
     _kernel(64, 64, 128, (1, 2)),
-    _kernel(64, 80, 128, (1, 1)),
-    _kernel(64, 80, 128, (1, 2)),
-    _kernel(64, 96, 64, (1, 2)),
-    _kernel(64, 112, 128, (1, 2)),
+    _kernel(64, 80, 64, (1, 2)),
+    _kernel(64, 80, 128, (2, 1)),
+    _kernel(64, 96, 64, (1, 2), ping_pong=True),
+    _kernel(64, 112, 64, (1, 2), ping_pong=True),
     _kernel(64, 128, 64, (1, 2)),
-    _kernel(64, 160, 64, (1, 2)),
-    _kernel(64, 192, 64, (1, 2)),
-    _kernel(128, 64, 128, (2, 2)),
-    _kernel(128, 80, 128, (1, 2)),
+    _kernel(64, 160, 64, (1, 2), ping_pong=True),
+    _kernel(128, 80, 64, (1, 2), ping_pong=True),
+    _kernel(128, 80, 64, (2, 1), ping_pong=True),
+    _kernel(128, 96, 64, (1, 2), ping_pong=True),
+    _kernel(128, 96, 64, (2, 1), ping_pong=True),
+    _kernel(128, 112, 64, (1, 2), ping_pong=True),
     _kernel(128, 112, 128, (1, 1)),
+    _kernel(128, 128, 64, (1, 2), ping_pong=True),
+    _kernel(128, 160, 64, (1, 2), ping_pong=True),
+    _kernel(128, 192, 64, (1, 2), ping_pong=True),
     (GemmConfig((64, 32, 128), (2, 1), 8, 8), False),
-    _kernel(64, 64, 128, (1, 1), tokens_along_n=False),
     _kernel(64, 80, 128, (2, 1), tokens_along_n=False),
-    _kernel(64, 80, 128, (4, 1), tokens_along_n=False),
-    _kernel(64, 112, 128, (1, 1), tokens_along_n=False),
+    _kernel(64, 160, 64, (2, 1), tokens_along_n=False),
     _kernel(128, 80, 128, (2, 1), tokens_along_n=False),
-    (GemmConfig((128, 128, 64), (2, 1), 6, 8, ping_pong=True), False),
-    _kernel(128, 128, 128, (1, 2), tokens_along_n=False),
-    _kernel(128, 160, 64, (1, 2), tokens_along_n=False),
-    (GemmConfig((128, 160, 64), (2, 1), 5, 8, ping_pong=True), False),
+    _kernel(128, 96, 128, (2, 2), tokens_along_n=False),
+    _kernel(128, 128, 64, (1, 2), tokens_along_n=False, ping_pong=True),
+    _kernel(128, 160, 64, (2, 1), tokens_along_n=False, ping_pong=True),
     _kernel(128, 192, 64, (2, 1), tokens_along_n=False),
+    _kernel(128, 224, 64, (2, 1), tokens_along_n=False),
+    _kernel(128, 256, 64, (1, 2), tokens_along_n=False),
+    _kernel(128, 256, 64, (2, 1), tokens_along_n=False),
 )
 
 
-def choose_for_tokens(tokens: int, weights: int, k: int, num_sms: int) -> Kernel:
+# The others spill where an activation is computed: of all sums at once, which leave by no part of a tile
+ACTIVATED = tuple(kernel for kernel in SOME_TOKENS if not (kernel[0].ping_pong and kernel[1]))
+
+
+def choose_for_tokens(tokens: int, weights: int, k: int, num_sms: int, activated: bool = False) -> Kernel:
     """The kernel of the least estimated time, the first of equals."""
-    return min(SOME_TOKENS, key=lambda kernel: estimate(kernel, tokens, weights, k, num_sms))
+    kernels = ACTIVATED if activated else SOME_TOKENS
+    return min(kernels, key=lambda kernel: estimate(kernel, tokens, weights, k, num_sms))
 
 
 def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) -> float:
@@ -104,16 +123,18 @@ def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) ->
     cycles = (of_weights + of_tokens - beyond) * ROW + beyond * ROW_BEYOND
     tma = waves * k_tiles * depth / BLOCK * cycles / CYCLES
 
-    warpgroups = max(rows // 64, 1)
-    cycles = depth / 16 * warpgroups * max(columns / 2, (64 + columns) / 4) * PRODUCT
-    products = waves * k_tiles * (cycles + (DEPTH if warpgroups == 1 else 0.0)) / CYCLES
+    instructions = max(rows // 64, 1)
+    alone = instructions == 1 or config.ping_pong  # one warpgroup multiplies at a time
+    cycles = depth / 16 * instructions * max(columns / 2, (64 + columns) / 4) * PRODUCT
+    products = waves * k_tiles * (cycles + (DEPTH if alone else 0.0)) / CYCLES
 
     dram = 2 * (weights * k + tokens * k + tokens * weights) / DRAM
     along_tokens, along_weights = (clusters_n, clusters_m) if tokens_along_n else (clusters_m, clusters_n)
     l2 = 2 * weights * k * along_tokens / WEIGHTS + 2 * tokens * k * along_weights / TOKENS
-    slots = config.stages - (1.0 if warpgroups == 1 else 0.5)  # one warpgroup holds a slot longer
+    slots = config.stages - (1.0 if alone else 0.5)  # it holds a slot longer
     latency = waves * k_tiles / slots * LATENCY
 
     first = 2 * (rows + columns) * depth / FIRST
-    beside = LAUNCH + CLUSTER * math.log2(size) + first + TILE * (waves - 1) + STORE * rows * columns * waves
+    further, stored = (TURN * TILE, 1) if config.ping_pong else (TILE, waves)  # the other warpgroup hides the rest
+    beside = LAUNCH + CLUSTER * math.log2(size) + first + further * (waves - 1) + STORE * rows * columns * stored
     return beside + sum(time**NORM for time in (tma, products, dram, l2, latency)) ** (1 / NORM)
