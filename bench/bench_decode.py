@@ -4,7 +4,6 @@
     python -m bench.bench_decode --filter 'decode.16x8192'       cases whose name matches
     python -m bench.bench_decode --save                          and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_decode --list                          the names of the cases
-    python -m bench.bench_decode --providers cute_kernels,config_1    the chosen config and another one
 
 Parts, for runs that are cut short, as filters: 'x(1024|4096)x32x8x128', 'x8192x32x8x128', 'decode.*x32768x32x8x128',
 'x131072x32x8x128|prefill|append', 'x8x1x128', 'x64x8x64', 'decode.*(x40x8|x28x4)'.
@@ -17,9 +16,7 @@ from 1/16 of the keys to all of them). The direction ``append`` writes new keys 
 ``torch`` is torch's attention with cuDNN, over gathered keys where they lie in pages: the gathering is not timed.
 ``flash_attn_4`` is ``flash_attn.cute``, which has one split on Hopper. Both are full: their causal mask is top-left or
 the same for one query. ``flash_attn_3`` chooses its splits itself. ``flashinfer`` plans its splits for the lengths;
-the plan is not timed. ``config_1`` to ``config_3`` are the others of ``decode_configs``: scores ahead, parts of the
-values, both; all give the same bits. They are compiled when they are timed: not beside ``flash_attn_4``. ``read_floor``
-only reads as many bytes as the keys and values have.
+the plan is not timed. ``read_floor`` only reads as many bytes as the keys and values have.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +37,7 @@ from torch.nn.attention.bias import causal_lower_right
 from bench import harness
 from cute_kernels import attention_with_kv_cache
 from cute_kernels.attention import reference_cache
-from cute_kernels.attention.config import FEW_ROWS, DecodeConfig, decode_configs
-from cute_kernels.attention.launch import attention_append, decode
-from cute_kernels.runtime.launches import LaunchCache
+from cute_kernels.attention.launch import attention_append
 from jit_cache import command
 
 BATCHES = (1, 4, 16, 17, 36, 64, 128)
@@ -222,27 +216,6 @@ def _cute_kernels(case: Decode, inputs: Inputs) -> harness.Call:
     return lambda: (attention_with_kv_cache(inputs.q, inputs.k, inputs.v, **inputs.cache),)
 
 
-def _with_config(number: int, case: Decode, inputs: Inputs) -> harness.Call | None:
-    """This library's call with another config of ``decode_configs``; None: it has fewer."""
-    if number >= len(configs_of(case)):
-        return None
-    launches, call = LaunchCache(decode.DecodeLaunches), _cute_kernels(case, inputs)
-
-    def choose(*sizes: int) -> DecodeConfig:
-        return configs_of(case)[number]
-
-    def call_with_config() -> tuple[Tensor]:
-        with mock.patch.multiple(decode, _decode=launches, decode_config=choose):
-            return call()
-
-    return call_with_config
-
-
-def configs_of(case: Decode) -> tuple[DecodeConfig, ...]:
-    rows = case.queries * case.heads // case.pairs
-    return decode_configs(DecodeConfig(few_rows=rows <= FEW_ROWS), case.head_size)
-
-
 def _torch(case: Decode, inputs: Inputs) -> harness.Call:
     k, v = (t.transpose(1, 2) for t in inputs.gathered())
     q, gqa = inputs.q.transpose(1, 2), case.heads != case.pairs
@@ -328,7 +301,6 @@ PROVIDERS: dict[str, Callable[[Decode, Inputs], harness.Call | None]] = {
     "flashinfer": _flashinfer,
     FLOOR: _read_floor,
 }
-CONFIGS = {f"config_{i}": functools.partial(_with_config, i) for i in range(1, 4)}
 PACKAGES = {
     "flash_attn_3": ("flash_attn_interface",),
     "flash_attn_4": ("flash_attn.cute",),
@@ -385,7 +357,7 @@ def measure_decode(
     if isinstance(case, Append):
         return measure_append(case, providers, device, **options)
     inputs = make_inputs(case, device.name)
-    makers = {name: functools.partial((PROVIDERS | CONFIGS)[name], case, inputs) for name in providers}
+    makers = {name: functools.partial(PROVIDERS[name], case, inputs) for name in providers}
     floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
     truth = fp64_truth(inputs)
     return [harness.measure(case.case, makers, truth, device, floors=floors, sample=lambda out: out[:, -1:], **options)]
@@ -433,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return [case.case.name for case in every_case(quick)]
 
     options = harness.parse(
-        "decode", __doc__.splitlines()[0], "8192 keys", (*PROVIDERS, *CONFIGS), tuple(PROVIDERS), names, arguments
+        "decode", __doc__.splitlines()[0], "8192 keys", tuple(PROVIDERS), tuple(PROVIDERS), names, arguments
     )
     if isinstance(options, int):
         return options

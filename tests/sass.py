@@ -59,16 +59,3 @@ def exponentials_beside_products(kernel: Kernel) -> list[int]:
             elif count is not None and first & IS_MUFU == MUFU and second >> FUNCTION_AT & FUNCTIONS == EX2:
                 count += 1
     return found
-
-
-def exponentials_before_waits(kernel: Kernel) -> list[int]:
-    """How many there are, in the code, before each wait for all products, from the wait before."""
-    found, count = [], 0
-    for instructions in instructions_of(kernel):
-        for first, second in instructions:
-            if first & IS_WAIT == WAIT:
-                found.append(count)
-                count = 0
-            elif first & IS_MUFU == MUFU and second >> FUNCTION_AT & FUNCTIONS == EX2:
-                count += 1
-    return found

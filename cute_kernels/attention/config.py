@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -238,16 +238,10 @@ class DecodeConfig:
     Attributes:
         sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
         few_rows: a tile has at most ``FEW_ROWS``: of its two rows a thread computes the first one alone.
-        scores_ahead: a block's scores are found beside p of the block before, so that the tensor cores do not wait for
-            p; with ``few_rows``, whose registers have room for two blocks of scores, and not ``sequential``.
-        parts: of the values' channels, ``COLUMNS`` or a multiple each. Each part has a CTA of its own, which finds all
-            scores; not ``sequential``.
     """
 
     sequential: bool = False
     few_rows: bool = False
-    scores_ahead: bool = False
-    parts: int = 1
 
 
 class AppendSpec(NamedTuple):
@@ -295,15 +289,6 @@ def decode_config(head_size_v: int, rows: int, most_rows: int, tiles: int, split
     """
     whole = rows >= WARPGROUP_ROWS and tiles >= 4 * num_sms
     return DecodeConfig(sequential=splits > 1 and whole and head_size_v <= 192, few_rows=most_rows <= FEW_ROWS)
-
-
-def decode_configs(config: DecodeConfig, head_size_v: int) -> tuple[DecodeConfig, ...]:
-    """The config that is chosen, and others that serve the same call: for few rows scores ahead, parts, both."""
-    if not config.few_rows or config.sequential:
-        return (config,)
-    parts = head_size_v // COLUMNS if head_size_v % COLUMNS == 0 else 1
-    ahead = replace(config, scores_ahead=True)
-    return tuple(dict.fromkeys((config, ahead, replace(config, parts=parts), replace(ahead, parts=parts))))
 
 
 # Time of a block of keys of the decode kernel's tile, of 64 rows, where the forward's, of 128, takes 1. 32768 keys, 32

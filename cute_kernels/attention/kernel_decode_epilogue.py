@@ -40,18 +40,10 @@ class DecodeEpilogue(DecodeItems, Products):
         """One of the thread's rows among the sequence's."""
         return rows.tile * WARPGROUP_ROWS + row_of_thread(self.thread) + 8 * r
 
-    def pairs_of(self, row: cute.Tensor, thread: Int32, part: Int32) -> cute.Tensor:
-        """A row's numbers that are a thread's: two in each eight of its part."""
-        channels = self.head_size_v // self.parts
-        if const_expr(self.parts > 1):
-            row = cute.local_tile(row, (channels,), (part,))
-        layout = cute.make_layout((PAIR, QUAD, channels // 8), stride=(1, PAIR, 8))
+    def pairs_of(self, row: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """A row's numbers that are a thread's: two in each eight."""
+        layout = cute.make_layout((PAIR, QUAD, self.head_size_v // 8), stride=(1, PAIR, 8))
         return cute.make_tensor(row.iterator, layout)[None, thread % QUAD, None]
-
-    def writes_sums(self, rows: Rows):
-        """Whether the thread writes what there is of a row once."""
-        first = self.lane % QUAD == 0
-        return first if const_expr(self.parts == 1) else first & (rows.part == 0)
 
     def sink_of(self, head: Int32):
         return self.sinks[head].to(Float32) if const_expr(self.sinks is not None) else None
@@ -76,10 +68,10 @@ class DecodeEpilogue(DecodeItems, Products):
                 row = self.my_row(rows, r)
                 token, head = rows.first_query + row // self.group, rows.pair * self.group + row % self.group
                 empty, reciprocal, of_row = finish_row(maximum[r], total[r], self.score_scale, self.sink_of(head))
-                if self.writes_sums(rows):
+                if self.lane % QUAD == 0:
                     lse[rows.dense, head, token] = of_row
-                line = self.pairs_of(out[rows.dense, token, head, None], self.thread, rows.part)
-                for i in cutlass.range_constexpr(self.head_size_v // self.parts // 8):
+                line = self.pairs_of(out[rows.dense, token, head, None], self.thread)
+                for i in cutlass.range_constexpr(self.head_size_v // 8):
                     for e in cutlass.range_constexpr(PAIR):
                         number = finish_element(output[4 * i + 2 * r + e], empty, reciprocal)
                         rounded[e] = number.to(self.dtype)
@@ -95,11 +87,11 @@ class DecodeEpilogue(DecodeItems, Products):
         for r in cutlass.range_constexpr(ROWS):
             if self.exists(rows, r):
                 row = rows.row_id + (row_of_thread(self.thread) + 8 * r)
-                if self.writes_sums(rows):
+                if self.lane % QUAD == 0:
                     pair[0], pair[1] = maximum[r], total[r]
                     cute.autovec_copy(pair, sums[split, row, None])
-                line = self.pairs_of(partials[split, row, None], self.thread, rows.part)
-                for i in cutlass.range_constexpr(self.head_size_v // self.parts // 8):
+                line = self.pairs_of(partials[split, row, None], self.thread)
+                for i in cutlass.range_constexpr(self.head_size_v // 8):
                     for e in cutlass.range_constexpr(PAIR):
                         pair[e] = output[4 * i + 2 * r + e]
                     cute.autovec_copy(pair, line[None, i])
@@ -119,25 +111,25 @@ class DecodeEpilogue(DecodeItems, Products):
                 tiles = cute.ceil_div(item.queries * self.group, WARPGROUP_ROWS)
                 # Tiles of sequences before: at most one each is not full
                 before = (rows.dense * self.len_dense + item.first_query) * self.group // WARPGROUP_ROWS + item.sequence
-                if self.is_last(before * self.pairs + rows.pair * tiles + item.tile, splits * self.parts):
+                if self.is_last(before * self.pairs + item.pair * tiles + item.tile, splits):
                     self.merge(partials, sums, rows, splits, out, lse)
             number += 1
             last = self.wait_for_item(number)
 
     @cute.jit
-    def is_last(self, tile: Int32, partials: Int32):
-        """Whether the other partials of the tile are in the workspace; then its counter is 0 again."""
+    def is_last(self, tile: Int32, splits: Int32):
+        """Whether the other splits of the tile are in the workspace; then its counter is 0 again."""
         self.meet_to_merge()  # all have read the word of the tile before
         place, word = self.counters.iterator + (1 + tile), self.shared_word
         if self.thread % MERGERS == 0:
             cute.arch.fence_acq_rel_gpu()  # of what others of this CTA wrote, too, which was waited for
             before = cute.arch.atomic_add(place, Int32(1), sem="acq_rel", scope="gpu")
-            if before == partials - 1:
+            if before == splits - 1:
                 place[0] = Int32(0)
             word[0] = before
         self.meet_to_merge()
         cute.arch.fence_acq_rel_gpu()
-        return word[0] == partials - 1
+        return word[0] == splits - 1
 
     @cute.jit
     def merge(
@@ -230,8 +222,8 @@ class DecodeEpilogue(DecodeItems, Products):
         for r in cutlass.range_constexpr(ROWS):
             row = row_of_thread(thread) + 8 * r
             if rows.tile * WARPGROUP_ROWS + row < rows.queries * self.group:
-                line = self.pairs_of(partials[0, opaque(rows.row_id) + row, None], thread, rows.part)
-                for i in cutlass.range_constexpr(self.head_size_v // self.parts // 8):
+                line = self.pairs_of(partials[0, opaque(rows.row_id) + row, None], thread)
+                for i in cutlass.range_constexpr(self.head_size_v // 8):
                     if const_expr(way != "keep"):
                         cute.autovec_copy(line[None, i], pair)
                     for e in cutlass.range_constexpr(PAIR):

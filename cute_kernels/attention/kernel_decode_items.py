@@ -20,8 +20,7 @@ class Item(NamedTuple):
     """An item of work.
 
     Attributes:
-        sequence, pair, tile: the pair is a head of keys and values, its parts counted (``pair_of``); the tile is one of
-            the sequence's.
+        sequence, pair, tile: the pair is a head of keys and values; the tile is one of the sequence's.
         first_query, queries, keys: of the sequence, the first query in its tensor.
         tile_first, tile_last: blocks that the tile's rows see, from and to.
         first, last: those of the item. It has none if it is of a split that its tile does not see.
@@ -48,7 +47,6 @@ class Rows(NamedTuple):
         pair: head of keys and values.
         dense, first_query: where the sequence begins in q and out.
         row_id: of the tile's first row in the workspace.
-        part: of the values' channels.
     """
 
     tile: Int32
@@ -58,15 +56,14 @@ class Rows(NamedTuple):
     dense: Int32
     first_query: Int32
     row_id: Int32
-    part: Int32
 
 
 class DecodeItems:
     """A part of a kernel over a cache.
 
-    It has ``packed``, ``sequential``, ``parts``, ``block``, ``split_blocks``, and of a call ``cache_seqlens``,
-    ``cu_seqlens_q``, ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``,
-    ``pairs``, ``lane``, ``counters``, ``bidx``, ``grid``; in shared memory ``sItems``, ``item_full``, ``item_empty``.
+    It has ``packed``, ``sequential``, ``block``, ``split_blocks``, and of a call ``cache_seqlens``, ``cu_seqlens_q``,
+    ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``, ``pairs``, ``lane``,
+    ``counters``, ``bidx``, ``grid``; in shared memory ``sItems``, ``item_full``, ``item_empty``.
     """
 
     def rows_of(self, sequence: Int32) -> tuple:
@@ -100,7 +97,7 @@ class DecodeItems:
             if first + self.lane < self.batch:
                 _, queries, keys = self.rows_of(first + self.lane)
                 _, splits = self.splits_of(queries, keys)
-                items = cute.ceil_div(queries * self.group, WARPGROUP_ROWS) * (self.pairs * self.parts) * splits
+                items = cute.ceil_div(queries * self.group, WARPGROUP_ROWS) * self.pairs * splits
             behind = sum_to_lane(items, self.lane)
             of_group = cute.arch.shuffle_sync(behind, offset=WARP_SIZE - 1)
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + behind <= item))
@@ -119,8 +116,7 @@ class DecodeItems:
         first_split, _ = self.splits_of(queries, keys)
         tiles = cute.ceil_div(queries * self.group, WARPGROUP_ROWS)
         tile, number = number % tiles, number // tiles
-        pairs = self.pairs * self.parts
-        pair, split = number % pairs, first_split + number // pairs
+        pair, split = number % self.pairs, first_split + number // self.pairs
         places = self.places_of(tile, queries, keys)
         of_tile = self.blocks_of(places[0], places[1], keys)
         first, last = of_tile
@@ -186,18 +182,11 @@ class DecodeItems:
         if self.lane == 0:
             cute.arch.mbarrier_arrive(self.item_empty + number % ITEM_SLOTS)
 
-    def pair_of(self, item: Item) -> tuple:
-        """(An item's pair, which part of the values' channels it has)"""
-        if const_expr(self.parts == 1):
-            return item.pair, Int32(0)
-        return item.pair // self.parts, item.pair % self.parts
-
     def rows_of_item(self, item: Item) -> Rows:
-        pair, part = self.pair_of(item)
         dense = Int32(0) if const_expr(self.packed) else item.sequence
-        row_id = (pair * self.queries + dense * self.len_dense + item.first_query) * self.group
+        row_id = (item.pair * self.queries + dense * self.len_dense + item.first_query) * self.group
         row_id += item.tile * WARPGROUP_ROWS
-        return Rows(item.tile, item.queries, item.keys, pair, dense, item.first_query, row_id, part)
+        return Rows(item.tile, item.queries, item.keys, item.pair, dense, item.first_query, row_id)
 
     def splits_of_item(self, item: Item) -> tuple:
         """(Which of the tile's splits it is, how many the tile has)"""

@@ -33,9 +33,7 @@ class DecodeProducer(DecodeItems, Pages):
             if first < last:
                 self.publish(item, number)
                 number += 1
-                pair, part = self.pair_of(item)
-                gK, gV = tKgK[None, None, None, pair, None], tVgV[None, None, None, pair, None]
-                box = part * (self.channels // COLUMNS)  # of a row of v, the first
+                gK, gV = tKgK[None, None, None, item.pair, None], tVgV[None, None, None, item.pair, None]
                 window = first * self.boxes // WARP_SIZE
                 pages = self.look_up(item.sequence, item.keys, window)
                 coming = self.look_up(item.sequence, item.keys, window + 1)
@@ -48,10 +46,10 @@ class DecodeProducer(DecodeItems, Pages):
                             pages = coming
                             coming = self.look_up(item.sequence, item.keys, n * self.boxes // WARP_SIZE + 1)
                     self.load_part(tma_k, gK, tKsK, self.width, item.sequence, pages, n, count)
-                    self.load_part(tma_v, gV, tVsV, self.channels, item.sequence, of_values, n - 1, count + 1, box)
+                    self.load_part(tma_v, gV, tVsV, self.width_v, item.sequence, of_values, n - 1, count + 1)
                     count += 2
                 ticket = self.draw()  # as late as the wait for a slot hides it
-                self.load_part(tma_v, gV, tVsV, self.channels, item.sequence, pages, last - 1, count, box)
+                self.load_part(tma_v, gV, tVsV, self.width_v, item.sequence, pages, last - 1, count)
                 count += 1
             else:
                 ticket = self.draw()
@@ -68,11 +66,10 @@ class DecodeProducer(DecodeItems, Pages):
         pages: Int32,
         n: Int32,
         count: Int32,
-        first=0,
     ):
-        """Block ``n`` of keys or values, ``width`` channels from the ``first`` box of a row on."""
+        """Block ``n`` of keys or values of ``width`` channels."""
         parts, num_bytes = width // COLUMNS, 2 * self.block * width
-        self.load_boxes(atom, source, ring, parts, sequence, pages, n, count, self.full, self.empty, num_bytes, first)
+        self.load_boxes(atom, source, ring, parts, sequence, pages, n, count, self.full, self.empty, num_bytes)
 
     @cute.jit
     def load_queries(self, q: cute.Tensor):

@@ -1,10 +1,9 @@
 """Attention over a cache for SM90: few rows of queries a sequence, many keys, contiguous or in pages.
 
 A row is (query, head of the group that shares keys), the head fastest; a tile has 64 of them. An item of work is a
-tile and a split of its keys (``sequential``: all its splits), and a part of the values' channels if they have parts.
-Which there are follows from the lengths on the device; a CTA takes a ticket for its next one when it has nearly loaded
-the one before. One warp loads blocks, one queries, a warpgroup computes, two warps merge: each goes on to the next item
-when its part of this one is done.
+tile and a split of its keys (``sequential``: all its splits). Which there are follows from the lengths on the device;
+a CTA takes a ticket for its next one when it has nearly loaded the one before. One warp loads blocks, one queries, a
+warpgroup computes, two warps merge: each goes on to the next item when its part of this one is done.
 
     item --warp that loads--> sItems (full / empty)                    --> all
     gmem q --warp--> sQ, one item ahead (full / empty)                 \\
@@ -16,15 +15,15 @@ The contract ``kv_grid``: kernel_row.py has its arithmetic; here are the product
 forward. Splits are merged by their index, whichever CTA is last. Keys behind a sequence's last do not exist: their
 scores are selected away, their values are zeroed in shared memory, and their pages are not looked up.
 
-Its parts: kernel_decode_items.py finds the items, kernel_decode_producer.py loads, kernel_decode_blocks.py walks over a
-tile's blocks, kernel_products_sm90.py multiplies, kernel_decode_epilogue.py merges and writes.
+The parts: kernel_decode_items.py finds the items, kernel_decode_producer.py loads, here a tile walks over its blocks,
+kernel_products_sm90.py multiplies, kernel_decode_epilogue.py merges and writes.
 
 Profile: ncu --clock-control none -k regex:DecodeSm90 python -m bench.bench_decode --filter 8192
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -38,11 +37,11 @@ from cute_kernels.attention.config import (
     grid_for,
     width_of,
 )
-from cute_kernels.attention.kernel_decode_blocks import DecodeBlocks
-from cute_kernels.attention.kernel_decode_items import ITEM_SLOTS, Item
+from cute_kernels.attention.kernel_decode_epilogue import DecodeEpilogue
+from cute_kernels.attention.kernel_decode_items import ITEM_SLOTS, Item, Rows
 from cute_kernels.attention.kernel_decode_producer import DecodeProducer
 from cute_kernels.attention.kernel_matrices import by_rows
-from cute_kernels.attention.kernel_row import ROWS, per_row, quad_sum
+from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, quad_sum, reset, softmax_step
 from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
@@ -51,23 +50,22 @@ COMPUTE_WARPS = WARPGROUP // WARP_SIZE
 LOAD_WARP, QUERY_WARP = COMPUTE_WARPS, COMPUTE_WARPS + 1  # the last two merge
 
 
-class DecodeSm90(DecodeProducer, DecodeBlocks):
+class DecodeSm90(DecodeProducer, DecodeEpilogue):
     """See the module; arguments as in the builder ``decode_sm90``."""
 
     def __init__(self, spec: DecodeSpec, config: DecodeConfig):
         self.dtype = cutlass_dtype(spec.dtype)
         self.head_size, self.head_size_v = spec.head_size, spec.head_size_v
-        self.width = width_of(spec.head_size)
+        self.width, self.width_v = width_of(spec.head_size), width_of(spec.head_size_v)
         self.packed, self.paged, self.softcap = spec.packed, spec.page_rows > 0, spec.softcap
         self.block, split = grid_for(spec.head_size, spec.head_size_v)
         self.split_blocks = split // self.block
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
-        self.sequential, self.few_rows, self.scores_ahead = config.sequential, config.few_rows, config.scores_ahead
-        self.parts, self.channels = config.parts, width_of(spec.head_size_v) // config.parts  # of O, of each part
+        self.sequential, self.few_rows = config.sequential, config.few_rows
         self.thread_rows = 1 if config.few_rows else ROWS
         self.stages = decode_slots(spec.head_size, spec.head_size_v)
-        self.slot_size = self.block * max(self.width, self.channels)
+        self.slot_size = self.block * max(self.width, self.width_v)
 
     @cute.jit
     def __call__(
@@ -93,7 +91,7 @@ class DecodeSm90(DecodeProducer, DecodeBlocks):
         num_ctas: Int32,
         stream,
     ):
-        qk_mma, pv_mma = self.tiled_mma(self.block, False), self.tiled_mma(self.channels, True)
+        qk_mma, pv_mma = self.tiled_mma(self.block, False), self.tiled_mma(self.width_v, True)
         load, (_, _, _, box_layout) = cpasync.CopyBulkTensorTileG2SOp(), self.layouts()
         tma_k, mK = cpasync.make_tiled_tma_atom(load, by_rows(k_cache), box_layout, (self.box_rows, COLUMNS))
         tma_v, mV = cpasync.make_tiled_tma_atom(load, by_rows(v_cache), box_layout, (self.box_rows, COLUMNS))
@@ -116,7 +114,7 @@ class DecodeSm90(DecodeProducer, DecodeBlocks):
         return (
             cute.tile_to_shape(along, (WARPGROUP_ROWS, self.width, QUERY_STAGES), order=(0, 1, 2)),
             cute.tile_to_shape(along, (self.block, self.width), order=(0, 1)),
-            cute.tile_to_shape(across, (self.channels, self.block), order=(1, 0)),
+            cute.tile_to_shape(across, (self.width_v, self.block), order=(1, 0)),
             cute.tile_to_shape(along, (self.box_rows, COLUMNS), order=(0, 1)),
         )
 
@@ -208,7 +206,7 @@ class DecodeSm90(DecodeProducer, DecodeBlocks):
 
         self.sK, self.sV = ring(k_layout.outer, k_layout), ring(v_layout.outer, v_layout)
         boxes = cute.make_layout(
-            (self.box_rows, COLUMNS, self.boxes, max(self.width, self.channels) // COLUMNS),
+            (self.box_rows, COLUMNS, self.boxes, max(self.width, self.width_v) // COLUMNS),
             stride=(COLUMNS, 1, self.box_rows * COLUMNS, self.block * COLUMNS),
         )
         self.sBoxes = ring(boxes, box_layout)
@@ -226,7 +224,7 @@ class DecodeSm90(DecodeProducer, DecodeBlocks):
         sums: cute.Tensor,
     ):
         """The blocks of each item, in ascending order."""
-        tensors, state = self.set_up(qk_mma, pv_mma, self.channels)
+        tensors, state = self.set_up(qk_mma, pv_mma, self.width_v)
         output, _ = tensors
         merged = tuple(per_row() for _ in range(2))  # (M, L)
 
@@ -240,22 +238,17 @@ class DecodeSm90(DecodeProducer, DecodeBlocks):
             stage = number % QUERY_STAGES
             cute.arch.mbarrier_wait(self.q_full + stage, number // QUERY_STAGES % 2)
 
+            self.first_block(tensors, state, rows, stage, first, count)
             start = count - 2 * first - 1  # of a block's number in the ring
-            if const_expr(self.scores_ahead):
-                self.walk_ahead(tensors, state, rows, stage, first, last, start)
+            if const_expr(self.sequential):
+                self.walk(tensors, state, merged, partials, rows, stage, first, last, start)
             else:
-                self.first_block(tensors, state, rows, stage, first, count)
-                if const_expr(self.sequential):
-                    self.walk(tensors, state, merged, partials, rows, stage, first, last, start)
-                else:
-                    for n in cutlass.range(first + 1, last, unroll=1):
-                        self.next_block(tensors, state, rows, stage, n, start + 2 * n)
+                for n in cutlass.range(first + 1, last, unroll=1):
+                    self.next_block(tensors, state, rows, stage, n, start + 2 * n)
             count += 2 * (last - first)
             if self.lane == 0:
                 cute.arch.mbarrier_arrive(self.q_empty + stage)
-            if const_expr(not self.scores_ahead):
-                self.find_values(rows, last, count - 1)
-                self.last_values(tensors, count - 1)
+            self.last_values(tensors, rows, last, count - 1)
             for r in cutlass.range_constexpr(ROWS):
                 state[1][r] = quad_sum(state[1][r])
             if const_expr(self.sequential):
@@ -270,6 +263,140 @@ class DecodeSm90(DecodeProducer, DecodeBlocks):
                 cute.arch.mbarrier_arrive(self.kept + number % ITEM_SLOTS)
             number += 1
             last_block = self.wait_for_item(number)
+
+    def sees_all(self, rows: Rows, n: Int32):
+        """Whether every row of the tile sees every key of a block."""
+        first, last = self.places_of(rows.tile, rows.queries, rows.keys)
+        seen = cutlass.min(first + self.right, rows.keys - 1)
+        return (n * self.block >= last - self.left) & ((n + 1) * self.block <= seen + 1)
+
+    @cute.jit
+    def first_block(self, tensors: tuple, state: tuple, rows: Rows, stage: Int32, n: Int32, count: Int32):
+        """Scores and p of an item's first block."""
+        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        slot, phase = self.place_in_ring(count)
+        cute.arch.mbarrier_wait(self.full + slot, phase)
+        warpgroup.fence()
+        self.score(scores, slot, stage)
+        warpgroup.wait_group(0)
+        self.release(slot)
+        self.mask(scores, rows, n)
+        self.weigh_first(tensors, state, scores)
+
+    @cute.jit
+    def walk(
+        self,
+        tensors: tuple,
+        state: tuple,
+        merged: tuple,
+        partials: cute.Tensor,
+        rows: Rows,
+        stage: Int32,
+        first: Int32,
+        last: Int32,
+        start: Int32,
+    ):
+        """All but the last product with values, of all splits."""
+        first_split, end_split = first // self.split_blocks, cute.ceil_div(last, self.split_blocks)
+        for split in cutlass.range(first_split, end_split, unroll=1):
+            begin = cutlass.max(split * self.split_blocks, first) + 1
+            end = cutlass.min((split + 1) * self.split_blocks, last)
+            for n in cutlass.range(begin, end, unroll=1):
+                self.next_block(tensors, state, rows, stage, n, start + 2 * n)
+            if end < last:
+                self.border_block(
+                    tensors, state, merged, partials, rows, stage, end, start + 2 * end, split == first_split
+                )
+
+    @cute.jit
+    def next_block(self, tensors: tuple, state: tuple, rows: Rows, stage: Int32, n: Int32, count: Int32):
+        """Scores and p of block ``n`` beside the product of block n - 1 with the values."""
+        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        v_slot = self.issue_products(tensors, scores, stage, count)
+        self.mask(scores, rows, n)
+        self.weigh(tensors, state, scores)
+        self.release(v_slot)
+        self.round_weights(scores, tensors[1])
+
+    @cute.jit
+    def border_block(
+        self,
+        tensors: tuple,
+        state: tuple,
+        merged: tuple,
+        partials: cute.Tensor,
+        rows: Rows,
+        stage: Int32,
+        n: Int32,
+        count: Int32,
+        is_first: Boolean,
+    ):
+        """``next_block`` where block n - 1 ends a split, of this tile the first one or not.
+
+        Apart from ``next_block``: ptxas serializes the products of a loop with this branch.
+        """
+        output, weights = tensors
+        maximum, total, rescale = state
+        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
+        v_slot = self.issue_products(tensors, scores, stage, count)
+        ended_maximum, ended_total = per_row(), per_row()
+        for r in cutlass.range_constexpr(ROWS):
+            ended_maximum[r], ended_total[r] = maximum[r], total[r]
+        reset(maximum, total)
+        self.mask(scores, rows, n)
+        softmax_step(scores, maximum, total, rescale, self.score_scale, self.thread_rows)
+        self.end_split(output, ended_maximum, ended_total, merged, partials, rows, is_first)
+        self.release(v_slot)
+        self.round_weights(scores, weights)
+
+    @cute.jit
+    def issue_products(self, tensors: tuple, scores: cute.Tensor, stage: Int32, count: Int32):
+        """A block's with q, which is waited for, and the block's before with p, which is not. Returns its v's slot."""
+        k_slot, k_phase = self.place_in_ring(count)
+        v_slot, v_phase = self.place_in_ring(count + 1)
+        cute.arch.mbarrier_wait(self.full + k_slot, k_phase)
+        warpgroup.fence()
+        self.score(scores, k_slot, stage)
+        cute.arch.mbarrier_wait(self.full + v_slot, v_phase)
+        self.add_values(tensors, v_slot)
+        warpgroup.wait_group(1)
+        self.release(k_slot)
+        return v_slot
+
+    @cute.jit
+    def last_values(self, tensors: tuple, rows: Rows, last: Int32, count: Int32):
+        """The product of an item's last block with the values, those behind the last key zeroed."""
+        slot, phase = self.place_in_ring(count)
+        cute.arch.mbarrier_wait(self.full + slot, phase)
+        missing = last * self.block - rows.keys
+        if missing > 0:
+            if self.thread >= self.block - missing and self.thread < self.block:
+                row = self.sBoxes[self.thread % self.box_rows, None, self.thread // self.box_rows, None, slot]
+                zeros = cute.make_rmem_tensor((8,), self.dtype)
+                zeros.fill(0.0)
+                for column in cutlass.range_constexpr(self.width_v // 8):
+                    part = row[None, column // (COLUMNS // 8)]
+                    cute.autovec_copy(zeros, cute.local_tile(part, (8,), (column % (COLUMNS // 8),)))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.meet()
+        warpgroup.fence()
+        self.add_values(tensors, slot)
+        warpgroup.wait_group(0)
+        self.release(slot)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, rows: Rows, n: Int32):
+        """Scores as they are meant to be: capped, those of keys that a row does not see -inf."""
+        if const_expr(self.softcap):
+            cap(scores, self.before_tanh)
+        if not self.sees_all(rows, n):
+            column = n * self.block + first_column(self.lane)
+            first, last = [], []
+            for r in cutlass.range_constexpr(ROWS):
+                place = self.my_row(rows, r) // self.group + rows.keys - rows.queries
+                first.append(place - self.left - column)
+                last.append(cutlass.min(place + self.right, rows.keys - 1) - column)
+            hide(scores, tuple(last), tuple(first))
 
 
 @compiled

@@ -49,12 +49,8 @@ class Pages(Rings):
         full: cute.Pointer,
         empty: cute.Pointer,
         num_bytes: cutlass.Constexpr[int],
-        first=0,
     ):
-        """Block ``n`` into the slot of its place in the order of loads, once that is empty.
-
-        ``parts``: boxes of a row, from its ``first`` one on.
-        """
+        """Block ``n`` into the slot of its place in the order of loads, once that is empty; ``parts``: of a row."""
         slot, phase = self.place_in_ring(count)
         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
         if self.lane == 0:
@@ -65,6 +61,4 @@ class Pages(Rings):
                 page = cute.arch.shuffle_sync(pages, offset=(n * self.boxes + box) % WARP_SIZE)
                 row = n % (self.page_size // self.block) if const_expr(self.box_rows == self.block) else Int32(0)
             for part in cutlass.range_constexpr(parts):
-                cute.copy(
-                    atom, source[None, row, first + part, page], ring[None, box, part, slot], tma_bar_ptr=full + slot
-                )
+                cute.copy(atom, source[None, row, part, page], ring[None, box, part, slot], tma_bar_ptr=full + slot)

@@ -9,7 +9,7 @@ Each is ``serial_k16``: steps of 16, ascending. A row's bits depend on no other 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
@@ -84,24 +84,12 @@ class Products:
         output, _ = tensors
         maximum, total, rescale = state
         moved = softmax_step(scores, maximum, total, rescale, self.score_scale, self.thread_rows)
-        self.wait_for_products()
-        self.rescale_rows(output, rescale, cute.arch.vote_any_sync(moved))
-
-    @cute.jit
-    def wait_for_products(self):
-        """All of them, behind the exponentials.
-
-        These stay before the wait only if a branch is between them: ptxas moves them behind it. The wait is not in the
-        branch, which a warp may take alone: all of a warpgroup execute the same one.
-        """
+        # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it. The
+        # wait is not in the branch, which a warp may take alone: all of a warpgroup execute the same one
         for _ in cutlass.range(Int32(-self.score_scale), unroll=1):  # not once, which the compiler does not know
             cute.arch.sync_warp()
         warpgroup.wait_group(0)
-
-    @cute.jit
-    def rescale_rows(self, output: cute.Tensor, rescale: cute.Tensor, moves: Boolean):
-        """O, where a maximum of the warp's rows moves."""
-        if moves:
+        if cute.arch.vote_any_sync(moved):
             for i in cutlass.range_constexpr(cute.size(output)):
                 if cutlass.const_expr(row_of(i) < self.thread_rows):
                     output[i] = rescale_element(output[i], rescale[row_of(i)])

@@ -11,24 +11,19 @@ import torch
 from torch import Tensor
 
 from cute_kernels import attention_with_kv_cache
-from cute_kernels.attention.config import FEW_ROWS, DecodeConfig, decode_configs
+from cute_kernels.attention.config import FEW_ROWS, DecodeConfig
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 
 # A CTA has a split, all splits, or the forward's kernel serves
 WAYS = ("parallel", "sequential", "forward")
-# Ways of few rows, and which of ``decode_configs`` they take
-FEW_ROWS_WAYS = {"scores ahead": 1, "parts": 2, "scores ahead, parts": 3}
 
 
 def choose_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Calls over a cache go this way, whatever their sizes."""
 
     def config(head_size_v: int, rows: int, most_rows: int, *sizes: int) -> DecodeConfig:
-        few_rows = way in ("parallel", *FEW_ROWS_WAYS) and most_rows <= FEW_ROWS
-        config = DecodeConfig(way == "sequential", few_rows)
-        configs = decode_configs(config, head_size_v)
-        return configs[min(FEW_ROWS_WAYS.get(way, 0), len(configs) - 1)]  # 64 channels have no parts
+        return DecodeConfig(way == "sequential", few_rows=way == "parallel" and most_rows <= FEW_ROWS)
 
     monkeypatch.setattr(launch_decode, "decode_config", config)
     monkeypatch.setattr(launch_decode, "prefills", lambda *sizes: way == "forward")

@@ -7,10 +7,8 @@ import torch
 
 from cute_kernels import UnsupportedDeviceError, attention, attention_with_kv_cache, merge_attention
 from cute_kernels.attention import launch
-from cute_kernels.attention.config import DecodeConfig, DecodeSpec, ForwardSpec, decode_config, decode_configs, prefills
-from cute_kernels.attention.launch.decode import launch_of
-from cute_kernels.runtime.targets import Target
-from tests.attention.cache_cases import FEW_ROWS_WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
+from cute_kernels.attention.config import DecodeConfig, ForwardSpec, decode_config, prefills
+from tests.attention.cache_cases import Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, SPLIT, same_bits
 from tests.fakes import fake_kernels
 from tests.runtime.thread_cases import first_calls
@@ -164,22 +162,6 @@ def test_many_splits_and_many_tiles(generator):
     for sizes in ((64, 64, 64, 540, 1), (64, 9, 9, 1060, 2), (256, 64, 64, 540, 2)):
         assert decode_config(*sizes, 132) == DecodeConfig()
     assert decode_config(64, 1, 8, 1060, 2, 132) == DecodeConfig(few_rows=True)
-
-
-def test_configs_of_few_rows(monkeypatch, generator):
-    """A part has 64 channels of the values and items of its own; other calls have one config."""
-    few = DecodeConfig(few_rows=True)
-    assert [config.parts for config in decode_configs(few, 256)] == [1, 1, 4, 4]
-    assert {config.parts for size in (64, 72, 96) for config in decode_configs(few, size)} == {1}
-    for config in (DecodeConfig(), DecodeConfig(sequential=True)):
-        assert decode_configs(config, 128) == (config,)
-    launched, spec = [], DecodeSpec(BF16, 128, 128, False, 0)
-    for way in ("parallel", *FEW_ROWS_WAYS):
-        choose_way(monkeypatch, way)
-        with fake_kernels():
-            launched.append(launch_of(Target("sm_90a", 132), spec, (1, 1, 8, 2, 1, 3)))
-    assert [found.num_ctas for found in launched] == [6, 6, 12, 12]
-    assert len({(found.partials, found.sums, found.counters) for found in launched}) == 1
 
 
 def test_as_an_operator(generator):

@@ -14,14 +14,13 @@ from cute_kernels.attention.config import (
     backward_block,
     backward_config,
     configs_for,
-    decode_configs,
     forward_config,
     grid_for,
     prefill_spec,
 )
 from tests.attention.cases import BF16
 from tests.norm.test_compile import check_record
-from tests.sass import exponentials_before_waits, exponentials_beside_products, is_serialized, products_of
+from tests.sass import exponentials_beside_products, is_serialized, products_of
 
 EVERY = [pytest.mark.slow, pytest.mark.exhaustive]
 PACKED = {"packed_q": True, "packed_k": True}
@@ -91,26 +90,6 @@ def test_decode(spec):
     assert not is_serialized(kernel)
     found = exponentials_beside_products(kernel)
     assert found and min(found) >= grid_for(spec.head_size, spec.head_size_v).block // 4
-
-
-AHEAD = [
-    (spec, config)
-    for spec in [*DECODE[1::2], QUICK_DECODE._replace(softcap=True, sinks=BF16)]
-    for config in decode_configs(DecodeConfig(few_rows=True), spec.head_size_v)
-    if config.scores_ahead
-]
-
-
-@pytest.mark.parametrize(("spec", "config"), [pytest.param(*a, marks=EVERY, id=str(a)) for a in AHEAD])
-def test_scores_ahead(spec, config):
-    """A block's products are in flight together: no wait leaves any, and all exponentials are before it."""
-    kernel = decode(spec, config)
-    assert not is_serialized(kernel)
-    # The first block's scores, a turn of the loop, the last block's values
-    block = grid_for(spec.head_size, spec.head_size_v).block
-    assert len(products_of(kernel)) == 2 * (-(-spec.head_size // 16)) + 2 * block // 16
-    assert sum(products_of(kernel)) == 4 and exponentials_before_waits(kernel)[1] >= block // 4
-    check_record(kernel.record)
 
 
 @pytest.mark.slow

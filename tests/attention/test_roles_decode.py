@@ -21,21 +21,17 @@ WAITS = "item_full", "item_empty", "q_full", "q_empty", "full", "empty", "kept",
 
 
 class Work(NamedTuple):
-    """An item: which split of how many a tile has, its blocks, which part of the values of how many."""
+    """An item: which split of how many a tile has, and its blocks."""
 
     tile: int
     split: int
     splits: int
     blocks: int
-    part: int = 0
-    parts: int = 1
 
 
 class Cta:
-    def __init__(self, world: World, number: int, slots: int, way: str):
-        sequential = way == "sequential"
+    def __init__(self, world: World, number: int, slots: int, sequential: bool):
         self.world, self.number, self.slots, self.sequential = world, number, slots, sequential
-        self.walk = self.walk_ahead if way == "scores ahead" else self.walk_blocks
         self.arrivals: Counter = Counter()
         self.expected = {"item_empty": 2 if sequential else 3}
         self.memory: dict = {}
@@ -135,70 +131,38 @@ class Cta:
             stage, use = number % QUERY_STAGES, number // QUERY_STAGES
             yield from self.wait("q_full", stage, use)
             yield from self.full(count)
-            yield from self.products([self.keys(number, stage, 0, count)], 0)
-            self.release_slot(count)
-            yield from self.walk(item.blocks, number, stage, count)
+            yield from self.products([("q", stage, number), ("ring", count % self.slots, (number, "k", 0))], 0)
+            self.arrive("empty", count % self.slots, count // self.slots)
+            for n in range(1, item.blocks):
+                k, v = count + 2 * n - 1, count + 2 * n
+                yield from self.full(k)
+                self.pending.append([("q", stage, number), ("ring", k % self.slots, (number, "k", n))])
+                yield from self.full(v)
+                yield from self.products([("ring", v % self.slots, (number, "v", n - 1))], 1)
+                self.arrive("empty", k % self.slots, k // self.slots)
+                yield from self.products([], 0)
+                self.arrive("empty", v % self.slots, v // self.slots)
             count += 2 * item.blocks
+            self.arrive("q_empty", stage, use)
+            last = count - 1
+            yield from self.full(last)
+            yield from self.products([("ring", last % self.slots, (number, "v", item.blocks - 1))], 0)
+            self.arrive("empty", last % self.slots, last // self.slots)
             self.world.done[item] += 1
             if not self.sequential:
                 if item.splits > 1:
-                    self.world.sums[item.tile].append((item.split, item.part))
+                    self.world.sums[item.tile].append(item.split)
                 self.arrive("kept", number % ITEM_SLOTS, number // ITEM_SLOTS)
             number += 1
         self.working = False
 
-    def walk_blocks(self, blocks: int, number: int, stage: int, count: int):
-        for n in range(1, blocks):
-            k, v = count + 2 * n - 1, count + 2 * n
-            yield from self.full(k)
-            self.pending.append(self.keys(number, stage, n, k))
-            yield from self.full(v)
-            yield from self.products([self.values(number, n - 1, v)], 1)
-            self.release_slot(k)
-            yield from self.products([], 0)
-            self.release_slot(v)
-        self.arrive("q_empty", stage, number // QUERY_STAGES)
-        last = count + 2 * blocks - 1
-        yield from self.full(last)
-        yield from self.products([self.values(number, blocks - 1, last)], 0)
-        self.release_slot(last)
-
-    def walk_ahead(self, blocks: int, number: int, stage: int, count: int):
-        for n in range(1, blocks):
-            k, v = count + 2 * n - 1, count + 2 * n
-            yield from self.full(k)
-            self.pending.append(self.keys(number, stage, n, k))
-            yield from self.full(v)
-            yield from self.products([], 0)
-            self.pending.append(self.values(number, n - 1, v))
-            self.release_slot(k)
-            if n > 1:
-                self.release_slot(k - 1)
-        last = count + 2 * blocks - 1
-        yield from self.full(last)
-        yield from self.products([], 0)
-        if blocks > 1:
-            self.release_slot(last - 1)
-        yield from self.products([self.values(number, blocks - 1, last)], 0)
-        self.release_slot(last)
-        self.arrive("q_empty", stage, number // QUERY_STAGES)
-
-    def keys(self, number: int, stage: int, n: int, count: int) -> list:
-        """The place that a product of q reads."""
-        return [("q", stage, number), ("ring", count % self.slots, (number, "k", n))]
-
-    def values(self, number: int, n: int, count: int) -> list:
-        return [("ring", count % self.slots, (number, "v", n))]
-
-    def release_slot(self, count: int) -> None:
-        self.arrive("empty", count % self.slots, count // self.slots)
-
     def full(self, count: int):
         yield from self.wait("full", count % self.slots, count // self.slots)
 
-    def products(self, issued: list, left: int):
-        """Issue products, and wait until so many are left."""
-        self.pending += issued
+    def products(self, reads: list, left: int):
+        """Issue a product, if it reads something, and wait until so many are left."""
+        if reads:
+            self.pending.append(reads)
         if self.world.without != "products":
             yield lambda: len(self.pending) <= left, nothing
 
@@ -219,41 +183,35 @@ class Cta:
             yield from self.wait("kept", number % ITEM_SLOTS, number // ITEM_SLOTS)
             self.release(number)
             if item.splits > 1:
-                assert (item.split, item.part) in world.sums[item.tile], "a partial is counted before it is kept"
+                assert item.split in world.sums[item.tile], "a partial is counted before it is kept"
                 yield always, nothing
                 world.counted[item.tile] += 1
-                if world.counted[item.tile] == item.splits * item.parts:
+                if world.counted[item.tile] == item.splits:
                     world.counted[item.tile] = 0
-                    every = [(split, part) for split in range(item.splits) for part in range(item.parts)]
-                    assert sorted(world.sums[item.tile]) == every
+                    assert sorted(world.sums[item.tile]) == list(range(item.splits))
                     world.merged[item.tile] += 1
             number += 1
 
 
 def work(rng: random.Random, sequential: bool) -> list[Work]:
     """Items in the order of their numbers, some without blocks: a tile has as many splits as items with blocks."""
-    items, parts = [], 1 if sequential else rng.randint(1, 3)
+    items = []
     for tile in range(rng.randint(1, 12)):
         splits = 1 if sequential else rng.randint(1, 4)
-        lengths = [rng.randint(1, 4) for _ in range(splits)]
-        found = [
-            Work(tile, split, splits, blocks, part, parts)
-            for split, blocks in enumerate(lengths)
-            for part in range(parts)
-        ]
+        found = [Work(tile, split, splits, rng.randint(1, 4)) for split in range(splits)]
         items += [Work(tile, -1, splits, 0)] * rng.randint(0, 2) + found
     return items
 
 
-def run(seed: int, way: str, without: str = "") -> None:
-    rng, sequential = random.Random(seed), way == "sequential"
+def run(seed: int, sequential: bool, without: str = "") -> None:
+    rng = random.Random(seed)
     items = work(rng, sequential)
     world = World(items, without, rng)
     world.ctas, world.done, world.merged = rng.randint(1, 6), Counter(), Counter()
     world.sums, world.counted = defaultdict(list), Counter()
     slots = rng.randint(3, 6)
     for number in range(world.ctas):
-        Cta(world, number, slots, way)
+        Cta(world, number, slots, sequential)
     world.run()
     assert world.done == Counter(item for item in items if item.blocks)
     assert world.tickets == 0 and not any(world.counted.values())
@@ -261,15 +219,14 @@ def run(seed: int, way: str, without: str = "") -> None:
     assert world.merged == Counter(wanted)
 
 
-@pytest.mark.parametrize("way", ["parallel", "sequential", "scores ahead"])
-def test_roles(way):
+@pytest.mark.parametrize("sequential", [False, True], ids=["parallel", "sequential"])
+def test_roles(sequential):
     for seed in range(60):
-        run(seed, way)
+        run(seed, sequential)
 
 
-@pytest.mark.parametrize("way", ["parallel", "scores ahead"])
 @pytest.mark.parametrize("without", WAITS)
-def test_each_wait_is_needed(without, way):
+def test_each_wait_is_needed(without):
     with pytest.raises(AssertionError):
         for seed in range(200):
-            run(seed, way, without)
+            run(seed, False, without)

@@ -125,10 +125,7 @@ class DecodeLaunch(NamedTuple):
     @property
     def name(self) -> str:
         """The kernel and its configuration."""
-        of_cta = "all splits" if self.config.sequential else "a split"
-        if self.config.parts > 1:
-            of_cta += f", 1/{self.config.parts} of the values"
-        return f"attention_decode ({of_cta} a CTA)"
+        return f"attention_decode ({'all splits' if self.config.sequential else 'a split'} a CTA)"
 
 
 class DecodeLaunches:
@@ -162,7 +159,7 @@ def launch_of(target: Target, spec: DecodeSpec, sizes: Sizes) -> DecodeLaunch | 
     rows = queries * group  # of a pair; the tiles of all sequences are at most
     tiles = min(sequences * -(-max_seqlen_q * group // WARPGROUP_ROWS), rows // WARPGROUP_ROWS + sequences) * pairs
     config = decode_config(dv, rows // sequences, max_seqlen_q * group, tiles, splits, target.num_sms)
-    items = tiles if config.sequential else tiles * splits * config.parts
+    items = tiles if config.sequential else tiles * splits
     kept = 0 if splits == 1 else 1 if config.sequential else splits  # of the workspace
     workspace = max(kept, 1), rows * pairs if kept else 1
     return DecodeLaunch(
