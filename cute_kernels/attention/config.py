@@ -435,8 +435,6 @@ class BackwardConfig:
         dq_buffers: partials of dq in shared memory, no more than adders. With fewer an adder waits for its sum to be in
             memory while another one has the buffer.
         dq_parts: in which a partial of dq goes through its buffer; more than one only where each adder has a buffer.
-        pieces: in which the last blocks are taken, each a part of their tiles of queries; dk and dv go from one to the
-            next through memory. See ``backward_blocks_in_pieces``.
     """
 
     tile_rows: int
@@ -447,7 +445,6 @@ class BackwardConfig:
     adders: int = 2
     dq_buffers: int = 2
     dq_parts: int = 1
-    pieces: int = 1
 
     def __post_init__(self) -> None:
         if not (self.dq_buffers == self.adders or self.dq_buffers < self.adders and self.dq_parts == 1):
@@ -485,8 +482,8 @@ def takes_steps_of_80(spec: BackwardSpec, queries: int) -> bool:
     return spec.sizes == (128, 128) and not others and STEPS_OF_80_TIME * of_80 < of_64
 
 
-# At 128 channels the first three are in the order of their times (bench/experiments/attention.md), for few queries;
-# pieces are not chosen. The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of
+# At 128 channels the first three are in the order of their times (bench/experiments/attention.md), for few queries.
+# The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of
 # 80 where nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for
 # this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
@@ -494,7 +491,6 @@ BACKWARD_CONFIGS = {
         BackwardConfig(128, 2, False, False),
         BackwardConfig(128, 2, False),
         BackwardConfig(64, 3, dout_stages=3),
-        BackwardConfig(128, 2, False, False, pieces=3),
     ),
     (96, 96): (
         BackwardConfig(64, 3, False, False, dout_stages=3),
@@ -505,7 +501,6 @@ BACKWARD_CONFIGS = {
         BackwardConfig(64, 2, True, False),
         BackwardConfig(64, 2),
         STEPS_OF_80,
-        BackwardConfig(64, 2, False, False, pieces=3),
     ),
     (192, 128): (
         BackwardConfig(64, 2, adders=1, dq_buffers=1),
@@ -523,25 +518,3 @@ def backward_heads_together(head_size: int, itemsize: int, len_q: int, group: in
     """Query heads, of all sequences, whose rows the backward walks over at the same time; a multiple of a group."""
     heads = BACKWARD_L2_BYTES // max(len_q * head_size * (2 * itemsize + 4), 1)
     return max(heads // group, 1) * group
-
-
-def backward_pieces(spec: BackwardSpec, config: BackwardConfig) -> int:
-    """In how many pieces a kernel takes blocks; 1 where sequences are packed, or a window makes all blocks short."""
-    return 1 if spec.window or spec.packed_q or spec.packed_k else config.pieces
-
-
-# The last counters of a kernel that takes blocks in pieces stay 0: a vector of dk and dv where a block begins
-ZEROS = 4
-PIECE_TILES = 10  # tiles of queries of a piece, at least: to end and begin one takes as long as two (an estimate)
-
-
-def backward_blocks_in_pieces(pieces: int, heads: int, together: int, blocks: int, tiles: int, num_sms: int) -> int:
-    """How many blocks of keys, the last ones handed out, are taken in pieces.
-
-    Those of the heads that are walked over together at the end, if they are on the GPU at about the same time: CTAs
-    without a block wait for the longest ones. Where they are more than twice the SMs that matters little.
-
-    ``heads``: of q, of all sequences; ``blocks``, ``tiles``: of keys and of queries of a head.
-    """
-    last = heads - (heads - 1) // together * together
-    return last * blocks if pieces > 1 and tiles >= PIECE_TILES * pieces and last * blocks <= 2 * num_sms else 0

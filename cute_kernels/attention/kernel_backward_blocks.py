@@ -9,9 +9,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
-from cutlass.cutlass_dsl import select_
 
-from cute_kernels.attention.config import ZEROS
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
 from cute_kernels.attention.kernel_threads import opaque
 
@@ -29,10 +27,7 @@ class Block(NamedTuple):
         sequence: which one.
         len_q, len_k: its rows.
         first, end: tiles of queries that see the block.
-        exists: whether the sequence has it; of a piece, whether the block has tiles in it.
-        before: pieces of it that came before this one, whose dk and dv it goes on with.
-        ends: whether this is its last piece, or all of it.
-        place: among the blocks that are taken in pieces.
+        exists: whether the sequence has it.
     """
 
     n: Int32
@@ -43,9 +38,6 @@ class Block(NamedTuple):
     first: Int32
     end: Int32
     exists: Boolean
-    before: Int32
-    ends: Boolean
-    place: Int32
 
 
 def in_turn(index: Int32, blocks: Int32, heads: Int32, group: Int32, minimum: Callable) -> tuple:
@@ -61,26 +53,13 @@ def in_turn(index: Int32, blocks: Int32, heads: Int32, group: Int32, minimum: Ca
     return first + index % of_head // pairs, index % of_head % pairs * group + index // of_head
 
 
-def piece_of(first: Int32, end: Int32, piece: Int32, tiles: Int32, minimum: Callable, maximum: Callable) -> tuple:
-    """(first, end, before, ends) of a piece of a block; see ``Block``. It has no tiles if first is not before end.
-
-    ``tiles``: of queries, of a piece. A block's first pieces have none where only later queries see it.
-    """
-    begin, stop = piece * tiles, (piece + 1) * tiles
-    return maximum(first, begin), minimum(end, stop), piece - first // tiles, end <= stop
-
-
 class BackwardBlocks:
     """The part of ``BackwardSm90`` that every warp needs: tickets, blocks, sequences."""
 
     def schedule(
-        self, sizes: tuple, lengths: tuple, counters: cute.Tensor, num_tiles: Int32, num_blocks: Int32, together: Int32,
-        whole: Int32 | None,
-    ):  # fmt: skip
-        """Lengths and heads; counters: the ticket, those of dq's tiles, of dk's blocks, of blocks in pieces, zeros.
-
-        ``whole``: tickets of whole blocks; those behind are of pieces.
-        """
+        self, sizes: tuple, lengths: tuple, counters: cute.Tensor, num_tiles: Int32, num_blocks: Int32, together: Int32
+    ):
+        """Lengths and heads; counters: the ticket, those of dq's tiles, those of dk's blocks."""
         batch, len_q, self.heads, len_k, self.pairs = sizes
         starts_q, starts_k, used_k = lengths
         if const_expr(starts_q is not None):
@@ -88,25 +67,13 @@ class BackwardBlocks:
         self.queries = Sequences(len_q, batch, starts_q, None)
         self.keys = Sequences(len_k, batch, starts_k, used_k)
         self.num_tiles, self.heads_together = num_tiles, together
-        self.num_blocks = num_blocks
         self.tickets = num_blocks * self.heads
-        if const_expr(self.pieces > 1):
-            self.whole, self.tickets = whole, whole + (self.tickets - whole) * self.pieces
-            self.zeros = counters.iterator + (counters.shape[0] - ZEROS)
         self.counters = counters.iterator
 
     @cute.jit
     def block_of(self, ticket: Int32) -> tuple:
-        """A ticket's ``Block``; see ``in_turn``. Heads that fit into L2 come together; of packed keys all heads.
-
-        The first pieces of all blocks that are taken in pieces come before the second ones, each in the blocks' order.
-        """
+        """A ticket's ``Block``; see ``in_turn``. Heads that fit into L2 come together; of packed keys all heads."""
         heads = opaque(self.heads)  # else what divides by it is kept in registers along the walk
-        if const_expr(self.pieces > 1):
-            whole = opaque(self.whole)
-            in_pieces = cutlass.max(opaque(self.num_blocks) * heads - whole, 1)
-            piece = cutlass.max(ticket - whole, 0) // in_pieces
-            ticket -= piece * in_pieces
         if const_expr(self.spec.packed_k):
             sequence, _ = find_tile(self.keys, ticket // heads, self.block)
             line = self.keys.first_tile(sequence, self.block)
@@ -139,16 +106,9 @@ class BackwardBlocks:
             first = cutlass.max(n * self.block - self.right - behind, 0) // self.tile_rows
             last_row = cutlass.min((n + 1) * self.block, len_k) - 1 + self.left - behind
             end = cutlass.min(cutlass.max(last_row + self.tile_rows, 0) // self.tile_rows, end)
-        before, ends, place = Int32(0), Boolean(True), Int32(0)
-        if const_expr(self.pieces > 1):
-            place = ticket - whole
-            tiles = cute.ceil_div(len_q, self.tile_rows)
-            tiles = opaque(Int32(select_(place < 0, tiles, cute.ceil_div(tiles, self.pieces))))  # of a piece
-            first, end, before, ends = piece_of(first, end, piece, tiles, cutlass.min, cutlass.max)
-            exists = exists & (first < end)
         if not exists:
             end = first
-        return n, head, sequence, len_q, len_k, first, end, exists, before, ends, place
+        return n, head, sequence, len_q, len_k, first, end, exists
 
     def has_tiles(self, block: Block) -> Boolean:
         """Whether a query sees the block; without a window every one that exists is seen, if there are queries."""

@@ -44,8 +44,6 @@ class BackwardProducer:
 
                 if first < end:
                     self.load_tile(*of_q, first, count)
-                if const_expr(self.pieces > 1):
-                    self.wait_for_piece(block)
                 cute.arch.mbarrier_wait(self.kv_empty, blocks % 2 ^ 1)
                 if cute.arch.lane_idx() == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(self.k_full, 2 * self.block * self.head_size)

@@ -81,18 +81,12 @@ class BackwardProducts:
         while ticket < self.tickets:
             block = Block(*self.block_of(ticket))
             if self.has_tiles(block):
-                if const_expr(self.pieces == 1):
-                    dk.fill(0.0)
-                    dv.fill(0.0)
+                dk.fill(0.0)
+                dv.fill(0.0)
                 cute.arch.mbarrier_wait(self.k_full, blocks % 2)
-                if const_expr(self.pieces > 1):
-                    self.resume(dk, dv, dkv_sums, block)
                 self.walk(tensors, block, count, blocks)
                 # Found again, so that no register keeps all of it along the walk
-                found = Block(*self.block_of(opaque(ticket)))
-                self.finish(tensors, atoms, matrices, dkv_sums, found)
-                if const_expr(self.pieces > 1):
-                    block = found
+                self.finish(tensors, atoms, matrices, dkv_sums, Block(*self.block_of(opaque(ticket))))
                 count += block.end - block.first
                 blocks += 1
             else:

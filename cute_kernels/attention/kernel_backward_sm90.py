@@ -24,10 +24,9 @@ kernel_finish_gradients.py rounds what is summed in memory.
 
 Blocks are handed out by an atomic ticket, in the order in which they add: a CTA that waits, waits for a ticket that was
 taken before its own. Of the tickets that were taken and are not done the first one waits for nothing, so there is no
-deadlock, however few CTAs there are, and whatever else runs. A config may take the last blocks in pieces, see
-kernel_backward_pieces.py.
+deadlock, however few CTAs there are, and whatever else runs.
 
-Queries of a step, stages, pieces and CTAs change no bit.
+Queries of a step, stages and CTAs change no bit.
 
 Profile: ncu --clock-control none -k regex:BackwardSm90 python -m bench.bench_attention_backward --filter 8192.*causal
 """
@@ -38,11 +37,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.attention.config import BackwardConfig, BackwardSpec, backward_pieces
+from cute_kernels.attention.config import BackwardConfig, BackwardSpec
 from cute_kernels.attention.kernel_backward_blocks import BackwardBlocks
 from cute_kernels.attention.kernel_backward_channels import BackwardChannels
 from cute_kernels.attention.kernel_backward_epilogue import BackwardEpilogue
-from cute_kernels.attention.kernel_backward_pieces import BackwardPieces
 from cute_kernels.attention.kernel_backward_producer import BackwardProducer
 from cute_kernels.attention.kernel_backward_products import BackwardProducts
 from cute_kernels.attention.kernel_backward_sums import BackwardSums
@@ -70,7 +68,6 @@ class BackwardSm90(
     BackwardProducts,
     BackwardChannels,
     BackwardEpilogue,
-    BackwardPieces,
 ):
     """See the module; arguments as in the builder ``backward_sm90``. Each part is a file of the same name."""
 
@@ -99,7 +96,6 @@ class BackwardSm90(
         num_tiles: Int32,
         num_blocks: Int32,
         heads_together: Int32,
-        whole: Int32 | None,
         num_ctas: Int32,
         stream,
     ):
@@ -124,7 +120,6 @@ class BackwardSm90(
         self.kernel(
             self.tiled_mmas(), (tma_q, tma_k, tma_v, tma_dout, tma_dk, tma_dv), (mQ, mK, mV, mDout, mDk, mDv),
             row_lse, delta, dq_sums, dkv_sums, counters, lines, lengths, options, num_tiles, num_blocks, heads_together,
-            whole,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[COMPUTE + WARPGROUP, 1, 1],
@@ -150,7 +145,6 @@ class BackwardSm90(
         num_tiles: Int32,
         num_blocks: Int32,
         heads_together: Int32,
-        whole: Int32 | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP_SIZE)
@@ -180,7 +174,7 @@ class BackwardSm90(
         cute.arch.barrier()
 
         self.score_scale, self.before_tanh, self.scale, self.left, self.right = options
-        self.schedule(sizes, lengths, counters, num_tiles, num_blocks, heads_together, whole)
+        self.schedule(sizes, lengths, counters, num_tiles, num_blocks, heads_together)
         loads, computes = const_expr(REGISTERS_BY_CHANNELS if self.by_channels else REGISTERS)
         if warp < 4:
             cute.arch.setmaxregister_decrease(loads)
@@ -200,13 +194,11 @@ def backward_sm90(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Prog
     whose strides are multiples of 16 bytes, and row_lse and delta (H, all rows padded). Packed sequences: B of 1.
 
     ``dq_sums``: fp32, tile_rows * head_size numbers of each tile of queries of each head, as accumulators have them.
-    ``dkv_sums``: fp32, 2 * block * head_size numbers of each block of keys of each of their heads, where it is
-    ``grouped``; behind, as many of each block of a query head that is taken in pieces. ``counters``: int32 zeros: the
-    ticket, one of each tile of dq_sums, one of each block of dkv_sums.
+    ``dkv_sums``: fp32, 2 * block * head_size numbers of each block of keys of each of their heads; used where it is
+    ``grouped``. ``counters``: int32 zeros: the ticket, one of each tile of dq_sums, one of each block of dkv_sums.
     ``score_scale``, ``before_tanh``: see ``score_factors``; ``scale``: what scores are multiplied with. ``left``,
     ``right``: see ``window_bounds``. ``num_tiles``, ``num_blocks``: of queries and keys of all sequences, of one head,
     see ``Sequences``. ``heads_together``: heads whose rows are walked over together, a multiple of a group.
-    ``whole``: blocks of query heads that are not taken in pieces, the first ones; None if the kernel takes none so.
     """
     dtype, (d, dv) = cutlass_dtype(spec.dtype), spec.sizes
     if spec.padded:
@@ -243,8 +235,6 @@ def backward_sm90(arch: str, spec: BackwardSpec, config: BackwardConfig) -> Prog
         integers(spec.packed_k),
         integers(spec.used_k),
         *(Float32(1.0) for _ in range(3)),
-        *(Int32(1) for _ in range(5)),
-        Int32(1) if backward_pieces(spec, config) > 1 else None,
-        Int32(1),
+        *(Int32(1) for _ in range(6)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -65,7 +65,7 @@ class BackwardSums:
     @cute.jit
     def add_head(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
         """This head's sums added to those of the group's heads before, in memory, by way of k's and v's place."""
-        counter = self.counter_of(line)
+        counter = self.counters + (1 + self.num_tiles * self.heads + line)
         most = const_expr(self.block * self.head_size)
         vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
         for which in cutlass.range_constexpr(2):
@@ -99,10 +99,6 @@ class BackwardSums:
                     cute.arch.fence_proxy("async")
                     count_one(counter)
             self.meet()
-
-    def counter_of(self, line: Int32) -> cute.Pointer:
-        """How many have been added to a line of dkv_sums."""
-        return self.counters + (1 + self.num_tiles * self.heads + line)
 
 
 @cute.jit

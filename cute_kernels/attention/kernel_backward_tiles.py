@@ -24,7 +24,6 @@ from cute_kernels.attention.config import (
     BackwardSpec,
     backward_block,
     backward_panel,
-    backward_pieces,
 )
 
 WARP_SIZE, WARPGROUP = 32, 128
@@ -52,7 +51,6 @@ class BackwardTiles:
         self.dq_across = self.tile_rows % WARPGROUP_ROWS != 0
         self.adders, self.dq_buffers, self.dq_parts = config.adders, config.dq_buffers, config.dq_parts
         self.dv_first, self.scores_ahead = config.dv_first, config.scores_ahead
-        self.pieces = backward_pieces(spec, config)
 
     def tiled_mmas(self) -> tuple:
         """Tiled MMAs of scores and dp (keys by queries), of dk and dv (two if head sizes differ), of dq's partial."""

@@ -16,7 +16,6 @@ from cute_kernels.attention.config import (
     finish_dkv_spec,
     finish_dq_spec,
 )
-from cute_kernels.attention.launch import backward
 from tests.attention.backward_cases import NAMES, SIZES, Saved, assert_same, case_of, spec_of
 from tests.attention.cases import (
     BF16,
@@ -174,41 +173,6 @@ def test_every_config_and_number_of_ctas(case, generator):
     for config in BACKWARD_CONFIGS[case.sizes]:
         for num_sms in (1, 7, 66, None):
             assert_same(saved.run(config, num_sms), wanted)
-
-
-IN_PIECES = [
-    case_of(sizes, 2, 700, 900, 4, pairs, c)
-    for sizes in ((64, 64), (128, 128))
-    for pairs in (4, 2)
-    for c in (True, False)
-]
-IN_PIECES.append(case_of((128, 128), 1, 1100, 1100, 8, 2))
-
-
-@pytest.mark.parametrize("case", IN_PIECES, ids=str)
-def test_blocks_in_pieces(case, generator, monkeypatch):
-    """All blocks, or those behind the first ones: bits are those of whole blocks, on any number of CTAs."""
-    saved = Saved(case, generator, True)
-    wanted = saved.run()
-    for config in BACKWARD_CONFIGS[case.sizes]:
-        for whole in (0, 1, 2, 5) if config.pieces > 1 else ():
-            monkeypatch.setattr(
-                backward,
-                "backward_blocks_in_pieces",
-                lambda pieces, heads, together, blocks, *_, whole=whole: heads * blocks - whole,
-            )
-            for num_sms in (1, 2, 7, 66, None):
-                assert_same(saved.run(config, num_sms), wanted)
-
-
-@pytest.mark.parametrize("pairs", [16, 4], ids="pairs{}".format)
-def test_the_last_blocks_in_pieces(pairs, generator):
-    """As many heads and tiles as it takes for the last ones to be in pieces; 50 runs."""
-    saved = Saved(case_of((128, 128), 1, 4096, 4096, 16, pairs), generator)
-    wanted = saved.run()
-    config = next(config for config in BACKWARD_CONFIGS[128, 128] if config.pieces > 1)
-    for _ in range(50):
-        assert_same(saved.run(config), wanted)
 
 
 @EACH

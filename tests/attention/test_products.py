@@ -156,17 +156,6 @@ def test_backward(spec):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("config", [c for c in BACKWARD_CONFIGS[128, 128] if c.pieces > 1], ids=str)
-def test_backward_of_groups_in_pieces(config, causal):
-    """dk and dv begin with numbers from memory, and end in it in two ways."""
-    kernel = backward(backward_spec((128, 128), causal, True), config)
-    assert not is_serialized(kernel)
-    check_record(kernel.record)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [(s, c) for s, found in BACKWARD_CONFIGS.items() for c in found[1:]], ids=str)
 def test_other_configs_of_the_backward(config):
     sizes, config = config

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import pytest
 
 from cute_kernels.attention.config import BACKWARD_CONFIGS, BackwardConfig, backward_block
-from cute_kernels.attention.kernel_backward_blocks import AHEAD, in_turn, piece_of
+from cute_kernels.attention.kernel_backward_blocks import AHEAD, in_turn
 
 WGS = 2
 WAITS = (
     *("ticket_full", "ticket_empty", "k_full", "v_full", "kv_empty", "q_full", "q_empty", "dout_full", "dout_empty"),
-    *("dq_full", "dq_empty", "meet", "turn", "products", "piece"),
+    *("dq_full", "dq_empty", "meet", "turn", "products"),
 )
 
 
@@ -35,10 +35,6 @@ class Block(NamedTuple):
         head: whose dq it adds to.
         sums: of dk and dv, to which its group's heads add; None: it shares none.
         member: which of the group's heads.
-        exists: of a piece of a block, whether it has tiles.
-        before: pieces of it that came before.
-        ends: whether it is the last piece.
-        kept: where dk and dv of its pieces wait.
     """
 
     turn_of: Callable[[int], int] | None
@@ -47,10 +43,6 @@ class Block(NamedTuple):
     head: int = 0
     sums: tuple | None = None
     member: int = 0
-    exists: bool = True
-    before: int = 0
-    ends: bool = True
-    kept: tuple | None = None
 
 
 @dataclass
@@ -191,16 +183,9 @@ class Cta:
         count = blocks = turn = 0
         ticket = yield from self.take_ticket(turn)
         while ticket < len(self.world.blocks):
-            block = self.world.blocks[ticket]
-            first, end = block.first, block.end
-            if not block.exists:
-                turn += 1
-                ticket = yield from self.take_ticket(turn)
-                continue
+            _, first, end, *_ = self.world.blocks[ticket]
             if first < end:
                 yield from self.load_tile("q", ticket, first, count, self.config.stages)
-            if block.before and self.world.without != "piece":
-                yield lambda block=block: self.world.counted[block.kept] == block.before, nothing
             yield from self.wait("kv_empty", 0, blocks - 1)
             self.copy("k", 0, ticket, "k_full", blocks)
             self.copy("v", 0, ticket, "v_full", blocks)
@@ -247,16 +232,8 @@ class Cta:
         count = blocks = turn = 0
         ticket = yield from self.read_ticket(turn)
         while ticket < len(self.world.blocks):
-            block = self.world.blocks[ticket]
-            first, end = block.first, block.end
-            if not block.exists:
-                turn += 1
-                ticket = yield from self.read_ticket(turn)
-                continue
+            _, first, end, *_ = self.world.blocks[ticket]
             yield from self.wait("k_full", 0, blocks)
-            if block.before:
-                pieces = [self.world.blocks[i].before for i in self.world.sums[block.kept]]
-                assert pieces == list(range(block.before)), f"after pieces {pieces}, wanted {block.before} of them"
             if first < end:
                 yield from self.walk(wg, ticket, first, end, count, blocks)
             else:
@@ -336,19 +313,17 @@ class Cta:
 
     def finish(self, wg: int, ticket: int, blocks: int):
         """dk and dv leave by way of k's and v's place; in fp32, beyond 128 channels, by that of p and ds, too."""
-        block = self.world.blocks[ticket]
-        sums, member = (block.sums, block.member) if block.ends else (block.kept, 0)
-        in_fp32 = self.grouped or not block.ends
+        *_, sums, member = self.world.blocks[ticket]
         yield from self.meet(wg)
         staged = [("k", 0), ("v", 0)]
-        if in_fp32 and self.by_channels:
+        if self.grouped and self.by_channels:
             staged += [(name, (i, j)) for name in ("p", "ds") for i in range(2) for j in range(WGS)]
-        for which in range(2 if in_fp32 else 1):
+        for which in range(2 if self.grouped else 1):
             for name in staged:
                 self.memory[name] = "staged", ticket, which
             yield from self.meet(wg)
             if wg == 0:
-                if sums and member and which == 0 and self.world.without != "turn":
+                if sums and which == 0 and self.world.without != "turn":
                     yield lambda: self.world.counted[sums] == member, nothing
                 for _ in range(2):
                     for name in staged:
@@ -357,7 +332,7 @@ class Cta:
                 if sums and which == 1:
                     self.world.sums[sums].append(ticket)
                     self.world.counted[sums] += 1
-            if in_fp32:
+            if self.grouped:
                 yield from self.meet(wg)
         if wg == 0:
             self.arrive("kv_empty", 0, blocks)
@@ -384,17 +359,6 @@ def groups(of_head: list[Block], heads: int, group: int) -> list[Block]:
     return [of_head[n]._replace(head=h, sums=("dkv", h // group, n), member=h % group) for n, h in turns]
 
 
-def pieces(blocks: list[Block], tiles: int, number: int) -> list[Block]:
-    """All of these in pieces: their first ones, then their second ones, as ``block_of`` finds them."""
-    each, found = -(-tiles // number), []
-    for piece in range(number):
-        for place, block in enumerate(blocks):
-            first, end, before, ends = piece_of(block.first, block.end, piece, each, min, max)
-            found.append(block._replace(first=first, end=max(first, end), exists=first < end, before=before, ends=ends))
-            found[-1] = found[-1]._replace(kept=("kept", place))
-    return found
-
-
 BLOCKS = {"causal": causal(5), "full": full(3, 4), "one": full(1, 3), "window": window(6), "long": full(7, 2)}
 CONFIGS = [(sizes, config) for sizes, found in BACKWARD_CONFIGS.items() for config in found]
 
@@ -413,8 +377,8 @@ def in_order(blocks: list[Block]) -> dict[tuple, list[int]]:
     for ticket, block in enumerate(blocks):
         for m in range(block.first, block.end):
             found[block.head, m].append(ticket)
-        if block.exists and (block.sums or not block.ends):
-            found[block.sums if block.ends else block.kept].append(ticket)
+        if block.sums:
+            found[block.sums].append(ticket)
     return found
 
 
@@ -451,29 +415,8 @@ def test_what_is_added_before_has_an_earlier_turn(blocks, heads, group):
             assert turn - turns[n, head - 1] == min(AHEAD, blocks - n // AHEAD * AHEAD) * (heads // group)
 
 
-@pytest.mark.parametrize("blocks", [causal(5), full(5, 3)], ids=["causal", "full"])
-@pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128)], ids=str)
-def test_pieces_of_a_block_go_on_from_each_other(sizes, number, blocks):
-    """With any number of CTAs, of one head's blocks and of a group's."""
-    rng = random.Random(f"{sizes} {number} {len(blocks)}")
-    for grouped, whole in ((False, blocks), (True, groups(blocks, 2, 2))):
-        found = whole + pieces([b._replace(head=b.head + 4, sums=b.sums and (*b.sums, 1)) for b in whole], 5, number)
-        assert any(not b.exists for b in found) == (whole[0].first > 0)
-        for ctas in (1, 3, 20):
-            world = run(sizes, BACKWARD_CONFIGS[sizes][0], found, ctas, grouped, rng)
-            assert {name: tickets for name, tickets in world.sums.items() if tickets} == in_order(found)
-
-
-def test_the_model_misses_the_wait_for_a_piece():
-    rng = random.Random(0)
-    with pytest.raises(AssertionError):
-        for _ in range(300):
-            run((128, 128), BACKWARD_CONFIGS[128, 128][0], pieces(causal(5), 5, 2), 3, False, rng, "piece")
-
-
 # With as many tiles of dout in flight as of q, whose slot is empty later, no wait for dout_empty is needed
-MISSED = [(without, sizes) for without in WAITS if without != "piece" for sizes in ((128, 128), (256, 256))]
+MISSED = [(without, sizes) for without in WAITS for sizes in ((128, 128), (256, 256))]
 MISSED.remove(("dout_empty", (128, 128)))
 
 

@@ -32,14 +32,14 @@ def test_providers_are_right(variant):
 
 def test_providers_of_configs():
     """Each runs the kernels of its own config, the others those of the chosen one."""
-    case, providers = AttentionBackward(1, 64, 2, 1, 128, "full"), ["cute_kernels", "config_3", "config_4", "torch"]
+    case, providers = AttentionBackward(1, 64, 2, 1, 128, "full"), ["cute_kernels", "config_2", "config_3", "torch"]
     with fake_kernels("sm_90a") as jobs:
         (found,) = bench_attention_backward.measure_attention(
             case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
         )
     assert found.failures == {} and set(found.results) == set(providers)
     configs = [arguments[2] for builder, arguments in jobs if builder.__name__ == "backward_sm90"]
-    assert configs == [BACKWARD_CONFIGS[128, 128][i] for i in (0, 3, 4)]
+    assert configs == [BACKWARD_CONFIGS[128, 128][i] for i in (0, 2, 3)]
     case = AttentionBackward(1, 70, 2, 1, 256, "full")
     assert bench_attention_backward.with_config(1, case, bench_attention_backward.make_inputs(case, "cpu")) is None
 

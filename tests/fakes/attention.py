@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
-from cute_kernels.attention.config import LOG2E, UNBOUNDED, ZEROS, backward_block, backward_pieces, grid_for
+from cute_kernels.attention.config import LOG2E, UNBOUNDED, backward_block, grid_for
 
 
 def forward_sm90(
@@ -232,7 +232,6 @@ def backward_sm90(
     num_tiles,
     num_blocks,
     together,
-    whole,
     num_ctas,
 ) -> None:
     """``dq_sums`` are left in the order of dq: their own is between the kernels."""
@@ -251,12 +250,8 @@ def backward_sm90(
         assert number >= _first_tile(starts, last, length, tile) + math.ceil(found[last][1] / tile)
     assert dq_sums.numel() == num_tiles * heads * rows * spec.head_size
     summed = num_blocks * pairs if spec.grouped else 0
-    assert (whole is None) == (backward_pieces(spec, config) == 1)
-    in_pieces = 0 if whole is None else num_blocks * heads - whole
-    assert dkv_sums.numel() == (summed + in_pieces) * 2 * block * spec.head_size
-    counted, zeros = 1 + num_tiles * heads + summed + in_pieces, 0 if whole is None else ZEROS
-    assert counters.numel() - zeros in range(counted, counted + max(zeros, 1)) and not counters.any()
-    assert zeros == 0 or counters.numel() % zeros == 0  # the zeros are a vector
+    assert dkv_sums.numel() == summed * 2 * block * spec.head_size
+    assert counters.numel() == 1 + num_tiles * heads + summed and not counters.any()
     assert 1 <= num_ctas <= num_blocks * heads and together % group == 0
     of_rows = dq_sums[: q.numel()].view(q.shape)
     for i in range(len(queries)):
@@ -304,7 +299,7 @@ def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale,
 def finish_dkv(static, dkv_sums, dk, dv, cu_seqlens_k, seqused_k, scale, num_blocks) -> None:
     spec, (batch, len_k, pairs, d) = static["spec"], dk.shape
     assert spec.grouped and not (spec.causal or spec.window or spec.softcap or spec.packed_q)
-    assert dkv_sums.numel() >= 2 * num_blocks * pairs * backward_block(spec.head_size) * spec.head_size
+    assert dkv_sums.numel() == 2 * num_blocks * pairs * backward_block(spec.head_size) * spec.head_size
     sums = dkv_sums[: 2 * batch * len_k * pairs * spec.head_size].view(2, *dk.shape[:3], spec.head_size)
     for i, (start, n) in enumerate(_sequences(cu_seqlens_k, batch, len_k)):
         used = n if seqused_k is None else min(seqused_k[i].item(), n)

@@ -17,14 +17,11 @@ from cute_kernels.attention import reference_backward
 from cute_kernels.attention.config import (
     LOG2E,
     UNBOUNDED,
-    ZEROS,
     BackwardConfig,
     BackwardSpec,
     backward_block,
-    backward_blocks_in_pieces,
     backward_config,
     backward_heads_together,
-    backward_pieces,
     backward_sizes,
     delta_spec,
     finish_dkv_spec,
@@ -207,31 +204,23 @@ class BackwardLaunch(NamedTuple):
         tiles = number_of_tiles(q, rows, spec.packed_q, sequences)
         blocks = number_of_tiles(k, block, spec.packed_k, sequences)
         summed = blocks * pairs if spec.grouped else 0
-        together = min(backward_heads_together(d, q.itemsize, q.shape[1], heads // pairs), sequences * heads)
-        pieces = backward_pieces(spec, self.config)
-        in_pieces = backward_blocks_in_pieces(
-            pieces, sequences * heads, together, blocks // sequences, tiles // sequences, self.num_sms
-        )
-        counted = 1 + tiles * heads + summed + in_pieces
-        if pieces > 1:
-            counted = -(-counted // ZEROS) * ZEROS + ZEROS
         lines, f32 = (heads, padded), torch.float32
         delta, row_lse, dq_sums, dkv_sums, counters = empties(
             q,
             (lines, f32),
             (lines, f32),
             ((tiles * heads * rows * d,), f32),
-            (((summed + in_pieces) * 2 * block * d,), f32),
-            ((counted,), torch.int32),
+            ((summed * 2 * block * d,), f32),
+            ((1 + tiles * heads + summed,), torch.int32),
         )
+        together = min(backward_heads_together(d, q.itemsize, q.shape[1], heads // pairs), sequences * heads)
         before_tanh, score_scale = score_factors(scale, softcap)
         self.delta[dlse is not None](out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters)
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
         if blocks:
             self.backward(
                 q, k, v, dout, row_lse, delta, dk, dv, dq_sums, dkv_sums, counters, *lengths, score_scale, before_tanh,
-                scale, left, right, tiles, blocks, together, blocks * heads - in_pieces if pieces > 1 else None,
-                min(blocks * heads, self.num_sms),
+                scale, left, right, tiles, blocks, together, min(blocks * heads, self.num_sms),
             )  # fmt: skip
         self.finish_dq(dq_sums, dq, *lengths, scale, right, k.shape[1], tiles)
         if summed:
