@@ -40,8 +40,11 @@ def _kernel(
     tokens_along_n: bool = True,
     ping_pong: bool = False,
 ) -> Kernel:
-    """A kernel with as many stages as fit."""
-    room = SHARED_MEMORY - (0 if tokens_along_n else 2 * rows * 64)  # of parts of a tile on their way out
+    """A kernel with as many stages as fit.
+
+    Parts of a tile on their way out need room, too, and of 128 rows always: tokens may be the other operand.
+    """
+    room = SHARED_MEMORY - (2 * rows * 64 if rows == 128 or not tokens_along_n else 0)
     stages = min(room // ((rows + columns) * depth * 2), 16)
     group = 1 if tokens_along_n else 8
     return GemmConfig((rows, columns, depth), cluster, stages, group, ping_pong), tokens_along_n

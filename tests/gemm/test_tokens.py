@@ -51,6 +51,9 @@ def test_tokens_may_be_either_operand():
         if tokens != weights:
             config, transposed = choose("sm_90a", tokens, weights, k, 132)
             assert choose("sm_90a", weights, tokens, k, 132) == (config, not transposed)
+            parts = 2 * 64 * (128 if config.ping_pong else config.tile[0])
+            staged = config.stores_by_tma("sm_90a", False)  # of both, one is stored so
+            assert config.ring_bytes + staged * parts <= SHARED_MEMORY
             assert (config, transposed) == choose_for_tokens(tokens, weights, k, 132)
 
 
