@@ -6,7 +6,7 @@ warpgroup half of the channels of dk, dv and dq. It finds the scores of half of 
 shared memory.
 
 Of dq a warpgroup has half of the channels, so it multiplies with half of k's. They are whole panels of a swizzle
-(``backward_panel``): of 96 channels three of 16.
+(``backward_panel``): of 192 channels three of 32.
 
 A product has 64 rows, which a tile of 80 queries has not: its partial of dq lies across (``dq_across``), rows are
 channels, of which each warpgroup has half.

@@ -90,8 +90,8 @@ SOME_TOKENS: tuple[Kernel, ...] = (
 )
 
 
-# The others spill where an activation is computed: of all sums at once, which leave by no part of a tile
-ACTIVATED = tuple(kernel for kernel in SOME_TOKENS if not (kernel[0].ping_pong and kernel[1]))
+# The others spill where an activation is computed of sums that leave by no part of a tile
+ACTIVATED = tuple((config, n) for config, n in SOME_TOKENS if not config.ping_pong and config.tile[1] <= 192)
 
 
 def choose_for_tokens(tokens: int, weights: int, k: int, num_sms: int, activated: bool = False) -> Kernel:

@@ -114,7 +114,7 @@ OPTIONS = {
 @pytest.mark.parametrize("option", first_of(sorted(OPTIONS, key=lambda name: name != "gelu, z and bias")))
 def test_options_compile(option, arch):
     changes = OPTIONS[option]
-    all_kernels = kernels(arch)
+    all_kernels = kernels(arch, ("activate",)) if "activation" in changes else kernels(arch)
     aligned = sorted((k for k in all_kernels if k[0] is not None), key=lambda k: (k[0].tile[0] * k[0].tile[1], k[1]))
     turns = [k for k in aligned if k[0].ping_pong][-1:]
     for kernel in (aligned[-1], *turns, aligned[0], (None, False)):

@@ -5,7 +5,7 @@ import random
 
 from cute_kernels.common.gemm_config import SHARED_MEMORY, GemmConfig
 from cute_kernels.gemm.config import EPILOGUE_K, candidates, choose
-from cute_kernels.gemm.config_tokens import ACTIVATED, FEWEST, MOST, SOME_TOKENS, choose_for_tokens, estimate
+from cute_kernels.gemm.config_tokens import FEWEST, MOST, SOME_TOKENS, choose_for_tokens, estimate
 
 PAIR = GemmConfig((64, 128, 64), (1, 2), 9, 1), True
 
@@ -60,9 +60,6 @@ def test_tokens_may_be_either_operand():
 def test_who_gets_it():
     """Both operands along k, K in whole blocks, no batch; more than 256 tokens if their sums are only stored."""
     estimated = {config for config, _ in SOME_TOKENS}
-    assert {kernel for kernel in SOME_TOKENS if kernel not in ACTIVATED} == {
-        k for k in SOME_TOKENS if k[0].ping_pong and k[1]
-    }
     shape = 160, 4096, 14336
     for tokens, (_, weights, k) in itertools.product((FEWEST, 33, 160, MOST), random_shapes(20)):
         for epilogue in EPILOGUE_K:
