@@ -328,7 +328,7 @@ def test_the_model_of_the_gpu_test(arch):
     assert not missing(CONFIG, arch, lambda: train_and_decode("meta", [*TOKENS_OF_THE_GPU, *TOKENS[:-4]], arch))
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 80])
+@pytest.mark.parametrize("head_size", [pytest.param(64, marks=pytest.mark.exhaustive), 128, 80])
 def test_attention_as_models_call_it(head_size):
     """Dense, packed, of a cache's used keys and over a cache; with and without a window."""
     window = {**QWEN3, "head_dim": head_size, "sliding_window": 128, "attn_logit_softcapping": 30.0}

@@ -112,6 +112,7 @@ def test_chunks_of_a_prompt_compile_without_spills(sizes, packed, rows):
     check_record(forward_sm90.obtain("sm_90a", spec, forward_config(spec)).record)
 
 
+@pytest.mark.exhaustive
 def test_instructions(tmp_path):
     """Every step outside of the products has a rounding of its own; P comes from registers; nothing is atomic."""
     program = """

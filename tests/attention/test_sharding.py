@@ -59,6 +59,7 @@ os._exit(0)  # a thread of gloo can abort the process while the interpreter ends
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
+@pytest.mark.exhaustive
 def test_two_processes(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     processes = [

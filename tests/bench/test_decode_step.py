@@ -28,6 +28,7 @@ def measure(*providers):
         return bench_decode_step.measure_step(Step(2, 256), providers, FakeDevice(), repetitions=3, breakdown=False)
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_measured_and_checked(their_modes, monkeypatch):
     found = measure(*PROVIDERS)
     assert found.failures == {} and sorted(found.results) == sorted(PROVIDERS)

@@ -27,7 +27,7 @@ def test_cases():
     assert names == [*wanted, "training_step.fwd_bwd.4x8192x2048.bfloat16.qwen3_moe"]
 
 
-@pytest.mark.parametrize("model", ["mhc", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["mhc", pytest.param("llama", marks=pytest.mark.exhaustive), "qwen3_moe"])
 def test_steps_are_measured(model, their_modes):
     if model != "mhc":
         pytest.importorskip("transformers")

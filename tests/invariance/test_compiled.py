@@ -122,7 +122,8 @@ def _compare(function, tensors, backend):
 
 
 @rounds
-@pytest.mark.parametrize("how", ["ours", pytest.param("inductor", marks=exhaustive), "without a setting"])
+@exhaustive
+@pytest.mark.parametrize("how", ["ours", "inductor", "without a setting"])
 def test_inductor_rounds_as_eager_code(how, generator, monkeypatch):
     """The positive controls: the comparison sees Inductor alone, and one that rounds only what it stores."""
     shapes = ((5, 7, 32), (32, 32), (11, 32))
