@@ -173,7 +173,7 @@ import pathlib
 from cute_kernels.gemm.kernel import gemm
 from tests.gemm.test_compile import arguments
 from tests.gemm.cases import kernels
-everything = sorted(kernels({arch!r})[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1])
+everything = sorted(kernels({arch!r})[1:], key=lambda kernel: (kernel[0].tile[0] * kernel[0].tile[1], not kernel[1]))
 in_turn = [kernel for kernel in everything if kernel[0].ping_pong][-1:]
 for index, kernel in enumerate(((None, False), everything[0], everything[-1], *in_turn)):
     assert gemm.obtain(*arguments({arch!r}, kernel, batched=True)).origin == "compiled"
