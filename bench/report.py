@@ -276,7 +276,7 @@ SECTIONS = {
         note="torch is its grouped_mm, in a layer what transformers does around it in torch's operators; transformers "
         "is its own function. Three columns compute no result and say what groups cost: our bmm of as many rows in "
         "equal groups, torch.mm of as many rows with one weight, a maximum over the weights of experts that have rows. "
-        "Of mxfp8 torch, and ours in a column of its own, multiply with the dequantized weights.",
+        "With weights in mxfp8 torch, and ours in a column of its own, multiply with the dequantized ones.",
     ),
     "mhc": Section(
         "Hyper-connections",

@@ -400,8 +400,8 @@ def backward_block(head_size: int) -> int:
 def backward_panel(channels: int, halved: bool) -> int:
     """Channels that a row's swizzle spans in the backward's shared memory, and that a copy brings: 64, 32 or 16.
 
-    ``halved``: a warpgroup has half of them, which are whole panels; half of 64 lies in one. Of k and dq it always has,
-    beyond 128 channels of all.
+    ``halved``: a warpgroup has half of them, which are whole panels; half of 64 lies in one. It always has half of k
+    and dq, and of the others beyond 128 channels.
     """
     own = channels // 2 if halved and channels > COLUMNS else channels
     return next(width for width in (COLUMNS, 32, 16) if own % width == 0)
@@ -483,9 +483,9 @@ def takes_steps_of_80(spec: BackwardSpec, queries: int) -> bool:
 
 
 # At 128 channels the first three are in the order of their times (bench/experiments/attention.md), for few queries.
-# The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of
-# 80 where nothing is ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for
-# this much in flight: at 256 two tiles of q, one of dout, half of a partial of dq
+# The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80 where nothing is
+# ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for this much in flight:
+# at 256 two tiles of q, one of dout, half of a partial of dq
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),

@@ -5,7 +5,7 @@ in its registers, as the first operands of the products. Beyond (``by_channels``
 warpgroup half of the channels of dk, dv and dq. It finds the scores of half of a tile's queries, so p and ds come from
 shared memory.
 
-Of dq a warpgroup has half of the channels, so it multiplies with half of k's. They are whole panels of a swizzle
+A warpgroup has half of dq's channels, so it multiplies with half of k's. They are whole panels of a swizzle
 (``backward_panel``): of 192 channels three of 32.
 
 A product has 64 rows, which a tile of 80 queries has not: its partial of dq lies across (``dq_across``), rows are

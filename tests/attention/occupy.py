@@ -39,7 +39,7 @@ def occupy(arch: str) -> Program:
 
 
 def beside_other_work(call: Callable[[int], Any], runs: int = 200) -> Iterator[Any]:
-    """What ``call`` returns in each run, on two streams in turn, while CTAs come and go on more or fewer of the SMs."""
+    """The results of ``call`` in each run, on two streams in turn, while CTAs come and go on more or fewer SMs."""
     busy, side, other = occupy("sm_90a"), torch.cuda.Stream(), torch.cuda.Stream()
     places = torch.zeros(132, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()

@@ -82,7 +82,7 @@ def test_who_is_chosen_to_accumulate():
 
 
 def test_clusters_that_run_at_once():
-    """Of four CTAs, 16 or 18 SMs hold four."""
+    """16 or 18 SMs hold four clusters of four CTAs."""
     kernels = (None, SUMS[0], SUMS_BY_FOUR[0])
     assert [clusters_of(config, 132) for config in kernels] == [(1, 132), (2, 66), (4, 32)]
     assert [clusters_of(config, 4) for config in kernels] == [(1, 4), (2, 2), (4, 1)]
