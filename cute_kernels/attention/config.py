@@ -492,6 +492,10 @@ BACKWARD_CONFIGS = {
         BackwardConfig(128, 2, False),
         BackwardConfig(64, 3, dout_stages=3),
     ),
+    (96, 96): (
+        BackwardConfig(64, 3, False, False, dout_stages=3),
+        BackwardConfig(64, 3, True, False, dout_stages=3),
+    ),
     (128, 128): (
         BackwardConfig(64, 2, False, False),
         BackwardConfig(64, 2, True, False),

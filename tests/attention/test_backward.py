@@ -170,7 +170,10 @@ def test_every_option(options, sizes, lengths, jobs, generator):
 
 @pytest.mark.parametrize(
     ("sizes", "filled"),
-    [((128, 64), True), ((160, 128), True), ((192, 64), True), ((200, 192), True), ((168, 72), False), ((8, 8), False)],
+    [
+        *(((128, 64), True), ((160, 128), True), ((192, 64), True), ((200, 192), True), ((80, 96), True)),
+        *(((168, 72), False), ((8, 8), False), ((88, 96), False)),
+    ],
     ids=str,
 )
 def test_no_box_of_a_ragged_tensor_is_without_channels(sizes, filled, jobs, generator):
