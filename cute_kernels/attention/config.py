@@ -467,8 +467,8 @@ def backward_config(spec: BackwardSpec) -> BackwardConfig:
 
 
 STEPS_OF_80 = BackwardConfig(80, 2, False, False, dq_buffers=1)
-# Time of a query of theirs at 128 channels where one of steps of 64 takes 1: 0.954 full, 0.962 causal (2x8192, 16
-# heads, H200; no other shape is measured)
+# Time of a query of theirs at 128 channels where one of steps of 64 takes 1: 0.95 to 0.97 full, 0.95 to 0.99 causal, of
+# 1024 to 32768 queries (H200; bench/experiments/attention.md)
 STEPS_OF_80_TIME = 0.96
 
 
