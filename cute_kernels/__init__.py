@@ -25,6 +25,7 @@ from cute_kernels.invariance import (
     provenance,
     uninstall,
 )
+from cute_kernels.invariance.flash_attention import register as register_flash_attention
 from cute_kernels.log_prob import linear_log_prob
 from cute_kernels.mxfp8 import (
     dequantize,
@@ -43,6 +44,7 @@ from cute_kernels.sampling import sample
 from cute_kernels.version import __version__
 
 register_formulas()
+register_flash_attention()
 
 __all__ = [
     "__version__",

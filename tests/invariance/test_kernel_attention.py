@@ -55,6 +55,32 @@ def test_packed_sequences(generator):
         assert_same_bits(out[first:last], attention(*one, causal=True)[0])
 
 
+def test_as_an_implementation_of_torchs(generator):
+    """Outside of a block, until it is restored."""
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        pytest.skip("this torch has no list of implementations")
+    inputs = [t.requires_grad_() for t in make_inputs(Case(2, 300, 300, 4, 4, 64), generator)]
+    dout = torch.randn(2, 300, 4, 64, generator=generator, device="cuda").to(BF16)
+
+    def call():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(*heads_first(inputs), is_causal=True).transpose(1, 2)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+    torchs = call()
+    torch.nn.attention.activate_flash_attention_impl("CUTE_KERNELS")
+    try:
+        found = call()
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    out = attention(*inputs, causal=True)
+    for one, other in zip(found, [out.detach(), *torch.autograd.grad(out, inputs, dout)], strict=True):
+        assert_same_bits(one, other)
+    for one, other in zip(call(), torchs, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not all(torch.equal(one, other) for one, other in zip(found, torchs, strict=True))
+
+
 def causal_of(varlen) -> dict:
     """Older ones have is_causal."""
     import inspect
