@@ -160,7 +160,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
             for slot in cutlass.range_constexpr(ITEM_SLOTS):
                 readers = COMPUTE_WARPS + (1 if self.sequential else 3)  # queries, two that merge
                 cute.arch.mbarrier_init(self.item_full + slot, 1)
-                cute.arch.mbarrier_init(self.item_empty + slot, readers)
+                cute.arch.mbarrier_init(self.item_empty + slot, readers * WARP_SIZE)
                 cute.arch.mbarrier_init(self.kept + slot, WARPGROUP)
             for stage in cutlass.range_constexpr(QUERY_STAGES):
                 cute.arch.mbarrier_init(self.q_full + stage, WARP_SIZE)
