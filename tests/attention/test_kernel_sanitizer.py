@@ -90,7 +90,7 @@ def over_a_cache(way: str):
             arguments = {**rows, **cache, "k": new_k["q"], "v": new_v["q"]}
             arguments = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
             with few_ctas(way):
-                found += attention_with_kv_cache(**arguments, return_lse=True)
+                found += attention_with_kv_cache(**arguments, return_lse=True, out=unwritten(arguments["q"]))
         return found
 
     return results
