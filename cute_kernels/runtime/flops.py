@@ -101,14 +101,54 @@ def _attention(
 
     Packed sequences count as of the mean length: where they begin is not a shape.
     """
+    return 2 * _scores(q, k, cu_seqlens_k) * (q[-1] + v[-1])
+
+
+def _scores(q: Shape, k: Shape, cu_seqlens_k: Shape | None) -> int:
     keys = k[1] if cu_seqlens_k is None else k[0] // max(cu_seqlens_k[0] - 1, 1)
-    return 2 * math.prod(q[:-1]) * keys * (q[-1] + v[-1])
+    return math.prod(q[:-1]) * keys
 
 
-def _attention_backward(dout, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+def _attention_backward(
+    dout,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    out,
+    lse,
+    dlse=None,
+    causal=None,
+    scale=None,
+    left=None,
+    right=None,
+    softcap=None,
+    sinks=None,
+    cu_seqlens_q: Shape | None = None,
+    cu_seqlens_k: Shape | None = None,
+    *_: Any,
+    **__: Any,
+) -> int:
     """Scores and the gradients of q and k are products over the head size of q, the two others over that of v."""
-    batch, len_q, heads, d = q
-    return 2 * batch * heads * len_q * k[1] * (3 * d + 2 * v[3])
+    return 2 * _scores(q, k, cu_seqlens_k) * (3 * q[-1] + 2 * v[-1])
+
+
+def _attention_decode(
+    q: Shape,
+    k_cache: Shape,
+    v_cache: Shape,
+    cache_seqlens,
+    page_table,
+    cu_seqlens_q,
+    sinks,
+    out,
+    lse,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Both products of all queries with as many keys as the longest sequence may have: lengths are on the device."""
+    return 2 * math.prod(q[:-1]) * max_seqlen_k * (q[-1] + v_cache[-1])
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
@@ -118,6 +158,7 @@ def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
 
 FORMULAS = {
     "attention_backward": _attention_backward,
+    "attention_decode": _attention_decode,
     "attention_forward": _attention,
     "gemm": _gemm,
     "grouped_rows": _grouped,

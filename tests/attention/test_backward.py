@@ -255,6 +255,10 @@ def test_as_an_operator(jobs, generator):
     with FlopCounterMode(display=False) as counter:
         gradients_of(call, inputs, dout)
     assert counter.get_total_flops() == 7 * 2 * 2 * 4 * 5 * 9 * 64
+    packed, lengths = make_packed(Case(1, 5, 9, 4, 2, 64), (2, 3), (4, 5), generator)
+    with FlopCounterMode(display=False) as counter:
+        gradients_of(lambda q, k, v: attention(q, k, v, **lengths), packed, dout[0, :5])
+    assert counter.get_total_flops() == 7 * 2 * 5 * 4 * (9 // 2) * 64
     arguments = (dout, *inputs, out, lse, dlse, True, 0.125)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(launch.attention_backward.registered, arguments, test_utils=checks)

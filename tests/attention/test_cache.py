@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import UnsupportedDeviceError, attention, attention_with_kv_cache, merge_attention
 from cute_kernels.attention import launch
@@ -198,6 +199,15 @@ def test_as_an_operator(generator):
             (q, q.clone(), q.clone(), q.clone(), torch.zeros(1, dtype=torch.int32), None, None, 1),
             test_utils=("test_schema", "test_faketensor"),
         )
+
+
+def test_flops(generator):
+    """Queries with as many keys as the longest sequence may have, as torch counts all keys of its own."""
+    sequences = Sequences.make([30, 20], 4, 2, 64, BF16, generator)
+    cache, q = cached(sequences, [30, 20], Layout(16)), torch.stack([t[-1:] for t in sequences.q])
+    with fake_kernels(), FlopCounterMode(display=False) as counter:
+        attention_with_kv_cache(q, **cache, max_seqlen_k=32)
+    assert counter.get_total_flops() == 2 * 2 * 1 * 4 * 32 * (64 + 64)
 
 
 def test_a_gpu_without_kernels(generator):
