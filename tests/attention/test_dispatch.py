@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import attention
 from cute_kernels.attention import config, launch, prewarm, reference
 from cute_kernels.attention.launch.forward import regular
+from cute_kernels.runtime import launches
 from tests.attention.cases import (
     BF16,
     FP16,
@@ -215,8 +216,10 @@ def test_on_sm100(sizes, generator):
     inputs, (packed, lengths) = make_inputs(case, generator), make_packed(case, (1, 257), (9, 3), generator)
     calls = ((inputs, {}), (packed, lengths))
     wanted = [attention(*tensors, causal=True, return_lse=True, **options) for tensors, options in calls]
-    with fake_kernels("sm_100a", num_sms=3):
+    with fake_kernels("sm_100a", num_sms=3), launches.observed() as seen:
         found = [attention(*tensors, causal=True, return_lse=True, **options) for tensors, options in calls]
+    rows = config.FORWARD_SM100_CONFIGS[config.kernel_sizes(d, dv)].tile_rows
+    assert [kernel.name for kernel, *_ in seen] == [f"attention_forward (tile rows {rows})"] * 2
     for a, b in zip(sum(found, ()), sum(wanted, ()), strict=True):
         assert same_bits(a, b)
 

@@ -195,7 +195,7 @@ class ForwardLaunch(NamedTuple):
     @property
     def name(self) -> str:
         """The kernel and its configuration."""
-        turns = ", ping-pong" if self.config.ping_pong else ""
+        turns = ", ping-pong" if isinstance(self.config, ForwardConfig) and self.config.ping_pong else ""
         return f"attention_forward (tile rows {self.config.tile_rows}{turns})"
 
     @staticmethod
