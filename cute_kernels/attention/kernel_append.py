@@ -39,9 +39,9 @@ class Append:
         max_seqlen: Int32,
         stream,
     ):
-        threads = max_seqlen * k.shape[2] * self.vectors
+        ctas = cute.ceil_div(max_seqlen * k.shape[2] * self.vectors, THREADS)  # of a sequence
         self.kernel(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q).launch(
-            grid=[cute.ceil_div(threads, THREADS), cache_seqlens.shape[0], 1],
+            grid=[ctas * cache_seqlens.shape[0], 1, 1],  # y ends at 65535
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -59,10 +59,11 @@ class Append:
         cu_seqlens_q: cute.Tensor | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        bidx, sequence, _ = cute.arch.block_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        part, sequence = bidx // cache_seqlens.shape[0], bidx % cache_seqlens.shape[0]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # which wait for the end of this, and may get ready until then
-        number = bidx * THREADS + tidx
+        number = part * THREADS + tidx
         column, number = number % self.vectors, number // self.vectors
         head, token = number % k.shape[2], number // k.shape[2]
         dense, first, tokens = sequence, Int32(0), k.shape[1]

@@ -252,6 +252,26 @@ def test_new_keys(page_size, head_size, generator):
     assert torch.equal(bits(cache["v_cache"]), bits(filled["v_cache"]))
 
 
+def test_new_keys_of_many_sequences(generator):
+    """More than the grid's y has; each of a hundred has the same bits everywhere."""
+    few, times = 100, 701
+    q, k, v = (torch.randn(few, 1, 1, 64, generator=generator, device="cuda").to(BF16) for _ in range(3))
+
+    def results(times: int) -> Found:
+        tensors = [t.repeat(times, 1, 1, 1) for t in (q, k, v)]
+        caches = [torch.zeros(few * times, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
+        lengths = torch.arange(few * times, device="cuda", dtype=torch.int32) % few % 2
+        new = dict(zip("qkv", tensors, strict=True))
+        return attention_with_kv_cache(
+            **new, k_cache=caches[0], v_cache=caches[1], cache_seqlens=lengths, return_lse=True
+        )
+
+    wanted, found = results(1), results(times)
+    assert wanted[0].any()
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(bits(a), bits(b).repeat(times, *[1] * (b.dim() - 1)))
+
+
 def test_new_keys_of_packed_sequences(generator):
     before, new = [30, 0, 2047, 129], [1, 300, 2, 64]
     lengths = [a + b for a, b in zip(before, new, strict=True)]
