@@ -84,7 +84,7 @@ def attention_with_kv_cache(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        UnsupportedDeviceError: a GPU without kernels: neither a Hopper.
+        UnsupportedDeviceError: a GPU other than a Hopper, whose kernels alone there are.
 
     Numerics:
         The contract ``kv_grid`` of ``attention``: blocks and splits lie at absolute places of a sequence's keys, so a
