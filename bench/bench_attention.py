@@ -267,7 +267,9 @@ def _flex(case: Attention, inputs: Inputs) -> Calls:
         return inside if number is None else inside & (number[i] == number[j])
 
     if inputs.dout is not None:  # the backward of one forward runs again and again
-        torch._functorch.config.donated_buffer = False
+        from torch._functorch import config
+
+        config.donated_buffer = False
     block_mask = create_block_mask(seen, None, None, length, length, device=device.type) if case.causal else None
     flex = torch.compile(flex_attention) if inputs.q.is_cuda else flex_attention
 

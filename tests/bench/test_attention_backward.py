@@ -1,6 +1,7 @@
 """bench_attention_backward on the CPU: providers against its own truth, what is counted."""
 
 import pytest
+import torch
 
 from bench import bench_attention, bench_attention_backward, harness
 from bench.bench_attention_backward import AttentionBackward
@@ -42,6 +43,17 @@ def test_providers_of_configs():
     assert configs == [BACKWARD_CONFIGS[128, 128][i] for i in (0, 2, 3)]
     case = AttentionBackward(1, 70, 2, 1, 256, "full")
     assert bench_attention_backward.with_config(1, case, bench_attention_backward.make_inputs(case, "cpu")) is None
+
+
+def test_flex_attention_keeps_what_its_backward_reads(monkeypatch):
+    """Also where nobody has imported the module of the option yet: packed rows had no reference."""
+    from torch._functorch import config
+
+    monkeypatch.delattr(torch._functorch, "config")
+    monkeypatch.setattr(config, "donated_buffer", True)
+    case = AttentionBackward(1, 70, 4, 2, 64, "packed")
+    bench_attention.PROVIDERS["torch"](case, bench_attention_backward.make_inputs(case, "cpu"))
+    assert not config.donated_buffer
 
 
 @pytest.mark.parametrize(
