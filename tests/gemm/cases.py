@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import linear
 from cute_kernels.gemm import launch
-from cute_kernels.gemm.config import GemmConfig, choose, in_whole_blocks
-from cute_kernels.gemm.config_tokens import SOME_TOKENS
+from cute_kernels.gemm.config import GemmConfig, choose
 from cute_kernels.runtime import launches
 from tests.fakes import fake_kernels
 from tests.norm.cases import BF16, FP16, FP32, name_of, seeded_generator, strided
@@ -28,6 +27,9 @@ __all__ = ["BF16", "FP16", "FP32", "name_of", "seeded_generator", "strided"]
 TARGETS = [(12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096)]
 # Numbers of tokens: below, at and beyond the tiles of each kernel
 TOKENS = [1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 100, 128, 257, 512, 4096]
+# Rows and columns of calls that together get every kernel
+SIZES = [*TOKENS, 9, 32, 48, 192, 200, 256, 1024, 2048, 3072, 6144, 8192, *(n for n, _ in TARGETS), 151936]
+SIZES += [24, 72, 80, 112, 160, 224, 320, 384, 448, 2880, 3584, 5120]
 ACTIVATIONS = ["relu", "silu", "gelu"]
 # Which dimension of a (M, K) and b (K, N) has neighbouring elements
 LAYOUTS = [("k", "k"), ("k", "n"), ("m", "k"), ("m", "n")]
@@ -41,23 +43,8 @@ def here() -> str:
 @functools.cache
 def kernels(arch: str = here(), epilogues: tuple[str, ...] = ("store", "accumulate")) -> list[tuple]:
     """(config, transposed) of every kernel that the dispatcher can choose; the one for any stride comes first."""
-    sizes = [*TOKENS, 9, 32, 48, 192, 200, 256, 1024, 2048, 3072, 6144, 8192, *(n for n, _ in TARGETS), 151936]
-    sizes += [24, 72, 80, 112, 160, 224, 320, 384, 448, 2880, 3584, 5120]
-    calls = itertools.product(sizes, sizes, (64, 1024, 4096, 16384), (132,), epilogues, (1,), (True, False))
+    calls = itertools.product(SIZES, SIZES, (64, 1024, 4096, 16384), (132,), epilogues, (1,), (True, False))
     return [(None, False), *dict.fromkeys(choose(arch, *call) for call in calls)]
-
-
-def kernels_of_tokens(arch: str = here()) -> list[tuple]:
-    """Those that calls of 17 to 512 tokens alone get: operands along k, K in whole blocks, nothing is added to."""
-    few = {kernel for kernel in in_whole_blocks(arch) if kernel in SOME_TOKENS}
-    shapes = itertools.product((24, 48, 128, 256), (1024, 4096, 14336), (4096, 16384))
-    few -= {choose(arch, *shape, 132, "accumulate") for shape in shapes}
-    return [kernel for kernel in kernels(arch) if kernel in few]
-
-
-def kernels_of_all_calls(arch: str = here()) -> list[tuple]:
-    """The others: those of batches, of sums that are added to, of operands in any layout."""
-    return [kernel for kernel in kernels(arch) if kernel not in kernels_of_tokens(arch)]
 
 
 def kernel_name(kernel: tuple) -> str:

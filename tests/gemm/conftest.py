@@ -3,73 +3,56 @@
 import pytest
 import torch
 
-from cute_kernels import bmm, linear, mm
+from cute_kernels import bmm, mm
+from jit_cache.prewarm import Job
 from tests.fakes import fake_kernels
-from tests.gemm.cases import (
-    BF16,
-    FP32,
-    LAYOUTS,
-    Batch,
-    Case,
-    here,
-    kernels_of,
-    laid_out,
-    make_batch,
-    only_kernel,
-    operands,
-    run_batch,
-)
+from tests.gemm.cases import BF16, Batch, Case, here, kernels_of, make_batch, only_kernel, run_batch
+from tests.gemm.every_kernel import batches, products
 from tests.precompiled import precompile
 
+ANY_STRIDE = (None, False)  # the kernel that each is compared with
 
-@pytest.fixture(scope="session", autouse=True)
+
+@pytest.fixture(scope="session")
 def gemms_precompiled(request):
-    if not torch.cuda.is_available():
-        return
-    values = [v for item in request.session.items if hasattr(item, "callspec") for v in item.callspec.params.values()]
-    jobs = kernels_of([value for value in dict.fromkeys(v for v in values if isinstance(v, Case))], here())
+    """For the files that name it: those of grouped products have other kernels, and do not wait for these."""
+    if torch.cuda.is_available():
+        precompile(gemm_jobs(request.session.items))
+
+
+def gemm_jobs(items: list[pytest.Item]) -> list[Job]:
+    """The kernels of the tests that name ``gemms_precompiled``."""
+    params = [item.callspec.params for item in items if has_params(item)]
+    values = dict.fromkeys(value for given in params for value in given.values() if isinstance(value, Case | Batch))
+    jobs = kernels_of([value for value in values if isinstance(value, Case)], here())
     with fake_kernels(here(), computes=False) as more:
-        for config, transposed in of_every_kernel(request.session.items, "kernel"):
-            with only_kernel(config, transposed):
-                each_layout(16)
-                each_layout(64)
-        for config, transposed in of_every_kernel(request.session.items, "batch_kernel"):
-            with only_kernel(config, transposed):
-                each_batch(16)
-                each_batch(64)
-        for case in dict.fromkeys(value for value in values if isinstance(value, Batch)):
-            both_products(case)
-    precompile(jobs + more)
+        for name, each in (("kernel", each_product), ("batch_kernel", each_batch)):
+            for kernel in dict.fromkeys(given[name] for given in params if name in given):
+                for one in {kernel, ANY_STRIDE} if kernel != ANY_STRIDE else ():
+                    with only_kernel(*one):
+                        each(kernel)
+        for case in values:
+            if isinstance(case, Batch):
+                both_products(case)
+    return list(dict.fromkeys(jobs + more))
 
 
-def of_every_kernel(items, name):
-    return {item.callspec.params[name] for item in items if hasattr(item, "callspec") and name in item.callspec.params}
+def has_params(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec") and "gemms_precompiled" in item.fixturenames
 
 
-def each_layout(size):
+def each_product(kernel: tuple) -> None:
     """The kernels of test_kernel_invariance.py, for a K of whole blocks of 64 or not."""
-    a, b = torch.zeros(size, size, dtype=BF16), torch.zeros(size, size, dtype=BF16)
-    for layout in LAYOUTS:
-        mm(*operands(a, b, layout), out_dtype=FP32)
-    mm(a, b, out=torch.zeros(size, size + 3)[:, :size])
-    weight = b.requires_grad_()
-    weight.main_grad = torch.zeros(size, size)
-    for valid in (None, torch.ones(1, dtype=torch.int32)):
-        linear(a, weight, num_valid_tokens=valid).backward(a)
-    bias = torch.zeros(size, requires_grad=True)
-    bias.main_grad = torch.zeros(size)
-    by_columns = laid_out(a, False)
-    linear(by_columns, weight, bias, num_valid_tokens=torch.ones(1, dtype=torch.int32)).backward(by_columns)
-    linear(a.detach().requires_grad_(), b.detach(), torch.zeros(size), activation="gelu").backward(a)
+    for k in (16, 64):
+        a, bias, valid = torch.zeros(64, k, dtype=BF16), torch.zeros(64), torch.ones(1, dtype=torch.int32)
+        products(kernel, a, a.clone(), torch.zeros(64, 64), bias, valid)
 
 
-def each_batch(size):
+def each_batch(kernel: tuple) -> None:
     """The kernels of test_kernel_bmm.py, likewise."""
-    a, b = torch.zeros(size, size, dtype=BF16), torch.zeros(size, size, dtype=BF16)
-    for layout in LAYOUTS:
-        for out in (FP32, BF16):
-            bmm(*(t[None] for t in operands(a, b, layout)), out_dtype=out)
-    bmm(a[None], torch.zeros(1, size + 1, size, dtype=BF16).mT, out_dtype=FP32)
+    for k in (16, 64):
+        a = torch.zeros(2, 64, k, dtype=BF16)
+        batches(kernel, a, a.clone())
 
 
 def both_products(case):

@@ -22,6 +22,8 @@ from tests.gemm.cases import (
     run,
 )
 
+pytestmark = pytest.mark.usefixtures("gemms_precompiled")
+
 CASE = Case(65, 96, 64, bias=FP32)
 LEAVES = ["x", "weight", "bias"]
 

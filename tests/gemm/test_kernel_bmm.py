@@ -22,7 +22,6 @@ from tests.gemm.cases import (
     check,
     here,
     kernel_name,
-    kernels_of_all_calls,
     make_batch,
     only_kernel,
     oracle_mm,
@@ -30,7 +29,10 @@ from tests.gemm.cases import (
     run_batch,
     wide_range,
 )
+from tests.gemm.every_kernel import batches, of_any_layout, of_whole_blocks
 from tests.sanitizer import assert_clean, needs_sanitizer
+
+pytestmark = pytest.mark.usefixtures("gemms_precompiled")
 
 # Each number of entries, M, N and K at least once with each layout; sizes around the tiles, K below a step and long
 SIZES = [
@@ -87,37 +89,24 @@ def test_each_entry_has_the_bits_of_mm(case, generator):
     assert_entries(found, a, b, dout, out_dtype=case.out)
 
 
-@pytest.mark.parametrize("batch_kernel", kernels_of_all_calls()[1:], ids=kernel_name)
+@pytest.mark.parametrize("batch_kernel", of_any_layout() + of_whole_blocks(), ids=kernel_name)
 def test_every_kernel_has_the_same_bits(batch_kernel, generator):
-    """Each kernel that a call can get against the one for any stride; every layout; with many SMs, and with four."""
-
-    def results():
-        found = [bmm(*operands, out_dtype=out) for operands in laid for out in (FP32, BF16)]
-        found.append(bmm(a, odd, out_dtype=FP32))  # rows of the result off 16 bytes
-        found += [bmm(one, b, out_dtype=FP32), bmm(a, other, out_dtype=FP32)]
-        return found
-
-    for entries, m, n, k in (
-        (5, 72, 136, 200),
-        (3, 304, 264, 72),
-        (7, 8, 520, 136),
-        (2, 520, 264, 1032),
-        (3, 40, 72, 576),
-    ):
-        a, b = make_batch(Batch(entries, m, n, k), generator)
-        laid = [make_batch(Batch(entries, m, n, k, layout=layout), generator) for layout in LAYOUTS]
-        odd, _ = make_batch(Batch(entries, n + 1, 8, k), generator)
-        odd = odd.mT
-        one, other = a[:1].expand_as(a), b[:1].expand_as(b)
+    """Each in all that a batch can get it for against the one for any stride; with many SMs, and with four."""
+    shapes = [(3, 40, 72, 576), (2, 520, 264, 1088)]
+    if batch_kernel in of_any_layout():
+        shapes += [(5, 72, 136, 200), (3, 304, 264, 72), (7, 8, 520, 136), (2, 520, 264, 1032)]
+    for entries, m, n, k in shapes:
+        a, b = make_batch(Batch(entries, m, n, k, layout=("k", "k")), generator)
         with only_kernel(None, False):
-            wanted = results()
+            wanted = batches(batch_kernel, a, b.mT)
         for num_sms in (132, 4):
             with only_kernel(*batch_kernel, num_sms), observed() as used:
-                found = results()
+                found = batches(batch_kernel, a, b.mT)
             assert {(launch.config, launch.transposed) for launch, _, _ in used} == {batch_kernel}
             assert all(launch.num_ctas <= num_sms for launch, _, _ in used)
-            for i, (one_result, other_result) in enumerate(zip(found, wanted, strict=True)):
-                assert_same_bits(one_result, other_result, f"result {i}, {entries}x{m}x{n}x{k}, {num_sms} SMs")
+            assert found.keys() == wanted.keys()
+            for name, result in found.items():
+                assert_same_bits(result, wanted[name], f"{name}, {entries}x{m}x{n}x{k}, {num_sms} SMs")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="".join)

@@ -30,6 +30,8 @@ from cute_kernels.gemm import reference
 from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import BF16, FP16, FP32, Case, check, here, make_inputs, oracle, randn, run
 
+pytestmark = pytest.mark.usefixtures("gemms_precompiled")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -19,8 +19,7 @@ from tests.gemm.cases import (
     assert_same_bits,
     bits,
     kernel_name,
-    kernels_of_all_calls,
-    kernels_of_tokens,
+    kernels,
     laid_out,
     only_kernel,
     operands,
@@ -28,6 +27,9 @@ from tests.gemm.cases import (
     same_bits,
     wide_range,
 )
+from tests.gemm.every_kernel import of_any_layout, of_tokens, of_whole_blocks, products
+
+pytestmark = pytest.mark.usefixtures("gemms_precompiled")
 
 
 def product(a, b, layout, dy):
@@ -108,89 +110,49 @@ def test_padding_and_chunks(n, k, activation, generator):
         assert_same(joined, whole, slice(None), f"chunks {sizes[:3]}")
 
 
-@pytest.mark.parametrize("kernel", kernels_of_all_calls()[1:], ids=kernel_name)
+@pytest.mark.parametrize("kernel", kernels()[1:], ids=kernel_name)
 def test_every_kernel_has_the_same_bits(kernel, generator, device):
-    """Each kernel that a call can get against the one for any stride, hence each pair; every layout, and main_grad.
+    """Each in all that a call can get it for against the one for any stride, hence each pair.
 
-    With an SM for each tile, and with four, so that a CTA has several.
+    With an SM for each tile, and with few, so that a CTA has several.
     """
-
-    def results(config, transposed, num_sms=None):
-        with only_kernel(config, transposed, num_sms):
-            found = [mm(*operands(a, b, layout), out_dtype=FP32) for layout in LAYOUTS]
-            off_16_bytes = torch.empty(m, n + 3, device=a.device)[:, :n]
-            found.append(mm(a, b, out=off_16_bytes))
-            weight = b.t().contiguous().requires_grad_()
-            weight.main_grad = start.clone()
-            linear(a, weight).backward(dy)
-            found.append(weight.main_grad)
-            weight.main_grad = start.clone()
-            linear(a, weight, num_valid_tokens=valid).backward(dy)
-            found.append(weight.main_grad)
-            # Tokens next to each other, and dbias, whose ones are
-            weight.main_grad, leaf = start.clone(), bias.clone().requires_grad_()
-            leaf.main_grad = bias.clone()
-            linear(laid_out(a, False), weight, leaf, num_valid_tokens=valid).backward(laid_out(dy, False))
-            found += [weight.main_grad, leaf.main_grad]
-            x = tokens.detach().requires_grad_()
-            y = linear(x, features, bias, activation="gelu")
-            found += [y.detach(), *torch.autograd.grad(y, x, dy)]
-        return found
-
-    shapes = ((304, 264, 200), (8, 520, 1032), (520, 8, 16), (72, 136, 4096), (72, 136, 1088), (576, 72, 136))
-    for m, n, k in (*shapes, (1040, 776, 200), (776, 1040, 16)):
-        valid = torch.tensor([2 * m // 3], dtype=torch.int32, device=device)
-        a, b = wide_range(m, k, generator=generator), wide_range(k, n, generator=generator)
-        dy, start = wide_range(m, n, generator=generator), wide_range(n, k, generator=generator).float()
-        tokens, features = randn(m, k, generator=generator).to(BF16), randn(n, k, generator=generator).to(BF16)
-        features, bias = features * k**-0.5, randn(n, generator=generator)
-        wanted = results(None, False)
-        names = [*map("".join, LAYOUTS), "rows off 16 bytes", "from main_grad", "valid tokens"]
-        names += ["tokens next to each other", "dbias", "gelu", "its dx"]
-        for num_sms in (132, 4):
-            with observed() as used:
-                found = results(*kernel, num_sms)
-            assert {(launch.config, launch.transposed) for launch, _, _ in used} == {kernel}
-            assert all(launch.num_ctas <= num_sms for launch, _, _ in used)
-            for name, one, two in zip(names, found, wanted, strict=True):
-                assert_same_bits(one, two, f"{name}, {m}x{n}x{k}, {num_sms} SMs")
-
-
-@pytest.mark.parametrize("kernel", kernels_of_tokens(), ids=kernel_name)
-def test_every_kernel_of_tokens_has_the_same_bits(kernel, generator):
-    """Those that 17 to 512 tokens alone get, with what they get: operands along k, bias, gelu and z, any output."""
-
-    def results():
-        found = [mm(a, b.mT, out_dtype=out) for out in (BF16, FP32)]
-        found.append(mm(a, b.mT, out=torch.empty(m, n + 3, dtype=BF16, device=a.device)[:, :n]))
-        y = linear(a.detach().requires_grad_(), b * k**-0.5, bias, activation="gelu")  # saves z
-        return [*found, y.detach(), linear(a, b * k**-0.5, bias, out_dtype=FP32)]
-
-    for m, n, k in ((33, 1048, 1088), (160, 2120, 1088), (330, 264, 704), (100, 72, 64), (1048, 72, 192)):
+    shapes = [(72, 136, 4096), (72, 136, 1088), (160, 2120, 1088), (1048, 72, 192)]
+    shapes += [(33, 1048, 1088), (330, 264, 704), (100, 72, 64)] * (kernel in of_tokens())
+    if kernel in of_any_layout():
+        shapes += [(304, 264, 200), (8, 520, 1032), (520, 8, 16), (576, 72, 136), (1040, 776, 200), (776, 1040, 16)]
+    for m, n, k in shapes:
         a, b = wide_range(m, k, generator=generator), wide_range(n, k, generator=generator)
-        bias = randn(n, generator=generator)
+        start, bias = wide_range(m, n, generator=generator).float(), randn(n, generator=generator)
+        valid = torch.tensor([2 * k // 3], dtype=torch.int32, device=device)
         with only_kernel(None, False):
-            wanted = results()
+            wanted = products(kernel, a, b, start, bias, valid)
         for num_sms in (132, 8):
             with only_kernel(*kernel, num_sms), observed() as used:
-                found = results()
+                found = products(kernel, a, b, start, bias, valid)
             assert {(launch.config, launch.transposed) for launch, _, _ in used} == {kernel}
-            for i, (one, two) in enumerate(zip(found, wanted, strict=True)):
-                assert_same_bits(one, two, f"result {i}, {m}x{n}x{k}, {num_sms} SMs")
+            assert all(launch.num_ctas <= num_sms for launch, _, _ in used)
+            assert found.keys() == wanted.keys()
+            for name, result in found.items():
+                assert_same_bits(result, wanted[name], f"{name}, {m}x{n}x{k}, {num_sms} SMs")
 
 
-@pytest.mark.parametrize("kernel", kernels_of_all_calls(), ids=kernel_name)
+@pytest.mark.parametrize("kernel", [(None, False), *of_any_layout(), *of_whole_blocks()], ids=kernel_name)
 def test_main_grad_to_which_nothing_is_added(kernel, generator, device):
     """No tokens, by their number or by count: every bit stays, in every kernel; the sign of zeros, too."""
     start = torch.tensor([-0.0, 0.0, 1.0, float("nan")], device=device).repeat(72, 34)
-    x, dy = wide_range(200, 136, generator=generator), wide_range(200, 72, generator=generator)
+    x, dy = wide_range(192, 136, generator=generator), wide_range(192, 72, generator=generator)
     none = torch.zeros(1, dtype=torch.int32, device=device)
-    for tokens, valid in ((200, none), (0, None)):
-        weight = torch.ones(72, 136, dtype=BF16, device=device, requires_grad=True)
-        weight.main_grad = start.clone()
-        with only_kernel(*kernel):
-            linear(x[:tokens], weight, num_valid_tokens=valid).backward(dy[:tokens])
-        assert_same_bits(weight.main_grad, start, f"{tokens} tokens")
+    for by_tokens in (False, True):
+        if by_tokens and kernel in of_whole_blocks():
+            continue  # those are for neighbours along what is summed
+        for tokens, valid in ((192, none), (0, None)):
+            weight = torch.ones(72, 136, dtype=BF16, device=device, requires_grad=True)
+            weight.main_grad = start.clone()
+            y = linear(laid_out(x[:tokens], by_tokens), weight, num_valid_tokens=valid)
+            with only_kernel(*kernel), observed() as used:
+                y.backward(laid_out(dy[:tokens], by_tokens))
+            assert [(launch.config, launch.transposed) for launch, _, _ in used] == [kernel] * (tokens > 0)
+            assert_same_bits(weight.main_grad, start, f"{tokens} tokens")
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

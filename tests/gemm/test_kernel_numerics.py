@@ -31,6 +31,8 @@ from tests.gemm.cases import (
     steps_of,
 )
 
+pytestmark = pytest.mark.usefixtures("gemms_precompiled")
+
 BY_SIZE = [
     Case(300, 264, 200),
     Case(5, 264, 200),

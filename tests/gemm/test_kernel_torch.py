@@ -12,6 +12,8 @@ from cute_kernels.gemm.launch import activation_backward, gemm
 from jit_cache import stats
 from tests.gemm.cases import BF16, FP16, FP32, Case, Recorder, assert_same_bits, make_inputs, randn, run
 
+pytestmark = pytest.mark.usefixtures("gemms_precompiled")
+
 TRACED = [
     Case(65, 96, 64),
     Case(65, 264, 200, bias=FP32, activation="gelu"),
