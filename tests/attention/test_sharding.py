@@ -1,4 +1,4 @@
-"""attention on DTensors, two processes on the CPU over fake kernels; and under selective checkpointing."""
+"""attention and its backward on DTensors, two processes on the CPU over fake kernels; selective checkpointing."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from cute_kernels import attention
-from tests.attention.cases import Case, make_inputs, same_bits
+from tests.attention.cases import Case, make_inputs, make_packed, same_bits
 from tests.fakes import fake_kernels
 
 rank = int(sys.argv[1])
@@ -44,6 +44,43 @@ def check(case, placements, of_out, of_lse):
     for one, two in zip(found, wanted):
         assert same_bits(one.full_tensor(), two)
 
+def check_gradients(case, placement, lengths=None, sinks=False, **options):
+    # those of tensors that are split are split as they, with the bits of those of whole tensors
+    generator, places = torch.Generator().manual_seed(0), {}
+    if lengths:
+        inputs, places = make_packed(case, lengths, lengths, generator)
+    else:
+        inputs = make_inputs(case, generator)
+    names = ["q", "k", "v"] + ["sinks"] * sinks
+    tensors = [*inputs, torch.randn(case.heads, generator=generator)][: len(names)]
+
+    def gradients(tensors, split):
+        tensors = [t.requires_grad_() for t in tensors]
+        given = {
+            name: distribute_tensor(t, mesh, [whole]) if split and isinstance(t, torch.Tensor) else t
+            for name, t in places.items()
+        }
+        results = attention(**dict(zip(names, tensors)), causal=True, return_lse=True, **given, **options)
+        sum(t.float().nan_to_num(neginf=0.0).square().sum() for t in results).backward()
+        return [t.grad for t in tensors]
+
+    with fake_kernels():
+        wanted = gradients([t.clone() for t in tensors], False)
+        of_inputs = [placement] * 3 + [whole if placement == batch else Shard(0)]
+        found = gradients([distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, of_inputs)], True)
+    for name, one, two in zip(names, found, wanted):
+        if name != "sinks":
+            assert one.placements[0] == placement, (name, one.placements)
+            assert same_bits(one.full_tensor(), two), name
+        else:  # of sequences that are split a sum of two parts
+            torch.testing.assert_close(one.full_tensor(), two)
+
+for n in (2, 3):
+    check_gradients(Case(n, 5, 9, 4, 2, 64), batch)
+    check_gradients(Case(n, 5, 9, 4, 2, 64), batch, sinks=True)
+check_gradients(Case(2, 5, 9, 8, 4, 64), heads, sinks=True)
+check_gradients(Case(2, 5, 9, 4, 2, 64), whole, window=(3, 0))
+check_gradients(Case(1, 9, 9, 4, 2, 64), Shard(1), (3, 6), sinks=True)  # packed: heads
 for n in (2, 3):  # of three sequences a process has two, the other one
     check(Case(n, 5, 9, 4, 2, 64), (batch,) * 3, batch, batch)
 check(Case(2, 5, 9, 8, 4, 64), (heads,) * 3, heads, Shard(1))
