@@ -11,6 +11,7 @@ from cute_kernels.attention import launch, prewarm, reference, reference_backwar
 from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
     BACKWARD_L2_BYTES,
+    UNBOUNDED,
     BackwardConfig,
     BackwardSpec,
     backward_config,
@@ -277,8 +278,13 @@ def test_a_gpu_without_kernels(jobs, generator, monkeypatch):
 
 
 def test_heads_that_fit_into_the_cache_come_together():
-    assert backward_heads_together(128, 2, 1024, 4) == 4 * (BACKWARD_L2_BYTES // (1024 * 128 * 8) // 4) > 4
-    assert backward_heads_together(128, 2, 2**20, 4) == 4 and backward_heads_together(64, 2, 1, 3) % 3 == 0
+    def together(head_size, len_q, group, left=UNBOUNDED, right=UNBOUNDED):
+        return backward_heads_together(head_size, 2, len_q, group, left, right)
+
+    assert together(128, 1024, 4) == 4 * (BACKWARD_L2_BYTES // (1024 * 128 * 8) // 4) > 4
+    assert together(128, 2**20, 4) == 4 and together(64, 1, 3) % 3 == 0
+    assert together(64, 2**20, 8, 128, 0) == together(64, 256, 8) == 128  # a window: the rows that see a block
+    assert together(64, 2**20, 8, UNBOUNDED, 0) == 8 and together(64, 100, 8, 128, 0) == together(64, 100, 8)
 
 
 @pytest.mark.parametrize("choices", [{"adders": 3, "dq_parts": 2}, {"adders": 1}], ids=str)

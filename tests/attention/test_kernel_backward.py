@@ -333,6 +333,26 @@ def test_options_are_the_contract_within_rounding(options, sizes, generator):
     assert rms(found[3].double() - of_sinks) <= 1e-3 * rms(of_sinks)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_window_of_many_heads(sizes, generator):
+    """A sequence, and a head of keys, have the bits that they have alone: blocks come in another order."""
+    case = Case(3, 1400, 1400, 16, 2, sizes[0], False, BF16, sizes[1])
+    inputs = make_inputs(case, generator)
+    dout = torch.randn(*inputs.q.shape[:3], sizes[1], generator=generator, device="cuda").to(BF16)
+
+    def call(q, k, v):
+        return attention(q, k, v, window=(128, 0))
+
+    found = gradients_of(call, inputs, dout)
+    for i, pair in ((0, 1), (2, 0)):
+        heads = slice(8 * pair, 8 * pair + 8)
+        one = [t[i : i + 1] for t in (*inputs, dout)]
+        assert_same([t[i : i + 1] for t in found], gradients_of(call, one[:3], one[3]))
+        one = [t[i : i + 1, :, h] for t, h in zip((*inputs, dout), (heads, [pair], [pair], heads), strict=True)]
+        wanted = gradients_of(call, one[:3], one[3])
+        assert_same([t[i : i + 1, :, h] for t, h in zip(found, (heads, [pair], [pair]), strict=True)], wanted)
+
+
 @pytest.mark.parametrize("sizes", [*SIZES, (96, 72), (160, 40), (200, 248), (128, 64)], ids=str)
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (50, 0)}], ids=str)
 def test_packed_is_dense(options, sizes, generator):

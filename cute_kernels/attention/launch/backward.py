@@ -213,14 +213,14 @@ class BackwardLaunch(NamedTuple):
             ((summed * 2 * block * d,), f32),
             ((1 + tiles * heads + summed,), torch.int32),
         )
-        together = min(backward_heads_together(d, q.itemsize, q.shape[1], heads // pairs), sequences * heads)
+        together = backward_heads_together(d, q.itemsize, q.shape[1], heads // pairs, left, right)
         before_tanh, score_scale = score_factors(scale, softcap)
         self.delta[dlse is not None](out, dout, lse, dlse, cu_seqlens_q, delta, row_lse, counters)
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
         if blocks:
             self.backward(
                 q, k, v, dout, row_lse, delta, dk, dv, dq_sums, dkv_sums, counters, *lengths, score_scale, before_tanh,
-                scale, left, right, tiles, blocks, together, min(blocks * heads, self.num_sms),
+                scale, left, right, tiles, blocks, min(together, sequences * heads), min(blocks * heads, self.num_sms),
             )  # fmt: skip
         self.finish_dq(dq_sums, dq, *lengths, scale, right, k.shape[1], tiles)
         if summed:
