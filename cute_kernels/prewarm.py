@@ -28,7 +28,7 @@ from cute_kernels.log_prob.config import config_for
 from cute_kernels.models.paged import WINDOW_PAGE
 from cute_kernels.moe import launch as moe
 from cute_kernels.moe.config import OAI
-from cute_kernels.moe.prewarm import ALIGN as EXPERTS_ALIGN
+from cute_kernels.moe.prewarm import ALIGNS as EXPERTS_ALIGNS
 from cute_kernels.nn.attention import PAGE_SIZE
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
@@ -344,7 +344,7 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
     )
     up_bias, down_bias = (_empty(e, n, dtype=dtype) if oai else None for n in (2 * f, c))
     gate = ("swiglu", True, *OAI) if oai else ("swiglu", False, None, None)
-    for align in (1, EXPERTS_ALIGN):
+    for align in EXPERTS_ALIGNS:
         for table in (None, _empty(2, e, **int32)):
             moe.moe_plan.function(indices, table, offs, _empty(2 * k, **int32), indices, offs, align)
     # Rows of an expert by which products choose their kernel

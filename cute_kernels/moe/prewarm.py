@@ -5,6 +5,7 @@ That is Mixtral, Qwen3, gpt-oss, with its gate and biases, and DeepSeek-V3.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ ROUTERS = (
     RouteSpec(256, 8, "sigmoid", has_bias=True, groups=8, kept_groups=4, normalize=True),
 )
 BIASED_K = 4  # gpt-oss'
-ALIGN = 16
+ALIGNS = 1, 16  # without and with gradients
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -37,8 +38,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
         yield route, (arch, spec)
         yield route_backward, (arch, RouteSpec(spec.num_experts, spec.k, spec.score, normalize=spec.normalize))
     for experts in dict.fromkeys(spec.num_experts for spec in ROUTERS):
-        for has_table in (False, True):
-            yield plan, (arch, PlanSpec(experts, ALIGN, has_table))
+        for align, has_table in itertools.product(ALIGNS, (False, True)):
+            yield plan, (arch, PlanSpec(experts, align, has_table))
     for k in dict.fromkeys(spec.k for spec in ROUTERS):
         yield gather, (arch, GatherSpec(BF16, k))
         for weighted in (True, False):

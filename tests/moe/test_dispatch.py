@@ -1,11 +1,15 @@
 """The kernels' path of the experts' functions on the CPU, plain torch in place of the kernels."""
 
+import itertools
+
 import pytest
 import torch
 
 from cute_kernels import moe
+from cute_kernels.gemm.config_grouped import DECODE
 from cute_kernels.moe import prewarm
 from cute_kernels.moe.config import ONE_BLOCK
+from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.moe import test_kernel_sanitizer
 from tests.moe.cases import BF16, assert_same_bits, make_layer, randn, run_layer
@@ -62,7 +66,8 @@ def test_a_layer_finds_its_kernels_precompiled(jobs, generator):
     for spec in prewarm.ROUTERS:
         run_router(spec, generator)
         run_layer(make_layer(5, 16, 8, spec.num_experts, generator), spec.k)
-        moe.plan(torch.zeros(ONE_BLOCK + 1, 1, dtype=torch.int32), spec.num_experts, align=prewarm.ALIGN)
+        for slots, align in itertools.product((1, ONE_BLOCK + 1), prewarm.ALIGNS):
+            moe.plan(torch.zeros(slots, 1, dtype=torch.int32), spec.num_experts, align=align)
     run_layer(make_other(ACTIVATIONS[1], generator, experts=128), prewarm.BIASED_K, **ACTIVATIONS[1])
     table = set(prewarm.specializations("sm_90a"))
     found = {job for job in jobs if "moe" in job[0].kernel}
@@ -77,6 +82,32 @@ def test_other_numbers_of_tokens_compile_nothing(jobs, generator):
         layer = make_layer(tokens, 16, 8, 4, generator)
         run_layer(layer, 2)
     assert len({job for job in jobs if "moe" in job[0].kernel}) == 8
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_by_which_products_choose(biased, generator):
+    """Without gradients the slots alone, in segments, too; with them those of zeros, as well."""
+    options = ACTIVATIONS[1] if biased else {}
+    layer = make_other(options, generator, 64, experts=128) if biased else make_layer(64, 136, 72, 128, generator)
+    routing = moe.route(layer.logits, 8)
+    given = {"gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias, **options}
+    wanted = run_layer(layer, 8, **options)["y"]
+    for segments in (None, torch.tensor([3, 64])):
+        with observed() as launches:
+            y = moe.experts(layer.x, routing, layer.gate_up, layer.down, **given, segments=segments)
+        products = [(shape[1], launch.config) for launch, shape, _ in launches]
+        assert products == [(64 * 8, DECODE[4])] * 2
+        assert_same_bits(y, wanted)
+    x = layer.x.requires_grad_()
+    with observed() as launches:
+        moe.experts(x, routing, layer.gate_up, layer.down, **given)
+    assert [shape[1] for _, shape, _ in launches] == [64 * 8 + 15 * 128] * 2
+
+
+def test_an_align_that_is_not_used_is_checked(generator):
+    layer = make_layer(5, 16, 8, 4, generator)
+    with pytest.raises(ValueError, match="align must be from 1 to 1024, got 0"):
+        moe.experts(layer.x, moe.route(layer.logits, 2), layer.gate_up, layer.down, align=0)
 
 
 def test_what_is_kept(generator):

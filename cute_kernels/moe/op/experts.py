@@ -29,6 +29,10 @@ from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_r
 from cute_kernels.runtime.real import as_float
 from cute_kernels.scatter import embedding
 
+# align and segments without gradients: zeros behind an expert's rows are for the weights' alone. They would count among
+# the rows by which products choose their kernel, and take tiles of their own
+FOR_RESULTS = 1, None
+
 
 def experts(
     x: Tensor,
@@ -68,7 +72,8 @@ def experts(
             function of rows: what it is given is rounded, what it returns is (R, I) of x's dtype. Then each step is
             differentiated by itself: more is kept, and a ``main_grad`` is not looked at.
         limit, alpha: of the first two, as in ``moe.swiglu``.
-        align: each expert's rows end at a multiple of so many, of zeros behind its own. It changes no bit.
+        align: each expert's rows end at a multiple of so many, of zeros behind its own. It changes no bit. Where no
+            gradient is wanted there are none of these, and no segments.
         segments: of tokens, as in ``moe.plan``. They change bits of the weights' gradients alone. None: one.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
@@ -106,9 +111,10 @@ def experts(
     check_activation(activation, interleaved, limit, alpha)
     options = gate_up_bias, down_bias, transposed, activation, align, segments
     scales = gate_up_scale, down_scale
-    if gate_up_scale is not None and segments is None:
-        align = 1  # zeros behind an expert's rows are for the weights' gradients, and might take a tile of their own
     check_experts(x, indices, weights, gate_up, down, *options, scales, HALVES)
+    gradients = differentiates(x, weights, gate_up, down, gate_up_bias, down_bias)
+    if not gradients:
+        align, segments = FOR_RESULTS
     if activation == "swiglu_oai":
         limit, alpha = (given or usual for given, usual in zip((limit, alpha), OAI, strict=True))
     if callable(activation):
@@ -118,7 +124,7 @@ def experts(
     gate = Gate(activation.removesuffix("_oai"), bool(interleaved), limit, alpha)
     tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
     options = indices.to(torch.int32).contiguous(), segments, transposed, gate, align
-    if differentiates(*tensors):
+    if gradients:
         return apply(_ExpertsFunction, *tensors, *options, True)
     return _forward(*tensors, *options, True, scales)[0]
 
@@ -131,18 +137,21 @@ def rows_of_experts(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
-    *options: object,
+    segments: Tensor | None,
+    transposed: bool,
+    gate: Gate,
+    align: int,
 ) -> Tensor:
     """The experts' results (N, H) for rows x (N, H) with an expert (N, 1) each, for a combine elsewhere.
 
     There down_bias is added, too. The gradient is to be asked of results that are weighted, as those of ``experts``
-    are: the incoming one is that of the weighted sum, and ``weights`` (N, 1) are for the backward alone. ``options``:
-    segments, transposed, gate, align.
+    are: the incoming one is that of the weighted sum, and ``weights`` (N, 1) are for the backward alone.
     """
     tensors = x, weights, gate_up, down, gate_up_bias, down_bias
     if differentiates(*tensors):
-        return apply(_ExpertsFunction, *tensors, indices, *options, False)
-    return _forward(*tensors, indices, *options, False)[0]
+        return apply(_ExpertsFunction, *tensors, indices, segments, transposed, gate, align, False)
+    align, segments = FOR_RESULTS
+    return _forward(*tensors, indices, segments, transposed, gate, align, False)[0]
 
 
 def _by_steps(
