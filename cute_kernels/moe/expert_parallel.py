@@ -12,7 +12,7 @@ from cute_kernels.moe.config import OAI
 from cute_kernels.moe.op.experts import experts, rows_of_experts
 from cute_kernels.moe.op.gate import NO_BIAS, Bias, Gate
 from cute_kernels.moe.op.rows import combine, combined, gathered, permute, plan
-from cute_kernels.moe.reference import Plan, Routing
+from cute_kernels.moe.reference import Plan, Routing, as_int32
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import HALVES, Backend, expect
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
@@ -127,7 +127,7 @@ class ExpertParallel:
         at_home = _exchanged(found, sum(received), received, sent, self.group)
         of_all = NO_BIAS
         if down_bias is not None:
-            of_all = Bias(indices.to(torch.int32).contiguous(), self._of_all_ranks(down_bias))
+            of_all = Bias(as_int32(indices).contiguous(), self._of_all_ranks(down_bias))
         if differentiates(at_home):
             return apply(_CombineFunction, at_home, weights.detach(), *of_all, *rows)
         return combined(mode_of(at_home), at_home, rows, weights, *of_all)

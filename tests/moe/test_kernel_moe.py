@@ -104,6 +104,44 @@ def test_a_token_does_not_know_its_batch(router, generator):
             assert_same_bits(found, wanted[index])
 
 
+FAR = [2**32 + 1, 2**31, -(2**32) + 2, 2**62, -(2**63), 2**63 - 1]
+
+
+def test_indices_beyond_int32(generator, device):
+    """They are empty slots, as -1 is, in each of the functions: not experts of other numbers."""
+    far = torch.tensor(FAR, device=device)[:, None]
+    here = torch.arange(6, device=device)[:, None]
+    indices, wanted = torch.cat([here, far], 1), torch.cat([here, torch.full_like(far, -1)], 1)
+    logits = randn(6, 6, generator=generator)
+    for given in ({}, {"score": "sigmoid"}):
+        found = moe.route(logits, 2, **given, indices=indices)
+        assert_same_bits(found.weights.sum(1), moe.route(logits, 2, **given, indices=wanted).weights.sum(1))
+        assert ((found.indices >= 0) & (found.indices < 6)).sum(1).eq(1).all()
+        assert torch.equal(found.indices, reference.route(logits, 2, **given, indices=indices).indices)
+    for a, b in zip(moe.plan(indices, 6), moe.plan(wanted, 6), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.sm90
+def test_experts_of_indices_beyond_int32(generator, device):
+    layer = make_layer(6, 64, 32, 6, generator, biased=True)
+    far = torch.tensor(FAR, device=device)[:, None]
+    here, weights = torch.arange(6, device=device)[:, None], torch.ones(6, 2, device=device)
+    biases = {"gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    for activation in ("swiglu_oai", torch.relu):
+        gate_up, given = layer.gate_up, biases
+        if callable(activation):
+            gate_up, given = gate_up[:, :32], biases | {"gate_up_bias": layer.gate_up_bias[:, :32].contiguous()}
+        found, wanted = (
+            moe.experts(
+                layer.x, moe.Routing(torch.cat([here, other], 1), weights), gate_up, layer.down, **given,
+                activation=activation,
+            )
+            for other in (far, torch.full_like(far, -1))
+        )  # fmt: skip
+        assert_same_bits(found, wanted)
+
+
 # Plans and rows
 
 

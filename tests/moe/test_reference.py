@@ -56,6 +56,12 @@ def test_plan_by_hand():
     assert plan.positions.tolist() == [[2, 0], [-1, 3], [4, -1]]
 
 
+def test_indices_beyond_int32():
+    indices = torch.tensor([[2**32 + 1, 2], [-(2**32), 0]])
+    assert moe.route(torch.zeros(2, 3), 2, indices=indices).indices.tolist() == [[2, 2**31 - 1], [-(2**31), 0]]
+    assert moe.plan(indices, 3).counts.tolist() == [1, 0, 1]
+
+
 OPTIONS = [
     {},
     {"interleaved": True},

@@ -22,7 +22,7 @@ from cute_kernels.moe.config import OAI
 from cute_kernels.moe.launch import moe_gate_backward
 from cute_kernels.moe.op.gate import Bias, Gate, gated
 from cute_kernels.moe.op.rows import combine, combined, gathered, permute, plan, planned
-from cute_kernels.moe.reference import Plan, Routing
+from cute_kernels.moe.reference import Plan, Routing, as_int32
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_buffer, gradient_rows, needs_gradient
 from cute_kernels.runtime.checks import HALVES, Backend
 from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
@@ -123,7 +123,7 @@ def experts(
         )
     gate = Gate(activation.removesuffix("_oai"), bool(interleaved), limit, alpha)
     tensors = x, weights.contiguous(), gate_up, down, gate_up_bias, down_bias
-    options = indices.to(torch.int32).contiguous(), segments, transposed, gate, align
+    options = as_int32(indices).contiguous(), segments, transposed, gate, align
     if gradients:
         return apply(_ExpertsFunction, *tensors, *options, True)
     return _forward(*tensors, *options, True, scales)[0]

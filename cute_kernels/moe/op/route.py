@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_kernels.moe import reference
 from cute_kernels.moe.checks import Groups, check_route
 from cute_kernels.moe.launch import moe_route, moe_route_backward
-from cute_kernels.moe.reference import Routing
+from cute_kernels.moe.reference import Routing, as_int32
 from cute_kernels.runtime.autograd import apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import detached, differentiates, mode_of, uses_reference
@@ -77,7 +77,7 @@ def route(
     normalize = normalize and kind != "chosen"
     logits = logits.contiguous()
     bias = None if bias is None else detached(bias).contiguous()
-    indices = None if indices is None else indices.to(torch.int32).contiguous()
+    indices = None if indices is None else as_int32(indices).contiguous()
     options = (kind, *(groups or (1, 1)), normalize, eps, scale)
     if differentiates(logits):
         return Routing(*apply(_RouteFunction, logits, bias, indices, k, options))

@@ -9,7 +9,7 @@ from cute_kernels.moe import reference
 from cute_kernels.moe.checks import check_layout, check_plan, check_rows, check_weights
 from cute_kernels.moe.config import plan_blocks
 from cute_kernels.moe.launch import moe_combine, moe_gather, moe_plan
-from cute_kernels.moe.reference import Plan, rows_of
+from cute_kernels.moe.reference import Plan, as_int32, rows_of
 from cute_kernels.runtime.autograd import apply, first_derivative_only, gradient_rows
 from cute_kernels.runtime.checks import Backend
 from cute_kernels.runtime.operators import Mode, differentiates, mode_of, uses_reference
@@ -143,7 +143,7 @@ def planned(mode: Mode, indices: Tensor, num_experts: int, align: int, segments:
     """``plan`` of checked arguments."""
     if segments is not None:
         return reference.in_segments(indices, num_experts, align, segments)
-    indices = indices.to(torch.int32).contiguous()
+    indices = as_int32(indices).contiguous()
     rows = rows_of(indices.shape[0] * indices.shape[1], num_experts, align)
     shapes = (num_experts,), (rows,), tuple(indices.shape), (num_experts,)
     found = Plan(*(mode.empty(indices, shape, torch.int32) for shape in shapes))

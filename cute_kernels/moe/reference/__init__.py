@@ -10,13 +10,14 @@ The order of the kernels' sums is not imitated: results agree to rounding, not b
 
 from cute_kernels.moe.reference.layer import activated, experts, swiglu
 from cute_kernels.moe.reference.losses import load_balancing_loss, z_loss
-from cute_kernels.moe.reference.route import Routing, route, router_logits
+from cute_kernels.moe.reference.route import Routing, as_int32, route, router_logits
 from cute_kernels.moe.reference.rows import Plan, combine, in_segments, permute, plan, rows_of
 
 __all__ = [
     "Plan",
     "Routing",
     "activated",
+    "as_int32",
     "combine",
     "experts",
     "in_segments",

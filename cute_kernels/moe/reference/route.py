@@ -24,6 +24,14 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
+def as_int32(indices: Tensor) -> Tensor:
+    """Indices of experts, of int64 the nearest: what lies beyond int32 stays no expert's."""
+    if indices.dtype is torch.int64:
+        bounds = torch.iinfo(torch.int32)
+        indices = indices.clamp(bounds.min, bounds.max)
+    return indices.to(torch.int32)
+
+
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """fp32 logits; see ``cute_kernels.moe.router_logits``."""
     check_router_logits(x, weight, bias, is_fp64(x))
@@ -64,7 +72,7 @@ def route(
     if normalize and (score == "sigmoid" or eps):
         scores = scores / (scores.sum(1, keepdim=True) + eps)
     weights = torch.where(has_nan, math.nan, scores * scale)
-    return Routing(indices.int(), weights)
+    return Routing(as_int32(indices), weights)
 
 
 def _select(logits: Tensor, k: int, score: str, bias: Tensor | None, groups: Groups | None) -> Tensor:
