@@ -365,8 +365,8 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
             grouped_sums_into.function(a.t(), b, offs, _empty(e, a.shape[1], b.shape[1], dtype=FP32))
         for of_bias in (z, rows) if oai else ():
             n = of_bias.shape[1]
-            grouped_sums.function(_empty(mean * e, 8, dtype=dtype).t(), of_bias, offs, dtype)
-            ones = _empty(mean * e, 1, dtype=dtype).t()
+            ones = _empty(mean * e, 8, dtype=dtype).t()[:1]
+            grouped_sums.function(ones, of_bias, offs, dtype)
             grouped_sums_into.function(ones, of_bias, offs, _empty(e, 1, n, dtype=FP32))
     if oai:
         _linear(model, arch, num_sms, e, c, FP32)  # rows' products with down_bias

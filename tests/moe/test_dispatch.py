@@ -12,7 +12,7 @@ from cute_kernels.moe.config import ONE_BLOCK
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.moe import test_kernel_sanitizer
-from tests.moe.cases import BF16, assert_same_bits, make_layer, randn, run_layer
+from tests.moe.cases import BF16, FP32, assert_same_bits, make_layer, randn, run_layer
 from tests.moe.test_kernel_moe import (  # noqa: F401
     ACTIVATIONS,
     make_other,
@@ -104,6 +104,26 @@ def test_rows_by_which_products_choose(biased, generator):
     with observed() as launches:
         moe.experts(x, routing, layer.gate_up, layer.down, **given)
     assert [shape[1] for _, shape, _ in launches] == [64 * 8 + 15 * 128] * 2
+
+
+@pytest.mark.parametrize("tokens", [1, 60])
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_gradients_of_biases_by_tma(has_main_grad, align, tokens, generator):
+    """Sums of each expert's rows of both biases, on kernels that read by TMA."""
+    layer = make_other(ACTIVATIONS[1], generator, tokens)
+    parameters = [t.requires_grad_() for t in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)]
+    for t in parameters if has_main_grad else ():
+        t.main_grad = torch.zeros_like(t, dtype=FP32)
+    biases = {"gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    with observed() as launches:
+        y = moe.experts(
+            layer.x, moe.route(layer.logits, 2), *parameters[:2], **biases, **ACTIVATIONS[1], align=align
+        )  # fmt: skip
+        y.backward(layer.dy)
+    sums = [(shape[1:3], launch.config) for launch, shape, _ in launches if launch.kernel == "grouped_sums"]
+    assert sorted(shape for shape, _ in sums if shape[0] == 1) == [(1, 136), (1, 144)]
+    assert all(config is not None for _, config in sums)
 
 
 def test_an_align_that_is_not_used_is_checked(generator):

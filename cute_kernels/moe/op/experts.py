@@ -283,11 +283,10 @@ def _bias_gradient(
     mode: Mode, name: str, rows: Tensor, plan: Plan, bias: Tensor, main_grad: Tensor | None
 ) -> Tensor | None:
     """Sums of each expert's rows, in the order and steps of its weights' gradients: products with ones."""
+    ones = rows.new_ones(rows.shape[0], 8).t()[:1]  # TMA reads a column whose elements are 16 bytes apart
     if main_grad is not None:
         target, gradient = gradient_buffer("experts", name, bias, main_grad)
         if gradient is None:
-            mode.of(grouped_sums_into)(rows.new_ones(rows.shape[0], 1).t(), rows, plan.offs, target.unsqueeze(1))
+            mode.of(grouped_sums_into)(ones, rows, plan.offs, target.unsqueeze(1))
             return None
-    # As many columns of ones as the fast kernel reads at least
-    ones = rows.new_ones(rows.shape[0], 8).t()
-    return mode.of(grouped_sums)(ones, rows, plan.offs, bias.dtype)[:, 0].contiguous()
+    return mode.of(grouped_sums)(ones, rows, plan.offs, bias.dtype).squeeze(1)
