@@ -77,20 +77,23 @@ def packs(device: str) -> list[Tensor]:
 
 
 def over_a_cache(way: str):
-    """New keys, contiguous and in pages."""
+    """New keys, contiguous and in pages; a window; another head size of the values."""
+    calls = [(128, 128, 0, None), (128, 128, 16, None), (128, 128, 16, (500, 0)), (192, 128, 0, None)]
 
     def results(device: str) -> list[Tensor]:
-        sequences, found = Sequences.make(LENGTHS, 8, 2, 128, BF16, torch.Generator().manual_seed(0)), []
-        for layout in (Layout(fill=0.0), Layout(16, fill=0.0)):
-            before = [n - 1 for n in LENGTHS]
+        found = []
+        for d, dv, page_size, window in calls:
+            sequences = Sequences.make(LENGTHS, 8, 2, d, BF16, torch.Generator().manual_seed(0), dv)
+            layout, before = Layout(page_size, fill=0.0), [n - 1 for n in LENGTHS]
             cache = cached(sequences, before, layout, room=max(LENGTHS))
             rows, new_k, new_v = (
                 packed([t[-1:] for t in tensors]) for tensors in (sequences.q, sequences.k, sequences.v)
             )
             arguments = {**rows, **cache, "k": new_k["q"], "v": new_v["q"]}
             arguments = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+            options = {"window": window, "out": unwritten(arguments["q"][..., :dv])}
             with few_ctas(way):
-                found += attention_with_kv_cache(**arguments, return_lse=True, out=unwritten(arguments["q"]))
+                found += attention_with_kv_cache(**arguments, **options, return_lse=True)
         return found
 
     return results
