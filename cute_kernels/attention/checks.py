@@ -152,6 +152,30 @@ def _check_int32(name: str, t: object, device: torch.device) -> None:
         fail(OP, name, f"be on {device}", t.device)
 
 
+def check_values(q: Tensor, k: Tensor, lengths: Lengths) -> None:
+    """Raise ValueError for sequences that q or k has not. It reads lengths: the host waits for the device."""
+    keys = [k.shape[-3]] * (k.shape[0] if lengths.cu_seqlens_k is None else 0)
+    if lengths.cu_seqlens_q is not None:
+        check_starts(OP, "q", lengths.cu_seqlens_q, q.shape[0], lengths.max_seqlen_q)
+    if lengths.cu_seqlens_k is not None:
+        keys = check_starts(OP, "k", lengths.cu_seqlens_k, k.shape[0], lengths.max_seqlen_k)
+    if lengths.seqused_k is not None:
+        for sequence, (used, most) in enumerate(zip(lengths.seqused_k.tolist(), keys, strict=True)):
+            if not 0 <= used <= most:
+                fail(OP, "seqused_k", f"be from 0 to {most} of sequence {sequence}", used)
+
+
+def check_starts(op: str, of: str, cu_seqlens: Tensor, rows: int, longest: int) -> list[int]:
+    """The length of each packed sequence; ValueError unless they are of so many rows."""
+    starts = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    if starts[0] or min(lengths, default=0) < 0 or starts[-1] > rows:
+        fail(op, f"cu_seqlens_{of}", f"ascend from 0 to at most {rows}", starts)
+    if max(lengths, default=0) > longest:
+        fail(op, f"max_seqlen_{of}", f"be at least {max(lengths)}, of the longest of cu_seqlens_{of}", longest)
+    return lengths
+
+
 def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError unless results fit into ``out``."""
     expect_tensor(OP, "out", out)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.checks import MAX_HEAD_SIZE, REFERENCE_DTYPES, Window
+from cute_kernels.attention.checks import MAX_HEAD_SIZE, REFERENCE_DTYPES, Window, check_starts
 from cute_kernels.runtime.checks import expect_floats, expect_tensor, fail
 from cute_kernels.runtime.operators import differentiates
 
@@ -212,12 +212,7 @@ def check_values(q: Tensor, cache: Cache) -> None:
     lengths = cache.seqlens.tolist()
     queries = [0 if cache.cu_seqlens_q is not None else q.shape[1]] * len(lengths)
     if cache.cu_seqlens_q is not None:
-        starts = cache.cu_seqlens_q.tolist()
-        queries = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-        if starts[0] or min(queries, default=0) < 0 or starts[-1] > q.shape[0]:
-            fail(OP, "cu_seqlens_q", f"ascend from 0 to at most {q.shape[0]}", starts)
-        if max(queries, default=0) > cache.max_seqlen_q:
-            fail(OP, "max_seqlen_q", "be the longest of cu_seqlens_q", f"{cache.max_seqlen_q} for {max(queries)}")
+        queries = check_starts(OP, "q", cache.cu_seqlens_q, q.shape[0], cache.max_seqlen_q)
     most = cache.capacity if cache.max_seqlen_k is None else cache.max_seqlen_k
     new = queries if cache.new_k is not None else [0] * len(lengths)
     for sequence, (length, more) in enumerate(zip(lengths, new, strict=True)):

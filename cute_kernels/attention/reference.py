@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.checks import DENSE, Lengths, Window, check_attention, check_layout, check_out
+from cute_kernels.attention.checks import DENSE, Lengths, Window, check_attention, check_layout, check_out, check_values
 from cute_kernels.attention.config import LOG2E, THRESHOLD, grid_for, score_factors
 from cute_kernels.runtime.autograd import without_autocast
 from cute_kernels.runtime.real import as_float
@@ -40,6 +40,7 @@ def attention(
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    check: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See ``cute_kernels.attention``. Lengths on the device are read: the host waits for it."""
@@ -51,6 +52,8 @@ def attention(
         check_out(out, q, v)
     if has_address(q, k, v):
         check_layout(q, k, v, out)
+    if check:
+        check_values(q, k, lengths)
     if q.dtype is torch.float64:
         compute_dtype = q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -77,6 +77,23 @@ BAD = [
     (lambda: packed(cu_seqlens_k=CU.to("meta")), ValueError, "cu_seqlens_k must be on cpu, got meta"),
     (lambda: packed(cu_seqlens_k=CU[:2]), ValueError, "cu_seqlens_k must be of cu_seqlens_q's 2 sequences, got 1"),
     (lambda: packed(cu_seqlens_q=CU[:0]), ValueError, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(0,\)"),
+    (lambda: packed(check=True, cu_seqlens_q=CU + 1), ValueError, "cu_seqlens_q must ascend from 0 to at most 6, got"),
+    (
+        lambda: packed(check=True, cu_seqlens_k=CU[[0, 2, 1]]),
+        ValueError,
+        "cu_seqlens_k must ascend from 0 to at most 6",
+    ),
+    (lambda: packed(check=True, max_seqlen_q=3), ValueError, "max_seqlen_q must be at least 4, of the longest of cu_s"),
+    (
+        lambda: packed(check=True, seqused_k=torch.tensor([2, 5], dtype=torch.int32)),
+        ValueError,
+        "seqused_k must be from 0 to 4 of sequence 1, got 5",
+    ),
+    (
+        lambda: attention(Q, K, V, check=True, seqused_k=torch.tensor([-1, 6], dtype=torch.int32)),
+        ValueError,
+        "seqused_k must be from 0 to 6 of sequence 0, got -1",
+    ),
     (lambda: packed(max_seqlen_k=None), ValueError, "max_seqlen_k must be given with cu_seqlens_k, got None"),
     (lambda: packed(max_seqlen_q=2.0), TypeError, "max_seqlen_q must be an int, got 2.0"),
     (lambda: packed(max_seqlen_q=-1), ValueError, "max_seqlen_q must be at least 0, got -1"),
@@ -128,6 +145,12 @@ OF_KERNELS = [
 def test_on_the_cpu(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_good_values_pass():
+    with fake_kernels():
+        assert torch.equal(packed(check=True, seqused_k=torch.tensor([0, 4], dtype=torch.int32)), torch.zeros(6, 4, 64))
+        attention(Q, K, V, check=True)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])

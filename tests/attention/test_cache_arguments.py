@@ -90,7 +90,7 @@ BAD = [
     (
         lambda: packed(check=True, max_seqlen_q=1),
         ValueError,
-        "max_seqlen_q must be the longest of cu_seqlens_q",
+        "max_seqlen_q must be at least 2, of the longest of cu_seqlens_q",
     ),
 ]
 # Arguments that plain torch takes

@@ -14,6 +14,7 @@ from cute_kernels.attention.checks import (
     check_attention,
     check_out,
     check_sizes,
+    check_values,
 )
 from cute_kernels.attention.op.gradients import check_differentiable, differentiable_attention, forward
 from cute_kernels.runtime.autograd import autocasts
@@ -39,6 +40,7 @@ def attention(
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    check: bool = False,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` of each head, the bits of a row independent of all but its own keys and values.
@@ -60,7 +62,7 @@ def attention(
         sinks: (H,) one more logit of each head, without a value; of any float dtype.
         scale: what scores are multiplied with, positive; D ** -0.5 if None.
         cu_seqlens_q: (B + 1,) int32 on q's device: packed sequence i has queries cu_seqlens_q[i] to
-            cu_seqlens_q[i + 1] - 1. Values are not checked. Rows behind the last one: 0, lse -inf.
+            cu_seqlens_q[i + 1] - 1. Rows behind the last one: 0, lse -inf.
         cu_seqlens_k: (B + 1,) int32: the same of keys.
         max_seqlen_q: of at least the longest packed sequence of queries; needed with cu_seqlens_q.
         max_seqlen_k: of at least the longest packed sequence of keys; needed with cu_seqlens_k.
@@ -68,6 +70,8 @@ def attention(
             nothing.
         return_lse: also return the logarithm of each row's sum of exponentials.
         out: (like q, with v's head size) what to write to. It must not overlap k or v.
+        check: also check values on the device: cu_seqlens, that no sequence is longer than max_seqlen, seqused_k. The
+            host waits for it.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
 
     Returns:
@@ -133,6 +137,7 @@ def attention(
             seqused_k=seqused_k,
             return_lse=return_lse,
             out=out,
+            check=check,
         )
     softcap = as_float(softcap)
     if scale is not None:
@@ -150,6 +155,8 @@ def attention(
     if out is not None:
         check_out(out, q, v)
     check_sizes(q, k, lengths)
+    if check:
+        check_values(q, k, lengths)
     wants_gradient = differentiates(q, k, v, sinks)
     if wants_gradient:
         check_differentiable(out)
