@@ -22,7 +22,12 @@ from cute_kernels.invariance.registration import computes_with_floats
 from cute_kernels.runtime.checks import expect
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-OURS = re.compile(r"cute_kernels|kernel_cutlass_kernel_")
+OURS = re.compile(r"cute_kernels")
+# Where torch's own kernels live: another library may call its own by any name, "gather_gemm" or "topk_softmax"
+TORCHS = re.compile(
+    r"(void )?(at::native::|(at_cuda_detail::)?cub::|\(anonymous namespace\)::elementwise_kernel_with_index)|"
+    r"Mem(cpy|set)|triton_poi_"
+)
 # They compute each value on its own, move values, order or compare them, or count
 NON_REDUCING = re.compile(
     r"elementwise_kernel|^Mem(cpy|set)|CatArrayBatchedCopy|FillFunctor|[Rr]adix|[Ss]ort|bitonic|[Ii]ndexSelect|gather|"
@@ -158,5 +163,5 @@ def _names(profiler: torch.profiler.profile) -> Iterable[str]:
 
 def _summing(names: Iterable[str]) -> tuple[str, ...]:
     """Those that are not ours and may sum."""
-    found = {name for name in names if not OURS.search(name) and not NON_REDUCING.search(name)}
+    found = {n for n in names if not OURS.search(n) and not (TORCHS.match(n) and NON_REDUCING.search(n))}
     return tuple(sorted(found))

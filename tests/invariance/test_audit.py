@@ -94,6 +94,17 @@ KERNELS = {
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, float": True,
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float": True,
     "void dot_kernel<float, 128, 0, cublasDotParams": True,
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorList"
+    "Metadata<2>, at::native::(anonymous namespace)::UnaryOpFunctor<float": False,
+    "void at::native::radixSortKVInPlace<-2, -1, 128, 32, int, long, unsigned int>(at::cuda::detail::Tens": False,
+    "void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub::det": False,
+    "void (anonymous namespace)::elementwise_kernel_with_index<int, at::native::arange_cuda_out(c10::Scal": False,
+    "kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensorptrbf16": True,
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__": True,
+    "void vllm::moe::topkGatingSoftmax<8, 128, 4, 16, 32, int, at::BFloat16": True,
+    "void gather_gemm<float": True,
+    "moe_sorted_gemm_kernel": True,
+    "_unrolled_sum": True,
 }
 # fmt: on
 
