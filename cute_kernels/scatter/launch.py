@@ -36,7 +36,9 @@ def sum_into_rows(source: Tensor, index: Tensor, out: Tensor, padding_idx: int, 
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
     # The sorted keys are exact, and the sort is stable: the sources of a row stay in their order
-    narrow = index.to(torch.int32 if out.shape[0] <= INT32_ROWS else torch.int64)
+    narrow = index
+    if out.shape[0] <= INT32_ROWS and index.dtype == torch.int64:  # an id beyond int32 would wrap onto a row
+        narrow = index.clamp(-1, out.shape[0]).to(torch.int32)
     keys, order = torch.sort(narrow, stable=True)
     if store == "write":
         rows = torch.arange(out.shape[0] + 1, dtype=keys.dtype, device=keys.device)

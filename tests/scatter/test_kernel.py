@@ -74,7 +74,7 @@ def test_padding_and_ids_that_are_no_row(generator):
         assert (found[row] == 0).all()
         found[row] = whole[row]
         assert same_bits(found, whole)
-    others = torch.cat([ids, ids.new_tensor([-1, 6, 2**30, -7])]), torch.cat([dy, dy[:4]])
+    others = torch.cat([ids, ids.new_tensor([-1, 6, 2**30, -7, 2**32 + 1])]), torch.cat([dy, dy[:5]])
     assert same_bits(scatter.embedding_backward(others[1], others[0], 6), whole)
     x = torch.randn(6, 8, generator=generator, device=generator.device)
     assert same_bits(scatter.index_sum(x, others[0], others[1]), scatter.index_sum(x, ids, dy))
