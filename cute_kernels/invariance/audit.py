@@ -32,8 +32,11 @@ TORCHS = re.compile(
 NON_REDUCING = re.compile(
     r"elementwise_kernel|^Mem(cpy|set)|CatArrayBatchedCopy|FillFunctor|[Rr]adix|[Ss]ort|bitonic|[Ii]ndexSelect|gather|"
     r"index_(copy|fill|put)_|arange|distribution_|tri[lu]|M(ax|in)Ops|Arg(Max|Min)|(or|and)_kernel|nonzero|DeviceSelect|"
-    r"searchsorted|topk|unroll|multi_tensor_apply_kernel.*(Functor|Adam|SGD)|triton_poi_(?!.*(sum|mean|dot|mm|norm))"
+    r"searchsorted|topk|unroll|multi_tensor_apply_kernel.*(Functor|Adam|SGD)|"
+    r"triton_poi_(?!.*(sum|mean|dot|mm|norm|softmax|scatter|index_put|prod|var|convolution|attention))"
 )
+# Such kernels that sum: scatters with a sum, norms of a list of tensors
+REDUCING = re.compile(r"Reduce(Add|Mul|Mean)|LpNorm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,5 +166,8 @@ def _names(profiler: torch.profiler.profile) -> Iterable[str]:
 
 def _summing(names: Iterable[str]) -> tuple[str, ...]:
     """Those that are not ours and may sum."""
-    found = {n for n in names if not OURS.search(n) and not (TORCHS.match(n) and NON_REDUCING.search(n))}
-    return tuple(sorted(found))
+    return tuple(sorted({name for name in names if not (OURS.search(name) or _is_harmless(name))}))
+
+
+def _is_harmless(name: str) -> bool:
+    return bool(TORCHS.match(name) and NON_REDUCING.search(name) and not REDUCING.search(name))

@@ -85,11 +85,20 @@ KERNELS = {
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3": False,
     "void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig<at::native::(anonymous": False,
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MaxOps<float": False,
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpScalarF"
+    "unctor<float, 2, 1, 1>, std::multiplies<float>, float>": False,
+    "void at::native::_scatter_gather_elementwise_kernel<128, 8, at::native::_cuda_scatter_gather_internal_kernel"
+    "<false, float>::operator()<at::native::TensorAssign>": False,
     "Memcpy DtoD (Device -> Device)": False,
     "triton_poi_fused_add_mul_1": False,
     "triton_poi_fused_add_div_sum_4": True,
     "triton_red_fused__to_copy_mul_sum_unsqueeze_0": True,
     "my_hidden_kernel": True,
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<": True,
+    "void at::native::_scatter_gather_elementwise_kernel<128, 8, at::native::_cuda_scatter_gather_internal_kernel"
+    "<true, float>::operator()<at::native::ReduceAdd>": True,
+    "triton_poi_fused_new_zeros_scatter_add_unsqueeze_0": True,
+    "triton_poi_fused__softmax_add_exp_mul_select_sub_view_6": True,
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_on_kernel": True,
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, float": True,
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float": True,
