@@ -55,5 +55,5 @@ class BackwardEpilogue:
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-        if self.tidx == 0:
-            cute.arch.mbarrier_arrive(self.kv_empty)
+            if self.tidx == 0:
+                cute.arch.mbarrier_arrive(self.kv_empty)

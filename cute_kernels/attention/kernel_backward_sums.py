@@ -64,41 +64,55 @@ class BackwardSums:
 
     @cute.jit
     def add_head(self, dk: cute.Tensor, dv: cute.Tensor, dkv_sums: cute.Tensor, line: Int32, member: Int32):
-        """This head's sums added to those of the group's heads before, in memory, by way of k's and v's place."""
+        """This head's sums added to those of the group's heads before, in memory. They go by way of k's and v's place,
+        one after the other; dv by that of ds, at the same time, if it has room. Its next ds comes behind the next k.
+        """
         counter = self.counters + (1 + self.num_tiles * self.heads + line)
         most = const_expr(self.block * self.head_size)
-        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
-        for which in cutlass.range_constexpr(2):
-            total = (dk, dv)[which]
-            numbers = const_expr(self.block * (self.head_size, self.head_size_v)[which])
-            vectors = const_expr(numbers // (VECTOR * COMPUTE))
-            layout = cute.make_layout(
-                (VECTOR, WARPGROUP, vectors, WARPGROUPS), stride=(1, VECTOR, VECTOR * WARPGROUP, numbers // WARPGROUPS)
-            )
-            staged = cute.make_tensor(cute.recast_ptr(self.sK.iterator, cute.make_swizzle(0, 4, 3), Float32), layout)
-            for i in cutlass.range_constexpr(vectors):
-                for e in cutlass.range_constexpr(VECTOR):
-                    vector[e] = total[i * VECTOR + e]
-                cute.autovec_copy(vector, staged[None, thread, i, self.wg])
+        turns = const_expr(((0, 1),) if self.dv_in_ds else ((0,), (1,)))
+        for turn in cutlass.range_constexpr(len(turns)):
+            for which in turns[turn]:
+                self.stage_sums((dk, dv)[which], self.staged_sums(which))
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet()
             if self.tidx == 0:
-                target = dkv_sums.iterator + (Int64(line) * 2 + which) * most
-                source = staged[None, 0, 0, 0].iterator
-                if member == 0:
-                    bulk_store(target, source, 4 * numbers)
-                else:
-                    if const_expr(which == 0):
+                if const_expr(turn == 0):
+                    if member != 0:
                         wait_for(counter, member)
-                    bulk_add(target, source, 4 * numbers)
+                for which in turns[turn]:
+                    target = dkv_sums.iterator + (Int64(line) * 2 + which) * most
+                    source = self.staged_sums(which)[None, 0, 0, 0].iterator
+                    num_bytes = const_expr(4 * self.block * (self.head_size, self.head_size_v)[which])
+                    if member == 0:
+                        bulk_store(target, source, num_bytes)
+                    else:
+                        bulk_add(target, source, num_bytes)
                 cute.arch.cp_async_bulk_commit_group()
-                if const_expr(which == 0):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                else:
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    cute.arch.fence_proxy("async")
-                    count_one(counter)
-            self.meet()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(turn + 1 < len(turns)):
+                self.meet()
+        if self.tidx == 0:
+            cute.arch.mbarrier_arrive(self.kv_empty)
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async")
+            count_one(counter)
+
+    def staged_sums(self, which: int) -> cute.Tensor:
+        """Where a block's dk or dv, in fp32, waits for its way to memory: a thread's vectors of each warpgroup."""
+        numbers = self.block * (self.head_size, self.head_size_v)[which]
+        layout = cute.make_layout(
+            (VECTOR, WARPGROUP, numbers // (VECTOR * COMPUTE), WARPGROUPS),
+            stride=(1, VECTOR, VECTOR * WARPGROUP, numbers // WARPGROUPS),
+        )
+        place = self.sDs if which == 1 and self.dv_in_ds else self.sK
+        return cute.make_tensor(cute.recast_ptr(place.iterator, cute.make_swizzle(0, 4, 3), Float32), layout)
+
+    def stage_sums(self, total: cute.Tensor, staged: cute.Tensor):
+        vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
+        for i in range(cute.size(total) // VECTOR):
+            for e in range(VECTOR):
+                vector[e] = total[i * VECTOR + e]
+            cute.autovec_copy(vector, staged[None, thread, i, self.wg])
 
 
 @cute.jit

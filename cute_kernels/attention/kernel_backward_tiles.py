@@ -45,6 +45,7 @@ class BackwardTiles:
         self.block = backward_block(self.head_size)
         self.by_channels = self.block == WARPGROUP_ROWS
         self.tile_rows, self.stages, self.dout_stages = config.tile_rows, config.stages, config.dout_stages
+        self.dv_in_ds = not self.by_channels and self.tile_rows >= self.head_size_v  # room for a block's dv in fp32
         self.own_queries = self.tile_rows // WARPGROUPS if self.by_channels else self.tile_rows  # of a warpgroup
         self.k_panel = backward_panel(self.head_size, True)  # of k and dq
         self.padded_rows = config.padded_rows

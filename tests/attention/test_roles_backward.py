@@ -84,8 +84,10 @@ def always():
 
 
 class Cta:
-    def __init__(self, world: World, config: BackwardConfig, by_channels: bool, grouped: bool):
-        self.world, self.config, self.by_channels, self.grouped = world, config, by_channels, grouped
+    def __init__(self, world: World, sizes: tuple[int, int], config: BackwardConfig, grouped: bool):
+        self.world, self.config, self.grouped = world, config, grouped
+        self.by_channels = backward_block(sizes[0]) == 64
+        self.dv_in_ds = not self.by_channels and config.tile_rows >= sizes[1]
         self.arrivals: Counter = Counter()
         self.memory: dict = {}
         self.ticket = None
@@ -312,30 +314,37 @@ class Cta:
             self.arrive("dq_full", count % adders * WGS + wg, count // adders * parts + part)
 
     def finish(self, wg: int, ticket: int, blocks: int):
-        """dk and dv leave by way of k's and v's place; in fp32, beyond 128 channels, by that of p and ds, too."""
+        """dk and dv leave by way of k's and v's place; in fp32, beyond 128 channels, by that of p and ds, too. dv in
+        fp32 goes by that of ds at the same time, where it has room.
+        """
         *_, sums, member = self.world.blocks[ticket]
         yield from self.meet(wg)
         staged = [("k", 0), ("v", 0)]
+        beside = [("ds", (i, j)) for i in range(2) for j in range(WGS)]
+        turns = [staged, staged] if self.grouped else [staged]
         if self.grouped and self.by_channels:
-            staged += [(name, (i, j)) for name in ("p", "ds") for i in range(2) for j in range(WGS)]
-        for which in range(2 if self.grouped else 1):
-            for name in staged:
-                self.memory[name] = "staged", ticket, which
+            turns = [staged + [("p", place) for _, place in beside] + beside] * 2
+        elif self.grouped and self.dv_in_ds:
+            turns = [staged + beside]
+        for turn, places in enumerate(turns):
+            for name in places:
+                self.memory[name] = "staged", ticket, turn
             yield from self.meet(wg)
             if wg == 0:
-                if sums and which == 0 and self.world.without != "turn":
+                if sums and turn == 0 and self.world.without != "turn":
                     yield lambda: self.world.counted[sums] == member, nothing
                 for _ in range(2):
-                    for name in staged:
-                        self.expect(*name, ("staged", ticket, which))
+                    for name in places:
+                        self.expect(*name, ("staged", ticket, turn))
                     yield always, nothing
-                if sums and which == 1:
-                    self.world.sums[sums].append(ticket)
-                    self.world.counted[sums] += 1
-            if self.grouped:
+            if turn + 1 < len(turns):
                 yield from self.meet(wg)
         if wg == 0:
             self.arrive("kv_empty", 0, blocks)
+            if sums:
+                yield always, nothing
+                self.world.sums[sums].append(ticket)
+                self.world.counted[sums] += 1
 
 
 def causal(tiles: int) -> list[Block]:
@@ -366,7 +375,7 @@ CONFIGS = [(sizes, config) for sizes, found in BACKWARD_CONFIGS.items() for conf
 def run(sizes, config, blocks, ctas: int, grouped: bool, rng: random.Random, without: str = "") -> World:
     world = World(blocks, without, rng)
     for _ in range(ctas):
-        Cta(world, config, backward_block(sizes[0]) == 64, grouped)
+        Cta(world, sizes, config, grouped)
     world.run()
     return world
 
@@ -393,7 +402,7 @@ def test_no_wait_is_early_and_nothing_is_overwritten(config, blocks):
 
 
 @pytest.mark.parametrize("blocks", [causal(AHEAD + 2), full(3, AHEAD + 1)], ids=["causal", "full"])
-@pytest.mark.parametrize("sizes", [(128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_heads_of_a_group_add_in_order(sizes, blocks):
     """With any number of CTAs, to dk and dv, too."""
     rng, heads = random.Random(f"{sizes} {len(blocks)}"), groups(blocks, 4, 2)
