@@ -434,7 +434,8 @@ class BackwardConfig:
         adders: threads that add partials of dq in turn.
         dq_buffers: partials of dq in shared memory, no more than adders. With fewer an adder waits for its sum to be in
             memory while another one has the buffer.
-        dq_parts: in which a partial of dq goes through its buffer; more than one only where each adder has a buffer.
+        dq_parts: in which a partial of dq goes through its buffer; more than one only where each adder has a buffer, or
+            all share one.
     """
 
     tile_rows: int
@@ -447,8 +448,9 @@ class BackwardConfig:
     dq_parts: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.dq_buffers == self.adders or self.dq_buffers < self.adders and self.dq_parts == 1):
-            raise ValueError(f"expected a buffer for each adder, or fewer and whole partials of dq, got {self}")
+        fewer = self.dq_buffers < self.adders and 1 in (self.dq_buffers, self.dq_parts)
+        if not (self.dq_buffers == self.adders or fewer):
+            raise ValueError(f"expected a buffer for each adder, one, or fewer and whole partials of dq, got {self}")
 
     @property
     def padded_rows(self) -> int:
@@ -504,11 +506,19 @@ BACKWARD_CONFIGS = {
     ),
     (192, 128): (
         BackwardConfig(64, 2, adders=1, dq_buffers=1),
+        BackwardConfig(64, 2, dq_buffers=1),
+        BackwardConfig(64, 2, scores_ahead=False, dq_buffers=1),
         BackwardConfig(64, 2, scores_ahead=False, dq_parts=2),
-        BackwardConfig(64, 2, dout_stages=1, adders=1, dq_buffers=1),
     ),
-    (192, 192): (BackwardConfig(64, 2, adders=1, dq_buffers=1), BackwardConfig(64, 2, scores_ahead=False, dq_parts=2)),
-    (256, 256): (BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_buffers=1, dq_parts=2),),
+    (192, 192): (
+        BackwardConfig(64, 2, adders=1, dq_buffers=1),
+        BackwardConfig(64, 2, dq_buffers=1),
+        BackwardConfig(64, 2, scores_ahead=False, dq_parts=2),
+    ),
+    (256, 256): (
+        BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_buffers=1, dq_parts=2),
+        BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, dq_buffers=1, dq_parts=2),
+    ),
 }
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together
 BACKWARD_L2_BYTES = 16 << 20

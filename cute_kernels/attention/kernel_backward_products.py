@@ -290,11 +290,12 @@ class BackwardProducts:
         vector, thread = cute.make_rmem_tensor((VECTOR,), Float32), opaque(self.tidx) % WARPGROUP
         buffer = count % self.dq_buffers * WARPGROUPS + self.wg
         adder = count % self.adders * WARPGROUPS + self.wg
-        # The partial that had the buffer before: its adder's, and how many of that one's came before
-        before = count + (self.adders - self.dq_buffers)
-        reader, uses = before % self.adders * WARPGROUPS + self.wg, before // self.adders
         vectors = const_expr(cute.size(partial) // (VECTOR * self.dq_parts))
         for part in cutlass.range_constexpr(self.dq_parts):
+            # What had the buffer before: this partial's part before, or the last one of another partial. Its adder, and
+            # how many of that one's partials came before
+            before = count + (0 if part else self.adders - self.dq_buffers)
+            reader, uses = before % self.adders * WARPGROUPS + self.wg, before // self.adders
             cute.arch.mbarrier_wait(self.dq_empty + reader, (uses * self.dq_parts + part) % 2 ^ 1)
             for i in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(VECTOR):

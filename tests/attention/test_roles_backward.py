@@ -307,8 +307,8 @@ class Cta:
 
     def put_dq(self, wg: int, ticket: int, m: int, count: int):
         adders, parts = self.config.adders, self.config.dq_parts
-        before = count + adders - self.config.dq_buffers
         for part in range(parts):
+            before = count + (0 if part else adders - self.config.dq_buffers)
             yield from self.wait("dq_empty", before % adders * WGS + wg, before // adders * parts + part - 1)
             self.memory["dq", count % self.config.dq_buffers * WGS + wg] = ticket, m, part
             self.arrive("dq_full", count % adders * WGS + wg, count // adders * parts + part)
