@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,44 @@ from cute_kernels.attention.config import grid_for
 from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, packed
 from tests.attention.cases import BF16, FP16, bits
 
-# Compiled kinds: of each head size and dtype the rows of a page that one copy brings, for packed and dense queries
+
+class Kind(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        head_size, dtype, head_size_v: the latter 0: as the former.
+        window, softcap: options of a call.
+        has_sinks: whether a call has them.
+    """
+
+    head_size: int
+    dtype: torch.dtype
+    head_size_v: int = 0
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v or self.head_size
+
+
+# Of each kind the rows of a page that one copy brings, for packed and dense queries
 KINDS = {
-    (128, BF16): {True: (0, 16, 32, 64, 128), False: (0, 16)},
-    (64, BF16): {True: (0, 16, 128), False: (16,)},
-    (128, FP16): {True: (16,), False: ()},
+    Kind(128, BF16): {True: (0, 16, 32, 64, 128), False: (0, 16)},
+    Kind(64, BF16): {True: (0, 16, 128), False: (16,)},
+    Kind(128, FP16): {True: (16,), False: ()},
 }
+# Kinds of shorter sequences, one of each source behind those of KINDS
+OTHERS = {
+    Kind(96, BF16): {True: (16,), False: ()},
+    Kind(192, BF16, 128): {True: (16,), False: ()},
+    Kind(256, BF16): {True: (16,), False: ()},
+    Kind(128, BF16, window=(300, 0)): {True: (16,), False: ()},
+    Kind(128, BF16, softcap=20.0): {True: (16,), False: ()},
+    Kind(64, BF16, window=(50, 0), has_sinks=True): {True: (16,), False: ()},
+}
+SOURCES = 24  # of KINDS
 PAGE_SIZES = {0: (0,), 16: (16,), 32: (32,), 64: (64,), 128: (128, 256, 384)}
 
 
@@ -40,6 +72,7 @@ class Limits:
 
 
 LARGE, FAR, TINY = Limits(6000, 20000, 1500), Limits(131072, 300000, 700), Limits(70, 200, 40)
+SHORT = Limits(4500, 9000, 600)  # a split and more of all head sizes
 
 
 @dataclass(frozen=True)
@@ -48,8 +81,9 @@ class Source:
 
     seed: int
     limits: Limits
-    kind: tuple[int, torch.dtype]
+    kind: Kind
     sequences: Sequences
+    options: dict[str, Any]
     wanted: list[tuple[Tensor, Tensor]]
     way: str
 
@@ -81,7 +115,9 @@ class Case:
 
 
 def limits_of(seed: int) -> Limits:
-    """Every eighth source has long sequences."""
+    """Every eighth source has long sequences, those of other kinds short ones."""
+    if seed >= SOURCES:
+        return SHORT
     return FAR if seed % 8 == 7 else LARGE
 
 
@@ -96,25 +132,30 @@ def a_length(rng: random.Random, most: int, grid: tuple[int, int]) -> int:
 
 def source_of(seed: int, device: str, limits: Limits | None = None) -> Source:
     rng, limits = random.Random(seed), limits or limits_of(seed)
-    kind = rng.choice(tuple(KINDS))
-    d, dtype = kind
+    kind = rng.choice(tuple(KINDS)) if seed < SOURCES else tuple(OTHERS)[(seed - SOURCES) % len(OTHERS)]
+    d, dv = kind.sizes
     group = rng.randint(1, 16)
     pairs = 1 if limits is FAR or group > 8 else rng.randint(1, 3)
     if limits is FAR:
         group = min(group, 4)
     lengths = [limits.longest]
     while len(lengths) < 12 and sum(lengths) < limits.keys:
-        lengths.append(a_length(rng, min(limits.longest, limits.keys - sum(lengths)), grid_for(d)))
+        lengths.append(a_length(rng, min(limits.longest, limits.keys - sum(lengths)), grid_for(d, dv)))
     generator = torch.Generator(device).manual_seed(seed)
-    sequences = Sequences.make(lengths, group * pairs, pairs, d, dtype, generator)
-    way = rng.choice(("alone", "packed", "padded"))
-    return Source(seed, limits, kind, sequences, forward_rows(sequences, way, generator), way)
+    sequences = Sequences.make(lengths, group * pairs, pairs, d, kind.dtype, generator, dv)
+    way, options = rng.choice(("alone", "packed", "padded")), {"window": kind.window, "softcap": kind.softcap}
+    if kind.has_sinks:
+        options["sinks"] = torch.randn(group * pairs, generator=generator, device=device)
+    wanted = forward_rows(sequences, way, generator, options)
+    return Source(seed, limits, kind, sequences, options, wanted, way)
 
 
-def forward_rows(sequences: Sequences, way: str, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+def forward_rows(
+    sequences: Sequences, way: str, generator: torch.Generator, options: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of each sequence, by the forward: one call for each, one of packed ones, one of a padded batch."""
     tensors, lengths = (sequences.q, sequences.k, sequences.v), [len(t) for t in sequences.q]
-    options = {"causal": True, "return_lse": True}
+    options = {**options, "causal": True, "return_lse": True}
     if way == "alone":
         found = [attention(*(t[i][None] for t in tensors), **options) for i in range(len(lengths))]
         return [(out[0], lse[0]) for out, lse in found]
@@ -137,8 +178,8 @@ def forward_rows(sequences: Sequences, way: str, generator: torch.Generator) -> 
 
 def case_of(source: Source, number: int) -> Case:
     rng, limits = random.Random(f"{source.seed} {number}"), source.limits
-    grid = grid_for(source.kind[0])
-    of_kind = KINDS[source.kind]
+    grid = grid_for(*source.kind.sizes)
+    of_kind = (KINDS | OTHERS)[source.kind]
     is_packed = not of_kind[False] or rng.random() < 0.7
     page_size = rng.choice(PAGE_SIZES[rng.choice(of_kind[is_packed])])
     places = rng.randint(1, 12)
@@ -160,7 +201,7 @@ def case_of(source: Source, number: int) -> Case:
         order, lengths, queries = [0], [source.lengths[0]], [same if not is_packed else 1]
     return Case(
         tuple(order), tuple(lengths), tuple(queries), page_size, rng.randrange(1000), rng.random() < 0.5, is_packed,
-        rng.choice(WAYS),
+        rng.choice(WAYS if source.kind.sizes[1] <= 192 else WAYS[:2]),
     )  # fmt: skip
 
 
@@ -178,7 +219,7 @@ def rows_of(source: Source, case: Case) -> tuple[Tensor, Tensor, Any]:
     new = {}
     if case.appended:
         new = {name: (torch.cat if case.is_packed else torch.stack)(t) for name, t in (("k", k), ("v", v))}
-    out, lse = attention_with_kv_cache(**rows, **cache, **new, return_lse=True)
+    out, lse = attention_with_kv_cache(**rows, **cache, **new, **source.options, return_lse=True)
     if not case.is_packed:
         out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
     return out, lse, cache

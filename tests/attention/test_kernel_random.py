@@ -1,4 +1,4 @@
-"""2,400 random cases on a GPU: training forward, chunks of a prompt and decode over pages agree, row by row."""
+"""3,000 random cases on a GPU: training forward, chunks of a prompt and decode over pages agree, row by row."""
 
 import pytest
 import torch
@@ -11,15 +11,16 @@ from cute_kernels.attention.config import (
     configs_for,
     forward_config,
     prefill_spec,
+    window_bounds,
 )
 from cute_kernels.runtime import launches
 from tests.attention.cache_cases import choose_way
 from tests.attention.on_gpu import HOPPER
-from tests.attention.random_cases import KINDS, case_of, describe, differing, source_of
+from tests.attention.random_cases import KINDS, OTHERS, SOURCES, case_of, describe, differing, source_of
 from tests.precompiled import precompile
 
 pytestmark = HOPPER
-SOURCES, CASES = 24, 100  # of each
+CASES = 100  # of each source
 
 
 def jobs_of_kinds() -> list[tuple]:
@@ -29,16 +30,22 @@ def jobs_of_kinds() -> list[tuple]:
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     jobs, configs = [], (DecodeConfig(), DecodeConfig(few_rows=True), DecodeConfig(sequential=True))
-    for (d, dtype), of_kind in KINDS.items():
+    for kind, of_kind in (KINDS | OTHERS).items():
+        (d, dv), softcap = kind.sizes, kind.softcap > 0.0
+        left, right = window_bounds(True, kind.window)
         for is_packed, pages in of_kind.items():
             for rows in pages:
-                spec = DecodeSpec(dtype, d, d, is_packed, rows)
+                spec = DecodeSpec(
+                    kind.dtype, d, dv, is_packed, rows, softcap, torch.float32 if kind.has_sinks else None
+                )
                 jobs += [(decode_sm90, ("sm_90a", spec, config)) for config in configs]
-                forward = prefill_spec(spec)
-                jobs.append((forward_sm90, ("sm_90a", forward, forward_config(forward))))
-                jobs.append((append, ("sm_90a", AppendSpec(dtype, d, d, is_packed, rows > 0))))
-        for options in ({}, {"packed_q": True, "packed_k": True}):
-            spec = ForwardSpec(dtype, d, True, d, **options)
+                if dv <= 192:
+                    forward = prefill_spec(spec, left, right)
+                    jobs.append((forward_sm90, ("sm_90a", forward, forward_config(forward))))
+                jobs.append((append, ("sm_90a", AppendSpec(kind.dtype, d, dv, is_packed, rows > 0))))
+        for packing in ({}, {"packed_q": True, "packed_k": True}):
+            mask = kind.window is None, dv, kind.window is not None, softcap, kind.has_sinks
+            spec = ForwardSpec(kind.dtype, d, *mask, **packing)
             jobs += [(forward_sm90, ("sm_90a", spec, config)) for config in configs_for("sm_90a", spec)]
     return jobs
 
@@ -48,7 +55,7 @@ def precompiled():
     precompile(jobs_of_kinds())
 
 
-@pytest.mark.parametrize("seed", range(SOURCES))
+@pytest.mark.parametrize("seed", range(SOURCES + len(OTHERS)))
 def test_rows_of_a_cache_are_the_forwards(seed, monkeypatch):
     """T9. The host waits once for all cases of a source."""
     source, found = source_of(seed, "cuda"), []

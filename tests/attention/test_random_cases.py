@@ -3,15 +3,28 @@
 import torch
 
 from tests.attention.cache_cases import WAYS
-from tests.attention.random_cases import FAR, LARGE, TINY, case_of, describe, differing, rows_of, source_of
+from tests.attention.cases import BF16
+from tests.attention.random_cases import (
+    FAR,
+    LARGE,
+    OTHERS,
+    SOURCES,
+    TINY,
+    Kind,
+    case_of,
+    describe,
+    differing,
+    rows_of,
+    source_of,
+)
 from tests.fakes import fake_kernels
 
 
 def test_small_cases_agree():
     with fake_kernels():
-        for seed in range(4):
+        for seed in (*range(4), *range(SOURCES, SOURCES + len(OTHERS))):
             source = source_of(seed, "cpu", TINY)
-            for number in range(4):
+            for number in range(4 if seed < SOURCES else 1):
                 wrong = differing(source, case_of(source, number))
                 assert not wrong.any(), describe(source, number, wrong)
 
@@ -35,7 +48,7 @@ class Drawn:
 
 def test_cases_cover_what_they_are_for():
     """Every page size, dense and packed queries, decode and whole prompts, new keys, every way, borders of splits."""
-    kinds = (128, torch.bfloat16), (64, torch.bfloat16)
+    kinds = Kind(128, BF16), Kind(64, BF16)
     cases = [
         case_of(Drawn(seed, limits, kinds[seed % 2], [limits.longest, 4096, 2049, 130, 1]), number)
         for limits in (LARGE, FAR)
