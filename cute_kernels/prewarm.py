@@ -20,15 +20,18 @@ from cute_kernels.attention.launch import attention_append, attention_backward, 
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
 from cute_kernels.gemm.config_grouped import DECODE
+from cute_kernels.gemm.config_mxfp8 import DECODE as MXFP8_DECODE
 from cute_kernels.gemm.fp32 import product as fp32_product
 from cute_kernels.gemm.launch import gemm
 from cute_kernels.gemm.launch_grouped import grouped_rows, grouped_sums, grouped_sums_into
+from cute_kernels.gemm.launch_mxfp8 import grouped_rows_mxfp8
 from cute_kernels.log_prob import launch as log_prob
 from cute_kernels.log_prob.config import config_for
 from cute_kernels.models.paged import WINDOW_PAGE
 from cute_kernels.moe import launch as moe
 from cute_kernels.moe.config import OAI
 from cute_kernels.moe.prewarm import ALIGNS as EXPERTS_ALIGNS
+from cute_kernels.mxfp8 import launch as mxfp8
 from cute_kernels.nn.attention import PAGE_SIZE
 from cute_kernels.norm import launch as norm
 from cute_kernels.reduction import launch as reduction
@@ -220,8 +223,9 @@ def for_config(config: Mapping[str, Any], arch: str) -> list[tuple[Any, tuple]]:
     ``linear_log_prob`` and ``sample``; the embedding's gradient; softmax and log_softmax of the logits; and what
     ``batch_invariant`` runs in place of torch's operators in the same places. Products may choose other kernels on a
     GPU with another number of SMs than ``sm_counts`` names. Experts are those of ``MoE``: a softmax, whose chosen
-    weights are normalised, swiglu without biases; of gpt_oss, deepseek_v3 and glm4_moe as those have them. The router's
-    weights are fp32 where ``dtype`` is. Hyper-connections and quantizers are not among them.
+    weights are normalised, swiglu without biases, also of weights in mxfp8, and what makes these; of gpt_oss,
+    deepseek_v3 and glm4_moe as those have them. The router's weights are fp32 where ``dtype`` is. Hyper-connections and
+    other quantizers are not among them.
 
     Args:
         config: a transformers config of a decoder, or some of its fields: ``hidden_size``, and
@@ -370,6 +374,23 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
             grouped_sums_into.function(ones, of_bias, offs, _empty(e, 1, n, dtype=FP32))
     if oai:
         _linear(model, arch, num_sms, e, c, FP32)  # rows' products with down_bias
+    elif dtype is torch.bfloat16 and not (c % 32 or f % 32):
+        _quantized_experts(model)
+
+
+def _quantized_experts(model: Model) -> None:
+    """``MoE.quantize_experts``, and the products of such experts."""
+    e, c, f, dtype = model.num_experts, model.hidden_size, model.expert_width, model.dtype
+    offs = _empty(e, dtype=torch.int32)
+    for n, k in ((2 * f, c), (c, f)):
+        for of_weights in {dtype, model.parameter_dtype}:
+            mxfp8.quantize.function(
+                _empty(e * n, k, dtype=of_weights), torch.float8_e4m3fn, True, False, False, "rceil", "plain"
+            )
+        q, scale = _empty(e, n, k, dtype=torch.float8_e4m3fn), _empty(e, n, k // 32, dtype=torch.float8_e8m0fnu)
+        mxfp8.dequantize.function(q, scale, dtype, False)  # for many rows
+        for mean in MXFP8_DECODE:
+            grouped_rows_mxfp8.function(_empty(mean * e, k, dtype=dtype), q.mT, scale, offs, dtype)
 
 
 def _router_losses(num_experts: int) -> None:

@@ -1,5 +1,6 @@
 """``prewarm --config`` knows the kernels of experts of models of transformers, from few rows of an expert to many."""
 
+import pytest
 import torch
 
 from cute_kernels import moe, nn
@@ -34,6 +35,20 @@ def test_gpt_oss(generator):
             routing = moe.route(layer.logits.requires_grad_(), 2)
             moe.experts(layer.x, routing, gate_up, down, **given, **options).backward(layer.dy)
     assert_known(jobs, model_type="gpt_oss")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("hidden", [64, 96, 128])
+def test_experts_in_mxfp8(hidden, dtype, generator):
+    """From their quantizer on, of weights in bf16 or fp32; from few rows to so many that weights are dequantized."""
+    with fake_kernels(computes=False) as jobs:
+        model = nn.MoE(hidden, 96, 8, 2, dtype=dtype).quantize_experts()
+        with torch.no_grad():
+            for tokens in (1, 9, 20, 60, 400, 3000):
+                model(randn(tokens, hidden, generator=generator, dtype=BF16))
+    assert {"grouped_mxfp8", "mxfp8_quantize", "mxfp8_dequantize"} <= {builder.__name__ for builder, _ in jobs}
+    name = {BF16: "bfloat16", FP32: "float32"}[dtype]
+    assert_known(jobs, hidden_size=hidden, moe_intermediate_size=96, torch_dtype=name)
 
 
 def test_deepseek(generator):
