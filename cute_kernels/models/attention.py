@@ -44,7 +44,7 @@ def register_transformers() -> None:
     Calling it again changes nothing.
 
     A forward raises ValueError for masks of other kinds (4-D tensors, chunks, blocks, functions of the user's), for
-    padding within a sequence, dropout and position biases.
+    padding within a sequence, padding of packed sequences, dropout and position biases.
 
     Returns:
         None.
@@ -112,6 +112,8 @@ def attend(
         return pages.attend(q, k, v, _expect_keys(attention_mask), options), None
     starts = (cu_seq_lens_q, cu_seq_lens_k)
     if cu_seq_lens_q is not None:
+        good = attention_mask is None or _is_packed(attention_mask)
+        expect(good, NAME, "attention_mask", "be None with cu_seq_lens_q: packed rows have no padding", "both")
         lengths = (max_length_q, max_length_k)
     elif attention_mask is not None and _is_packed(attention_mask):
         starts, lengths = (attention_mask.flatten(),) * 2, (q.shape[1],) * 2

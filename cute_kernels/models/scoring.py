@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cute_kernels.log_prob import linear_log_prob
 from cute_kernels.models.families import Head, head_of, model_of
 from cute_kernels.models.sharding import gathered
-from cute_kernels.runtime.checks import expect_dtype, expect_like, expect_tensor, fail
+from cute_kernels.runtime.checks import expect, expect_dtype, expect_like, expect_tensor, fail
 
 OP = "models.log_prob"
 IGNORED = -100
@@ -49,7 +49,7 @@ def log_prob(
     Raises:
         TypeError: no model of transformers; other dtypes.
         ValueError: shapes that differ, a model_type that is not known, a head with a bias; position_ids that do not
-            count the tokens of an attention_mask.
+            count the tokens of an attention_mask; an attention_mask together with cu_seq_lens_q.
 
     Numerics:
         ``linear_log_prob`` of the model's last hidden states: the logits' own scale and softcap come before the
@@ -76,10 +76,14 @@ def log_prob(
     expect_tensor(OP, "labels", labels)
     expect_dtype(OP, "labels", labels.dtype, (torch.int64,))
     expect_like(OP, "labels", labels, input_ids.shape, input_ids.device)
+    starts = kwargs.get("cu_seq_lens_q")
     if attention_mask is not None:
         check_mask(OP, attention_mask, input_ids)
+        expect(starts is None, OP, "attention_mask", "be None with cu_seq_lens_q: packed rows have no padding", "both")
         kwargs["position_ids"] = _positions(attention_mask, kwargs.get("position_ids"))
-    elif kwargs.get("position_ids") is not None and "cu_seq_lens_q" not in kwargs:
+    elif kwargs.get("position_ids") is None and starts is not None:
+        kwargs["position_ids"] = _positions_between(starts, input_ids)
+    elif starts is None and kwargs.get("position_ids") is not None:
         kwargs |= _packing(kwargs["position_ids"], input_ids)
     hidden = hidden_states(found, input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
     of_rows = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the last row scores none
@@ -109,6 +113,13 @@ def _positions(attention_mask: Tensor, given: Tensor | None) -> Tensor:
             expected = "count the tokens of attention_mask; packed sequences come without one"
             fail(OP, "position_ids", expected, "others")
     return positions
+
+
+def _positions_between(starts: Tensor, input_ids: Tensor) -> Tensor:
+    """Each token's position in its sequence, of packed ones that begin at ``starts``; transformers would count on."""
+    places = torch.arange(input_ids.numel(), device=starts.device)
+    sequence = torch.searchsorted(starts.to(places.dtype), places, right=True) - 1
+    return (places - starts[sequence]).view(input_ids.shape)
 
 
 def _packing(positions: Tensor, input_ids: Tensor) -> dict[str, Any]:

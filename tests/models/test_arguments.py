@@ -138,6 +138,27 @@ def test_log_prob_is_that_of_the_logits(model):
         models.log_prob(model, row[None], row[None, 1:])
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gpt2"])
+def test_packed_sequences_by_their_starts(name):
+    """Positions begin again where a sequence does; padding beside it is an error, not lost."""
+    model, rows = make_prepared(name), prompts((9, 5, 1, 3))
+    ids = torch.cat(rows).view(2, 9)
+    starts = torch.tensor([0, 9, 14, 15, 18], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 9, "max_length_k": 9}
+    positions = torch.cat([torch.arange(len(row)) for row in rows]).view(2, 9)
+    with torch.no_grad():
+        found = models.log_prob(model, ids, ids, **packing)
+        wanted = models.log_prob(model, ids, ids, position_ids=positions, **packing)
+        assert all(map(torch.equal, found, wanted))
+        present = torch.ones_like(ids)
+        present[1, :2] = 0
+        message = "attention_mask must be None with cu_seq_lens_q: packed rows have no padding, got both"
+        with pytest.raises(ValueError, match=f"models.log_prob: {message}"):
+            models.log_prob(model, ids, ids, attention_mask=present, **packing)
+        with pytest.raises(ValueError, match=f"cute_kernels: {message}"):
+            model(ids, attention_mask=present, **packing)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_a_prepared_model_is_copied_and_trains(name):
     """Latent keys name their cache, in a copy, too; positions that begin again tell packed sequences."""
