@@ -1,4 +1,4 @@
-"""The host's time of one call of the norms and of the products, beside torch's and a floor.
+"""The host's time of one call of the norms, of the products and of attention, beside torch's and a floor.
 
     python -m bench.bench_host             every case, results printed
     python -m bench.bench_host --save      and kept in bench/results/<gpu>.jsonl
@@ -29,27 +29,34 @@ from torch import Tensor
 import cute_kernels
 from bench import harness
 from cute_kernels.runtime.autograd import eager_apply
-from cute_kernels.runtime.operators import empty_strided
+from cute_kernels.runtime.operators import contiguous_strides, empty_strided
 from cute_kernels.runtime.targets import arch_of
 from jit_cache import command
 
 ROWS, COLUMNS = 64, 4096
 ROUNDS = 8
-OPS = ("rms_norm", "layer_norm", "mm", "linear")
+HEADS = 32  # of attention, whose q, k and v have these rows and columns
+OPS = ("rms_norm", "layer_norm", "mm", "linear", "attention")
 PRODUCTS = ("mm", "linear")
+QKV = 1, ROWS, HEADS, COLUMNS // HEADS
 GOALS = {"inference": 1.0, "training": 1.35}  # our time over torch's, at most
 OURS, TORCH, FLOOR = "cute_kernels", "torch", "launch_floor"
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """One op on 64 rows of 4096 columns; a product has as many outputs."""
+    """One op on 64 rows of 4096 columns; a product has as many outputs, attention one sequence."""
 
     op: str
     variant: str
 
     @property
     def case(self) -> harness.Case:
+        if self.op == "attention":
+            shape, elements = "x".join(map(str, QKV)), 4 * ROWS * COLUMNS
+            return harness.Case(
+                "host", self.op, "fwd", shape, "bfloat16", self.variant, 2 * elements, 4 * ROWS**2 * COLUMNS
+            )
         shape = f"{ROWS}x{COLUMNS}" + f"x{COLUMNS}" * (self.op in PRODUCTS)
         elements = 2 * ROWS * COLUMNS + (COLUMNS**2 if self.op in PRODUCTS else 0)
         flops = 2 * ROWS * COLUMNS**2 if self.op in PRODUCTS else 4 * ROWS * COLUMNS
@@ -61,14 +68,15 @@ def host_cases() -> list[HostCase]:
 
 
 def make_inputs(host: HostCase, device: str = "cuda") -> list[Tensor]:
-    """x, weight and, of layer_norm, bias."""
+    """x, weight and, of layer_norm, bias; of attention q, k, v."""
     generator = torch.Generator(device).manual_seed(harness.seed(host.case.name))
-    shapes = {"rms_norm": [(COLUMNS,)], "layer_norm": [(COLUMNS,), (COLUMNS,)]}
+    x = (ROWS, COLUMNS)
+    shapes = {"rms_norm": [x, (COLUMNS,)], "layer_norm": [x, (COLUMNS,), (COLUMNS,)], "attention": [QKV] * 3}
     return [
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_(
             host.variant == "training"
         )
-        for shape in [(ROWS, COLUMNS), *shapes.get(host.op, [(COLUMNS, COLUMNS)])]
+        for shape in shapes.get(host.op, [x, (COLUMNS, COLUMNS)])
     ]
 
 
@@ -82,7 +90,12 @@ def torchs(host: HostCase, _: Tensor) -> Callable[..., Tensor]:
         "layer_norm": lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
         "mm": torch.mm,
         "linear": F.linear,
+        "attention": _torchs_attention,
     }[host.op]
+
+
+def _torchs_attention(*qkv: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in qkv)).transpose(1, 2)
 
 
 def floor(host: HostCase, like: Tensor) -> Callable[..., Tensor]:
@@ -90,10 +103,12 @@ def floor(host: HostCase, like: Tensor) -> Callable[..., Tensor]:
     from bench.empty_kernel import empty
 
     statistics = {"rms_norm": 1, "layer_norm": 2}.get(host.op, 0) if host.variant == "training" else 0
+    if host.op == "attention":
+        statistics = HEADS  # lse
     function = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0)
 
     def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y = empty_strided(like, (ROWS, COLUMNS), (COLUMNS, 1), x.dtype)
+        y = empty_strided(like, x.shape, contiguous_strides(x.shape), x.dtype)
         saved = empty_strided(like, (statistics, ROWS), (ROWS, 1), torch.float32) if statistics else None
         function(x, weight, bias, y, saved, 1e-6, 1)
         return y, saved

@@ -8,6 +8,15 @@ from cutlass import BFloat16, Float32, Int32
 
 from jit_cache import Program, compiled
 
+# Dimensions of x, weight and bias, or of q, k and v; 0: there is none
+DIMENSIONS = {
+    "rms_norm": (2, 1, 0),
+    "layer_norm": (2, 1, 1),
+    "mm": (2, 2, 0),
+    "linear": (2, 2, 0),
+    "attention": (4, 4, 4),
+}
+
 
 class Empty:
     """A kernel that takes what an op's takes and does nothing."""
@@ -35,17 +44,18 @@ class Empty:
 def empty(arch: str, op: str, keeps_statistics: bool) -> Program:
     """The kernel that ``launch_floor`` launches for an op."""
 
-    def matrix(dtype: type[cutlass.Numeric] = BFloat16) -> cute.Tensor:
-        return cute.runtime.make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+    def tensor(dimensions: int, dtype: type[cutlass.Numeric] = BFloat16) -> cute.Tensor:
+        shape = tuple(cute.sym_int() for _ in range(dimensions))
+        return cute.runtime.make_fake_tensor(dtype, shape, (*(cute.sym_int64() for _ in shape[1:]), 1))
 
-    vector = cute.runtime.make_fake_compact_tensor(BFloat16, (cute.sym_int(),))
+    x, weight, bias = DIMENSIONS[op]
     return Program(
         Empty(),
-        matrix(),
-        matrix() if op in ("mm", "linear") else vector,
-        vector if op == "layer_norm" else None,
-        matrix(),
-        matrix(Float32) if keeps_statistics else None,
+        tensor(x),
+        tensor(weight),
+        tensor(bias) if bias else None,
+        tensor(x),
+        tensor(2, Float32) if keeps_statistics else None,
         Float32(0.0),
         Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
