@@ -69,7 +69,8 @@ def generate_batch(
             of seed and p.
         max_new_tokens: of each sequence, from 1.
         temperature: the divisor of the logits, 0 or from 1e-6 to 1e6; 0: the largest logit. 1 if nothing says more.
-        top_k: draw of the k largest logits alone.
+            ``log_prob`` has to be told, where it is not 1.
+        top_k: draw of the k largest logits alone; 0: of all.
         top_p: draw of the fewest whose probabilities add up to this share, in (0, 1].
         min_p: draw of those that have at least this share of the largest probability, in [0, 1].
         eos_token_id: the token or tokens that end a sequence; none if nothing says more.
@@ -85,7 +86,8 @@ def generate_batch(
         ImportError: transformers is not installed, or has no continuous batching.
         TypeError: no model of transformers; other dtypes; no max_new_tokens; prompts that are no integers.
         ValueError: no prompt, or one without a token; seeds of another length; a temperature, top_k, top_p or min_p out
-            of range; beam search; a model that is not known, or not prepared; another block_size.
+            of range; a generation_config with beam search, penalties or forbidden words; a model that is not known, or
+            not prepared; another block_size.
         MemoryError, RuntimeError: transformers': blocks that do not fit, or too few for a request. On a CPU it needs
             the psutil package to see any memory.
 

@@ -16,6 +16,39 @@ from cute_kernels.runtime.checks import expect, expect_dtype, expect_int, expect
 from cute_kernels.runtime.real import as_float
 from cute_kernels.sampling import sample
 
+# Of a generation_config: what changes tokens, is not done here, and its value where it is off, besides None
+OFF: dict[str, object] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_time": None,
+    "stop_strings": None,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "remove_invalid_values": False,
+    "token_healing": False,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -55,12 +88,14 @@ def settings_of(
 
     Raises:
         TypeError: no max_new_tokens.
-        ValueError: a model that is not prepared; beam search; no token.
+        ValueError: a model that is not prepared; beam search and other settings of OFF; no token.
     """
     configured = model.generation_config
     expect(model.config._attn_implementation == NAME, op, "model", "be prepared (models.prepare)", "another")
-    beams = getattr(configured, "num_beams", None)
-    expect(beams in (None, 1), op, "model's generation_config", "have no beam search", f"num_beams {beams}")
+    for name, off in OFF.items():
+        value = getattr(configured, name, None)
+        expected = f"leave {name} out: it is not done here (some have a logits processor or a stop, to be given)"
+        expect(value in (None, off, [], {}), op, "model's generation_config", expected, value)
 
     def default(name: str, given: Any, otherwise: Any = None) -> Any:
         said = getattr(configured, name, None) if given is None else given
@@ -69,9 +104,11 @@ def settings_of(
     steps = default("max_new_tokens", max_new_tokens)
     expect_int(op, "max_new_tokens", steps)
     expect(steps > 0, op, "max_new_tokens", "be positive", steps)
+    k = default("top_k", top_k)
     choice = Choice(
         as_float(default("temperature", temperature, 1.0)),
-        *(default(name, given) for name, given in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p))),
+        None if type(k) is int and k == 0 else k,  # transformers' word for "of all"
+        *(default(name, given) for name, given in (("top_p", top_p), ("min_p", min_p))),
         tuple(processors),
     )
     ends = default("eos_token_id", eos_token_id, [])

@@ -65,7 +65,8 @@ def generate(
     """New tokens behind each prompt, which depend on the prompt and its seed alone: not on the batch, nor its order.
 
     Where an argument is None the model's ``generation_config`` decides, if it says something. Its ``do_sample`` is not
-    looked at: tokens are drawn, unless the temperature is 0.
+    looked at: tokens are drawn, unless the temperature is 0. A penalty, a shortest length or forbidden words there are
+    an error, since they would be lost: give such processors as ``logits_processors``.
 
     Args:
         model: a causal language model of transformers that ``prepare`` has prepared, or peft's model of it.
@@ -76,7 +77,8 @@ def generate(
         attention_mask: (B, S): 0 where a prompt is padded, left or right; None: nowhere.
         max_new_tokens: of each sequence, from 1.
         temperature: the divisor of the logits, 0 or from 1e-6 to 1e6; 0: the largest logit. 1 if nothing says more.
-        top_k: draw of the k largest logits alone.
+            ``log_prob`` has to be told, where it is not 1.
+        top_k: draw of the k largest logits alone; 0: of all.
         top_p: draw of the fewest whose probabilities add up to this share, in (0, 1].
         min_p: draw of those that have at least this share of the largest probability, in [0, 1].
         eos_token_id: the token or tokens that end a sequence; none if nothing says more.
@@ -97,9 +99,9 @@ def generate(
     Raises:
         TypeError: no model of transformers; other dtypes; no max_new_tokens.
         ValueError: seeds of another length; padding inside of a prompt, or a prompt without a token; a temperature,
-            top_k, top_p or min_p out of range; beam search; a model that is not known, or not prepared; graph or
-            speculate with logits_processors or another cache than "paged", or together; graph on a CPU; speculate
-            with stop.
+            top_k, top_p or min_p out of range; a generation_config with beam search or penalties; a model that is not
+            known, or not prepared; graph or speculate with logits_processors or another cache than "paged", or
+            together; graph on a CPU; speculate with stop.
 
     Numerics:
         A token is ``sample`` of the row's fp32 logits, scale and softcap before the temperature. Its log-probability

@@ -23,7 +23,7 @@ def log_prob(
     input_ids: Tensor,
     labels: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,9 @@ def log_prob(
         labels: (B, S) int64, as the model's own forward takes them: labels[:, s] is scored by the row of token s - 1.
             -100: no label. The first token of a sequence has none, whatever it is; with packed sequences give -100
             there.
-        temperature: the divisor of the logits, a real number from 1e-6 to 1e6.
+        temperature: the divisor of the logits, a real number from 1e-6 to 1e6; None: 1, unless the model's
+            ``generation_config`` has another. ``generate`` draws by that one, and a loss over text wants 1: so say
+            which. Of greedy choices ``generate`` gives the log-probabilities at 1.
         attention_mask: (B, S): 0 where a row is padded, left or right; None: nowhere.
         kwargs: passed to the model: ``position_ids``, ``cu_seq_lens_q`` and its relatives. Without position_ids
             they are counted from a sequence's first token that is not padding.
@@ -48,8 +50,9 @@ def log_prob(
 
     Raises:
         TypeError: no model of transformers; other dtypes.
-        ValueError: shapes that differ, a model_type that is not known, a head with a bias; position_ids that do not
-            count the tokens of an attention_mask; an attention_mask together with cu_seq_lens_q.
+        ValueError: no temperature where the model's generation_config has one that is not 1; shapes that differ, a
+            model_type that is not known, a head with a bias; position_ids that do not count the tokens of an
+            attention_mask; an attention_mask together with cu_seq_lens_q.
 
     Numerics:
         ``linear_log_prob`` of the model's last hidden states: the logits' own scale and softcap come before the
@@ -72,6 +75,7 @@ def log_prob(
     """
     found = model_of(OP, model)
     head = head_of(OP, found)
+    temperature = _given(temperature, found)
     check_ids(OP, input_ids)
     expect_tensor(OP, "labels", labels)
     expect_dtype(OP, "labels", labels.dtype, (torch.int64,))
@@ -89,6 +93,16 @@ def log_prob(
     of_rows = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the last row scores none
     log_p, entropy = head_log_prob(head, hidden, of_rows, temperature)
     return F.pad(log_p[:, :-1], (1, 0)), F.pad(entropy[:, :-1], (1, 0))
+
+
+def _given(temperature: float | None, model: Any) -> float:
+    """The temperature: 1 if neither the caller nor the model says more."""
+    if temperature is not None:
+        return temperature
+    configured = getattr(getattr(model, "generation_config", None), "temperature", None)
+    expected = "be given: generate draws by the generation_config's, a loss over text wants 1"
+    expect(configured in (None, 1.0), OP, "temperature", expected, f"None, and {configured} there")
+    return 1.0
 
 
 def check_ids(op: str, input_ids: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from cute_kernels import models, nn  # noqa: E402
+from cute_kernels.models.choosing import OFF  # noqa: E402
 from tests.models.cases import SIZES, make_model, make_prepared, padded, prompts  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -71,13 +72,50 @@ def test_models_that_generate_does_not_take(ids, model):
     other = make_model("llama", dtype=BF16, implementation="eager")
     with pytest.raises(ValueError, match=r"model must be prepared \(models.prepare\)"):
         generate(other, ids)
-    beams = copy.copy(model)
-    beams.generation_config = copy.copy(model.generation_config)
-    beams.generation_config.num_beams = 2
-    with pytest.raises(ValueError, match="have no beam search, got num_beams 2"):
-        generate(beams, ids)
     with pytest.raises(TypeError, match="model must be a causal language model of transformers, got Linear"):
         generate(torch.nn.Linear(2, 2), ids)
+
+
+LOST = {"num_beams": 2, "repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
+LOST |= {"bad_words_ids": [[5]], "suppress_tokens": [7], "min_length": 9, "typical_p": 0.9, "stop_strings": ["."]}
+
+
+def configured(model, **options):
+    model = copy.copy(model)
+    model.generation_config = transformers.GenerationConfig(**options)
+    return model
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_generation_config_is_not_lost(name, model, ids):
+    other = configured(model, **{name: LOST[name]})
+    with pytest.raises(ValueError, match=f"models.generate: model's generation_config must leave {name} out"):
+        generate(other, ids)
+    with pytest.raises(ValueError, match=f"models.generate_batch: model's generation_config must leave {name} out"):
+        models.generate_batch(other, [[3, 4]], seeds=SEEDS[:1], max_new_tokens=2)
+
+
+def test_settings_that_are_off(model, ids):
+    """Each one that says it, as transformers' own defaults do; top_k 0 is none."""
+    off = {name: value for name, value in OFF.items() if value is not None}
+    neutral = configured(model, top_k=0, suppress_tokens=[], temperature=1.0, top_p=1.0, **off)
+    wanted = generate(model, ids)
+    assert all(map(torch.equal, generate(neutral, ids), wanted))
+    assert all(map(torch.equal, generate(configured(model, top_k=1), ids, top_k=0), wanted))
+
+
+def test_generate_and_log_prob_agree_on_the_temperature(model):
+    """By default, too: where the generation_config has one that is not 1, log_prob has to be told."""
+    (row,) = prompts((6,))
+    ids = row[None]
+    with torch.no_grad():
+        plain = models.log_prob(model, ids, ids)[0]
+        assert torch.equal(models.log_prob(model, ids, ids, temperature=1.0)[0], plain)
+        assert torch.equal(models.log_prob(configured(model, temperature=1.0), ids, ids)[0], plain)
+        warm = configured(model, temperature=0.6)
+        with pytest.raises(ValueError, match="temperature must be given: .*, got None, and 0.6 there"):
+            models.log_prob(warm, ids, ids)
+        assert torch.equal(models.log_prob(warm, ids, ids, temperature=1.0)[0], plain)
 
 
 def test_prepare_refuses_by_name():
@@ -222,9 +260,8 @@ def test_what_chooses_tokens(model, ids):
     assert (generate(model, ids, logits_processors=[only_three]).tokens == 3).all()
     drawn, others = generate(model, ids), generate(model, ids, seeds=SEEDS + 1)
     assert not torch.equal(drawn.tokens, others.tokens)
-    configured = copy.copy(model)
-    configured.generation_config = transformers.GenerationConfig(top_k=1, max_new_tokens=2, eos_token_id=None)
-    found = models.generate(configured, ids[0], seeds=SEEDS, attention_mask=ids[1])
+    other = configured(model, top_k=1, max_new_tokens=2, eos_token_id=None)
+    found = models.generate(other, ids[0], seeds=SEEDS, attention_mask=ids[1])
     assert torch.equal(found.tokens, greedy.tokens[:, :2])
 
 
