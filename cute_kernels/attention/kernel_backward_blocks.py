@@ -13,9 +13,11 @@ from cutlass import Boolean, Int32, const_expr
 from cute_kernels.attention.kernel_sequences import Sequences, find_tile, rows_of
 from cute_kernels.attention.kernel_threads import opaque
 
-# Blocks of a head that come before those of its group's next head. Simulated, 132 SMs, 32 heads on 8, causal: CTAs wait
-# for the group's sums 1.4 % of the time at 2x8192, 3.4 % at 1x4096 with 1 block; 0.1 and 0.6 % with 8
-AHEAD = 8
+# Blocks of a head that come before those of its group's next head, for each head of the group: the more heads, the more
+# adds in turn. Simulated, 132 SMs, 32 heads on 8 of 128, causal: CTAs wait for the group's sums 1.4 % of the time at
+# 2x8192, 3.4 % at 1x4096 with 1 block in all; 0.1 and 0.6 % with 8. 64 heads on 8 of 64, an add of 8 us: 8.5 % at
+# 2x8192, 22 % at 4x4096 with 8; 3.5 and 13 % with 16 (bench/experiments/attention.md)
+AHEAD = 2
 
 
 class Block(NamedTuple):
@@ -44,12 +46,12 @@ def in_turn(index: Int32, blocks: Int32, heads: Int32, group: Int32, minimum: Ca
     """(Which block, which head) of groups of heads comes in a turn; ``blocks``: of each head.
 
     Blocks of a head come in the order of adding, of a block a group's heads in ascending order. Those add to the same
-    sums when they end, and who starts together ends together: so a head is ``AHEAD`` blocks ahead of the next one.
+    sums when they end, and who starts together ends together: so a head is ``AHEAD * group`` blocks ahead of the next.
     """
-    pairs = heads // group
-    first = index // (AHEAD * heads) * AHEAD
+    pairs, ahead = heads // group, AHEAD * group
+    first = index // (ahead * heads) * ahead
     index -= first * heads
-    of_head = minimum(blocks - first, AHEAD) * pairs
+    of_head = minimum(blocks - first, ahead) * pairs
     return first + index % of_head // pairs, index % of_head % pairs * group + index // of_head
 
 

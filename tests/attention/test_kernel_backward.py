@@ -161,7 +161,7 @@ def test_every_config_is_right(pairs, causal, dtype, sizes, config, generator):
 
 BITS = [case_of(sizes, 2, 333, 333, 4, 2, c) for sizes in SIZES for c in (True, False)]
 BITS += [case_of(sizes, 2, 200, 517, 4, 4) for sizes in SIZES]
-BITS += [case_of(sizes, 2, 1200, 1200, 4, 2, c) for sizes in SIZES for c in (True, False)]  # more than AHEAD blocks
+BITS += [case_of(sizes, 2, 1200, 1200, 4, 2, c) for sizes in SIZES for c in (True, False)]  # more than AHEAD * group
 BITS += [Case(1, 517, 200, 4, 1, 128, True), Case(1, 517, 200, 4, 1, 256, True)]
 EACH = pytest.mark.parametrize("case", BITS, ids=str)
 

@@ -401,7 +401,7 @@ def test_no_wait_is_early_and_nothing_is_overwritten(config, blocks):
         assert world.sums == in_order(BLOCKS[blocks])
 
 
-@pytest.mark.parametrize("blocks", [causal(AHEAD + 2), full(3, AHEAD + 1)], ids=["causal", "full"])
+@pytest.mark.parametrize("blocks", [causal(2 * AHEAD + 2), full(3, 2 * AHEAD + 1)], ids=["causal", "full"])
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_heads_of_a_group_add_in_order(sizes, blocks):
     """With any number of CTAs, to dk and dv, too."""
@@ -412,8 +412,8 @@ def test_heads_of_a_group_add_in_order(sizes, blocks):
         assert all(tickets == sorted(tickets) for tickets in world.sums.values())
 
 
-@pytest.mark.parametrize("blocks", [1, 3, AHEAD, AHEAD + 1, 3 * AHEAD - 1])
-@pytest.mark.parametrize(("heads", "group"), [(1, 1), (4, 4), (12, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("blocks", [1, 3, 4 * AHEAD, 4 * AHEAD + 1, 12 * AHEAD - 1])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (4, 4), (12, 4), (6, 2), (8, 1), (16, 8)])
 def test_what_is_added_before_has_an_earlier_turn(blocks, heads, group):
     turns = {in_turn(i, blocks, heads, group, min): i for i in range(blocks * heads)}
     assert set(turns) == {(n, head) for n in range(blocks) for head in range(heads)}
@@ -421,7 +421,8 @@ def test_what_is_added_before_has_an_earlier_turn(blocks, heads, group):
         assert n == 0 or turns[n - 1, head] < turn
         assert head % group == 0 or turns[n, head - 1] < turn
         if head % group:  # farther away, but for the last blocks
-            assert turn - turns[n, head - 1] == min(AHEAD, blocks - n // AHEAD * AHEAD) * (heads // group)
+            ahead = AHEAD * group
+            assert turn - turns[n, head - 1] == min(ahead, blocks - n // ahead * ahead) * (heads // group)
 
 
 # With as many tiles of dout in flight as of q, whose slot is empty later, no wait for dout_empty is needed
