@@ -57,7 +57,14 @@ def model_of(op: str, model: nn.Module) -> Any:
 
     Raises:
         TypeError: it is none.
+        ValueError: peft's prompt learning (its config's ``is_prompt_learning``): prompt, prefix or P-tuning puts
+            tokens or keys before the sequence, which the model of transformers itself knows nothing of.
     """
+    adapter = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
+    if getattr(adapter, "is_prompt_learning", False):
+        fail(
+            op, "model's adapter", "be in its layers, as LoRA's: a learned prompt would be lost", type(adapter).__name__
+        )
     found = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not (hasattr(found, "get_output_embeddings") and hasattr(found, "config") and hasattr(found, "base_model")):
         fail(op, "model", "be a causal language model of transformers", type(model).__name__, TypeError)

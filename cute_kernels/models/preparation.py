@@ -48,7 +48,8 @@ def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: 
         ImportError: transformers is not installed, or older.
         TypeError: no model of transformers.
         ValueError: a model_type that is not known; rotary embeddings whose frequencies depend on the longest sequence
-            of the batch (rope_type "dynamic", and "longrope" beyond the original length); dropout; a head with a bias.
+            of the batch (rope_type "dynamic", and "longrope" beyond the original length); dropout, or noise on what
+            a router sees; a head with a bias; peft's model with prompt or prefix tuning.
 
     Example:
         >>> import torch
@@ -96,6 +97,10 @@ def _check_dropout(model: Any) -> None:
         p = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if isinstance(p, float) and p > 0.0:
             fail(OP, "model's dropout", "be 0: it is drawn by place in the batch", f"{p} in {name}")
+        jitter = getattr(module, "jitter_noise", 0.0)  # mixtral's
+        if isinstance(jitter, float) and jitter > 0.0:
+            expected = "be 0: training draws it by place in the batch"
+            fail(OP, "config's router_jitter_noise", expected, f"{jitter} in {name}")
 
 
 def _keep_pages(model: nn.Module) -> None:

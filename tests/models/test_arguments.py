@@ -1,6 +1,7 @@
 """models by references: what prepare refuses and changes, what generate is given, and its ends."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -135,12 +136,37 @@ def test_prepare_refuses_by_name():
     config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
     with pytest.raises(ValueError, match="rotary embedding must .*, got rope_type 'dynamic'"):
         models.prepare(transformers.LlamaForCausalLM(config))
+    noisy = transformers.MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1)
+    with pytest.raises(ValueError, match="router_jitter_noise must be 0: training draws it by place .*, got 0.1 in"):
+        models.prepare(transformers.MixtralForCausalLM(noisy))
     biased = make_model("llama")
     biased.lm_head = torch.nn.Linear(128, 96)
     with pytest.raises(ValueError, match="output embedding must have no bias"):
         models.prepare(biased)
     assert models.prepare(biased, log_prob=False, norms=False) is biased
     assert not any(isinstance(module, nn.RMSNorm) for module in biased.modules())
+
+
+class Adapted(torch.nn.Module):
+    """The attributes of peft's models by which its adapters are told."""
+
+    def __init__(self, model, is_prompt_learning):
+        super().__init__()
+        self.base_model = model
+        self.active_peft_config = types.SimpleNamespace(is_prompt_learning=is_prompt_learning)
+
+    def get_base_model(self):
+        return self.base_model
+
+
+def test_a_learned_prompt_is_not_lost(model, ids):
+    wanted = generate(model, ids)
+    assert all(map(torch.equal, generate(Adapted(model, False), ids), wanted))
+    tuned = Adapted(model, True)
+    message = "model's adapter must be in its layers, as LoRA's: a learned prompt would be lost, got SimpleNamespace"
+    for call in (generate, lambda *_: models.prepare(tuned), lambda *_: models.log_prob(tuned, ids[0], ids[0])):
+        with pytest.raises(ValueError, match=message):
+            call(tuned, ids)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
