@@ -398,6 +398,35 @@ def test_other_groups_in_a_captured_graph(generator):
             assert_same_bits(replayed[name], result, f"{name}, {sizes}")
 
 
+def test_first_call_inside_a_graph_capture(generator):
+    """Of dtypes that no other test has, so that each module is loaded inside."""
+    a, b, offs = make_grouped(Grouped("few", 88, 104, FP16, BF16), generator)
+    dout = randn(len(a), 88, generator=generator).to(BF16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run_grouped(a, b, offs, dout, out_dtype=BF16)
+    for _ in range(2):
+        a.copy_(randn(*a.shape, generator=generator))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = {name: result.clone() for name, result in results.items()}
+        for name, result in run_grouped(a, b, offs, dout, out_dtype=BF16).items():
+            assert_same_bits(replayed[name], result, name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_device(generator):
+    """Tensors of a device that is not the current one: the same bits; of two devices: an error."""
+    a, b, offs = make_grouped(Grouped("edges", 136, 72), generator)
+    dout = randn(len(a), 136, generator=generator).to(BF16)
+    wanted = run_grouped(a, b, offs, dout)
+    assert torch.cuda.current_device() == 0
+    for name, result in run_grouped(*(t.to("cuda:1") for t in (a, b, offs, dout))).items():
+        assert_same_bits(result.to("cuda:0"), wanted[name], name)
+    with pytest.raises(ValueError, match="b must be on cuda:1, got cuda:0"):
+        grouped_mm(a.to("cuda:1"), b, offs)
+
+
 def test_more_than_2_31_elements(generator):
     """The result, and a, have offsets beyond 32 bits, by TMA and by threads."""
     torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cute_kernels import linear
+from cute_kernels import grouped_mm, linear
 from cute_kernels.gemm.config import (
     DECODE_16,
     DECODE_32,
@@ -17,8 +17,10 @@ from cute_kernels.gemm.config import (
     PING_PONG,
     PREFILL,
 )
+from cute_kernels.gemm.config_grouped import candidates
 from tests.fakes import fake_kernels
 from tests.gemm.cases import FP32, Case, here, make_inputs, only_kernel, seeded_generator
+from tests.gemm.grouped_cases import Grouped, make_grouped, only_grouped
 from tests.precompiled import precompile
 from tests.sanitizer import assert_clean, needs_sanitizer
 
@@ -78,15 +80,18 @@ RUNS = {
         Run(Case(72, 136, 72, bias=FP32, activation="gelu"), (DECODE_128_PAIR, True)),
     ],
 }
+GROUPED = {f"grouped {ragged}": candidates(ragged) for ragged in ("rows", "sums")}
 if here() != "sm_90a":  # the only one that has these kernels
     del RUNS["ping-pong"], RUNS["few weights"]
+    GROUPED.clear()
 PROGRAM = """
 import sys
 import torch
-from tests.gemm.test_kernel_sanitizer import RUNS, results
+from tests.gemm.test_kernel_sanitizer import RUNS, grouped_results, results
 
-for run in RUNS[sys.argv[1]]:
-    found = results(run, "cuda")
+name = sys.argv[1]
+for run in RUNS.get(name) or [None]:
+    found = grouped_results(name, "cuda") if run is None else results(run, "cuda")
     torch.cuda.synchronize()
     assert all(result.isfinite().all() for result in found)
 print("done")
@@ -107,9 +112,27 @@ def results(run: Run, device: str) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *(p.main_grad if run.main_grad else p.grad for p in parameters)]
 
 
+def grouped_results(name: str, device: str) -> list[torch.Tensor]:
+    """Products of groups that end anywhere, with rows behind them, on each kernel; few CTAs compute all tiles."""
+    tensors = make_grouped(Grouped("few", 136, 72, rest=8), seeded_generator(name, "cpu"))
+    a, b, offs = (t.to(device) for t in tensors)
+    found = []
+    for kernel in GROUPED[name]:
+        with only_grouped(*kernel, num_sms=16):
+            if name == "grouped rows":
+                found += [grouped_mm(a, b, offs), grouped_mm(a, b, offs, out_dtype=FP32)]
+            else:
+                into = torch.zeros(len(offs), 72, 136, device=device)
+                dout = a[:, :1].expand(-1, 136).contiguous()
+                found += [grouped_mm(a.t(), dout, offs), grouped_mm(a.t(), dout, offs, accumulate_into=into)]
+    return found
+
+
 @pytest.fixture(scope="module")
 def compiled_for_the_sanitizer():
     with fake_kernels(here(), computes=False) as jobs:
+        for name in GROUPED:
+            grouped_results(name, "cpu")
         for runs in RUNS.values():
             for run in runs:
                 results(run, "cpu")
@@ -118,7 +141,7 @@ def compiled_for_the_sanitizer():
 
 @pytest.mark.slow
 @needs_sanitizer
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *GROUPED])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, name, compiled_for_the_sanitizer):
     assert_clean(tool, PROGRAM, name)

@@ -1,4 +1,4 @@
-"""Experts that are spread over two processes: the bits of one, over fake kernels."""
+"""Experts that are spread over processes: the bits of one, over fake kernels."""
 
 import pytest
 import torch
@@ -8,5 +8,8 @@ from tests.moe.parallel_cases import start
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-def test_two_ranks_have_the_bits_of_one(tmp_path):
-    start(2, "gloo", str(tmp_path / "store"), on_gpu=False)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(4, marks=pytest.mark.exhaustive)]
+)
+def test_ranks_have_the_bits_of_one(ranks, tmp_path):
+    start(ranks, "gloo", str(tmp_path / "store"), on_gpu=False)
