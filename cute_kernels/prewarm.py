@@ -576,11 +576,11 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     dv, int32 = model.head_dim_v or d, {"dtype": torch.int32}
     sinks = _empty(heads, dtype=FP32) if model.has_oai_experts else None
     softcap = 1.0 if model.has_softcap else 0.0
-    windows = (-1, 4) if model.has_window else (-1,)
+    windows = (-1, 4, SHORT) if model.has_window else (-1,)
     if sinks is not None:
         _column_sums(heads, FP32)  # their gradient, over rows
     starts, used = _empty(3, **int32), _empty(2, **int32)
-    # The backward takes steps of 64 and of 80 queries, the forward tiles of 128 and of 192 rows
+    # The backward takes steps of 64 and of 80 queries, the forward tiles of 128 and of 192 rows, of windows, too
     for left, length in itertools.product(windows, (64, SHORT, SHORT + 1)):
         q, out = _empty(2, length, heads, d, dtype=dtype), _empty(2, length, heads, dv, dtype=dtype)
         k, v = _empty(2, length, pairs, d, dtype=dtype), _empty(2, length, pairs, dv, dtype=dtype)
@@ -595,7 +595,7 @@ def _fused_attention(model: Model, num_sms: int) -> None:
     # splits of a tile; a prompt whose tiles fill the GPU, by the forward's kernel
     split = grid_for(d).split
     calls = (1, 1), (1, FEW_ROWS + 1), (4 * num_sms, WARPGROUP_ROWS), (1, 2 * WARPGROUP_ROWS * num_sms)
-    lefts = (UNBOUNDED, 4) if model.has_window else (UNBOUNDED,)
+    lefts = (UNBOUNDED, 4, SHORT) if model.has_window else (UNBOUNDED,)
     # Packed queries are those of transformers' continuous batching, a window's keys then in pages of their own
     layouts = (0, False, lefts), (PAGE_SIZE, False, lefts), (PAGE_SIZE, True, lefts), (WINDOW_PAGE, True, lefts[1:])
     for (batch, queries), (page_size, packed, lefts) in itertools.product(calls, layouts):

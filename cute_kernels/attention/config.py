@@ -138,14 +138,16 @@ def configs_for(arch: str, spec: ForwardSpec) -> tuple[ForwardConfig | ForwardSm
     return (FORWARD_SM100_CONFIGS[spec.sizes],)
 
 
-def forward_config(spec: ForwardSpec, len_k: int = UNBOUNDED) -> ForwardConfig:
-    """At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
+def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
+    """The config of a call whose rows see at most so many keys.
 
-    Of 64 channels a tile of 128 rows is faster than one of 192 where causal sequences are short (H200, 16k tokens, 1024
-    keys: 288 and 253 TFLOP/s).
+    At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
+
+    Of 64 channels a tile of 128 rows is faster than one of 192 where causal rows see few keys (H200, 16k tokens, 1024
+    keys: 288 and 253 TFLOP/s): all rows of a tile walk over the keys of each. In a window of 128 these are 256 or 384.
     """
     configs = FORWARD_CONFIGS[spec.sizes]
-    return configs[1] if spec.head_size == 64 and spec.causal and len_k <= SHORT else configs[0]
+    return configs[1] if spec.head_size == 64 and (spec.causal or spec.window) and seen <= SHORT else configs[0]
 
 
 def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, len_k: int) -> bool:

@@ -72,11 +72,11 @@ def test_a_model_finds_its_kernels_precompiled(arch, generator):
                         attention(*dense, **mask, softcap=3)
                         attention(*tensors, **mask, **lengths, softcap=3)
             long = make_inputs(Case(1, 1, 1025, 1, 1, 64, True, dtype), generator)
-            attention(*long, causal=True)
-            attention(*long, causal=True, sinks=torch.zeros(1))
-            long, lengths = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
-            attention(*long, causal=True, **lengths)
-            attention(*long, causal=True, **lengths, sinks=torch.zeros(1))
+            packed, starts = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
+            for mask in ({"causal": True}, {"causal": True, "window": (1024, 0)}):
+                for sinks in (None, torch.zeros(1)):
+                    attention(*long, **mask, sinks=sinks)
+                    attention(*packed, **mask, **starts, sinks=sinks)
             for d, dv in config.BACKWARD_CONFIGS if arch == "sm_90a" else ():
                 for pairs in (1, 2):
                     case = Case(1, 3, 3, 2, pairs, d, True, dtype, dv)
@@ -239,7 +239,19 @@ def test_no_grad_is_enough(generator):
 def test_the_config_follows_from_the_head_size_alone():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
-    assert len(found) == len(config.HEAD_SIZES) + 1  # of 64 another one for short sequences
+    assert len(found) == len(config.HEAD_SIZES) + 1  # of 64 another one where rows see few keys
+
+
+def test_a_short_window_takes_tiles_of_fewer_rows(jobs, generator):
+    for window, len_k, warpgroups in (
+        ((128, 0), 3000, 2),
+        ((1023, 0), 3000, 2),
+        ((1024, 0), 3000, 3),
+        ((9, -1), 3000, 3),
+    ):
+        q, k, v = make_inputs(Case(1, 3, len_k, 2, 1, 64), generator)
+        attention(q, k, v, window=window)
+        assert next(a for _, a in reversed(jobs) if isinstance(a[1], config.ForwardSpec))[2].warpgroups == warpgroups
 
 
 def test_the_order_of_tiles():

@@ -161,7 +161,8 @@ def attention_into(
         seqused_k is not None,
         sizes != (d, dv),
     )
-    launch = forward_launch(q.get_device(), spec, forward_config(spec, max_seqlen_k if packed_k else k.shape[1]))
+    seen = min(max_seqlen_k if packed_k else k.shape[1], left + right + 1)
+    launch = forward_launch(q.get_device(), spec, forward_config(spec, seen))
     launch.run(
         q, k, v, out, lse, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
     )

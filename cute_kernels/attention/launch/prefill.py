@@ -33,7 +33,7 @@ def prefill(
     if sinks is not None:
         sinks = sinks.float()
     of_forward = prefill_spec(spec, left, right)
-    forward_launch(q.get_device(), of_forward, forward_config(of_forward)).run(
+    forward_launch(q.get_device(), of_forward, forward_config(of_forward, left + right + 1)).run(
         q, k_cache, v_cache, out, lse, scale, left, right, softcap, sinks, cu_seqlens_q, None, max_seqlen_q,
         cache_seqlens, page_table, int(appended),
     )  # fmt: skip
