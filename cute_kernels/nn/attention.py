@@ -109,6 +109,9 @@ class PagedCache:
 class Attention(nn.Module):
     """Causal self-attention of ``num_heads`` heads, with fewer of keys and values if the config says so.
 
+    By ``attention`` on a Hopper, where a head's size is a multiple of 8 up to 256. Else, and in plain torch where a
+    gradient is wanted, by torch's own attention, whose rows may depend on the batch.
+
     Arguments as of ``MHCTransformer``. Source of the grouped heads: Ainslie et al., GQA, arXiv 2305.13245.
     """
 

@@ -396,7 +396,8 @@ class MHCTransformer(nn.Module):
         use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections,
         and the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
 
-        Attention is ``attention``: a token's logits do not depend on the batch. All else is deterministic, too.
+        Attention is ``attention``: a token's logits do not depend on the batch. That holds on a Hopper, where a head's
+        size is a multiple of 8 up to 256; else it is torch's own, whose rows may. All else is deterministic, too.
 
     Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
     ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers
