@@ -510,7 +510,7 @@ BACKWARD_CONFIGS = {
         BackwardConfig(64, 2, adders=1, dq_buffers=1),
         BackwardConfig(64, 2, dq_buffers=1),
         BackwardConfig(64, 2, scores_ahead=False, dq_buffers=1),
-        BackwardConfig(64, 2, scores_ahead=False, dq_parts=2),
+        BackwardConfig(64, 3, dq_buffers=1),
     ),
     (192, 192): (
         BackwardConfig(64, 2, adders=1, dq_buffers=1),
