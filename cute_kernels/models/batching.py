@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cute_kernels.models.attention import NAME
 from cute_kernels.models.choosing import Choice, Settings, check_seeds, choose, settings_of
-from cute_kernels.models.families import Head, family_of, head_of, model_of
+from cute_kernels.models.families import Head, expect_frequencies, family_of, head_of, model_of
 from cute_kernels.models.generation import Generation
 from cute_kernels.models.paged import PAGED_NAME
 from cute_kernels.models.scoring import hidden_states
@@ -111,6 +111,7 @@ def generate_batch(
     """
     found = model_of(OP, model)
     head = head_of(OP, found)
+    expect_frequencies(OP, found)
     settings = settings_of(
         OP,
         found,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from cute_kernels.runtime.checks import fail
@@ -99,3 +100,17 @@ def head_of(op: str, model: Any) -> Head:
     config = model.config
     scale = 1.0 / getattr(config, "logits_scaling", 1.0)
     return Head(head.weight, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
+def frequencies_of(model: Any) -> dict[str, Tensor]:
+    """The buffers of a model's rotary embedding, by name; none where it has no such."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    return {} if rotary is None else dict(rotary.named_buffers(recurse=False))
+
+
+def expect_frequencies(op: str, model: Any) -> None:
+    """Raise ValueError where ``.to(dtype)`` has rounded the frequencies, which autocast and FSDP2 do not."""
+    for name, buffer in frequencies_of(model).items():
+        if buffer.is_floating_point() and buffer.dtype is not torch.float32:
+            expected = "be in fp32, as a trainer's: prepare the model again after .to(dtype)"
+            fail(op, f"model's rotary {name}", expected, buffer.dtype)

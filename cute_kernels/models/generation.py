@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cute_kernels.models.choosing import check_seeds, choose, settings_of
 from cute_kernels.models.decoding import OP, Captured, Paged, Prompts, Static
-from cute_kernels.models.families import head_of, model_of
+from cute_kernels.models.families import expect_frequencies, head_of, model_of
 from cute_kernels.models.scoring import check_ids
 from cute_kernels.models.sharding import gathered
 from cute_kernels.models.speculation import speculated
@@ -126,6 +126,7 @@ def generate(
     """
     found = model_of(OP, model)
     head = head_of(OP, found)
+    expect_frequencies(OP, found)
     check_ids(OP, input_ids)
     steps, choice, ends, pad = settings_of(
         OP,

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from cute_kernels import moe
 from cute_kernels.models.attention import NAME, PAGES, register_transformers
-from cute_kernels.models.families import family_of, head_of, model_of
+from cute_kernels.models.families import family_of, frequencies_of, head_of, model_of
 from cute_kernels.nn import RMSNorm
 from cute_kernels.runtime.checks import fail
 
@@ -30,7 +31,8 @@ class HeadsNorm(RMSNorm):
 def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: bool = True) -> Model:
     """Let a causal language model of transformers attend by ``attention``, and check that its rows can be invariant.
 
-    Where it has experts, they are ``moe.experts``.
+    Where it has experts, they are ``moe.experts``. Frequencies of rotary embeddings that ``.to(dtype)`` has rounded are
+    fp32 again.
 
     Prepare both sides of a comparison, trainer and roll-out, alike: ``norms`` changes bits.
 
@@ -70,6 +72,7 @@ def prepare(model: Model, *, norms: bool = True, log_prob: bool = True, strict: 
         _check_dropout(found)
         if log_prob:
             head_of(OP, found)
+        _restore_frequencies(found)
     found.set_attn_implementation(NAME)
     if strict and family.has_experts:
         moe.register_with_transformers()
@@ -90,6 +93,19 @@ def _check_positions(config: Any) -> None:
         if kind == "dynamic" or (kind == "longrope" and beyond):
             expected = "have frequencies that do not depend on the batch's longest sequence"
             fail(OP, "model's rotary embedding", expected, f"rope_type {kind!r}")
+
+
+def _restore_frequencies(model: Any) -> None:
+    """Compute frequencies of rotary embeddings again which ``.to(dtype)`` has rounded.
+
+    A model that is loaded in bf16 has them in fp32, and so has one that autocast or FSDP2 lets compute in bf16.
+    """
+    if all(buffer.dtype is torch.float32 for buffer in frequencies_of(model).values()):
+        return
+    rotary = model.base_model.rotary_emb
+    fresh = dict(type(rotary)(rotary.config).named_buffers(recurse=False))
+    for name, buffer in frequencies_of(model).items():
+        rotary.register_buffer(name, fresh[name].to(buffer.device), persistent=False)
 
 
 def _check_dropout(model: Any) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels.log_prob import linear_log_prob
-from cute_kernels.models.families import Head, head_of, model_of
+from cute_kernels.models.families import Head, expect_frequencies, head_of, model_of
 from cute_kernels.models.sharding import gathered
 from cute_kernels.runtime.checks import expect, expect_dtype, expect_like, expect_tensor, fail
 
@@ -75,6 +75,7 @@ def log_prob(
     """
     found = model_of(OP, model)
     head = head_of(OP, found)
+    expect_frequencies(OP, found)
     temperature = _given(temperature, found)
     check_ids(OP, input_ids)
     expect_tensor(OP, "labels", labels)

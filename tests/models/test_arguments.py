@@ -10,7 +10,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from cute_kernels import models, nn  # noqa: E402
 from cute_kernels.models.choosing import OFF  # noqa: E402
-from tests.models.cases import SIZES, make_model, make_prepared, padded, prompts  # noqa: E402
+from cute_kernels.models.families import frequencies_of  # noqa: E402
+from tests.models.cases import FAMILIES, SIZES, make_model, make_prepared, padded, prompts  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -145,6 +146,34 @@ def test_prepare_refuses_by_name():
         models.prepare(biased)
     assert models.prepare(biased, log_prob=False, norms=False) is biased
     assert not any(isinstance(module, nn.RMSNorm) for module in biased.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "gpt2"])
+def test_frequencies_stay_fp32(name):
+    """``.to`` rounds them; ``prepare`` computes them again, and nothing scores or draws with rounded ones."""
+    model = make_model(name, configs=FAMILIES)
+    wanted = frequencies_of(model)
+    assert wanted or name == "gpt2"
+    wanted = {key: buffer.clone() for key, buffer in wanted.items()}
+    models.prepare(model.to(BF16))
+    found = frequencies_of(model)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    rounded = copy.deepcopy(model).to(BF16)
+    row = prompts((5,))[0][None]
+    for op, call in {
+        "log_prob": lambda: models.log_prob(rounded, row, row),
+        "generate": lambda: models.generate(rounded, row, seeds=SEEDS[:1], max_new_tokens=1),
+    }.items():
+        if name == "gpt2":
+            call()
+            continue
+        with pytest.raises(
+            ValueError, match=rf"models.{op}: model's rotary \w+ must be in fp32, .*, got torch.bfloat16"
+        ):
+            call()
+        models.prepare(rounded)
+        call()
+        rounded.to(BF16)
 
 
 class Adapted(torch.nn.Module):
