@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from cute_kernels import install, models, uninstall  # noqa: E402
@@ -33,13 +33,18 @@ def rank(covered, device):
     dist.destroy_process_group()
 
 
-def make(name, device, sharded):
-    model = make_prepared(name, device).train()
+def make(name, device, sharded, dtype=torch.bfloat16, **policy):
+    model = make_prepared(name, device, dtype).train()
+    if name == "gemma2":
+        model.lm_head.weight = model.model.embed_tokens.weight
     if sharded:
-        mesh = init_device_mesh(torch.device(device).type, (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        mesh, whole = init_device_mesh(torch.device(device).type, (1,)), MixedPrecisionPolicy(**policy)
+        of_part = MixedPrecisionPolicy(param_dtype=whole.param_dtype)
+        head = model.lm_head
+        parts = [*model.model.layers, *([] if head.weight is model.model.embed_tokens.weight else [head])]
+        for part in parts:
+            fully_shard(part, mesh=mesh, mp_policy=of_part)
+        fully_shard(model, mesh=mesh, mp_policy=whole)
     return model
 
 
@@ -51,7 +56,7 @@ def scored(model, ids, present):
     return results, {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])  # the second's head is the embedding, with a softcap
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # a head sharded by itself; the embedding, with a softcap
 def test_as_a_whole_model(name, device):
     """A second step sees the weights of the first."""
     rows = prompts((9, 30), device=device)
@@ -82,6 +87,23 @@ def test_as_a_whole_model(name, device):
     for a, b in ((tokens, plain_tokens), (batched, plain_batched)):
         assert torch.equal(a.tokens, b.tokens)
         assert_same_bits(a.log_probs, b.log_probs)
+
+
+def test_a_copy_in_bf16_of_an_fp32_model(device):
+    """FSDP2 computes in bf16 with fp32 frequencies: the bits of a roll-out's model, which has bf16 weights."""
+    trainer = make("llama", device, True, torch.float32, param_dtype=torch.bfloat16)
+    rollout = make("llama", device, False)
+    (row,) = prompts((30,), device=device)
+    found, wanted = ([t.detach() for t in models.log_prob(m, row[None], row[None])] for m in (trainer, rollout))
+    for a, b in zip(found, wanted, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_rounded_results_are_an_error(device):
+    model = make("llama", device, True, output_dtype=torch.bfloat16)
+    (row,) = prompts((5,), device=device)
+    with pytest.raises(ValueError, match="models.log_prob: output_dtype of the model's policy must be None or"):
+        models.log_prob(model, row[None], row[None])
 
 
 def test_an_error_leaves_the_forward(device):
