@@ -59,8 +59,12 @@ def model_of(op: str, model: nn.Module) -> Any:
     Raises:
         TypeError: it is none.
         ValueError: peft's prompt learning (its config's ``is_prompt_learning``): prompt, prefix or P-tuning puts
-            tokens or keys before the sequence, which the model of transformers itself knows nothing of.
+            tokens or keys before the sequence, which the model of transformers itself knows nothing of. A result of
+            torch.compile: only its forward is compiled, and not what is called here, the model's ``base_model``.
     """
+    if hasattr(model, "_orig_mod"):
+        expected = "not come from torch.compile: its layers would run eagerly; call model.base_model.compile() instead"
+        fail(op, "model", expected, "one that does")
     adapter = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
     if getattr(adapter, "is_prompt_learning", False):
         fail(

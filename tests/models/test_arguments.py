@@ -198,6 +198,27 @@ def test_a_learned_prompt_is_not_lost(model, ids):
             call(tuned, ids)
 
 
+def test_compiled_models(ids):
+    """``torch.compile(model)`` would run eagerly here; compiled in place the base model is what is called."""
+    model, (row,) = make_prepared("llama"), prompts((6,))
+    wanted = models.log_prob(model, row[None], row[None])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    for call in (generate, lambda *_: models.log_prob(compiled, row[None], row[None])):
+        with pytest.raises(ValueError, match=r"model must not come from torch.compile: its layers would run eagerly"):
+            call(compiled, ids)
+    assert not graphs
+    model.base_model.compile(backend=backend)
+    found = models.log_prob(model, row[None], row[None])
+    assert graphs and all(map(torch.equal, found, wanted))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_norms_are_ours_and_share_weights(name):
     """Prepared models keep results, but for a rounding, and state and gradients. Preparing again changes nothing."""
