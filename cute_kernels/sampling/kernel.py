@@ -1,10 +1,10 @@
 """The CuTe kernel of sampling, for SM90 and SM100.
 
 The CTAs of a cluster share a row; a thread reads ``vec`` logits at a time. Without filters the row is read once: the
-noise of a group of four logits comes from one Philox counter, and is made only where it could win. With filters digits
-of an order key, of the logit's bits and then of its index, are found from the highest to the lowest: a histogram of
-integer weights in shared memory, which the CTAs read from each other. Integers add up to the same in any order: those
-atomics, and the split of a row over CTAs, change no token.
+noise of a group of four logits comes from one Philox counter, and is made only where it could win; greedy choices make
+none. With filters digits of an order key, of the logit's bits and then of its index, are found from the highest to the
+lowest: a histogram of integer weights in shared memory, which the CTAs read from each other. Integers add up to the
+same in any order: those atomics, and the split of a row over CTAs, change no token.
 
 Profile: ncu --clock-control none -k regex:SampleRows python -m bench.bench_sampling --filter sample.fwd.64x151936
 """
@@ -114,24 +114,30 @@ class SampleRows:
                     most = cute.arch.fmax(most, scaled[i])
                 bound = choose(noisy != 0, largest_noise(Uint32(0)), Float32(0.0))
                 if add(most, bound) > best:
-                    words = philox(Uint32(first + g) // Uint32(4), position, seed)
-                    if const_expr(self.group < 4):
-                        words = [self.word(words, first + g + i) for i in range(self.group)]
-                    least = words[0]
-                    for i in cutlass.range_constexpr(1, self.group):
-                        least = choose(words[i] < least, words[i], least)
-                    bound = choose(noisy != 0, largest_noise(least), Float32(0.0))
-                    if add(most, bound) > best:
-                        for i in cutlass.range_constexpr(self.group):
-                            value = choose(noisy != 0, add(scaled[i], gumbel(words[i])), scaled[i])
-                            wins = value > best
-                            if const_expr(self.filtered):
-                                distance = self.distance(scaled[i], largest)
-                                is_kept = self.order(x[g + i], first + g + i) >= threshold
-                                wins = wins & is_kept & (distance >= min_p)
-                            best = choose(wins, value, best)
-                            token = choose(wins, first + g + i, token)
+                    group = scaled, [x[g + i] for i in range(self.group)], first + g
+                    if noisy == 0:
+                        best, token = self.larger(best, token, scaled, *group, threshold, largest, min_p)
+                    else:
+                        words = philox(Uint32(first + g) // Uint32(4), position, seed)
+                        if const_expr(self.group < 4):
+                            words = [self.word(words, first + g + i) for i in range(self.group)]
+                        least = words[0]
+                        for i in cutlass.range_constexpr(1, self.group):
+                            least = choose(words[i] < least, words[i], least)
+                        if add(most, largest_noise(least)) > best:
+                            values = [add(scaled[i], gumbel(words[i])) for i in range(self.group)]
+                            best, token = self.larger(best, token, values, *group, threshold, largest, min_p)
         self.first_largest(best, token, shared, tidx, row, rank, tokens)
+
+    def larger(self, best, token, values: list, scaled: list, x: list, first: Int32, threshold, largest, min_p):
+        """The largest value of a group that passes the filters, and its column; where none is above ``best``, those."""
+        for i, value in enumerate(values):
+            wins = value > best
+            if self.filtered:
+                is_kept = self.order(x[i], first + i) >= threshold
+                wins = wins & is_kept & (self.distance(scaled[i], largest) >= min_p)
+            best, token = choose(wins, value, best), choose(wins, first + i, token)
+        return best, token
 
     def allocate(self, smem):
         """(values by warp, tokens by warp, digits: sums by warp; found digit and what is left; histogram by limb)."""
