@@ -1,4 +1,4 @@
-"""The host's time of one call of the norms, of the products and of attention, beside torch's and a floor.
+"""The host's time of one call of norms, products, experts' products and attention, beside torch's and a floor.
 
     python -m bench.bench_host             every case, results printed
     python -m bench.bench_host --save      and kept in bench/results/<gpu>.jsonl
@@ -36,8 +36,9 @@ from jit_cache import command
 ROWS, COLUMNS = 64, 4096
 ROUNDS = 8
 HEADS = 32  # of attention, whose q, k and v have these rows and columns
-OPS = ("rms_norm", "layer_norm", "mm", "linear", "attention")
+OPS = ("rms_norm", "layer_norm", "mm", "linear", "grouped_mm", "attention")
 PRODUCTS = ("mm", "linear")
+GROUPS = 8  # of rows, of grouped_mm: as many bytes of matrices as of the other products
 QKV = 1, ROWS, HEADS, COLUMNS // HEADS
 GOALS = {"inference": 1.0, "training": 1.35}  # our time over torch's, at most
 OURS, TORCH, FLOOR = "cute_kernels", "torch", "launch_floor"
@@ -45,7 +46,10 @@ OURS, TORCH, FLOOR = "cute_kernels", "torch", "launch_floor"
 
 @dataclass(frozen=True)
 class HostCase:
-    """One op on 64 rows of 4096 columns; a product has as many outputs, attention one sequence."""
+    """One op on 64 rows of 4096 columns.
+
+    A product has as many outputs, one of groups an eighth of these a group; attention has one sequence.
+    """
 
     op: str
     variant: str
@@ -56,6 +60,13 @@ class HostCase:
             shape, elements = "x".join(map(str, QKV)), 4 * ROWS * COLUMNS
             return harness.Case(
                 "host", self.op, "fwd", shape, "bfloat16", self.variant, 2 * elements, 4 * ROWS**2 * COLUMNS
+            )
+        if self.op == "grouped_mm":
+            n = COLUMNS // GROUPS
+            elements = ROWS * (COLUMNS + n) + COLUMNS**2
+            shape = f"{ROWS}x{n}x{COLUMNS}x{GROUPS}"
+            return harness.Case(
+                "host", self.op, "fwd", shape, "bfloat16", self.variant, 2 * elements, 2 * ROWS * n * COLUMNS
             )
         shape = f"{ROWS}x{COLUMNS}" + f"x{COLUMNS}" * (self.op in PRODUCTS)
         elements = 2 * ROWS * COLUMNS + (COLUMNS**2 if self.op in PRODUCTS else 0)
@@ -68,16 +79,18 @@ def host_cases() -> list[HostCase]:
 
 
 def make_inputs(host: HostCase, device: str = "cuda") -> list[Tensor]:
-    """x, weight and, of layer_norm, bias; of attention q, k, v."""
+    """x, weight and, of layer_norm, bias, of grouped_mm the groups' ends; of attention q, k, v."""
     generator = torch.Generator(device).manual_seed(harness.seed(host.case.name))
     x = (ROWS, COLUMNS)
     shapes = {"rms_norm": [x, (COLUMNS,)], "layer_norm": [x, (COLUMNS,), (COLUMNS,)], "attention": [QKV] * 3}
+    shapes["grouped_mm"] = [x, (GROUPS, COLUMNS, COLUMNS // GROUPS)]
+    ends = torch.arange(1, GROUPS + 1, dtype=torch.int32, device=device) * (ROWS // GROUPS)
     return [
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_(
             host.variant == "training"
         )
         for shape in shapes.get(host.op, [x, (COLUMNS, COLUMNS)])
-    ]
+    ] + [ends] * (host.op == "grouped_mm")
 
 
 def ours(host: HostCase, _: Tensor) -> Callable[..., Tensor]:
@@ -90,8 +103,17 @@ def torchs(host: HostCase, _: Tensor) -> Callable[..., Tensor]:
         "layer_norm": lambda x, weight, bias: F.layer_norm(x, (COLUMNS,), weight, bias),
         "mm": torch.mm,
         "linear": F.linear,
+        "grouped_mm": lambda x, weight, ends: torch._grouped_mm(x, weight, offs=ends),
         "attention": _torchs_attention,
     }[host.op]
+
+
+def exact(host: HostCase, inputs: Sequence[Tensor]) -> Tensor:
+    """In fp64; torch has no grouped product of such."""
+    wide = [t.detach().double() if t.is_floating_point() else t for t in inputs]
+    if host.op == "grouped_mm":
+        return cute_kernels.grouped_mm(*wide, backend="reference")
+    return torchs(host, inputs[0])(*wide)
 
 
 def _torchs_attention(*qkv: Tensor) -> Tensor:
@@ -108,7 +130,8 @@ def floor(host: HostCase, like: Tensor) -> Callable[..., Tensor]:
     function = empty(arch_of(torch.cuda.current_device()), host.op, statistics > 0)
 
     def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y = empty_strided(like, x.shape, contiguous_strides(x.shape), x.dtype)
+        shape = (ROWS, COLUMNS // GROUPS) if host.op == "grouped_mm" else x.shape
+        y = empty_strided(like, shape, contiguous_strides(shape), x.dtype)
         saved = empty_strided(like, (statistics, ROWS), (ROWS, 1), torch.float32) if statistics else None
         function(x, weight, bias, y, saved, 1e-6, 1)
         return y, saved
@@ -138,9 +161,8 @@ def measure_host(
     inputs = make_inputs(host, device.name)
     makers = {name: functools.partial(_call, PROVIDERS[name], host, inputs) for name in providers}
     floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
-    exact = torchs(host, inputs[0])(*(t.detach().double() for t in inputs))
     options = {"repetitions": repetitions, "breakdown": breakdown, "yardstick": TORCH, "floors": floors}
-    rounds = [harness.measure(host.case, makers, {"y": exact}, device, **options) for _ in range(ROUNDS)]
+    rounds = [harness.measure(host.case, makers, {"y": exact(host, inputs)}, device, **options) for _ in range(ROUNDS)]
     guide = FLOOR if FLOOR in providers else TORCH
     return min(rounds, key=lambda m: m.results[guide].host_us if guide in m.results else math.inf)
 

@@ -8,12 +8,13 @@ from cutlass import BFloat16, Float32, Int32
 
 from jit_cache import Program, compiled
 
-# Dimensions of x, weight and bias, or of q, k and v; 0: there is none
+# Dimensions of x, weight and bias, or of q, k and v, or of a, b and groups' ends; 0: there is none
 DIMENSIONS = {
     "rms_norm": (2, 1, 0),
     "layer_norm": (2, 1, 1),
     "mm": (2, 2, 0),
     "linear": (2, 2, 0),
+    "grouped_mm": (2, 3, 1),
     "attention": (4, 4, 4),
 }
 
@@ -53,7 +54,7 @@ def empty(arch: str, op: str, keeps_statistics: bool) -> Program:
         Empty(),
         tensor(x),
         tensor(weight),
-        tensor(bias) if bias else None,
+        tensor(bias, Int32 if op == "grouped_mm" else BFloat16) if bias else None,
         tensor(x),
         tensor(2, Float32) if keeps_statistics else None,
         Float32(0.0),

@@ -23,7 +23,7 @@ def launches(monkeypatch):
 
 def test_cases():
     cases = [host.case for host in bench_host.host_cases()]
-    assert len({case.name for case in cases}) == len(cases) == 10
+    assert len({case.name for case in cases}) == len(cases) == 12
     assert {case.variant for case in cases} == set(bench_host.GOALS)
 
 
@@ -34,8 +34,10 @@ def test_measured_beside_torch_and_the_floor(host, launches, capsys):
     assert found.failures == {} and set(found.results) == set(providers)
     x, weight, bias, y, statistics, *_ = launches[0]
     training = host.variant == "training"
-    assert x.requires_grad == training and (bias is not None) == (host.op in ("layer_norm", "attention"))
-    assert y.shape == x.shape and y is not x
+    has_third = host.op in ("layer_norm", "grouped_mm", "attention")
+    assert x.requires_grad == training and (bias is not None) == has_third
+    columns = x.shape[1:] if host.op != "grouped_mm" else weight.shape[2:]
+    assert y.shape == (*x.shape[:1], *columns) and y is not x
     rows = {"rms_norm": 1, "layer_norm": 2}.get(host.op, 0) if training else 0
     rows = bench_host.HEADS if host.op == "attention" else rows
     assert (statistics.shape == (rows, bench_host.ROWS)) if rows else statistics is None
@@ -83,4 +85,4 @@ def test_run_writes_and_stops(launches, monkeypatch, tmp_path, capsys):
     assert {(line["family"], line["op"], line["commit"]) for line in lines} == {("host", "linear", "abc")}
     assert {line["provider"] for line in lines} == set(bench_host.PROVIDERS)
     assert bench_host.run(bench_host.host_cases(), providers, time_limit=0.0) == []
-    assert "time limit: 10 of 10 cases left, from rms_norm.fwd" in capsys.readouterr().out
+    assert "time limit: 12 of 12 cases left, from rms_norm.fwd" in capsys.readouterr().out
