@@ -10,7 +10,7 @@ each call of a replaced operator is handed back); cute_kernels (inside of a bloc
 package's mode, if it is installed; of ``block`` the mode's begin and end).
 
 The CPU has other users: a case is measured in rounds, in each of which the providers take turns, and each provider's
-least time counts. A provider's us is the host's time, too.
+least time counts. A provider's us is the host's time, too. On an H200 the first 10 of the 11 cases take 50 s.
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ SUMMING_ARGUMENTS = ("accumulate", "reduce", "weights", "reduction")
 
 # Why, and what to use instead, by the beginning of the name: the first that fits
 REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("multinomial",), "it draws by the place in the batch: use cute_kernels.sample"),
+    (
+        ("multinomial",),
+        "it draws by the place in the batch: use cute_kernels.sample; for a model, models.generate",
+    ),
     (("native_dropout", "_fused_dropout"), "dropout draws by the place in the batch: set p to 0"),
     (
         ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_triton_"),

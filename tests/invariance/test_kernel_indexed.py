@@ -134,3 +134,18 @@ def test_equal_values_come_by_their_index(make):
             assert torch.equal(values[1:], x.gather(1, indices)[1:]) and values[0, 0].isnan()
             assert torch.equal(x.topk(k, largest=False)[1], rising[:, :k])
             assert torch.equal(x.t().topk(k, dim=0)[1], order[:, :k].t())
+
+
+def test_the_largest_and_smallest_of_equals_is_the_first(make):
+    """NaN before all; alone and in a batch, contiguous and not, short rows and those that several blocks share."""
+    for rows, columns in ((5, 7), (4, 3000), (2, 300_000)):
+        x = make.ids(3, rows, columns).to(torch.bfloat16)
+        x[0, 5] = x[0, 6] = torch.nan
+        places = torch.arange(columns, device=x.device)
+        best = torch.stack([x.amax(1, keepdim=True), x.amin(1, keepdim=True)])
+        wanted = torch.where((x == best) | (x.isnan() & best.isnan()), places, columns).amin(2)
+        with batch_invariant():
+            for y, dim in ((x, 1), (x.t().contiguous(), 0), (x.t().contiguous().t(), 1)):
+                assert torch.equal(torch.stack([y.argmax(dim), y.argmin(dim)]), wanted)
+                assert torch.equal(torch.stack([y.max(dim)[1], y.min(dim)[1]]), wanted)
+            assert torch.equal(x[1:2].argmax(1), wanted[0, 1:2])

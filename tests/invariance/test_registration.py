@@ -239,6 +239,7 @@ def test_what_an_error_says(covered):
         torch.multinomial(torch.ones(3, 4), 2)
     text = str(error.value)
     assert "aten.multinomial.default of float32[3, 4] is not covered" in text and "use cute_kernels.sample" in text
+    assert "for a model, models.generate" in text  # what transformers' do_sample calls
     assert f"{__file__}:" in text and "in test_what_an_error_says" in text
     with batch_invariant("warn"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

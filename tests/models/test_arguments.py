@@ -133,10 +133,12 @@ def test_prepare_refuses_by_name():
         models.prepare(
             transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=1))
         )
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
-    with pytest.raises(ValueError, match="rotary embedding must .*, got rope_type 'dynamic'"):
-        models.prepare(transformers.LlamaForCausalLM(config))
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "original_max_position_embeddings": 512}
+    for kind, others in (("dynamic", {}), ("longrope", factors)):
+        rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **others}
+        config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+        with pytest.raises(ValueError, match=f"rotary embedding must .*, got rope_type '{kind}'"):
+            models.prepare(transformers.LlamaForCausalLM(config))
     noisy = transformers.MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1)
     with pytest.raises(ValueError, match="router_jitter_noise must be 0: training draws it by place .*, got 0.1 in"):
         models.prepare(transformers.MixtralForCausalLM(noisy))
