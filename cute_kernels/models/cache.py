@@ -66,6 +66,11 @@ class PagedLayer(CacheLayerMixin):
         """Append keys and values (B, S, heads of keys, D), and attend to all; of left padding nothing is kept."""
         if not self.is_initialized:  # here the keys have the size that attention sees, of latent ones, too
             self.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
+        for name, new_ones, kept in (("keys", k, self.keys), ("values", v, self.values)):
+            if new_ones.shape[2:] != kept.shape[2:]:
+                heads, size = kept.shape[2:]
+                expected = f"have {heads} heads of {size}, as before: a cache is one model's"
+                fail(OP, name, expected, " heads of ".join(map(str, new_ones.shape[2:])))
         self.unread = False
         new = q.shape[1]
         self.columns += 0 if self.is_full else new
@@ -142,7 +147,7 @@ class PagedCache(Cache):
 
     Raises:
         TypeError, ValueError: a bad argument; another attention implementation; a forward that needs more pages, comes
-            with another batch, or wants a gradient.
+            with another batch or of another model, or wants a gradient.
         RuntimeError: keys of the forward before were not read, since it failed or another attention ran.
 
     Numerics:

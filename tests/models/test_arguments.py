@@ -401,6 +401,9 @@ def test_paged_cache_refuses(model):
         model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="the batch must have 2 sequences, as before, got 1"):
             model(ids[:1], past_key_values=cache)
+        fewer = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 1}, attn_implementation="cute_kernels")
+        with pytest.raises(ValueError, match="keys must have 2 heads of 64, as before: .*, got 1 heads"):
+            models.prepare(transformers.LlamaForCausalLM(fewer).to(BF16))(ids[:, :1], past_key_values=cache)
         model.set_attn_implementation("sdpa")
         cache.reset()
         model(ids, past_key_values=cache)
