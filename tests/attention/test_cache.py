@@ -215,6 +215,11 @@ def test_a_gpu_without_kernels(generator):
         sequences = Sequences.make([3], 2, 1, 64, BF16, generator)
         with pytest.raises(UnsupportedDeviceError, match="attention_with_kv_cache: has kernels for compute"):
             rows_of(sequences, [3], [1], Layout())
+        tensors = cached(sequences, [3], Layout())
+        before, new = tensors["k_cache"].clone(), torch.ones(1, 1, 1, 64, dtype=BF16)
+        with pytest.raises(UnsupportedDeviceError, match="attention_with_kv_cache: has kernels for compute"):
+            attention_with_kv_cache(new.expand(1, 1, 2, 64).contiguous(), **tensors, k=new, v=new)
+        assert same_bits(tensors["k_cache"], before)
 
 
 def test_threads_that_make_the_first_call_together(generator):

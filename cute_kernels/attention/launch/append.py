@@ -14,7 +14,7 @@ from cute_kernels.attention.launch.forward import regular
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
 from cute_kernels.runtime.operators import operator
-from cute_kernels.runtime.targets import Target
+from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
 
 
 @operator(
@@ -44,7 +44,17 @@ def attention_append(
     function(k, v, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen)
 
 
+def expect_hopper(target: Target) -> None:
+    """Before anything is written: a call that fails leaves the cache as it was."""
+    if target.arch != "sm_90a":
+        raise UnsupportedDeviceError(
+            f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
+            "Pass backend='reference' to run plain torch"
+        )
+
+
 def _make_append(target: Target, spec: AppendSpec) -> Callable[..., None]:
+    expect_hopper(target)
     from cute_kernels.attention import kernel_append
 
     return launches.load(kernel_append.append, target.arch, spec)

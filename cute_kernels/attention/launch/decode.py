@@ -22,12 +22,13 @@ from cute_kernels.attention.config import (
     prefills,
     score_factors,
 )
+from cute_kernels.attention.launch.append import expect_hopper
 from cute_kernels.attention.launch.forward import regular
 from cute_kernels.attention.launch.prefill import prefill
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
 from cute_kernels.runtime.operators import alias, empty, operator
-from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
+from cute_kernels.runtime.targets import Target
 
 
 @operator(
@@ -132,11 +133,7 @@ class DecodeLaunches:
     """The launches of a Spec, by a call's sizes."""
 
     def __init__(self, target: Target, spec: DecodeSpec) -> None:
-        if target.arch != "sm_90a":
-            raise UnsupportedDeviceError(
-                f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-                "Pass backend='reference' to run plain torch"
-            )
+        expect_hopper(target)
         self._target, self._spec = target, spec
         self._launches: dict[Sizes, tuple[DecodeLaunch | None]] = bounded()
 
