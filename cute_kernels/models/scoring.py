@@ -40,7 +40,7 @@ def log_prob(
             there.
         temperature: the divisor of the logits, a real number from 1e-6 to 1e6; None: 1, unless the model's
             ``generation_config`` has another. ``generate`` draws by that one, and a loss over text wants 1: so say
-            which. Of greedy choices ``generate`` gives the log-probabilities at 1.
+            which. ``generate`` gives the log-probabilities of greedy choices at 1.
         attention_mask: (B, S): 0 where a row is padded, left or right; None: nowhere.
         kwargs: passed to the model: ``position_ids``, ``cu_seq_lens_q`` and its relatives. Without position_ids
             they are counted from a sequence's first token that is not padding.
