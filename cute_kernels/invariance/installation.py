@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Literal, get_args
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from cute_kernels.invariance import scopes
 from cute_kernels.invariance.registration import Owner, Registration
@@ -85,6 +86,7 @@ def install(mode: Literal["strict", "warn"] = "strict", *, collectives: Collecti
         >>> is_installed()
         False
     """
+    _expect_eager("install")
     expect(mode in ("strict", "warn"), "install", "mode", "be of strict, warn", repr(mode))
     expected = f"be of {', '.join(COLLECTIVES)}"
     expect(collectives in COLLECTIVES, "install", "collectives", expected, repr(collectives))
@@ -115,7 +117,7 @@ def uninstall() -> None:
         None.
 
     Raises:
-        RuntimeError: a block of ``batch_invariant`` is live, in any thread.
+        RuntimeError: a block of ``batch_invariant`` is live, in any thread; inside of a compiled function.
 
     Example:
         >>> from cute_kernels import install, uninstall
@@ -123,6 +125,7 @@ def uninstall() -> None:
         >>> uninstall()
     """
     global _registration
+    _expect_eager("uninstall")
     with _lock:
         if scopes.live_blocks():
             raise RuntimeError("uninstall: a block of batch_invariant is live; end it first")
@@ -132,6 +135,12 @@ def uninstall() -> None:
         if _registration is not None:
             _registration.remove()
             _registration = None
+
+
+def _expect_eager(function: str) -> None:
+    """Raise RuntimeError inside of a compiled function, also where its graph breaks: torch's stance is fixed there."""
+    if torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False):
+        raise RuntimeError(f"{function}: call it outside of a compiled function")
 
 
 def is_installed() -> bool:

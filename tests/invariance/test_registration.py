@@ -161,6 +161,23 @@ def test_install_holds_for_all_threads(covered):
     assert not is_refused()
 
 
+@pytest.mark.parametrize("begin", [install, uninstall])
+def test_not_inside_of_a_compiled_function(covered, begin):
+    @torch.compile(backend="eager")
+    def function(x):
+        y = x + 1
+        begin()
+        return y
+
+    message = f"{begin.__name__}: call it outside of a compiled function"
+    if begin is uninstall:
+        install()
+    with pytest.raises(RuntimeError, match=message):
+        function(torch.ones(2))
+    assert is_installed() == (begin is uninstall)
+    torch._dynamo.reset()
+
+
 class Product(torch.autograd.Function):
     """Its backward is refused."""
 
