@@ -163,3 +163,48 @@ def test_autocast(device):
         assert_same_bits(score(whole, whole)[0][0, len(row) :].detach(), log_probs)
     (found[0] + found[1]).sum().backward()
     assert all(p.grad.dtype is torch.float32 and p.grad.any() for p in model.parameters())
+
+
+class Adapter(torch.nn.Module):
+    """LoRA of a linear layer, as peft adds it."""
+
+    def __init__(self, base, rank=8):
+        super().__init__()
+        options = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Linear(base.in_features, rank, **options)
+        self.up = torch.nn.Linear(rank, base.out_features, **options)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x)) * 2.0
+
+
+def test_adapters(device):
+    """Of LoRA alone: rows and their gradients do not know the batch, a roll-out has the bits of training."""
+    model = make_prepared("llama", device).train().requires_grad_(False)
+    for layer in model.model.layers:
+        for parent, name in ((layer.self_attn, "q_proj"), (layer.self_attn, "v_proj"), (layer.mlp, "down_proj")):
+            setattr(parent, name, Adapter(getattr(parent, name)))
+    rows = prompts(LENGTHS, device=device)
+    model.get_input_embeddings().requires_grad_()  # gradients_of_tokens wants those
+    wanted = [gradients_of_tokens(model, row[None], row[None])[0] for row in rows]
+    ids, present = padded(rows, left=False)
+    labels = torch.where(present > 0, ids, -100)
+    found = gradients_of_tokens(model, ids, labels, attention_mask=present)
+    for gradient, here, alone in zip(found, present, wanted, strict=True):
+        assert_same_bits(gradient[here > 0], alone)
+    seeds, options = torch.arange(len(rows), device=device), {"max_new_tokens": 3, "eos_token_id": []}
+    rolled = models.generate(model, ids, seeds=seeds, attention_mask=present, **options)
+    for row, tokens, log_probs in zip(rows, rolled.tokens, rolled.log_probs, strict=True):
+        whole = torch.cat([row, tokens])[None]
+        assert_same_bits(models.log_prob(model, whole, whole)[0][0, len(row) :].detach(), log_probs)
+    steps = []
+    trained = [
+        p for module in model.modules() if isinstance(module, Adapter) for p in (module.down.weight, module.up.weight)
+    ]
+    for _ in range(2):
+        log_prob, entropy = models.log_prob(model, ids, labels, attention_mask=present)
+        steps.append(torch.autograd.grad((log_prob + 0.1 * entropy).sum(), trained))
+    for a, b in zip(*steps, strict=True):
+        assert a.any()
+        assert_same_bits(a, b)
