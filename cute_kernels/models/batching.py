@@ -111,7 +111,6 @@ def generate_batch(
     """
     found = model_of(OP, model)
     head = head_of(OP, found)
-    expect_frequencies(OP, found)
     settings = settings_of(
         OP,
         found,
@@ -123,6 +122,7 @@ def generate_batch(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )
+    expect_frequencies(OP, found)
     requests = [_checked(prompt) for prompt in prompts]
     expect(bool(requests), OP, "prompts", "have one at least", "none")
     check_seeds(OP, seeds, len(requests), found.device)

@@ -126,7 +126,6 @@ def generate(
     """
     found = model_of(OP, model)
     head = head_of(OP, found)
-    expect_frequencies(OP, found)
     check_ids(OP, input_ids)
     steps, choice, ends, pad = settings_of(
         OP,
@@ -140,6 +139,7 @@ def generate(
         pad_token_id=pad_token_id,
         processors=logits_processors,
     )
+    expect_frequencies(OP, found)
     expect(cache in get_args(CacheName), OP, "cache", "be 'paged' or 'static'", repr(cache))
     batch, width = input_ids.shape
     check_seeds(OP, seeds, batch, input_ids.device)
