@@ -1,4 +1,4 @@
-"""Functions and modules with and without a fault, for the tests of check_invariance."""
+"""Functions and modules with and without a fault, for the tests of invariance."""
 
 import torch
 from torch import Tensor, nn
@@ -93,3 +93,15 @@ def state(module):
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
     tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return hooks, [m.training for m in module.modules()], tensors, [(id(p), id(p.grad)) for p in module.parameters()]
+
+
+class Product(torch.autograd.Function):
+    """Its backward is refused."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.cumprod(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import UncoveredOperatorError, batch_invariant, install, is_installed, mm, uninstall
+from tests.invariance.cases import Product
 
 BF16 = torch.bfloat16
 NAMES = ("aten::mm", "aten::linear", "aten::sum.dim_IntList", "aten::cumprod")
@@ -33,7 +34,7 @@ def is_refused(device) -> bool:
 
 
 def elsewhere(function):
-    """What it returns in a thread of its own."""
+    """The result of a call in a thread of its own."""
     found = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -136,18 +137,6 @@ def test_a_backward_is_whose_start_it_has(device):
         assert not backward(installed) and elsewhere(lambda: backward(installed))
     uninstall()
     assert not backward(installed) and not elsewhere(lambda: backward(installed))
-
-
-class Product(torch.autograd.Function):
-    """Its backward is refused."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.cumprod(0)
 
 
 def test_an_error_in_a_backward_leaves_nothing(device):

@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_kernels import UncoveredOperatorError, batch_invariant, declare_invariant, install, is_installed, uninstall
 from cute_kernels.invariance import installation, operators, registration, scopes
 from tests import fakes
+from tests.invariance.cases import Product
 
 OPS = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:batch_invariant. aten")
@@ -176,18 +177,6 @@ def test_not_inside_of_a_compiled_function(covered, begin):
         function(torch.ones(2))
     assert is_installed() == (begin is uninstall)
     torch._dynamo.reset()
-
-
-class Product(torch.autograd.Function):
-    """Its backward is refused."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.cumprod(0)
 
 
 def test_a_backward(covered):
