@@ -143,7 +143,7 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
 
     At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
 
-    Of 64 channels a tile of 128 rows is faster than one of 192 where causal rows see few keys (H200, 16k tokens, 1024
+    A tile of 128 rows of 64 channels is faster than one of 192 where causal rows see few keys (H200, 16k tokens, 1024
     keys: 288 and 253 TFLOP/s): all rows of a tile walk over the keys of each. In a window of 128 these are 256 or 384.
     """
     configs = FORWARD_CONFIGS[spec.sizes]
@@ -529,7 +529,7 @@ BACKWARD_L2_BYTES = 16 << 20
 def backward_heads_together(head_size: int, itemsize: int, len_q: int, group: int, left: int, right: int) -> int:
     """Query heads, of all sequences, whose rows the backward walks over at the same time; a multiple of a group.
 
-    Of a head that is as many rows as see a block of keys; ``left``, ``right``: see ``window_bounds``. With a short
+    A head counts with as many rows as see a block of keys; ``left``, ``right``: see ``window_bounds``. With a short
     window that is many heads, whose sums depend on nothing of one another. Few heads wait for their group's sums:
     simulated, a window of 128, 64 heads on 8 of 64 channels, 132 SMs, more than half of the time with 8 together, none
     with 128 (bench/experiments/attention.md).

@@ -23,7 +23,7 @@ from tests.attention.cases import BF16, FP16, bits
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for.
+    """The facts that kernels are compiled for.
 
     Attributes:
         head_size, dtype, head_size_v: the latter 0: as the former.

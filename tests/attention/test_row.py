@@ -21,7 +21,7 @@ ALLOWED = "cp.reduce.async.bulk"
 
 
 def operations(source: str) -> Iterator[str]:
-    """What a module computes with floats by itself."""
+    """The operations on floats that a module has itself."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and OPERATION.fullmatch(node.attr):
             yield node.attr

@@ -54,7 +54,7 @@ def _is_whole(kernel: tuple, k: int) -> bool:
 def products(kernel: tuple, a: Tensor, b: Tensor, start: Tensor, bias: Tensor, valid: Tensor) -> dict[str, Tensor]:
     """Results of each load and each epilogue that a call can get of this kernel; a (M, K), b (N, K), start (M, N).
 
-    Of a K that ends within a copy the loads alone: what is done with the sums is the same.
+    A K that ends within a copy is tested for loads alone: what is done with the sums is the same.
     """
     k, in_any_layout = a.shape[1], kernel in of_any_layout()
     if k % BLOCK and not in_any_layout:

@@ -399,7 +399,7 @@ def test_other_groups_in_a_captured_graph(generator):
 
 
 def test_first_call_inside_a_graph_capture(generator):
-    """Of dtypes that no other test has, so that each module is loaded inside."""
+    """No other test has these dtypes, so each module is loaded inside."""
     a, b, offs = make_grouped(Grouped("few", 88, 104, FP16, BF16), generator)
     dout = randn(len(a), 88, generator=generator).to(BF16)
     graph = torch.cuda.CUDAGraph()

@@ -180,7 +180,7 @@ class Adapter(torch.nn.Module):
 
 
 def test_adapters(device):
-    """Of LoRA alone: rows and their gradients do not know the batch, a roll-out has the bits of training."""
+    """Rows through LoRA and their gradients do not know the batch, a roll-out has the bits of training."""
     model = make_prepared("llama", device).train().requires_grad_(False)
     for layer in model.model.layers:
         for parent, name in ((layer.self_attn, "q_proj"), (layer.self_attn, "v_proj"), (layer.mlp, "down_proj")):

@@ -73,7 +73,7 @@ def test_batches_of_a_real_layer(generator):
 
 
 def test_first_call_inside_a_graph_capture(generator):
-    """Of experts that no other test has, so that each module is loaded inside."""
+    """No other test has these experts, so each module is loaded inside."""
     layer = make_layer(50, 88, 56, 6, generator, FP16, biased=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -45,7 +45,7 @@ def attention_append(
 
 
 def expect_hopper(target: Target) -> None:
-    """Before anything is written: a call that fails leaves the cache as it was."""
+    """Raise UnsupportedDeviceError for another GPU, before anything is written: the cache stays as it was."""
     if target.arch != "sm_90a":
         raise UnsupportedDeviceError(
             f"attention_with_kv_cache: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
