@@ -40,7 +40,7 @@ class Active:
 
 
 def _or_error(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Instead of another algorithm where ``attention`` does not take the arguments."""
+    """The function; where ``attention`` does not take the arguments, an error instead of another algorithm."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
