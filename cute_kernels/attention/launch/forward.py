@@ -27,6 +27,7 @@ from cute_kernels.attention.config import (
     score_factors,
     window_bounds,
 )
+from cute_kernels.attention.sharding import is_dtensor, register
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, observe, observers
 from cute_kernels.runtime.operators import empty, functional_operator
@@ -78,9 +79,7 @@ def _reference(
 
 def _register_sharding(q: Tensor) -> None:
     """At the first DTensor. (A program that calls compiled code alone calls ``attention.sharding.register`` itself.)"""
-    if not is_compiling() and type(q).__module__.startswith("torch.distributed.tensor"):
-        from cute_kernels.attention.sharding import register
-
+    if not is_compiling() and is_dtensor(q):
         register()
 
 

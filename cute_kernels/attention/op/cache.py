@@ -20,6 +20,7 @@ from cute_kernels.attention.checks_cache import (
 )
 from cute_kernels.attention.config import window_bounds
 from cute_kernels.attention.launch import attention_append, attention_decode
+from cute_kernels.attention.sharding import attend_over_parts, is_dtensor
 from cute_kernels.runtime.checks import FLOATS, Backend, expect_dtype, fail
 from cute_kernels.runtime.operators import mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
@@ -92,6 +93,10 @@ def attention_with_kv_cache(
         pages, and what lies behind the keys, NaN included. The number of CTAs and which one merges a row's splits
         change no bit either.
 
+    DTensor:
+        The cache stays as it is split: whole, by heads, or, contiguous and without packed queries, by sequences. The
+        heads of keys are shared evenly. All other tensors are DTensors, too, and are sent where they are needed.
+
     Memory:
         Where ``max_seqlen_k`` is more than one split, 4 (Dv + 2) bytes for each row and split; less where
         one CTA takes all splits. Counters of 4 bytes for each 64 rows are kept for each stream.
@@ -105,6 +110,16 @@ def attention_with_kv_cache(
         >>> attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, k=q, v=v)[0, 0, 0, 0]
         tensor(0.2500)
     """
+    if is_dtensor(q) or is_dtensor(k_cache):
+        tensors = {
+            "q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "page_table": page_table,
+            "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "sinks": sinks, "out": out,
+        }  # fmt: skip
+        options = {
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window,
+            "softcap": softcap, "scale": scale, "return_lse": return_lse, "check": check, "backend": backend,
+        }  # fmt: skip
+        return attend_over_parts(attention_with_kv_cache, tensors, options)
     if uses_reference(OP, q, backend):
         return reference_cache.attention_with_kv_cache(
             q,
