@@ -39,6 +39,7 @@ GOALS = {  # share of the same-bytes copy's speed, all kernels of the call inclu
 OTHER_WIDTHS = (769, 1536, 2880, 3072, 5120, 6144, 7168, 12288, 32768, 131072)
 OTHER_WIDTH_ELEMENTS = 1 << 25
 HEAD_SIZES = ((1_000_000, 64), (1_000_000, 128))
+ODD_GOAL = 0.85  # in both directions
 # The last three of each were looked at last
 ODD_SHAPES = ((134085, 1001), (4194, 32003), (2671, 50257), (885, 151643), (60001, 2235), (13411, 10007), (2192, 61229))
 FEW_SHAPES = ((5, 262144), (1, 131072), (32, 65536), (64, 262144), (16, 32768), (3, 200704), (24, 98304), (50, 40960))
@@ -92,10 +93,14 @@ class Norm:
             variant=self.variant,
             bytes=minimal_bytes(self, direction),
             flops=FLOPS_PER_ELEMENT[self.op, direction] * self.rows * self.cols,
-            goal=GOALS[direction].get((self.rows, self.cols))
-            if self.dtype is torch.bfloat16 and self.variant == "plain"
-            else None,
+            goal=self.goal(direction),
         )
+
+    def goal(self, direction: str) -> float | None:
+        if self.variant == "odd":
+            return ODD_GOAL
+        is_plain = self.dtype is torch.bfloat16 and self.variant == "plain"
+        return GOALS[direction].get((self.rows, self.cols)) if is_plain else None
 
 
 def minimal_bytes(norm: Norm, direction: str) -> int:
