@@ -335,7 +335,7 @@ class GemmSm100(GemmBase):
                 add_bias(sums, coordinates, bias, first_n, 1)
         if const_expr(self.tma_store):
             at = (m, n * (self.tile[1] // self.part()[1]) + p)
-            num_stored = self.store(load_copy, sums, sD, tma_d, mD, tma_z, mZ, at, thread, num_stored)
+            num_stored = self.store(load_copy, sums, sD, tma_d, mD, tma_z, mZ, d, z, at, thread, num_stored)
         else:
             store_sums(sums, coordinates, d, z, m * self.tile[0], first_n, self.activation)
         return num_stored
@@ -376,24 +376,29 @@ class GemmSm100(GemmBase):
             m, n = tile_of(index, tiles_m, divisors, self.group)
             m = m * self.cluster[0] + rank_m
             n = n * self.cluster[1] + rank_n
-            store_copy = self.tensor_memory_copy(tDtD, False)
-            thr_store = store_copy.get_slice(tidx)
-            tRTtD = thr_store.partition_D(tDtD)
-            tRTcD = thr_store.partition_S(cute.make_identity_tensor(self.part()))
-            for p in cutlass.range(self.num_parts(d, n), unroll=1):
-                sums = cute.make_rmem_tensor(tRTcD.shape, Float32)
-                first_m, first_n = m * self.tile[0], n * self.tile[1] + p * self.part()[1]
-                if const_expr(self.tma_store):  # a thread has a row, which starts on 16 bytes
-                    if first_m + tidx < d.shape[0] and first_n + self.part()[1] <= d.shape[1]:
-                        row = cute.local_tile(d, (1, self.part()[1]), (first_m + tidx, first_n // self.part()[1]))
-                        whole = cute.make_layout(self.part()[1])
-                        cute.autovec_copy(cute.make_tensor(row.iterator, whole), cute.make_tensor(sums.iterator, whole))
-                    else:
-                        load_sums(sums, tRTcD, d, first_m, first_n)
+            self.start_tile(tDtD, d, m, n, accumulator, tidx)
+
+    @cute.jit
+    def start_tile(self, tDtD, d, m: Int32, n: Int32, accumulator, tidx: Int32):
+        """Let the sums of tile (m, n) start from d."""
+        store_copy = self.tensor_memory_copy(tDtD, False)
+        thr_store = store_copy.get_slice(tidx)
+        tRTtD = thr_store.partition_D(tDtD)
+        tRTcD = thr_store.partition_S(cute.make_identity_tensor(self.part()))
+        for p in cutlass.range(self.num_parts(d, n), unroll=1):
+            sums = cute.make_rmem_tensor(tRTcD.shape, Float32)
+            first_m, first_n = m * self.tile[0], n * self.tile[1] + p * self.part()[1]
+            if const_expr(self.tma_store):  # a thread has a row, which starts on 16 bytes
+                if first_m + tidx < d.shape[0] and first_n + self.part()[1] <= d.shape[1]:
+                    row = cute.local_tile(d, (1, self.part()[1]), (first_m + tidx, first_n // self.part()[1]))
+                    whole = cute.make_layout(self.part()[1])
+                    cute.autovec_copy(cute.make_tensor(row.iterator, whole), cute.make_tensor(sums.iterator, whole))
                 else:
                     load_sums(sums, tRTcD, d, first_m, first_n)
-                cute.copy(store_copy, sums, tRTtD[None, None, None, p, accumulator])
-            cute.arch.fence_view_async_tmem_store()
+            else:
+                load_sums(sums, tRTcD, d, first_m, first_n)
+            cute.copy(store_copy, sums, tRTtD[None, None, None, p, accumulator])
+        cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32):
@@ -429,14 +434,14 @@ class GemmSm100(GemmBase):
             cute.arch.sync_warp()
 
     @cute.jit
-    def store(self, load_copy, sums, sD, tma_d, mD, tma_z, mZ, at, thread: Int32, num_stored: Int32):
+    def store(self, load_copy, sums, sD, tma_d, mD, tma_z, mZ, d, z, at: tuple, thread: Int32, num_stored: Int32):
         """A part's way out, ``at`` among the parts of d; returns how many parts have been stored so far."""
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out, num_bits_per_copy=128)
         copy = cute.make_tiled_copy_D(atom, load_copy)
         tRS_sD = copy.get_slice(thread).partition_D(sD)
         for output in cutlass.range_constexpr(2):
-            atom_out, matrix = (tma_z, mZ) if const_expr(output == 0) else (tma_d, mD)
-            if const_expr(matrix is not None):
+            atom_out, mOut, gOut = (tma_z, mZ, z) if const_expr(output == 0) else (tma_d, mD, d)
+            if const_expr(mOut is not None):
                 if const_expr(output == 1 and self.activation is not None):
                     sums.store(activate(sums.load(), self.activation))
                 rOut = cute.make_rmem_tensor(sums.shape, self.out)
@@ -449,15 +454,25 @@ class GemmSm100(GemmBase):
                 cute.copy(copy, copy.retile(rOut), tRS_sD[None, None, None, slot])
                 cute.arch.fence_proxy("async.shared", space="cta")
                 epilogue_barrier()
-                if thread < WARP_SIZE:
-                    gPart = cute.local_tile(matrix, self.part(), at)
-                    tSsD, tSgD = cpasync.tma_partition(
-                        atom_out, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gPart, 0, 2)
-                    )
-                    cute.copy(atom_out, tSsD[None, slot], tSgD)
-                    cute.arch.cp_async_bulk_commit_group()
+                self.send(sD, slot, atom_out, mOut, gOut, at, thread)
                 num_stored += 1
         return num_stored
+
+    @cute.jit
+    def send(self, sD, slot: Int32, tma, mOut, gOut, at: tuple, thread: Int32):
+        """A part of a tile, which lies in its slot of sD, on to gmem."""
+        if thread < WARP_SIZE:
+            self.store_by_tma(sD, slot, tma, mOut, at)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_by_tma(self, sD, slot: Int32, tma, mOut, at: tuple):
+        """Issue the copy of a part of a tile from its slot of sD."""
+        gPart = cute.local_tile(mOut, self.part(), at)
+        tSsD, tSgD = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gPart, 0, 2)
+        )
+        cute.copy(tma, tSsD[None, slot], tSgD)
 
 
 def epilogue_barrier():

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -28,28 +28,22 @@ from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.common.gemm_config import SHARED_MEMORY, GemmConfig
 from cute_kernels.common.gemm_epilogue import batch_last, transpose
 from cute_kernels.common.gemm_sm90 import ORDER_BARRIER, WARPGROUP, GemmSm90
-from cute_kernels.gemm.config_grouped import MAX_GROUPS
 from cute_kernels.gemm.kernel_grouped_walk import (
+    TABLE_BYTES,
     WARP,
+    RowsWalk,
+    SumsWalk,
     allocate_tables,
-    before,
     corner_of,
-    group_of,
     part_of,
     scan,
-    tile_in_group,
 )
 
-TABLE_BYTES = 2 * 4 * MAX_GROUPS
-IDLE = WARPGROUP - WARP  # threads that neither load nor multiply
 
+class GroupedRowsSm90(RowsWalk, GemmSm90):
+    """d (R, N): rows a (R, K), and a matrix b (N, K) for each group. ``transposed``: of b's rows, and a's matrices."""
 
-class GroupedRowsSm90(GemmSm90):
-    """d (R, N): rows a (R, K), and a matrix b (N, K) for each group. ``transposed``: of b's rows, and a's matrices.
-
-    A place is (group, first_m, first_n, end_m, end_n, first_k, end_k, tiles along the group's rows), in elements.
-    """
-
+    idle = WARPGROUP - WARP
     masks = False
 
     def __init__(
@@ -63,6 +57,7 @@ class GroupedRowsSm90(GemmSm90):
     ):
         tma_store = config.stores_by_tma("sm_90a", transposed)
         super().__init__(None, a_major, b_major, transposed, accumulate, tma_store, config, multi_block_tma)
+        self.storing = self.partners * WARPGROUP
         self.ring_bytes += TABLE_BYTES  # the tables take room beside the ring, too
         if self.ring_bytes > SHARED_MEMORY:
             raise ValueError(f"config.stages must leave room for {TABLE_BYTES} bytes, got {config}")
@@ -327,37 +322,9 @@ class GroupedRowsSm90(GemmSm90):
                     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
                     sums[i], sums[i + 1] = pair[0], pair[1]
 
-    def ragged_tile(self) -> int:
-        return self.tile[1 if self.transposed else 0]
-
-    def rows_of(self, mA, mB):
-        return (mB if self.transposed else mA).shape[0]
-
-    @cute.jit
-    def walk_of(self, tables: tuple, groups: Int32, mA: cute.Tensor, d: cute.Tensor, ranks: tuple, lane: Int32):
-        along = const_expr(0 if self.transposed else 1)  # the matrices' own rows
-        tiles_n = cute.ceil_div(d.shape[along], self.tile[along] * self.cluster[along])
-        num_k = cute.size(mA, mode=[1])
-        return tables, groups, tiles_n, d.shape[along], num_k, ranks[along], lane, tables[1][groups - 1] * tiles_n
-
-    @cute.jit
-    def place(self, walk: tuple, index: Int32, group: Int32):
-        (ends, tiles), groups, tiles_n, size, num_k, rank, lane, _ = walk
-        along = const_expr(0 if self.transposed else 1)
-        group = group_of(tiles, groups, tiles_n, index, group, lane)
-        tiles_before = before(tiles, group)
-        tiles_m = tiles[group] - tiles_before
-        m, n = tile_in_group(index - tiles_before * tiles_n, tiles_m, tiles_n, self.group)
-        row = before(ends, group) + m * self.ragged_tile()
-        column = (n * self.cluster[along] + rank) * self.tile[along]
-        end, zero = ends[group], Int32(0)
-        if const_expr(self.transposed):
-            return group, column, row, size, end, zero, num_k, tiles_m
-        return group, row, column, end, size, zero, num_k, tiles_m
-
     @cute.jit
     def k_tiles_at(self, walk: tuple, index: Int32):
-        return cutlass.max(cute.ceil_div(walk[4], self.tile[2]), 1)
+        return cutlass.max(cute.ceil_div(self.k_at(walk, index), self.tile[2]), 1)
 
     @cute.jit
     def send(self, sD, slot: Int32, tma, mOut, gOut, part_m: Int32, part_n: Int32, thread: Int32):
@@ -371,43 +338,8 @@ class GroupedRowsSm90(GemmSm90):
         if thread < 32:
             cute.arch.cp_async_bulk_commit_group()  # of a copy or of none: slots are counted by these
 
-    @cute.jit
-    def store_part(self, sPart: cute.Tensor, d: cute.Tensor, first_m: Int32, first_n: Int32, thread: Int32):
-        """Copy a part, 16 bytes a thread, inside the group; d's rows are aligned and whole such vectors long."""
-        rows, columns = const_expr(self.store_tile())
-        vec = const_expr(128 // self.out.width)
-        across = const_expr(columns // vec)
-        down = const_expr(self.partners * WARPGROUP // across)
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out, num_bits_per_copy=128)
-        threads = cute.make_layout((down, across), stride=(across, 1))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vec)))
-        tSsD = copy.get_slice(thread).partition_S(sPart)
-        fragment = cute.make_rmem_tensor(tSsD[None, 0, 0].shape, self.out)
-        column = first_n + thread % across * vec
-        for i in cutlass.range_constexpr(rows // down):
-            row = first_m + i * down + thread // across
-            if row < d.shape[0] and column < d.shape[1]:
-                cute.copy(copy, tSsD[None, i, 0], fragment)
-                pointer = (d.iterator + cute.crd2idx((row, column), d.layout)).align(16)
-                cute.autovec_copy(
-                    cute.make_tensor(fragment.iterator, cute.make_layout(vec)),
-                    cute.make_tensor(pointer, cute.make_layout(vec)),
-                )
 
-    @cute.jit
-    def clear_rest(self, d: cute.Tensor, end: Int32, cta: Int32, ctas: Int32, thread: Int32):
-        """Zero the rows beyond the last group, which are whole vectors of 16 bytes."""
-        d = transpose(d) if const_expr(self.transposed) else d
-        vec = const_expr(128 // self.out.width)
-        zeros = cute.make_rmem_tensor((vec,), self.out)
-        zeros.fill(0.0)
-        for row in cutlass.range(end + cta, d.shape[0], ctas):
-            for vector in cutlass.range(thread, d.shape[1] // vec, IDLE):
-                pointer = (d.iterator + cute.crd2idx((row, vector * vec), d.layout)).align(16)
-                cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(vec)))
-
-
-class GroupedSumsSm90(GroupedRowsSm90):
+class GroupedSumsSm90(SumsWalk, GroupedRowsSm90):
     """d (M, N) for each group: a (M, R) and b (N, R), along M and N, summed over the group's rows."""
 
     masks = True
@@ -416,36 +348,6 @@ class GroupedSumsSm90(GroupedRowsSm90):
         super().__init__("m", "n", False, config, accumulate=accumulate)
 
     send = GemmSm90.send  # no part of d has rows of another group
-
-    @cute.jit
-    def clear_rest(self, d: cute.Tensor, end: Int32, cta: Int32, ctas: Int32, thread: Int32):
-        """Nothing: all of d is tiles of groups."""
-
-    def ragged_tile(self) -> int:
-        return self.tile[2]
-
-    def rows_of(self, mA, mB):
-        return cute.size(mA, mode=[1])
-
-    @cute.jit
-    def walk_of(self, tables: tuple, groups: Int32, mA: cute.Tensor, d: cute.Tensor, ranks: tuple, lane: Int32):
-        tiles_m, tiles_n = self.tiles_of(d)
-        return tables, tiles_m, tiles_n, d.shape[0], d.shape[1], ranks, groups * tiles_m * tiles_n
-
-    @cute.jit
-    def place(self, walk: tuple, index: Int32, group: Int32):
-        (ends, _), tiles_m, tiles_n, size_m, size_n, (rank_m, rank_n), _ = walk
-        group = Int32(Uint32(index) // Uint32(tiles_m * tiles_n))
-        m, n = tile_in_group(index - group * tiles_m * tiles_n, tiles_m, tiles_n, self.group)
-        m, n = m * self.cluster[0] + rank_m, n * self.cluster[1] + rank_n
-        first_m, first_n = m * self.tile[0], n * self.tile[1]
-        return group, first_m, first_n, size_m, size_n, before(ends, group), ends[group], Int32(2)
-
-    @cute.jit
-    def k_tiles_at(self, walk: tuple, index: Int32):
-        (ends, _), tiles_m, tiles_n, *_ = walk
-        group = Int32(Uint32(index) // Uint32(tiles_m * tiles_n))
-        return cutlass.max(cute.ceil_div(ends[group] - before(ends, group), self.tile[2]), 1)
 
     @cute.jit
     def mask(self, sA: cute.Tensor, sB: cute.Tensor, stage: Int32, num_k: Int32, thread: Int32, turn: Int32):
