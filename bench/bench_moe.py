@@ -35,6 +35,7 @@ from bench import harness
 from cute_kernels import bmm, dequantize, grouped_mm, quantize_rowwise
 from cute_kernels.gemm import launch_grouped
 from cute_kernels.gemm.config_grouped import candidates
+from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache
 from jit_cache import command
 
@@ -205,14 +206,15 @@ def _cute_kernels(product: Product, inputs: Inputs) -> harness.Call:
 
 
 def _candidate(number: int, product: Product, inputs: Inputs) -> harness.Call | None:
-    known = candidates("sums" if product.direction in SUMS else "rows")[1:]  # the first one is for any strides
+    arch = launches.target_of(inputs.x.get_device()).arch
+    known = candidates(arch, "sums" if product.direction in SUMS else "rows")[1:]  # the first one is for any strides
     if number >= len(known):
         return None
-    call, launches = _cute_kernels(product, inputs), LaunchCache(launch_grouped.GroupedLaunches)
+    call, cache = _cute_kernels(product, inputs), LaunchCache(launch_grouped.GroupedLaunches)
     launch_of = functools.partial(launch_grouped.launch_of, candidate=known[number])
 
     def call_with_candidate() -> Sequence[Tensor]:
-        with mock.patch.multiple(launch_grouped, _grouped=launches, launch_of=launch_of):
+        with mock.patch.multiple(launch_grouped, _grouped=cache, launch_of=launch_of):
             return call()
 
     return call_with_candidate
@@ -315,7 +317,7 @@ PROVIDERS: dict[str, Callable[[Product, Inputs], harness.Call | None]] = {
     "quack": _quack,
     "quack_default": functools.partial(_quack, tuned=False),
 }
-CONFIGS = {f"config_{i}": functools.partial(_candidate, i) for i in range(len(candidates("rows")) - 1)}
+CONFIGS = {f"config_{i}": functools.partial(_candidate, i) for i in range(len(candidates("sm_90a", "rows")) - 1)}
 DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
 PACKAGES = {"deep_gemm": ("deep_gemm",), "quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
 FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "bf16": _bf16, "read": _read}

@@ -263,7 +263,7 @@ def _run(model: Model, arch: str, num_sms: int) -> None:
             for by_columns in (False, True) if model.has_conv1d else (False,):
                 _linear(model, arch, num_sms, n, k, model.dtype, bias, activation, by_columns)
     _norms(model)
-    if model.num_experts and arch == "sm_90a":
+    if model.num_experts:
         _experts(model, arch, num_sms)
     if arch == "sm_90a" and model.head_dim and model.head_dim % 8 == 0 and model.head_dim <= MAX_HEAD_SIZE:
         _fused_attention(model, num_sms)

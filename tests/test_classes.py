@@ -12,7 +12,7 @@ import pytest
 import cute_kernels
 from cute_kernels.cli.demo import ARCHS, representatives
 from cute_kernels.gemm.config import BLOCK
-from cute_kernels.gemm.config_grouped import SUMS, GroupedSpec
+from cute_kernels.gemm.config_grouped import GroupedSpec, sums
 from cute_kernels.mxfp8.config import DualConfig
 from jit_cache.prewarm import discover
 from tests.gemm import test_compile as test_gemm_compile
@@ -53,12 +53,12 @@ def others(family: str, arch: str) -> list:
 
 
 def grouped_products(arch: str) -> list:
-    """By any strides; of SM90 also sums, beside the rows that the builder's first kernel is of."""
+    """By any strides, and sums, beside the rows that the builder's first kernel is of."""
     from cute_kernels.gemm.kernel_grouped import grouped
 
     of_any = GroupedSpec(BF16, BF16, "rows", a_major=None, b_major=None), None, False, False
-    sums = GroupedSpec(BF16, BF16, "sums", False, "m", "n"), SUMS[0], False, False
-    return [(grouped, (arch, *call)) for call in ((of_any, sums) if arch == "sm_90a" else (of_any,))]
+    of_sums = GroupedSpec(BF16, BF16, "sums", False, "m", "n"), sums(arch)[0], False, False
+    return [(grouped, (arch, *call)) for call in (of_any, of_sums)]
 
 
 def chosen(family: str, arch: str) -> list:

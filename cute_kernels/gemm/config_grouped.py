@@ -6,6 +6,7 @@ by their ends, on the device; what the host knows to choose by is how many there
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.gemm_config import GemmConfig
@@ -87,23 +88,40 @@ DECODE = {
 }
 
 
-def candidates(ragged: str) -> tuple[tuple[GemmConfig | None, bool], ...]:
+def many_rows(arch: str) -> tuple[GemmConfig, ...]:
+    """Tiles of 128 rows of a group."""
+    return ROWS if arch == "sm_90a" else _together(ROWS)
+
+
+def sums(arch: str) -> tuple[GemmConfig, ...]:
+    """Tiles of sums."""
+    return SUMS if arch == "sm_90a" else _together(SUMS)
+
+
+def _together(configs: tuple[GemmConfig, ...]) -> tuple[GemmConfig, ...]:
+    """The same for SM100, whose kernel hides what is done with a tile's sums anyway. Not measured."""
+    return tuple(dataclasses.replace(config, ping_pong=False) for config in configs)
+
+
+def candidates(arch: str, ragged: str) -> tuple[tuple[GemmConfig | None, bool], ...]:
     """(config, transposed) of all kernels that a call may be given to; None: the one for operands of any stride."""
     if ragged == "sums":
-        return ((None, False), *((config, False) for config in SUMS + SUMS_BY_FOUR))
-    return ((None, False), *((config, False) for config in ROWS), *((config, True) for config in DECODE.values()))
+        by_four = SUMS_BY_FOUR if arch == "sm_90a" else ()
+        return ((None, False), *((config, False) for config in sums(arch) + by_four))
+    few = ((config, True) for config in DECODE.values())
+    return ((None, False), *((config, False) for config in many_rows(arch)), *few)
 
 
-def choose_rows(rows: int, groups: int, n: int) -> tuple[GemmConfig, bool]:
+def choose_rows(arch: str, rows: int, groups: int, n: int) -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for ``rows`` of ``groups`` groups with matrices of n."""
     mean = -(-rows // max(min(groups, rows), 1))
     for most, config in DECODE.items():
         if mean <= most:
             return config, True
-    return min(ROWS, key=lambda config: _padded(n, config)), False
+    return min(many_rows(arch), key=lambda config: _padded(n, config)), False
 
 
-def choose_sums(m: int, n: int, accumulate: bool = False) -> tuple[GemmConfig, bool]:
+def choose_sums(arch: str, m: int, n: int, accumulate: bool = False) -> tuple[GemmConfig, bool]:
     """(kernel, False) for sums of (m, n) a group.
 
     Where sums are accumulated into, tiles that do not overhang go first. H200, us, 192 and 128 columns, T=8192, when
@@ -114,7 +132,7 @@ def choose_sums(m: int, n: int, accumulate: bool = False) -> tuple[GemmConfig, b
     def cost(config: GemmConfig) -> tuple[bool, float]:
         return accumulate and n % config.tile[1] > 0, _padded(m, config, 0) * _padded(n, config)
 
-    return min(SUMS, key=cost), False
+    return min(sums(arch), key=cost), False
 
 
 def clusters_of(config: GemmConfig | None, num_sms: int) -> tuple[int, int]:

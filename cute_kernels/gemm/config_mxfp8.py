@@ -36,7 +36,9 @@ DECODE = {
 }
 
 
-def choose(rows: int, groups: int) -> GemmConfig | None:
-    """The kernel for ``rows`` of ``groups`` groups; None: for so many the matrices are dequantized before."""
+def choose(arch: str, rows: int, groups: int) -> GemmConfig | None:
+    """The kernel for ``rows`` of ``groups`` groups; None: for so many, or on SM100, matrices are dequantized before."""
+    if arch != "sm_90a":
+        return None
     mean = -(-rows // max(min(groups, rows), 1))
     return next((config for most, config in DECODE.items() if mean <= most), None)

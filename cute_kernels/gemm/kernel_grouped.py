@@ -1,4 +1,4 @@
-"""The builder of grouped products: one entry, the kernel by what is ragged and by alignment."""
+"""The builder of grouped products: one entry, the kernel by architecture, what is ragged, and alignment."""
 
 from typing import Optional
 
@@ -45,14 +45,20 @@ def grouped(
         from cute_kernels.gemm.kernel_grouped_any import GroupedAny
 
         kernel = GroupedAny(spec.ragged, spec.accumulate)
-    elif is_rows:
-        from cute_kernels.gemm.kernel_grouped_sm90 import GroupedRowsSm90
+    elif arch.startswith("sm_9"):
+        from cute_kernels.gemm.kernel_grouped_sm90 import GroupedRowsSm90, GroupedSumsSm90
 
-        kernel = GroupedRowsSm90(*majors, transposed, config, multi_block_tma)
+        if is_rows:
+            kernel = GroupedRowsSm90(*majors, transposed, config, multi_block_tma)
+        else:
+            kernel = GroupedSumsSm90(spec.accumulate, config)
     else:
-        from cute_kernels.gemm.kernel_grouped_sm90 import GroupedSumsSm90
+        from cute_kernels.gemm.kernel_grouped_sm100 import GroupedRowsSm100, GroupedSumsSm100
 
-        kernel = GroupedSumsSm90(spec.accumulate, config)
+        if is_rows:
+            kernel = GroupedRowsSm100(*majors, transposed, config)
+        else:
+            kernel = GroupedSumsSm100(spec.accumulate, config)
     dtype, out = cutlass_dtype(spec.dtype), cutlass_dtype(spec.out)
     return Program(
         kernel,

@@ -26,25 +26,15 @@ from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
 from cute_kernels.runtime.operators import empty, functional_operator, operator
 from cute_kernels.runtime.rows import contiguous_dim
-from cute_kernels.runtime.targets import Target, UnsupportedDeviceError
+from cute_kernels.runtime.targets import Target
 
 Sizes = tuple[int, int, int, int]  # M, N, K, groups; of sums K is the rows, of rows M
-
-
-def expect_hopper(target: Target) -> None:
-    """Raise UnsupportedDeviceError for another GPU."""
-    if target.arch != "sm_90a":
-        raise UnsupportedDeviceError(
-            f"grouped_mm: has kernels for compute capability 9.0 alone yet, got {target.arch}. "
-            "Pass backend='reference' to run plain torch"
-        )
 
 
 class GroupedLaunches:
     """The launches of a Spec, by the products' sizes."""
 
     def __init__(self, target: Target, spec: GroupedSpec) -> None:
-        expect_hopper(target)
         self._target, self._spec = target, spec
         self._launches: dict[Sizes, GemmLaunch] = bounded()
 
@@ -70,7 +60,8 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
     m, n, k, groups = sizes
     is_rows = spec.ragged == "rows"
     if candidate is None:
-        candidate = choose_rows(m, groups, n) if is_rows else choose_sums(m, n, spec.accumulate)
+        arch = target.arch
+        candidate = choose_rows(arch, m, groups, n) if is_rows else choose_sums(arch, m, n, spec.accumulate)
     config, transposed = candidate
     if config is None or spec.a_major is None:
         config, transposed = None, False

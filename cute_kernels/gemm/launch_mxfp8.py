@@ -10,7 +10,7 @@ from cute_kernels.gemm import reference
 from cute_kernels.gemm.config_grouped import MAX_TILES, tiles_bound
 from cute_kernels.gemm.config_mxfp8 import CTAS_PER_SM, GroupedMxfp8Spec, choose, scale_vec
 from cute_kernels.gemm.launch import GemmLaunch
-from cute_kernels.gemm.launch_grouped import expect_hopper, grouped_rows
+from cute_kernels.gemm.launch_grouped import grouped_rows
 from cute_kernels.mxfp8 import dequantize
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.checks import fail
@@ -26,7 +26,6 @@ class GroupedMxfp8Launches:
     """The launches of a Spec, by the products' sizes and kernel."""
 
     def __init__(self, target: Target, spec: GroupedMxfp8Spec) -> None:
-        expect_hopper(target)
         self._target, self._spec = target, spec
         self._launches: dict[tuple[Sizes, GemmConfig], GemmLaunch] = bounded()
 
@@ -67,12 +66,13 @@ def launch_of(target: Target, spec: GroupedMxfp8Spec, sizes: Sizes, config: Gemm
 def grouped_rows_mxfp8(a: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """(R, N): rows a (R, K), those of group e times b[e] (K, N), whose transpose has scales (N, K / 32).
 
-    Where groups have many rows, or TMA does not read the rows, the matrices are dequantized first, with the same bits.
+    Where groups have many rows, or TMA does not read the rows, or on SM100, the matrices are dequantized first, with
+    the same bits.
     """
     (rows, k), n, groups = a.shape, b.shape[2], b.shape[0]
     if b.data_ptr() % 16:
         fail("grouped_mm", "b", "start on 16 bytes", f"address {b.data_ptr():#x}")
-    config = choose(rows, groups)
+    config = choose(launches.target_of(a.get_device()).arch, rows, groups)
     if config is None or 0 in (rows, n, k, groups) or contiguous_dim(a, a.shape) != -1:
         return grouped_rows.function(a, dequantize(b.mT, b_scale).mT, offs, out_dtype)
     d = empty(a, (rows, n), out_dtype)

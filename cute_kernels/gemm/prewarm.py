@@ -19,7 +19,7 @@ from cute_kernels.gemm.config import (
     many_tokens,
     more_tokens,
 )
-from cute_kernels.gemm.config_grouped import DECODE, ROWS, SUMS, GroupedSpec, grouped_arguments
+from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, grouped_arguments, many_rows, sums
 from cute_kernels.gemm.config_mxfp8 import GroupedMxfp8Spec
 from cute_kernels.gemm.config_tokens import SOME_TOKENS
 from cute_kernels.runtime.targets import expect_arch
@@ -31,7 +31,7 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     """(builder, arguments) of each kernel: y, dx, dweight in bf16 and accumulated in fp32; no bias, K in whole blocks.
 
     For more than 256 tokens also y with silu, logits in fp32, and the fp32 dx of linear_log_prob. Of batches those of
-    64 x 1024 x 1024 x 128. Of SM90 also grouped products.
+    64 x 1024 x 1024 x 128. Grouped products; of SM90 also with mxfp8 matrices.
     """
     expect_arch(arch)
     from cute_kernels.gemm.kernel import gemm
@@ -60,8 +60,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
     config, _ = choose(arch, 1024, 1024, 128, 132, entries=64)
     for spec in (forward, dx, dweight):
         yield gemm, gemm_arguments(arch, spec._replace(batched=True), BLOCK, config, False)
+    yield from _grouped(arch)
     if arch == "sm_90a":
-        yield from _grouped(arch)
         yield from _grouped_mxfp8(arch)
 
 
@@ -69,12 +69,12 @@ def _grouped(arch: str) -> Iterator[tuple[Any, tuple]]:
     """Rows of experts, forward and dx; their weights' gradients, bf16 and accumulated in fp32."""
     from cute_kernels.gemm.kernel_grouped import grouped
 
-    rows = [(config, False) for config in ROWS] + [(config, True) for config in DECODE.values()]
+    rows = [(config, False) for config in many_rows(arch)] + [(config, True) for config in DECODE.values()]
     for config, transposed in rows:
         for b_major in ("k", "n"):
             spec = GroupedSpec(BF16, BF16, "rows", b_major=b_major)
             yield grouped, grouped_arguments(arch, spec, BLOCK, config, transposed)
-    for config in SUMS:
+    for config in sums(arch):
         for out in (BF16, FP32):
             spec = GroupedSpec(BF16, out, "sums", out is FP32, "m", "n")
             yield grouped, grouped_arguments(arch, spec, BLOCK, config, False)

@@ -46,7 +46,7 @@ def test_candidates(direction, monkeypatch):
     """Each launches its own kernel."""
     monkeypatch.setattr(bench_moe, "MODELS", TINY)
     product = Product("tiny", "up", 8, direction, "random")
-    known = candidates("sums" if direction == "dW" else "rows")[1:]
+    known = candidates("sm_90a", "sums" if direction == "dW" else "rows")[1:]
     with fake_kernels(), observed() as launches:
         calls = [make(product, bench_moe.make_inputs(product, "cpu")) for make in bench_moe.CONFIGS.values()]
         for call in calls[: len(known)]:

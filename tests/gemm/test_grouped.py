@@ -8,10 +8,21 @@ import torch
 
 from cute_kernels import grouped_mm
 from cute_kernels.common.gemm_config import GemmConfig
-from cute_kernels.gemm.config_grouped import DECODE, ROWS, SUMS, GroupedSpec, candidates, grouped_arguments, tiles_bound
+from cute_kernels.gemm.config_grouped import (
+    DECODE,
+    ROWS,
+    SUMS,
+    GroupedSpec,
+    candidates,
+    grouped_arguments,
+    many_rows,
+    sums,
+    tiles_bound,
+)
 from tests.fakes import fake_kernels
 from tests.gemm.cases import here
 from tests.gemm.grouped_cases import BF16, FP16, FP32, bounds_of, kernel_name, offs_of
+from tests.marks import sample_for
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in
 from tests.sass import is_serialized
@@ -30,9 +41,9 @@ def every_job(arch: str = here()) -> list[tuple]:
 
     found = [
         (arch, GroupedSpec(BF16, out, "rows", False, *majors), k, *kernel)
-        for kernel, (majors, out), k in itertools.product(candidates("rows"), LAYOUTS.items(), (64, 200))
+        for kernel, (majors, out), k in itertools.product(candidates(arch, "rows"), LAYOUTS.items(), (64, 200))
     ]
-    for kernel in candidates("sums"):
+    for kernel in candidates(arch, "sums"):
         specs = [GroupedSpec(BF16, out, "sums", False, "m", "n") for out in OUTS]
         specs.append(GroupedSpec(BF16, FP32, "sums", True, "m", "n"))
         found += [(arch, spec, 64, *kernel) for spec in specs]
@@ -169,12 +180,12 @@ def test_too_many_tiles():
 # The kernels
 
 
-def of_candidates() -> list[tuple]:
+def of_candidates(arch: str = "sm_90a") -> list[tuple]:
     kinds = [
         ("rows", majors, out, False) for majors, out in ((("k", "k"), BF16), (("k", "n"), BF16), (("k", "n"), FP32))
     ]
     kinds += [("sums", ("m", "n"), BF16, False), ("sums", ("m", "n"), FP32, True), ("sums", ("m", "n"), FP32, False)]
-    return [(kernel, kind) for kind in kinds for kernel in candidates(kind[0])]
+    return [(kernel, kind) for kind in kinds for kernel in candidates(arch, kind[0])]
 
 
 @pytest.mark.exhaustive
@@ -190,6 +201,20 @@ def test_compiles_without_spills_or_serialized_products(kernel, kind):
     check_record(found.record)
     if kernel[0] is not None:
         assert not is_serialized(found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    sample_for("sm_100a", [job for job in of_candidates("sm_100a") if job[0][0] is not None]),
+    ids=lambda v: kernel_name(v) if len(v) == 2 else "-".join(map(str, v[:2])),
+)
+def test_compiles_for_sm100_without_spills(kernel, kind):
+    from cute_kernels.gemm.kernel_grouped import grouped
+
+    ragged, majors, out, accumulate = kind
+    spec = GroupedSpec(BF16, out, ragged, accumulate, *majors)
+    check_record(grouped.obtain(*grouped_arguments("sm_100a", spec, 64, *kernel)).record)
 
 
 def test_fp16_compiles():
@@ -232,15 +257,60 @@ for name, call in calls.items():
             assert kernel.count("ld.global.v2") == 2 * SUMS[0].tile[0] * SUMS[0].tile[1] // 2 // 128
 
 
+# By what is ragged: how operands come, and by maps of how many dimensions the result leaves
+LOADS_AND_STORES = {
+    "rows": (("2d.shared::cluster", "3d.shared::cta"), ["2d"]),
+    "sums": (("2d.shared::cluster", "2d.shared::cta"), ["3d"]),
+    "few": (("2d.shared::cta", "3d.shared::cta"), []),
+}
+
+
+@pytest.mark.exhaustive
+def test_instructions_of_sm100(tmp_path):
+    """Operands come by TMA, products are of shared and tensor memory, nothing is atomic."""
+    program = """
+import pathlib
+import torch
+from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, grouped_arguments, many_rows, sums
+from cute_kernels.gemm.kernel_grouped import grouped
+rows = GroupedSpec(torch.bfloat16, torch.bfloat16, "rows", b_major="n")
+main_grad = GroupedSpec(torch.bfloat16, torch.float32, "sums", True, "m", "n")
+calls = {
+    "rows": (rows, 64, many_rows("sm_100a")[0], False),
+    "sums": (main_grad, 64, sums("sm_100a")[0], False),
+    "few": (rows, 64, DECODE[7], True),
+}
+for name, call in calls.items():
+    assert grouped.obtain(*grouped_arguments("sm_100a", *call)).origin == "compiled"
+    (ptx,) = pathlib.Path.cwd().glob("*.ptx")
+    ptx.rename(name + ".text")
+"""
+    compile_in(tmp_path, program)
+    for name in ("rows", "sums", "few"):
+        (kernel,) = kernels_in(tmp_path, f"{name}.text")
+        assert "tcgen05.mma.cta_group::1.kind::f16" in kernel and "tcgen05.ld.sync" in kernel
+        assert ".local" not in kernel
+        assert not re.search(r"\b(atom|red)\.", kernel) and "cp.reduce" not in kernel
+        loads, stores = LOADS_AND_STORES[name]
+        assert all(f"cp.async.bulk.tensor.{load}.global.tile.mbarrier" in kernel for load in loads)
+        assert re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.global\.shared", kernel) == stores
+        assert (".multicast::cluster" in kernel) == (name != "few")  # tiles, and who has multiplied what was in a slot
+        assert ("st.global.v4" in kernel) == (name != "sums")  # a group's last rows, and those beyond the last group
+        assert ("tcgen05.st.sync" in kernel) == (name == "sums")  # accumulators start from main_grad
+
+
 def test_configs_that_cannot_be():
     from cute_kernels.gemm.kernel_grouped_sm90 import GroupedRowsSm90, GroupedSumsSm90
+    from cute_kernels.gemm.kernel_grouped_sm100 import GroupedRowsSm100, GroupedSumsSm100
 
-    with pytest.raises(ValueError, match="must be of one CTA along the rows"):
-        GroupedRowsSm90("k", "k", False, SUMS[0])
-    with pytest.raises(ValueError, match="must be of one CTA along the rows"):
-        GroupedRowsSm90("k", "k", True, ROWS[0])
-    with pytest.raises(ValueError, match="must leave room for 8192 bytes"):
-        GroupedSumsSm90(False, GemmConfig((128, 256, 64), (2, 1), 5, 8))
+    for rows in (GroupedRowsSm90, GroupedRowsSm100):
+        with pytest.raises(ValueError, match="must be of one CTA along the rows"):
+            rows("k", "k", False, sums("sm_100a")[0])
+        with pytest.raises(ValueError, match="must be of one CTA along the rows"):
+            rows("k", "k", True, many_rows("sm_100a")[0])
+    for of_sums, room in ((GroupedSumsSm90, 8192), (GroupedSumsSm100, 8192 + 32768)):
+        with pytest.raises(ValueError, match=f"must leave room for {room} bytes"):
+            of_sums(False, GemmConfig((128, 256, 64), (2, 1), 5, 8))
 
 
 @pytest.mark.parametrize(
@@ -265,6 +335,6 @@ def test_rows_are_not_accumulated_into():
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 2, 0, 500), (64,) * 9, (129, 0, 1)], ids=str)
 def test_as_many_tiles_as_the_host_allows_for(sizes):
     rows = sum(sizes)
-    for config, transposed in candidates("rows"):
+    for config, transposed in candidates("sm_90a", "rows"):
         tile = 64 if config is None else config.tile[1 if transposed else 0]
         assert sum(-(-size // tile) for size in sizes) <= tiles_bound(rows, len(sizes), 8, config, transposed)

@@ -45,13 +45,14 @@ def jobs():
         yield jobs
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("ragged", ["rows", "sums"])
-def test_every_kernel_computes(ragged, generator):
+def test_every_kernel_computes(ragged, arch, generator):
     a, b, offs = make_grouped(Grouped("few", 24, 40), generator)
     call = (lambda: grouped_mm(a, b, offs)) if ragged == "rows" else lambda: grouped_mm(a.t(), a, offs)
     wanted = call()
-    for kernel in candidates(ragged):
-        with only_grouped(*kernel), observed() as launches:
+    for kernel in candidates(arch, ragged):
+        with fake_kernels(arch), only_grouped(*kernel), observed() as launches:
             assert_same_bits(call(), wanted)
         ((launch, _, _),) = launches
         assert (launch.config, launch.transposed) == kernel
@@ -77,8 +78,8 @@ def test_who_is_chosen():
 
 def test_who_is_chosen_to_accumulate():
     """Whole tiles go first."""
-    assert [choose_sums(1536, 2048, into)[0].tile[1] for into in (False, True)] == [192, 128]
-    assert choose_sums(5760, 2880, True)[0].tile[1] == 192
+    assert [choose_sums("sm_90a", 1536, 2048, into)[0].tile[1] for into in (False, True)] == [192, 128]
+    assert choose_sums("sm_90a", 5760, 2880, True)[0].tile[1] == 192
 
 
 def test_clusters_that_run_at_once():
@@ -88,18 +89,19 @@ def test_clusters_that_run_at_once():
     assert [clusters_of(config, 4) for config in kernels] == [(1, 4), (2, 2), (4, 1)]
 
 
-def test_a_layer_finds_its_kernels_precompiled(jobs):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_layer_finds_its_kernels_precompiled(arch):
     """Forward, dx and dweight, with main_grad, of any number of rows."""
-    for rows in (5, *(5 * most for most in DECODE), 5000):
-        for n in (1536, 256):
-            x, weight = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, n, 64, dtype=BF16)
-            offs = offs_of([rows, 0, 0, 0, 0], "cpu")
-            run_grouped(x, weight.mT, offs, x.new_zeros(rows, n))
-            dy = x.new_zeros(rows, n)
-            grouped_mm(dy.t(), x, offs, accumulate_into=torch.zeros(5, n, 64))
-    table = [job for job in prewarm.specializations("sm_90a") if isinstance(job[1][1], GroupedSpec)]
+    with fake_kernels(arch, computes=False) as jobs:
+        for rows in (5, *(5 * most for most in DECODE), 5000):
+            for n in (1536, 256):
+                x, weight = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, n, 64, dtype=BF16)
+                offs = offs_of([rows, 0, 0, 0, 0], "cpu")
+                run_grouped(x, weight.mT, offs, x.new_zeros(rows, n))
+                dy = x.new_zeros(rows, n)
+                grouped_mm(dy.t(), x, offs, accumulate_into=torch.zeros(5, n, 64))
+    table = [job for job in prewarm.specializations(arch) if isinstance(job[1][1], GroupedSpec)]
     assert set(jobs) <= set(table)
-    assert not any(isinstance(job[1][1], GroupedSpec) for job in prewarm.specializations("sm_100a"))
 
 
 def test_the_same_call_compiles_nothing(generator, jobs):
@@ -112,8 +114,9 @@ def test_the_same_call_compiles_nothing(generator, jobs):
     assert len(set(jobs)) == 2
 
 
-def test_inside_of_batch_invariant(generator):
-    with fake_gpu():
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_inside_of_batch_invariant(arch, generator):
+    with fake_gpu(arch):
         inside_of_batch_invariant(generator)
 
 
@@ -130,9 +133,23 @@ def test_flops(generator):
     assert counter.get_total_flops() == 2 * 60 * 24 * 16 + 2 * 60 * 16 * 16
 
 
-def test_a_gpu_without_kernels(generator):
-    from cute_kernels import UnsupportedDeviceError
+@pytest.mark.parametrize("out", [BF16, FP32])
+@pytest.mark.parametrize("groups", ["edges", "few", "none"])
+def test_on_sm100(groups, out, generator):
+    """All forms, gradients, main_grad; no warpgroup takes turns there, no copy loads many blocks."""
+    a, b, offs = make_grouped(Grouped(groups, 24, 64, rest=8), generator)
+    dout = a.new_ones(len(a), 24)
 
-    a, b, offs = make_grouped(Grouped("few", 24, 16), generator)
-    with fake_kernels("sm_100a"), pytest.raises(UnsupportedDeviceError, match="grouped_mm: has kernels for compute"):
-        grouped_mm(a, b, offs)
+    def run():
+        into = torch.ones(len(offs), 64, 24)
+        grouped_mm(a.t(), dout, offs, accumulate_into=into)
+        columns = grouped_mm(b.mT, a.t(), offs, out_dtype=out)
+        return [*run_grouped(a, b, offs, dout, out_dtype=out).values(), columns, into]
+
+    wanted = run()
+    with fake_kernels("sm_100a") as jobs:
+        found = run()
+    for one, other in zip(found, wanted, strict=True):
+        assert_same_bits(one, other)
+    assert {arch for _, (arch, *_) in jobs} == {"sm_100a"}
+    assert not any(config.ping_pong or multi_block for _, (*_, config, _, multi_block) in jobs)

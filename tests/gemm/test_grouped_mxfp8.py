@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from cute_kernels import UnsupportedDeviceError, dequantize, grouped_mm
+from cute_kernels import dequantize, grouped_mm
 from cute_kernels.common.gemm_config import GemmConfig
 from cute_kernels.gemm import prewarm
 from cute_kernels.gemm.config_mxfp8 import DECODE, GroupedMxfp8Spec, choose, scale_vec
@@ -48,8 +48,8 @@ def test_the_reference(generator):
 def test_who_is_chosen():
     """By the mean number of rows; of many the matrices are dequantized before."""
     for rows, width in ((1, 8), (20, 8), (35, 16), (320, 32)):
-        assert choose(rows, 5).tile[1] == width, rows
-    assert choose(321, 5) is None
+        assert choose("sm_90a", rows, 5).tile[1] == width, rows
+    assert choose("sm_90a", 321, 5) is None
     a, b = torch.zeros(321, 64, dtype=BF16), torch.zeros(5, 64, 64).to(torch.float8_e4m3fn)
     scale = torch.zeros(5, 64, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     with observed() as launches:
@@ -76,10 +76,13 @@ def test_threads_that_make_the_first_call_together(generator):
     first_calls((lambda a: grouped_mm(a, b, offs, b_scale=scale), (a,)), False)
 
 
-def test_a_gpu_without_kernels(generator):
+def test_on_sm100(generator):
+    """Matrices are always dequantized first, with the same bits."""
     a, b, scale, offs = make((3, 0, 4), 64, 96, generator)
-    with fake_kernels("sm_100a"), pytest.raises(UnsupportedDeviceError, match="grouped_mm: has kernels for compute"):
-        grouped_mm(a, b, offs, b_scale=scale)
+    wanted = grouped_mm(a, b, offs, b_scale=scale)
+    with fake_kernels("sm_100a") as jobs:
+        assert_same_bits(grouped_mm(a, b, offs, b_scale=scale), wanted)
+    assert [builder.__name__ for builder, _ in jobs] == ["mxfp8_dequantize", "grouped"]
 
 
 # Bad arguments

@@ -31,9 +31,8 @@ from tests.gemm.grouped_cases import (
 from tests.gemm.test_grouped import LAYOUTS, OUTS, every_job
 from tests.precompiled import precompile
 
-pytestmark = [pytest.mark.sm90, pytest.mark.skipif(here() != "sm_90a", reason="needs a Hopper GPU")]
-ROWS = pytest.mark.parametrize("kernel", candidates("rows"), ids=kernel_name)
-SUMS = pytest.mark.parametrize("kernel", candidates("sums"), ids=kernel_name)
+ROWS = pytest.mark.parametrize("kernel", candidates(here(), "rows"), ids=kernel_name)
+SUMS = pytest.mark.parametrize("kernel", candidates(here(), "sums"), ids=kernel_name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -54,7 +54,7 @@ def mxfp8_precompiled():
 @contextlib.contextmanager
 def only(config):
     """Within it every product runs on this kernel."""
-    with mock.patch.object(launch_mxfp8, "choose", lambda rows, groups: config):
+    with mock.patch.object(launch_mxfp8, "choose", lambda arch, rows, groups: config):
         yield
 
 

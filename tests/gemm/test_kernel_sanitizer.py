@@ -80,10 +80,9 @@ RUNS = {
         Run(Case(72, 136, 72, bias=FP32, activation="gelu"), (DECODE_128_PAIR, True)),
     ],
 }
-GROUPED = {f"grouped {ragged}": candidates(ragged) for ragged in ("rows", "sums")}
+GROUPED = {f"grouped {ragged}": candidates(here(), ragged) for ragged in ("rows", "sums")}
 if here() != "sm_90a":  # the only one that has these kernels
     del RUNS["ping-pong"], RUNS["few weights"]
-    GROUPED.clear()
 PROGRAM = """
 import sys
 import torch

@@ -127,6 +127,20 @@ def test_gradients_of_biases_by_tma(has_main_grad, align, tokens, generator):
     assert all(config is not None for _, config in sums)
 
 
+@pytest.mark.parametrize("options", ACTIVATIONS, ids=str)
+def test_on_sm100(options, generator):
+    """A layer, its gradients, and of few and of many tokens; all kernels are that GPU's."""
+    for tokens in (3, 300):
+        layer = make_other(options, generator, tokens)
+        wanted = run_layer(layer, 2, **options)
+        with fake_kernels("sm_100a") as jobs:
+            found = run_layer(layer, 2, **options)
+        for name, result in found.items():
+            assert_same_bits(result, wanted[name], name)
+        assert {arguments[0] for _, arguments in jobs} == {"sm_100a"}
+        assert {arguments[1].ragged for builder, arguments in jobs if builder.__name__ == "grouped"} == {"rows", "sums"}
+
+
 def test_an_align_that_is_not_used_is_checked(generator):
     layer = make_layer(5, 16, 8, 4, generator)
     with pytest.raises(ValueError, match="align must be from 1 to 1024, got 0"):

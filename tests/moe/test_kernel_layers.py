@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from cute_kernels import check_invariance, moe
-from cute_kernels.gemm.config_grouped import DECODE, ROWS
+from cute_kernels.gemm.config_grouped import DECODE, many_rows
 from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import here
 from tests.moe.cases import BF16, FP16, FP32, assert_same_bits, make_layer, randn, run_layer
-
-pytestmark = [pytest.mark.sm90, pytest.mark.skipif(here() != "sm_90a", reason="needs a Hopper GPU")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -65,7 +63,7 @@ def test_batches_of_a_real_layer(generator):
             y = moe.experts(layer.x[index], moe.route(layer.logits[index], 8), layer.gate_up, layer.down)
         used |= {launch.config for launch, _, _ in launches}
         assert_same_bits(y, whole["y"][index], f"{count} tokens")
-    assert set(DECODE.values()) < used and used & set(ROWS)
+    assert set(DECODE.values()) < used and used & set(many_rows(here()))
     for count in (1, 20, 100, 300):
         found = run_layer(layer, 8, slice(512 - count, 512))
         for name in ("y", "dx", "dlogits"):

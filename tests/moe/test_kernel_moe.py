@@ -122,7 +122,6 @@ def test_indices_beyond_int32(generator, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.sm90
 def test_experts_of_indices_beyond_int32(generator, device):
     layer = make_layer(6, 64, 32, 6, generator, biased=True)
     far = torch.tensor(FAR, device=device)[:, None]
@@ -270,7 +269,6 @@ def test_swiglu(dtype, options, generator):
 # The layer
 
 
-@pytest.mark.sm90
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_experts(dtype, align, generator):
@@ -285,7 +283,6 @@ def test_experts(dtype, align, generator):
         assert error <= 1.2 * of_torch + 1e-12, f"{name}: {error:.3e}, plain torch {of_torch:.3e}"
 
 
-@pytest.mark.sm90
 def test_a_token_of_a_layer_does_not_know_its_batch(generator):
     """y, dx and dlogits alone, in batches, at other places, beside others of the same experts."""
     layer = make_layer(200, 136, 72, 16, generator)
@@ -305,7 +302,6 @@ def test_a_token_of_a_layer_does_not_know_its_batch(generator):
         assert_same_bits(beside[name][3], whole[name][3], name)
 
 
-@pytest.mark.sm90
 def test_a_module_by_check_invariance(generator, device):
     """Alone, elsewhere, beside others, NaN among them, and padded: results, gradients, the router's too."""
     torch.manual_seed(0)
@@ -314,7 +310,6 @@ def test_a_module_by_check_invariance(generator, device):
     assert report, report
 
 
-@pytest.mark.sm90
 def test_padding_of_experts_changes_no_bit(generator):
     layer = make_layer(200, 136, 72, 16, generator)
     one, other = run_layer(layer, 4, align=1), run_layer(layer, 4, align=16)
@@ -322,7 +317,6 @@ def test_padding_of_experts_changes_no_bit(generator):
         assert_same_bits(other[name], result, name)
 
 
-@pytest.mark.sm90
 def test_layouts_of_weights(generator):
     """Transposed, and interleaved: the same bits."""
     layer = make_layer(60, 136, 72, 8, generator)
@@ -337,7 +331,6 @@ def test_layouts_of_weights(generator):
         assert_same_bits(mixed[name], wanted[name], name)
 
 
-@pytest.mark.sm90
 def test_main_grads(generator, device):
     layer = make_layer(60, 136, 72, 8, generator)
     wanted = run_layer(layer, 2)
@@ -352,7 +345,6 @@ def test_main_grads(generator, device):
         assert_same_bits(moe.experts(layer.x, routing, first, second), wanted["y"])
 
 
-@pytest.mark.sm90
 def test_segments(generator):
     """Calls with a segment each into main_grad: the bits of one call with these segments, but not of one without."""
     layer, ends = make_layer(70, 136, 72, 8, generator), [0, 13, 14, 46, 70]
@@ -381,14 +373,12 @@ def test_segments(generator):
     assert_same_bits(run_layer(layer, 2, segments=segments[-1:])["dgate_up"], whole["dgate_up"])
 
 
-@pytest.mark.sm90
 def test_no_tokens(generator):
     layer = make_layer(0, 16, 8, 4, generator)
     found = run_layer(layer, 2)
     assert found["y"].shape == (0, 16) and not found["dgate_up"].any() and not found["ddown"].any()
 
 
-@pytest.mark.sm90
 def test_compile(generator, compile_backend):
     """One graph, forward and backward; eager mode's bits."""
     torch._dynamo.reset()
@@ -406,7 +396,6 @@ def test_compile(generator, compile_backend):
         assert_same_bits(found[name], result, name)
 
 
-@pytest.mark.sm90
 def test_opcheck(generator):
     layer = make_layer(9, 16, 8, 4, generator)
     with Recorder() as recorder:
@@ -435,7 +424,6 @@ def make_other(options, generator, tokens=97, hidden=136, experts=8):
     return layer
 
 
-@pytest.mark.sm90
 @pytest.mark.parametrize("options", ACTIVATIONS, ids=lambda options: options["activation"])
 def test_other_layers(options, generator):
     """As near to fp64 as torch's own arithmetic; rows of down_bias' gradient are rounded before their sum."""
@@ -449,7 +437,6 @@ def test_other_layers(options, generator):
         assert error <= most * of_torch + 1e-12, f"{name}: {error:.3e}, plain torch {of_torch:.3e}"
 
 
-@pytest.mark.sm90
 @pytest.mark.parametrize("options", ACTIVATIONS[1:], ids=lambda options: options["activation"])
 def test_a_token_of_other_layers_does_not_know_its_batch(options, generator):
     layer = make_other(options, generator)
@@ -461,7 +448,6 @@ def test_a_token_of_other_layers_does_not_know_its_batch(options, generator):
             assert_same_bits(found[name], whole[name][index], f"{name} of {count}")
 
 
-@pytest.mark.sm90
 def test_main_grads_of_biases(generator):
     """Their bits are those of the gradients, and of calls with a segment each."""
     options, ends = ACTIVATIONS[1], [0, 13, 50, 97]
@@ -492,7 +478,6 @@ def test_main_grads_of_biases(generator):
         assert_same_bits(result, other)
 
 
-@pytest.mark.sm90
 def test_compile_of_other_layers(generator, compile_backend):
     """One graph, with biases and segments."""
     torch._dynamo.reset()
@@ -515,7 +500,6 @@ def test_compile_of_other_layers(generator, compile_backend):
 # Below: on a GPU only
 
 
-@pytest.mark.sm90
 def test_another_routing_in_a_captured_graph(generator):
     layer = make_layer(200, 136, 72, 16, generator)
     run_layer(layer, 4)
@@ -531,7 +515,6 @@ def test_another_routing_in_a_captured_graph(generator):
             assert_same_bits(replayed[name], result, name)
 
 
-@pytest.mark.sm90
 def test_a_control(generator):
     """Float atomics in the combine, as others have, differ on this data from batch to batch, or from run to run."""
     rows = randn(8192, 256, generator=generator)

@@ -59,7 +59,7 @@ def grouped_mm(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        UnsupportedDeviceError: a GPU without kernels: other than a Hopper.
+        UnsupportedDeviceError: a GPU without kernels: neither a Hopper nor a data-centre Blackwell.
 
     Numerics:
         The contract ``serial_k16``. A row of the first form has the bits of ``mm(a[r : r + 1], b[e])``, a column of the
@@ -71,8 +71,8 @@ def grouped_mm(
         calls one after the other have the bits of one call where each group's rows are cut at multiples of 16.
         With ``b_scale`` the result has the bits of ``grouped_mm(a, dequantize(b.mT, b_scale).mT, offs)``. Up to a mean
         of 64 rows a group the elements become bf16 on their way to the tensor cores, so that half the bytes are read.
-        For more rows the matrices are dequantized first, into memory that the call allocates. An element that is NaN
-        while its scale is not, which no quantizer makes, counts as 480 where rows are few.
+        For more rows, and on SM100, the matrices are dequantized first, into memory that the call allocates. An element
+        that is NaN while its scale is not, which no quantizer makes, counts as 480 where rows are few on SM90.
         An ``offs`` that does not ascend, or goes beyond the rows, gives wrong results, but reads and writes no other
         memory: an end counts as at least the one before, and at most R.
 

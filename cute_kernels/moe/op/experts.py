@@ -82,7 +82,7 @@ def experts(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, the expected value and the given one.
-        UnsupportedDeviceError: a GPU without kernels: other than a Hopper.
+        UnsupportedDeviceError: a GPU without kernels: neither a Hopper nor a data-centre Blackwell.
 
     Numerics:
         Products as in ``grouped_mm``, the gate as in ``swiglu``, sums as in ``combine``; each result is rounded to x's
