@@ -19,7 +19,7 @@ from cute_kernels.common.column_sums import ColumnSums, SumRows
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.reduce import RowSum, team_barrier
-from cute_kernels.common.row_layout import H200_SMS, SUM_COLUMNS
+from cute_kernels.common.row_layout import H200_SMS, SUM_COLUMNS, adds_alone
 from cute_kernels.common.row_ring import RowRing
 from cute_kernels.common.row_store import RowStore
 from cute_kernels.common.rows import (
@@ -42,6 +42,7 @@ from cute_kernels.common.rows import (
     valid_columns,
 )
 from cute_kernels.norm.config import NormBackwardSpec, NormConfig, NormForwardSpec
+from cute_kernels.norm.kernel_few_rows import FewRowSums, has_own_rows
 from jit_cache import Program, compiled
 
 
@@ -260,7 +261,9 @@ class NormBackward:
         self.store = RowStore(layout)
         self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
         self.column_sums = ColumnSums(layout)
-        self.sum_rows = SumRows(accumulate, most_rows=config.max_clusters(H200_SMS))
+        self.most_rows = config.max_clusters(H200_SMS)
+        self.sum_rows = SumRows(accumulate, most_rows=self.most_rows)
+        self.few_row_sums = FewRowSums(self.sum_rows)
 
     @cute.jit
     def __call__(
@@ -280,10 +283,48 @@ class NormBackward:
         num_clusters: Int32,
         stream,
     ):
+        operands = (saved, dy, dh_out, weight, bias, statistics, dx, dresidual)
+        needs = (dw is not None, db is not None)
+        if const_expr(partials is None):
+            self.launch(*operands, None, *needs, False, eps, num_clusters, stream)
+        elif const_expr(self.may_have_own_rows(partials)):
+            if saved.shape[0] <= num_clusters:
+                self.launch(*operands, None, False, False, True, eps, num_clusters, stream)
+                self.few_row_sums.launch(saved, dy, statistics, partials, dw, db, stream)
+            else:
+                self.launch(*operands, partials, *needs, False, eps, num_clusters, stream)
+                self.sum_rows.launch(partials, dw, db, num_clusters, stream)
+        else:
+            self.launch(*operands, partials, *needs, False, eps, num_clusters, stream)
+            self.sum_rows.launch(partials, dw, db, num_clusters, stream)
+
+    def may_have_own_rows(self, partials: cute.Tensor) -> bool:
+        """Whether as few rows as there are clusters have ``FewRowSums`` for dw and db."""
+        wide = adds_alone(partials.shape[2], partials.shape[0], self.most_rows)
+        return wide and has_own_rows(self.layout, self.saved)
+
+    @cute.jit
+    def launch(
+        self,
+        saved: cute.Tensor,
+        dy: cute.Tensor,
+        dh_out: Optional[cute.Tensor],
+        weight: Optional[cute.Tensor],
+        bias: Optional[cute.Tensor],
+        statistics: cute.Tensor,
+        dx: Optional[cute.Tensor],
+        dresidual: Optional[cute.Tensor],
+        partials: Optional[cute.Tensor],
+        needs_dw: cutlass.Constexpr[bool],
+        needs_db: cutlass.Constexpr[bool],
+        begins_next: cutlass.Constexpr[bool],
+        eps: Float32,
+        num_clusters: Int32,
+        stream,
+    ):
         layout = self.layout
-        self.kernel(
-            saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, dw is not None, db is not None, eps
-        ).launch(
+        needs = (needs_dw, needs_db, begins_next)
+        self.kernel(saved, dy, dh_out, weight, bias, statistics, dx, dresidual, partials, *needs, eps).launch(
             grid=[num_clusters * layout.cluster, 1, 1],
             block=[layout.threads, 1, 1],
             cluster=[layout.cluster, 1, 1] if const_expr(layout.cluster > 1) else None,
@@ -292,8 +333,6 @@ class NormBackward:
             stream=stream,
             use_pdl=True,
         )
-        if const_expr(partials is not None):
-            self.sum_rows.launch(partials, dw, db, num_clusters, stream)
 
     @cute.kernel
     def kernel(
@@ -309,8 +348,10 @@ class NormBackward:
         partials: Optional[cute.Tensor],
         needs_dw: cutlass.Constexpr[bool],
         needs_db: cutlass.Constexpr[bool],
+        begins_next: cutlass.Constexpr[bool],
         eps: Float32,
     ):
+        """``begins_next``: the kernel behind needs nothing of this one."""
         layout = self.layout
         rows, n, pieces = saved.shape[0], const_expr(layout.n), const_expr(layout.pieces)
         shape = const_expr((layout.vec, layout.chunks))
@@ -326,6 +367,8 @@ class NormBackward:
         staged = self.store.allocate(smem, written)
         num_tiles, first_tile, step = tiles_of_team(rows, team, layout)
         cute.arch.griddepcontrol_wait()
+        if const_expr(begins_next):
+            cute.arch.griddepcontrol_launch_dependents()
         # The first row's other operands are loaded before its elements
         has_column = valid_columns(column, t, layout)
         if const_expr(weight is not None):

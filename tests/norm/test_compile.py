@@ -76,7 +76,8 @@ def test_compiles(case, arch):
         record = builder.obtain(*arguments).record
         assert record["key"]["arch"] == arch
         check_record(record)
-    assert len(record["kernels"]) == 2  # the backward's second kernel adds the partial gradients
+    # The backward's second kernel adds the partial gradients; few rows of a cluster each have two kernels of their own
+    assert len(record["kernels"]) == (4 if case.n == 262144 else 2)
 
 
 @pytest.mark.parametrize("n", [2, 4, 12, 44, 769])
