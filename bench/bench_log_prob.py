@@ -45,6 +45,7 @@ DIRECTIONS = {"train": ("fwd", "bwd"), "decode": ("fwd",), "loss": ("step",), KE
 PRODUCTS = {"fwd": 1, "bwd": 3, "step": 4}
 GOAL = 0.9  # of the bare product's speed, forward
 ROWS = 512  # tokens whose logits are in memory in fp64
+STD = 2.0  # of the logits
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,13 @@ class Inputs:
 
 
 def make_inputs(size: LogProb, device: str) -> Inputs:
-    """Logits of standard deviation 2."""
     generator = torch.Generator(device).manual_seed(harness.seed(size.case("fwd").name))
 
     def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).mul_(std).to(dtype)
 
     x = normal(size.m, size.k, dtype=torch.bfloat16).requires_grad_()
-    weight = normal(size.v, size.k, std=2 * size.k**-0.5, dtype=torch.bfloat16).requires_grad_()
+    weight = normal(size.v, size.k, std=STD * size.k**-0.5, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(size.v, (size.m,), generator=generator, device=device)
     if size.variant in ("loss", KEEPS):
         g = torch.full((size.m,), -1.0 / size.m, device=device)
@@ -214,8 +214,14 @@ def measure_log_prob(
     for direction in directions:
         makers = {name: functools.partial(PROVIDERS[name], inputs, direction, size.variant) for name in providers}
         floors = {FLOOR: makers.pop(FLOOR)} if FLOOR in makers else {}
-        found.append(harness.measure(size.case(direction), makers, exact[direction], device, floors=floors, **options))
+        checks = {"floors": floors, "least": {"loss": loss_rounding(size, exact)}}
+        found.append(harness.measure(size.case(direction), makers, exact[direction], device, **checks, **options))
     return found
+
+
+def loss_rounding(size: LogProb, exact: Mapping[str, Mapping[str, Tensor]]) -> float:
+    """The relative error of a mean over tokens where each one's logit is rounded to bf16; torch's may be 0 by luck."""
+    return STD * 2**-9 * (3 * size.m) ** -0.5 / float(exact["step"]["loss"].abs())
 
 
 def run(cases: Sequence[LogProb], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
