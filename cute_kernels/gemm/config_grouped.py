@@ -68,11 +68,6 @@ SUMS = (
     GemmConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
     GemmConfig((128, 128, 64), (2, 1), 5, 8, ping_pong=True),
 )
-# The same in clusters of four, which share a, too. No call chooses them yet (bench/experiments/moe.md)
-SUMS_BY_FOUR = (
-    GemmConfig((128, 128, 64), (2, 2), 5, 8, ping_pong=True),
-    GemmConfig((128, 192, 64), (2, 2), 4, 8, ping_pong=True),
-)
 # Few rows a group, along N, the product transposed: the bytes of the weights are what counts. Mean of a group's rows up
 # to -> kernel. A tile is wider than the mean, since random groups have more, and a second tile reads the weights again.
 # H200, us, (64, 8), (64, 16), (64, 32), 128 rows; bmm of equal groups, random groups (0.3), up:
@@ -106,8 +101,7 @@ def _together(configs: tuple[GemmConfig, ...]) -> tuple[GemmConfig, ...]:
 def candidates(arch: str, ragged: str) -> tuple[tuple[GemmConfig | None, bool], ...]:
     """(config, transposed) of all kernels that a call may be given to; None: the one for operands of any stride."""
     if ragged == "sums":
-        by_four = SUMS_BY_FOUR if arch == "sm_90a" else ()
-        return ((None, False), *((config, False) for config in sums(arch) + by_four))
+        return ((None, False), *((config, False) for config in sums(arch)))
     few = ((config, True) for config in DECODE.values())
     return ((None, False), *((config, False) for config in many_rows(arch)), *few)
 
@@ -133,15 +127,6 @@ def choose_sums(arch: str, m: int, n: int, accumulate: bool = False) -> tuple[Ge
         return accumulate and n % config.tile[1] > 0, _padded(m, config, 0) * _padded(n, config)
 
     return min(sums(arch), key=cost), False
-
-
-def clusters_of(config: GemmConfig | None, num_sms: int) -> tuple[int, int]:
-    """(CTAs of a cluster, clusters that all run at once).
-
-    H100 and H200 have 16 or 18 SMs in a part whose SMs may form a cluster: of four CTAs 16 of them hold as many as 18.
-    """
-    size = 1 if config is None else config.cluster[0] * config.cluster[1]
-    return size, max(num_sms // size if size < 4 else num_sms // 16 * 16 // size, 1)
 
 
 def _padded(size: int, config: GemmConfig, mode: int = 1) -> float:

@@ -16,7 +16,6 @@ from cute_kernels.gemm.config_grouped import (
     begins_anywhere,
     choose_rows,
     choose_sums,
-    clusters_of,
     grouped_arguments,
     tiles_bound,
 )
@@ -72,9 +71,10 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
         tiles = groups * -(-m // (tile[0] * pair[0])) * -(-n // (tile[1] * pair[1]))
     if tiles > MAX_TILES:
         fail("grouped_mm", "a and b", f"be of at most {MAX_TILES} tiles", f"{tiles} of {m}x{n} in {groups} groups")
-    cluster, most = clusters_of(config, target.num_sms)
+    cluster = 1 if config is None else config.cluster[0] * config.cluster[1]
     function = launches.load(kernel_grouped.grouped, *grouped_arguments(target.arch, spec, k, config, transposed))
-    return GemmLaunch(function, min(tiles, most) * cluster, transposed, config, f"grouped_{spec.ragged}")
+    clusters = min(tiles, max(target.num_sms // cluster, 1))
+    return GemmLaunch(function, clusters * cluster, transposed, config, f"grouped_{spec.ragged}")
 
 
 def _rows_shape(a: Tensor, b: Tensor) -> tuple[int, int]:

@@ -6,15 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config_grouped import (
-    DECODE,
-    SUMS,
-    SUMS_BY_FOUR,
-    GroupedSpec,
-    candidates,
-    choose_sums,
-    clusters_of,
-)
+from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates, choose_sums
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
@@ -80,13 +72,6 @@ def test_who_is_chosen_to_accumulate():
     """Whole tiles go first."""
     assert [choose_sums("sm_90a", 1536, 2048, into)[0].tile[1] for into in (False, True)] == [192, 128]
     assert choose_sums("sm_90a", 5760, 2880, True)[0].tile[1] == 192
-
-
-def test_clusters_that_run_at_once():
-    """16 or 18 SMs hold four clusters of four CTAs."""
-    kernels = (None, SUMS[0], SUMS_BY_FOUR[0])
-    assert [clusters_of(config, 132) for config in kernels] == [(1, 132), (2, 66), (4, 32)]
-    assert [clusters_of(config, 4) for config in kernels] == [(1, 4), (2, 2), (4, 1)]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
