@@ -27,8 +27,8 @@ def scale_vec(k: int, address: int) -> int:
 
 
 # Mean of a group's rows up to -> kernel: (matrices' rows, groups' rows, K), as many stages as fit for two CTAs an SM.
-# Tiles beyond a group's first read its matrix again, from L2. Chosen by counts of instructions and bytes; times of these
-# alone: H200, Qwen3-30B, up, means of 2, 4, 8, 16 rows 97, 119, 130, 138 us, bf16 161, 188, 204, 206
+# Tiles beyond a group's first read its matrix again, from L2. Chosen by counts of instructions and bytes, not by times.
+# H200, us, Qwen3-30B, up, means of 2, 4, 8, 16 rows: 97, 119, 130, 138; bf16 161, 188, 204, 206
 DECODE = {
     4: GemmConfig((64, 8, 128), (1, 1), 10, 1),
     7: GemmConfig((64, 16, 128), (1, 1), 8, 1),
