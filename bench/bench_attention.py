@@ -2,6 +2,7 @@
 
     python -m bench.bench_attention                                       every case, results printed
     python -m bench.bench_attention --filter '8192x.*causal' --reps 30    cases whose name matches
+    python -m bench.bench_attention --providers config_0,config_3         the usual config and another one
     python -m bench.bench_attention --save                                and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_attention --list                                the names of the cases
 
@@ -14,12 +15,15 @@ batch x length x query heads x heads of keys and values x head size (x that of v
 windows and packed sequences its flex_attention, which is ``torch_flex`` for other masks; ``torch_flash`` is torch's
 with its flash backend, ``flash_attn_3`` is ``flash_attn_interface``, ``flash_attn_4`` is ``flash_attn.cute``.
 ``one_split`` is our kernel with splits that no sequence ends: their price. The case mm is a product of 8192 cubed: the
-limit. The TFLOP/s of each provider are below the table, of the products that the mask leaves, and their share of it.
+limit. ``config_0``, ``config_1`` and so on are the configs of ``FORWARD_CONFIGS`` for the case's head sizes, behind
+them those of smaller kernels that no call takes yet. The TFLOP/s of each provider are below the table, of the products
+that the mask leaves, and their share of it.
 ``torch_flex`` compiles for each shape: it is measured if --providers names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
@@ -38,7 +42,16 @@ from bench import forward_backward, harness
 from bench.forward_backward import Calls
 from cute_kernels import attention
 from cute_kernels.attention import reference
-from cute_kernels.attention.config import ForwardSpec, Grid, forward_config, grid_for, kernel_sizes
+from cute_kernels.attention.config import (
+    FORWARD_CONFIGS,
+    ForwardConfig,
+    ForwardSpec,
+    Grid,
+    forward_config,
+    grid_for,
+    kernel_sizes,
+)
+from cute_kernels.attention.launch import forward
 from cute_kernels.attention.launch.forward import ForwardLaunch
 from cute_kernels.runtime.targets import target_of
 from jit_cache import command
@@ -228,13 +241,20 @@ def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
     return forward_backward.autograd_calls(function, (inputs.q, inputs.k, inputs.v), incoming)
 
 
-def _cute_kernels(case: Attention, inputs: Inputs) -> Calls:
+def _cute_kernels(case: Attention, inputs: Inputs, context: contextlib.AbstractContextManager | None = None) -> Calls:
+    """Our calls, in a context that may be entered again."""
+    context = context or contextlib.nullcontext()
     options: dict[str, Any] = {"causal": case.causal, "window": case.window, "sinks": inputs.sinks}
     if inputs.starts is not None:
         longest = max(case.lengths)
         options |= {"cu_seqlens_q": inputs.starts, "cu_seqlens_k": inputs.starts}
         options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return _calls(lambda q, k, v: attention(q, k, v, **options), inputs)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with context:
+            return attention(q, k, v, **options)
+
+    return _calls(call, inputs)
 
 
 def _sdpa(case: Attention, inputs: Inputs, backend: SDPBackend) -> Calls | None:
@@ -329,6 +349,25 @@ def _one_split(case: Attention, inputs: Inputs) -> Calls | None:
     return _calls(call, inputs)
 
 
+def configs_of(case: Attention) -> list[tuple[tuple[int, int], ForwardConfig]]:
+    """(Head sizes of the kernel, config): what calls of the case may take, and smaller kernels that none takes yet."""
+    usual = kernel_sizes(*case.sizes)
+    fitting = [s for s in FORWARD_CONFIGS if case.sizes[0] <= s[0] < usual[0] and case.sizes[1] <= s[1]]
+    return [(sizes, config) for sizes in (usual, *fitting) for config in FORWARD_CONFIGS[sizes]]
+
+
+def with_config(number: int, case: Attention, inputs: Inputs) -> Calls | None:
+    """Our forward with one of ``configs_of``; None: there are fewer."""
+    candidates = configs_of(case)
+    if number >= len(candidates):
+        return None
+    sizes, config = candidates[number]
+    with_kernel = mock.patch.multiple(
+        forward, forward_config=lambda *arguments: config, kernel_sizes=lambda *arguments: sizes
+    )
+    return _cute_kernels(case, inputs, with_kernel)
+
+
 def _flash_attn_3(case: Attention, inputs: Inputs) -> Calls | None:
     """It has no sinks."""
     if inputs.sinks is not None:
@@ -372,6 +411,8 @@ PROVIDERS: dict[str, Callable[[Attention, Inputs], Calls | None]] = {
     "flash_attn_4": _flash_attn_4,
     "one_split": _one_split,
 }
+MOST_CONFIGS = max(len(configs_of(Attention(1, 1, 1, 1, d, "full", dv))) for d, dv in FORWARD_CONFIGS)
+CONFIGS = {f"config_{i}": functools.partial(with_config, i) for i in range(MOST_CONFIGS)}
 DEFAULTS = tuple(name for name in PROVIDERS if name != "torch_flex")
 # What a provider imports, where it is not torch
 PACKAGES = {"flash_attn_3": ("flash_attn_interface",), "flash_attn_4": ("flash_attn.cute",)}
@@ -405,7 +446,7 @@ def measure_attention(
     if isinstance(case, Product):
         return case.measure(device, **options)
     inputs = make_inputs(case, device.name)
-    calls = {provider: functools.partial(PROVIDERS[provider], case, inputs) for provider in providers}
+    calls = {provider: functools.partial((PROVIDERS | CONFIGS)[provider], case, inputs) for provider in providers}
     truth = fp64_truth(case, inputs)
     return forward_backward.measure(
         case, directions, calls, truth, device, sample=lambda out: sample(case, out), **options
@@ -439,7 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return forward_backward.names(every_case(quick))
 
     options = harness.parse(
-        "attention", __doc__.splitlines()[0], "length 8192", tuple(PROVIDERS), DEFAULTS, names, arguments
+        "attention", __doc__.splitlines()[0], "length 8192", (*PROVIDERS, *CONFIGS), DEFAULTS, names, arguments
     )
     if isinstance(options, int):
         return options

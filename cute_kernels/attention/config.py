@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class ForwardSpec(NamedTuple):
 
     Attributes:
         dtype: of q, k, v and out.
-        head_size: of q and k, one of HEAD_SIZES.
+        head_size: of q and k; with that of v a pair of FORWARD_CONFIGS.
         causal: rows see no key behind their place, and all before.
         head_size_v: of v and out; 0: that of q.
         window: rows see from one run-time distance before their place to another one behind it; not causal then.
@@ -87,6 +88,14 @@ class ForwardSpec(NamedTuple):
         return self.head_size, self.head_size_v or self.head_size
 
 
+class Order(enum.Enum):
+    """Which tiles of queries a CTA of the forward takes: see ``ForwardTiles.tile_at``."""
+
+    USUAL = "usual"
+    PAIRS = "pairs"  # causal ones always in pairs, also where there are no registers for a choice
+    LAST_FIRST = "last first"  # those of windows as causal ones: the last tiles of all heads, which are no shorter
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """Choices that change no bit.
@@ -95,11 +104,18 @@ class ForwardConfig:
         warpgroups: that multiply, of 64 rows of queries each: a tile has all their rows.
         stages: blocks of keys, and of values, in flight.
         ping_pong: warpgroups issue their products in turn, so that one's softmax runs beside the others' products.
+        scores_ahead: scores of the next block are computed under this block's product with the values; else behind it,
+            in its registers.
+        q_stages: tiles of queries in shared memory; with 2 the next tile's come while this one is computed.
+        order: of tiles. ``Order.USUAL``: causal ones as ``pairs_tiles`` says, others head by head.
     """
 
     warpgroups: int
     stages: int
     ping_pong: bool = True
+    scores_ahead: bool = True
+    q_stages: int = 1
+    order: Order = Order.USUAL
 
     @property
     def tile_rows(self) -> int:
@@ -161,14 +177,44 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes, the usual one first
+# The configs for each pair of head sizes. Calls take the first one, of 64 channels also the second; the others are
+# candidates, and so are those of 80, which runs as 96: see bench/experiments/attention.md
 FORWARD_CONFIGS = {
-    (64, 64): (ForwardConfig(3, 4), ForwardConfig(2, 4), ForwardConfig(1, 4), ForwardConfig(3, 2, False)),
-    (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2)),
-    (128, 128): (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
-    (192, 128): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
-    (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
-    (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (64, 64): (
+        ForwardConfig(3, 4),
+        ForwardConfig(2, 4),
+        ForwardConfig(1, 4),
+        ForwardConfig(3, 2, False),
+        ForwardConfig(2, 4, q_stages=2),
+        ForwardConfig(2, 4, q_stages=2, order=Order.LAST_FIRST),
+    ),
+    (80, 80): (ForwardConfig(2, 3), ForwardConfig(3, 2, False, False)),
+    (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2), ForwardConfig(3, 2, False, False)),
+    (128, 128): (
+        ForwardConfig(2, 2),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2, False),
+        ForwardConfig(2, 2, order=Order.LAST_FIRST),
+    ),
+    (192, 128): (
+        ForwardConfig(2, 2, False),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2),
+        ForwardConfig(2, 2, False, order=Order.PAIRS),
+        ForwardConfig(2, 2, order=Order.PAIRS),
+    ),
+    (192, 192): (
+        ForwardConfig(2, 3, False),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2),
+        ForwardConfig(2, 3, False, order=Order.PAIRS),
+    ),
+    (256, 256): (
+        ForwardConfig(2, 2, False),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2),
+        ForwardConfig(2, 2, False, order=Order.PAIRS),
+    ),
 }
 
 
@@ -185,7 +231,7 @@ FORWARD_SM100_CONFIGS = {
 
 def panel_columns(size: int) -> int:
     """Channels that lie together in shared memory, which the swizzle spans."""
-    return 32 if size % 64 else 64
+    return next(columns for columns in (64, 32, 16) if size % columns == 0)
 
 
 def merges_in_workspace(head_size: int) -> bool:

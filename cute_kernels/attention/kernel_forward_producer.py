@@ -42,12 +42,7 @@ class ForwardProducer(ForwardTiles, Pages):
                 first, end = blocks.first, blocks.end
                 start = count - first  # of a block's number in the rings
                 self.load_block(tma_k, gK, tKsK, first, count, self.k_full, self.k_empty, k_bytes)
-                cute.arch.mbarrier_wait(self.q_empty, tiles % 2 ^ 1)
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(self.q_full, 2 * self.tile_rows * self.head_size)
-                for wg in cutlass.range_constexpr(self.warpgroups):
-                    source = tQgQ[None, tile.m * self.warpgroups + wg, 0]
-                    cute.copy(tma_q, source, tQsQ[None, wg], tma_bar_ptr=self.q_full)
+                self.load_queries(tma_q, tQgQ, tQsQ, tile, tiles)
                 for n in cutlass.range(first + 1, end, unroll=1):
                     self.load_block(tma_k, gK, tKsK, n, start + n, self.k_full, self.k_empty, k_bytes)
                     self.load_block(tma_v, gV, tVsV, n - 1, start + n - 1, self.v_full, self.v_empty, v_bytes)
@@ -88,12 +83,7 @@ class ForwardProducer(ForwardTiles, Pages):
                 pages = self.look_up(sequence, keys, window)
                 coming = self.look_up(sequence, keys, window + 1)
                 self.load_boxes(tma_k, gK, tKsK, k_parts, sequence, pages, first, count, *k_ring, k_bytes)
-                cute.arch.mbarrier_wait(self.q_empty, tiles % 2 ^ 1)
-                if self.lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(self.q_full, 2 * self.tile_rows * self.head_size)
-                for wg in cutlass.range_constexpr(self.warpgroups):
-                    source = tQgQ[None, tile.m * self.warpgroups + wg, 0]
-                    cute.copy(tma_q, source, tQsQ[None, wg], tma_bar_ptr=self.q_full)
+                self.load_queries(tma_q, tQgQ, tQsQ, tile, tiles)
                 for n in cutlass.range(first + 1, end, unroll=1):
                     of_values = pages
                     if n * self.boxes % WARP_SIZE == 0:
@@ -106,6 +96,24 @@ class ForwardProducer(ForwardTiles, Pages):
                 self.load_boxes(tma_v, gV, tVsV, v_parts, sequence, pages, end - 1, start + end - 1, *v_ring, v_bytes)
                 count += end - first
                 tiles += 1
+
+    @cute.jit
+    def load_queries(self, tma_q: cute.CopyAtom, tQgQ: cute.Tensor, tQsQ: cute.Tensor, tile: tuple, tiles: Int32):
+        """Those of a tile, of which so many came before."""
+        slot, phase = self.place_of_queries(tiles)
+        full = self.q_full + slot
+        cute.arch.mbarrier_wait(self.q_empty + slot, phase ^ 1)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.tile_rows * self.head_size)
+        for wg in cutlass.range_constexpr(self.warpgroups):
+            source = tQgQ[None, tile.m * self.warpgroups + wg, 0]
+            cute.copy(tma_q, source, tQsQ[None, slot * self.warpgroups + wg], tma_bar_ptr=full)
+
+    def place_of_queries(self, tiles: Int32) -> tuple:
+        """(Slot, phase of its barriers) of a tile."""
+        if self.q_stages == 1:
+            return 0, tiles % 2
+        return tiles % self.q_stages, tiles // self.q_stages % 2
 
     def boxes_of(self, ring: cute.Tensor, size: int) -> cute.Tensor:
         """A ring as (rows of a box, its columns, boxes of a block, panels of columns, slots)."""

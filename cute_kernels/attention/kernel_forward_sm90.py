@@ -75,6 +75,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.in_workspace = merges_in_workspace(self.head_size)
         self.warpgroups, self.stages = config.warpgroups, config.stages
         self.ping_pong = config.ping_pong and config.warpgroups > 1
+        self.scores_ahead, self.q_stages, self.order = config.scores_ahead, config.q_stages, config.order
         self.tile_rows = config.tile_rows
         self.paged = spec.page_rows > 0
         self.box_rows = spec.page_rows or self.block
@@ -140,9 +141,10 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
     def layouts(self) -> tuple:
         """Swizzled shared memory: q of each warpgroup, the rings of k and v as wgmma reads them, a warpgroup's out."""
         kinds, d, dv = warpgroup.SmemLayoutAtomKind, self.head_size, self.head_size_v
-        across = warpgroup.make_smem_layout_atom(kinds.MN_SW64 if dv % 64 else kinds.MN_SW128, self.dtype)
+        swizzles = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}
+        across = warpgroup.make_smem_layout_atom(swizzles[panel_columns(dv)], self.dtype)
         return (
-            cute.tile_to_shape(self.along(d), (WARPGROUP_ROWS, d, self.warpgroups), order=(0, 1, 2)),
+            cute.tile_to_shape(self.along(d), (WARPGROUP_ROWS, d, self.warpgroups * self.q_stages), order=(0, 1, 2)),
             cute.tile_to_shape(self.along(d), (self.block, d, self.stages), order=(0, 1, 2)),
             cute.tile_to_shape(across, (dv, self.block, self.stages), order=(1, 0, 2)),
             cute.tile_to_shape(self.along(dv), (WARPGROUP_ROWS, dv), order=(0, 1)),
@@ -151,7 +153,8 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
     def along(self, size: int):
         """The swizzle of rows of so many channels."""
         kinds = warpgroup.SmemLayoutAtomKind
-        return warpgroup.make_smem_layout_atom(kinds.K_SW64 if size % 64 else kinds.K_SW128, self.dtype)
+        swizzles = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}
+        return warpgroup.make_smem_layout_atom(swizzles[panel_columns(size)], self.dtype)
 
     def box_atom(self, load: cpasync.CopyBulkTensorTileG2SOp, cache: cute.Tensor, size: int) -> tuple:
         """A copy of a box, and the cache as it sees it. Values lie in shared memory as keys do."""
@@ -203,8 +206,9 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.allocate(smem, workspace)
         if tidx == 0:
             readers = const_expr(4 * self.warpgroups)
-            cute.arch.mbarrier_init(self.q_full, 1)
-            cute.arch.mbarrier_init(self.q_empty, readers)
+            for slot in cutlass.range_constexpr(self.q_stages):
+                cute.arch.mbarrier_init(self.q_full + slot, 1)
+                cute.arch.mbarrier_init(self.q_empty + slot, readers)
             for stage in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(self.k_full + stage, 1)
                 cute.arch.mbarrier_init(self.k_empty + stage, readers)
@@ -243,7 +247,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
 
     def allocate(self, smem, workspace: cute.Tensor | None):
         """Barriers, q, the rings, (M, L), A and, in its place or in q's, each warpgroup's out."""
-        self.q_full, self.q_empty = (smem.allocate_array(Int64, 1) for _ in range(2))
+        self.q_full, self.q_empty = (smem.allocate_array(Int64, self.q_stages) for _ in range(2))
         self.k_full, self.k_empty, self.v_full, self.v_empty = (
             smem.allocate_array(Int64, self.stages) for _ in range(4)
         )
@@ -301,10 +305,12 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
             blocks = Blocks(*self.blocks_of(tile, first_row))
             if blocks.end > 0:
                 start = count - blocks.first
-                cute.arch.mbarrier_wait(self.q_full, tiles % 2)
-                self.walk(tensors, state, tile, first_row, blocks, start)
+                q_slot, q_phase = self.place_of_queries(tiles)
+                queries = q_slot * self.warpgroups + self.wg if const_expr(self.q_stages > 1) else self.wg
+                cute.arch.mbarrier_wait(self.q_full + q_slot, q_phase)
+                self.walk(tensors, state, tile, first_row, blocks, start, queries)
                 if const_expr(not self.in_workspace):
-                    self.release(self.q_empty)
+                    self.release(self.q_empty + q_slot)
                 slot, phase = self.place_in_ring(start + blocks.end - 1)
                 cute.arch.mbarrier_wait(self.v_full + slot, phase)
                 if const_expr(self.spec.packed_k or self.spec.used_k):
@@ -324,10 +330,12 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def walk(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
+    def walk(
+        self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32, queries: Int32
+    ):
         """All but the last product with values: blocks ascending, split by split."""
         first, last = blocks.first, blocks.end
-        self.first_block(tensors, state, tile, first_row, blocks, start)
+        self.first_block(tensors, state, tile, first_row, blocks, start, queries)
         first_split, end_split = first // self.split_blocks, cute.ceil_div(last, self.split_blocks)
         for split in cutlass.range(first_split, end_split, unroll=1):
             begin = cutlass.max(split * self.split_blocks, first) + 1
@@ -335,24 +343,26 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
             if const_expr(self.window):
                 seen_first = cutlass.min(cutlass.max(blocks.seen_first, begin), end)
                 for n in cutlass.range(begin, seen_first, unroll=1):
-                    self.next_block(tensors, state, tile, first_row, n, start, True)
+                    self.next_block(tensors, state, tile, first_row, n, start, queries, True)
                 begin = seen_first
             seen_end = cutlass.min(cutlass.max(blocks.seen_end, begin), end)
             for n in cutlass.range(begin, seen_end, unroll=1):
-                self.next_block(tensors, state, tile, first_row, n, start, False)
+                self.next_block(tensors, state, tile, first_row, n, start, queries, False)
             for n in cutlass.range(seen_end, end, unroll=1):
-                self.next_block(tensors, state, tile, first_row, n, start, True)
+                self.next_block(tensors, state, tile, first_row, n, start, queries, True)
             if end < last:
-                self.border_block(tensors, state, tile, first_row, blocks, end, start, split == first_split)
+                self.border_block(tensors, state, tile, first_row, blocks, end, start, queries, split == first_split)
 
     @cute.jit
-    def first_block(self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32):
+    def first_block(
+        self, tensors: tuple, state: tuple, tile: tuple, first_row: Int32, blocks: tuple, start: Int32, queries: Int32
+    ):
         """Scores and p of a tile's first block."""
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)  # of a block alone: nothing is carried to the next
         slot, phase = self.place_in_ring(start + blocks.first)
         cute.arch.mbarrier_wait(self.k_full + slot, phase)
         warpgroup.fence()
-        self.score(scores, slot, self.wg)
+        self.score(scores, slot, queries)
         warpgroup.wait_group(0)
         self.release(self.k_empty + slot)
         if const_expr(self.spec.softcap):
@@ -370,11 +380,12 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         first_row: Int32,
         n: Int32,
         start: Int32,
+        queries: Int32,
         masked: cutlass.Constexpr[bool],
     ):
         """Scores and p of block ``n`` beside the product of block n - 1 with the values."""
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
-        v_slot = self.issue_products(tensors, scores, n, start)
+        v_slot = self.issue_products(tensors, scores, n, start, queries)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
         if const_expr(masked):
@@ -393,6 +404,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         blocks: tuple,
         n: Int32,
         start: Int32,
+        queries: Int32,
         is_first: Boolean,
     ):
         """``next_block`` where block n - 1 ends a split, of this tile the first one or not.
@@ -402,7 +414,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         output, weights = tensors
         maximum, total, rescale = state
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
-        v_slot = self.issue_products(tensors, scores, n, start)
+        v_slot = self.issue_products(tensors, scores, n, start, queries)
         ended_maximum, ended_total = per_row(), per_row()
         for r in cutlass.range_constexpr(ROWS):
             ended_maximum[r], ended_total[r] = maximum[r], total[r]
@@ -417,18 +429,28 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.round_weights(scores, weights)
 
     @cute.jit
-    def issue_products(self, tensors: tuple, scores: cute.Tensor, n: Int32, start: Int32):
+    def issue_products(self, tensors: tuple, scores: cute.Tensor, n: Int32, start: Int32, queries: Int32):
         """Block n's with q, which is waited for, and block n - 1's with p, which is not. Returns the slot of its v."""
         k_slot, k_phase = self.place_in_ring(start + n)
         v_slot, v_phase = self.place_in_ring(start + n - 1)
-        cute.arch.mbarrier_wait(self.k_full + k_slot, k_phase)
-        self.wait_for_turn()
-        warpgroup.fence()
-        self.score(scores, k_slot, self.wg)
-        cute.arch.mbarrier_wait(self.v_full + v_slot, v_phase)
-        self.add_values(tensors, v_slot)
-        self.pass_turn()
-        warpgroup.wait_group(1)
+        if const_expr(self.scores_ahead):
+            cute.arch.mbarrier_wait(self.k_full + k_slot, k_phase)
+            self.wait_for_turn()
+            warpgroup.fence()
+            self.score(scores, k_slot, queries)
+            cute.arch.mbarrier_wait(self.v_full + v_slot, v_phase)
+            self.add_values(tensors, v_slot)
+            self.pass_turn()
+            warpgroup.wait_group(1)
+        else:
+            cute.arch.mbarrier_wait(self.v_full + v_slot, v_phase)
+            warpgroup.fence()
+            self.add_values(tensors, v_slot)
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_wait(self.k_full + k_slot, k_phase)
+            warpgroup.fence()
+            self.score(scores, k_slot, queries)
+            warpgroup.wait_group(0)
         self.release(self.k_empty + k_slot)
         return v_slot
 

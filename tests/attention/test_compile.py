@@ -13,6 +13,7 @@ from cute_kernels.attention.config import (
     BackwardSpec,
     DecodeSpec,
     ForwardSpec,
+    Order,
     configs_for,
     forward_config,
     grid_for,
@@ -23,6 +24,7 @@ from tests.attention.cases import BF16, FP16
 from tests.marks import first_of, sample_for
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
+from tests.sass import is_serialized
 
 # fp16 takes the same code: two of its kernels stand for it
 JOBS = [
@@ -78,13 +80,25 @@ def test_quick_ones_are_prewarmed():
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("config", [(d, c) for d in ((64, 64), (128, 128)) for c in FORWARD_CONFIGS[d][1:]], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        ((d, dv), config)
+        for (d, dv), configs in FORWARD_CONFIGS.items()
+        for config in configs[1:]
+        if d in (64, 80, 128) or config.order is not Order.USUAL or not config.scores_ahead
+    ],
+    ids=str,
+)
 def test_other_configs_compile_without_spills(config):
-    """Those of the sizes that models have; of the others no call takes any but the first."""
+    """Those of the sizes that models have, and candidates."""
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     (d, dv), config = config
-    check_record(forward_sm90.obtain("sm_90a", ForwardSpec(BF16, d, True, dv), config).record)
+    windows = config.order is Order.LAST_FIRST
+    kernel = forward_sm90.obtain("sm_90a", ForwardSpec(BF16, d, not windows, dv, window=windows), config)
+    check_record(kernel.record)
+    assert not is_serialized(kernel)
 
 
 @pytest.mark.slow

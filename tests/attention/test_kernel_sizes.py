@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels.attention import reference
-from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec, grid_for
+from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec, grid_for, kernel_sizes
 from cute_kernels.attention.launch.forward import ForwardLaunch
 from cute_kernels.runtime.targets import target_of
 from tests.attention.cases import BF16, Case, Inputs, exact, make_inputs, make_packed, rms
@@ -27,6 +27,12 @@ def precompiled():
         jobs += [forward_job(spec, config) for config in FORWARD_CONFIGS[sizes]]
         others = {"causal": False}, {"packed_q": True, "packed_k": True}, {"padded": True}
         jobs += [forward_job(spec._replace(**other)) for other in others]
+    jobs += [
+        forward_job(ForwardSpec(BF16, 80, causal, 80, padded=padded), config)
+        for causal in (True, False)
+        for padded in (True, False)
+        for config in FORWARD_CONFIGS[80, 80]
+    ]
     precompile([*jobs, *(forward_job(ForwardSpec(BF16, d, True, d, padded=True)) for d in (64, 128))])
 
 
@@ -65,7 +71,7 @@ def test_error(causal, head_size, generator):
 
 
 @SIZES
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(max(map(len, FORWARD_CONFIGS.values()))))
 def test_every_config_and_number_of_ctas(number, sizes, generator):
     """T10, T11."""
     if number >= len(FORWARD_CONFIGS[sizes]):
@@ -76,9 +82,23 @@ def test_every_config_and_number_of_ctas(number, sizes, generator):
         _, inputs = inputs_of(sizes, len_q, len_k, True, generator)
         wanted = run(inputs, True)
         launch = ForwardLaunch.of(target_of(0), ForwardSpec(BF16, sizes[0], True, sizes[1]), config)
-        for num_sms in (3, 66, 132) if number == 0 else (132,):
+        for num_sms in (3, 66, 132) if number == 0 else (13, 132):
             found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
             launch._replace(num_sms=num_sms).run(*inputs, *found, sizes[0] ** -0.5)
+            assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("head_size", [72, 80])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_kernels_of_80_channels_have_the_bits_of_96(causal, head_size, generator):
+    _, split = grid_for(80)
+    for len_q, len_k in ((2 * split + 77, 2 * split + 77), (65, 300), (300, 65)):
+        _, inputs = inputs_of((head_size, head_size), len_q, len_k, causal, generator)
+        wanted = run(inputs, causal)
+        spec = ForwardSpec(BF16, 80, causal, 80, padded=head_size != 80)
+        for config in FORWARD_CONFIGS[80, 80]:
+            found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
+            ForwardLaunch.of(target_of(0), spec, config).run(*inputs, *found, head_size**-0.5)
             assert_same(found, wanted)
 
 
@@ -115,7 +135,7 @@ def test_sizes_between_run_as_the_next_larger(sizes, generator):
     wanted, of_rows = exact(case, inputs)
     assert rms(out.double() - wanted) <= 2.5 * rms(wanted.to(BF16).double() - wanted)
     torch.testing.assert_close(lse.double(), of_rows, atol=1e-5, rtol=1e-5)
-    wide_d, wide_dv = next(s for s in FORWARD_CONFIGS if d <= s[0] and dv <= s[1])
+    wide_d, wide_dv = kernel_sizes(d, dv)
     wide = Inputs(*(F.pad(t, (0, n - t.shape[3])) for t, n in zip(inputs, (wide_d, wide_d, wide_dv), strict=True)))
     found = run(wide, True, scale=d**-0.5)
     assert_same((found[0][..., :dv], found[1]), (out, lse))

@@ -7,8 +7,9 @@ import torch
 
 from bench import bench_attention, forward_backward
 from bench.bench_attention import Attention, Product
-from cute_kernels.attention.config import ForwardSpec
+from cute_kernels.attention.config import FORWARD_CONFIGS, ForwardSpec
 from tests.bench.test_harness import FakeDevice
+from tests.fakes import fake_kernels
 
 
 def test_cases():
@@ -64,3 +65,17 @@ def test_providers_are_right(variant):
         case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
     )
     assert found.failures == {} and set(found.results) == set(providers)
+
+
+@pytest.mark.parametrize("head_size", [80, 96])
+def test_providers_of_configs(head_size):
+    """Each runs the kernel of its own config; those of 80 channels are behind those of 96."""
+    case, providers = Attention(1, 70, 2, 1, head_size, "causal"), ["torch", *(f"config_{i}" for i in range(5))]
+    with fake_kernels("sm_90a") as jobs:
+        (found,) = bench_attention.measure_attention(
+            case, case.directions, providers, FakeDevice(), repetitions=3, breakdown=False
+        )
+    wanted = [((96, 96), config) for config in FORWARD_CONFIGS[96, 96]]
+    wanted += [((80, 80), config) for config in FORWARD_CONFIGS[80, 80]] if head_size == 80 else []
+    assert found.failures == {} and set(found.results) == set(providers[: 1 + len(wanted)])
+    assert [(spec.sizes, config) for _, (_, spec, config) in jobs] == wanted
