@@ -187,6 +187,7 @@ FORWARD_CONFIGS = {
         ForwardConfig(3, 2, False),
         ForwardConfig(2, 4, q_stages=2),
         ForwardConfig(2, 4, q_stages=2, order=Order.LAST_FIRST),
+        ForwardConfig(3, 4, False, False),
     ),
     (80, 80): (ForwardConfig(2, 3), ForwardConfig(3, 2, False, False)),
     (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2), ForwardConfig(3, 2, False, False)),
