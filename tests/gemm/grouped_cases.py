@@ -18,12 +18,13 @@ from tests.gemm.cases import BF16, FP16, FP32, kernel_name, name_of, only_kernel
 
 __all__ = ["BF16", "FP16", "FP32", "kernel_name", "name_of", "randn", "wide_range"]
 
-# Around the steps of the tensor core, warpgroups and tiles; starts at most residues of 16; first and last empty
+# Around the steps of the tensor core, warpgroups and tiles; first and last empty
 EDGES = (0, 1, 7, 8, 15, 16, 17, 0, 63, 64, 65, 127, 128, 129, 500, 5, 0)
 FEW = (3, 0, 16, 1, 40)
 GROUPS = {
     "edges": EDGES,
     "few": FEW,
+    "every start": (17,) * 17,  # of those modulo 16
     "one": (300,),
     "all in one": (0, 0, 391, 0),
     "none": (0, 0, 0),

@@ -18,6 +18,7 @@ from tests.gemm.test_kernel_grouped import (  # noqa: F401
     test_calls_in_a_row_into_main_grad,
     test_columns_of_groups,
     test_compile,
+    test_cuts_at_every_row,
     test_empty,
     test_ends_that_do_not_ascend_touch_no_other_memory,
     test_frozen_operand,

@@ -3,6 +3,8 @@
 Most of these run on the CPU, too, over fake kernels: test_grouped_dispatch.py.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -50,7 +52,7 @@ def grouped_precompiled():
 def test_every_kernel_s_rows_have_the_bits_of_mm(kernel, generator):
     """Whatever lies where in memory, with an SM for each tile and with four."""
     for n, k in ((264, 200), (520, 64), (72, 1032)):
-        for groups in ("edges", "all in one"):
+        for groups in ("edges", "all in one", "every start"):
             for layout, out in LAYOUTS.items():
                 case = Grouped(groups, n, k, layout=layout, rest=8 + -sum(GROUPS[groups]) % 8)
                 a, b, offs = make_grouped(case, generator)
@@ -102,14 +104,14 @@ def test_a_row_alone(generator):
 
 @ROWS
 def test_a_group_does_not_see_its_neighbours(kernel, generator):
-    """All other rows and matrices are NaN, and what the result's memory held was."""
+    """All other rows and matrices are NaN or infinite, and what the result's memory held was NaN."""
     case = Grouped("edges", 136, 72, rest=5)
     a, b, offs = make_grouped(case, generator)
     with only_grouped(*kernel):
         whole = grouped_mm(a, b, offs)
-        for e in (1, 6, 9, 13, 14):
+        for e, other in zip((1, 6, 9, 13, 14), ("nan", "inf", "nan", "-inf", "nan"), strict=True):
             start, end = bounds_of(EDGES)[e]
-            dirty_a, dirty_b = torch.full_like(a, float("nan")), torch.full_like(b, float("nan"))
+            dirty_a, dirty_b = torch.full_like(a, float(other)), torch.full_like(b, float(other))
             dirty_a[start:end], dirty_b[e] = a[start:end], b[e]
             poison = torch.full_like(whole, float("nan"))
             del poison
@@ -142,7 +144,7 @@ def test_without_offs_it_is_bmm(generator):
 @SUMS
 def test_every_kernel_s_sums_have_the_bits_of_mm(kernel, generator):
     for m, n in ((264, 200), (72, 520), (392, 136)):
-        for groups in ("edges", "few", "all in one", "none"):
+        for groups in ("edges", "few", "every start", "all in one", "none"):
             sizes = GROUPS[groups]
             rows = sum(sizes) + 8 + -sum(sizes) % 8  # those of columns, too, start on 16 bytes
             x, dy = wide_range(rows, n, generator=generator), wide_range(rows, m, generator=generator)
@@ -174,7 +176,7 @@ def accumulated(start, x, dy, sizes):
 
 @SUMS
 def test_sums_do_not_see_other_groups(kernel, generator):
-    """All else is NaN: before a group's first row, behind its last one, beyond the last group."""
+    """All else is NaN or infinite: before a group's first row, behind its last one, beyond the last group."""
     m, n, sizes = 136, 72, EDGES
     x, dy = wide_range(sum(sizes) + 7, n, generator=generator), wide_range(sum(sizes) + 7, m, generator=generator)
     offs = offs_of(sizes, x.device)
@@ -182,9 +184,9 @@ def test_sums_do_not_see_other_groups(kernel, generator):
         for by_rows in (True, False):
             lay = (lambda t: t) if by_rows else (lambda t: t.t().contiguous().t())
             whole = grouped_mm(lay(dy).t(), lay(x), offs, out_dtype=OUTS[not by_rows])
-            for e in (1, 3, 6, 10, 13, 14, 15):
+            for e, other in zip((1, 3, 6, 10, 13, 14, 15), itertools.cycle(("nan", "inf", "-inf"))):
                 start, end = bounds_of(sizes)[e]
-                dirty = [torch.full_like(t, float("nan")) for t in (x, dy)]
+                dirty = [torch.full_like(t, float(other)) for t in (x, dy)]
                 for t, clean in zip(dirty, (x, dy), strict=True):
                     t[start:end] = clean[start:end]
                 found = grouped_mm(lay(dirty[1]).t(), lay(dirty[0]), offs, out_dtype=OUTS[not by_rows])
@@ -203,6 +205,25 @@ def test_rows_of_zeros(generator):
     shifted = [torch.nn.functional.pad(t, (0, 0, 8, 0)) for t in (x, dy)]
     other = grouped_mm(shifted[1].t(), shifted[0], offs_of([108], x.device), out_dtype=FP32)
     assert (bits(other) != bits(wanted)).any()
+
+
+def test_cuts_at_every_row(generator):
+    """E3: two calls have the bits of one with zeros up to a multiple of 16 between them; of one without, only then."""
+    x, dy = wide_range(40, 72, generator=generator), wide_range(40, 136, generator=generator)
+    start = wide_range(1, 136, 72, generator=generator).float()
+
+    def added(to, *parts):
+        rows, of_dy = (torch.cat(of_one) for of_one in zip(*parts, strict=True))
+        offs = offs_of([len(rows)], x.device)
+        return grouped_mm(of_dy.t(), rows, offs, accumulate_into=to.clone())
+
+    whole = added(start, (x, dy))
+    for cut in range(41):
+        first, second = (x[:cut], dy[:cut]), (x[cut:], dy[cut:])
+        zeros = x.new_zeros(-cut % 16, 72), x.new_zeros(-cut % 16, 136)
+        found = added(added(start, first), second)
+        assert_same_bits(found, added(start, first, zeros, second), f"cut at {cut}")
+        assert torch.equal(bits(found), bits(whole)) == (cut % 16 == 0 or cut == 40), f"cut at {cut}"
 
 
 def test_calls_in_a_row_into_main_grad(generator):
