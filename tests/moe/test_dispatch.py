@@ -13,7 +13,11 @@ from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels
 from tests.moe import test_kernel_sanitizer
 from tests.moe.cases import BF16, FP32, assert_same_bits, make_layer, randn, run_layer
-from tests.moe.test_kernel_layers import test_all_experts, test_micro_batches  # noqa: F401
+from tests.moe.test_kernel_layers import (  # noqa: F401
+    test_all_experts,
+    test_experts_of_transformers,
+    test_micro_batches,
+)
 from tests.moe.test_kernel_moe import (  # noqa: F401
     ACTIVATIONS,
     make_other,

@@ -35,6 +35,32 @@ def test_micro_batches(count, dtype, generator):
         assert_same_bits(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_of_transformers(name, generator):
+    """Forward and backward, given the routing: no farther from fp64 than the package's own in this dtype."""
+    pytest.importorskip("transformers", minversion="5.0")
+    from tests.moe.transformers_cases import make_model
+
+    x, dy = (randn(40, 64, generator=generator, dtype=BF16) for _ in range(2))
+    indices = randn(40, 8, generator=generator).argsort(1)[:, :2]
+    weights = randn(40, 2, generator=generator).softmax(1).to(BF16)
+
+    def run(implementation, dtype):
+        model = make_model(name, implementation, x.device, BF16).to(dtype)
+        (module, *_) = (m for m in model.modules() if hasattr(m, "_apply_gate"))
+        leaves = [x.to(dtype).requires_grad_(), *module.parameters()]
+        with observed() as launches:
+            y = module(leaves[0], indices, weights.to(dtype))
+            gradients = torch.autograd.grad(y, leaves, dy.to(dtype))
+        assert bool(launches) == (implementation == "cute_kernels")
+        return [y.detach(), *gradients]
+
+    results = zip(run("eager", torch.float64), run("cute_kernels", BF16), run("eager", BF16), strict=True)
+    for exact, *found in results:
+        error, of_theirs = ((one.double() - exact).norm() / exact.norm() for one in found)
+        assert error <= 1.2 * of_theirs, f"{tuple(exact.shape)}: {error:.3e}, transformers {of_theirs:.3e}"
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("experts, k", [(1, 1), (5, 5), (32, 32)], ids=str)
 def test_all_experts(experts, k, dtype, generator):
