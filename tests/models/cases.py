@@ -109,8 +109,7 @@ def generated(model, rows, tokens, **options):
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
-        disable_compile=True,
-        **options,
+        **{"disable_compile": True, **options},
     )
     logits = torch.stack(found.logits, 1)
     return [(found.sequences[i, ids.shape[1] - len(row) :], logits[i]) for i, row in enumerate(rows)]

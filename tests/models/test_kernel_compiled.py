@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import cute_kernels.invariance.compiled  # noqa: E402, F401
 from cute_kernels import batch_invariant, models  # noqa: E402
-from tests.models.cases import FAMILIES, make_prepared, padded, prompts  # noqa: E402
+from tests.models.cases import FAMILIES, alone, generated, make_prepared, padded, prompts  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
 pytestmark = pytest.mark.sm90
@@ -106,6 +106,19 @@ def test_steps_of_decoding(name, device):
 @pytest.mark.parametrize("name", families(CACHES))
 def test_steps_of_decoding_counted_by_the_host(name, device):
     check_decoding(name, False, device)
+
+
+@pytest.mark.parametrize("name", families(("llama", "gemma3")))
+def test_what_transformers_compiles(name, device):
+    """Its own generate compiles the steps over a static cache, unasked: logits are those of one forward."""
+    model, rows = make_prepared(name, device), prompts((9, 130, 17), device=device)
+    options = {"cache_implementation": "static", "disable_compile": False}
+    with inside_on_gpu(model):
+        found = generated(model, rows, 4, **options)
+        wanted = [alone(model, tokens)[len(row) - 1 : -1] for row, (tokens, _) in zip(rows, found, strict=True)]
+    assert model.device.type == "cpu" or model._compiled_call
+    for (_, logits), of_forward in zip(found, wanted, strict=True):
+        assert_same_bits(logits, of_forward.float())
 
 
 def check_decoding(name, full, device):

@@ -13,6 +13,9 @@ from cute_kernels.nn import MHCTransformer, TransformerConfig  # noqa: E402
 from cute_kernels.nn.transformer import PagedCache  # noqa: E402
 from tests.models.cases import make_prepared, prompts  # noqa: E402
 
+# Norms and windows, experts, latents
+OTHERS = "gemma3", "qwen3_moe", "deepseek_v3"
+
 pytestmark = pytest.mark.sm90
 LENGTH = 17
 
@@ -83,3 +86,12 @@ def test_a_prompt_against_decoding(make, wrong, device):
     assert report.ok != wrong, str(report)
     splits = [result for result in report.results if result.transform == "T5"]
     assert len(splits) >= 4 and all((result.status != "ok") == wrong for result in splits)
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
+def test_a_batch_of_sequences(name, device):
+    """All that check_invariance does to a batch: its rows are sequences here, and their logits keep their bits."""
+    model, sample = make_prepared(name, device), torch.stack(prompts((LENGTH,) * 5, device=device))
+    report = check_invariance(lambda ids: model(ids, use_cache=False).logits, sample, gradients=False, sizes=(1, 3))
+    assert report, str(report)
+    assert {result.transform for result in report.results} >= {"T1", "T2", "T3", "T4", "T5", "T6"}
