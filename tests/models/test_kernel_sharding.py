@@ -6,12 +6,11 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from cute_kernels import install, models, uninstall  # noqa: E402
-from tests.models.cases import make_prepared, padded, prompts  # noqa: E402
+from tests.models.cases import padded, prompts  # noqa: E402
+from tests.models.sharding_cases import OPTIONS, make, scored  # noqa: E402
 from tests.runtime.bits import assert_same_bits  # noqa: E402
 
 pytestmark = pytest.mark.sm90
@@ -33,35 +32,12 @@ def rank(covered, device):
     dist.destroy_process_group()
 
 
-def make(name, device, sharded, dtype=torch.bfloat16, **policy):
-    model = make_prepared(name, device, dtype).train()
-    if name == "gemma2":
-        model.lm_head.weight = model.model.embed_tokens.weight
-    if sharded:
-        mesh, whole = init_device_mesh(torch.device(device).type, (1,)), MixedPrecisionPolicy(**policy)
-        of_part = MixedPrecisionPolicy(param_dtype=whole.param_dtype)
-        head = model.lm_head
-        parts = [*model.model.layers, *([] if head.weight is model.model.embed_tokens.weight else [head])]
-        for part in parts:
-            fully_shard(part, mesh=mesh, mp_policy=of_part)
-        fully_shard(model, mesh=mesh, mp_policy=whole)
-    return model
-
-
-def scored(model, ids, present):
-    """Log-probabilities, entropies and each parameter's gradient."""
-    results = models.log_prob(model, ids, ids, attention_mask=present)
-    (results[0] + 0.1 * results[1]).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return results, {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # a head sharded by itself; the embedding, with a softcap
 def test_as_a_whole_model(name, device):
     """A second step sees the weights of the first."""
     rows = prompts((9, 30), device=device)
     ids, present = padded(rows, left=True)
-    options = {"seeds": torch.tensor([5, 6], device=device), "max_new_tokens": 3, "eos_token_id": []}
+    options = {**OPTIONS, "seeds": torch.tensor([5, 6], device=device)}
     found = []
     for sharded in (True, False):
         model = make(name, device, sharded)
