@@ -535,8 +535,8 @@ def takes_steps_of_80(spec: BackwardSpec, queries: int) -> bool:
 
 # At 128 channels the first three are in the order of their times (bench/experiments/attention.md), for few queries.
 # The sums of dK and dV take 128 registers of a thread, which leaves scores of 64 queries, and of 80 where nothing is
-# ahead and dv is last; shared memory has room for one partial of dq then. Beyond, it has room for this much in flight:
-# at 256 two tiles of q, one of dout, half of a partial of dq
+# ahead and dv is last; shared memory has room for one partial of dq then, which two adders take in turn. Beyond 128
+# channels, too, and at 256 for half of one, two tiles of q and one of dout
 BACKWARD_CONFIGS = {
     (64, 64): (
         BackwardConfig(128, 2, False, False),
@@ -554,20 +554,15 @@ BACKWARD_CONFIGS = {
         STEPS_OF_80,
     ),
     (192, 128): (
-        BackwardConfig(64, 2, adders=1, dq_buffers=1),
-        BackwardConfig(64, 2, dq_buffers=1),
         BackwardConfig(64, 2, scores_ahead=False, dq_buffers=1),
+        BackwardConfig(64, 3, scores_ahead=False, dq_buffers=1),
         BackwardConfig(64, 3, dq_buffers=1),
     ),
     (192, 192): (
-        BackwardConfig(64, 2, adders=1, dq_buffers=1),
+        BackwardConfig(64, 2, scores_ahead=False, dq_buffers=1),
         BackwardConfig(64, 2, dq_buffers=1),
-        BackwardConfig(64, 2, scores_ahead=False, dq_parts=2),
     ),
-    (256, 256): (
-        BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, adders=1, dq_buffers=1, dq_parts=2),
-        BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, dq_buffers=1, dq_parts=2),
-    ),
+    (256, 256): (BackwardConfig(64, 2, scores_ahead=False, dout_stages=1, dq_buffers=1, dq_parts=2),),
 }
 # Bytes of queries, their gradients and the sums of dq that the backward walks over together
 BACKWARD_L2_BYTES = 16 << 20
