@@ -100,7 +100,7 @@ def attending(backend: SDPBackend | None) -> Iterator[None]:
     """By torch's kernels; None: by this library's."""
     with contextlib.ExitStack() as stack:
         if backend is not None:
-            stack.enter_context(mock.patch.object(Attention, "_has_kernel", lambda self, q: False))
+            stack.enter_context(mock.patch.object(Attention, "_takes_torchs", lambda self, q: True))
             stack.enter_context(sdpa_kernel(backend))
         yield
 

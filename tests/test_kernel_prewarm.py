@@ -31,7 +31,7 @@ TOKENS = [1, 5, 33, 300, 1000]
 
 
 def train_and_decode(device: str, numbers_of_tokens: Iterable[int], arch: str, num_experts: int | None = None) -> None:
-    """Our modules, and a layer of torch's in ``batch_invariant``. Only Hopper has kernels of attention over a cache."""
+    """Our modules, and a layer of torch's in ``batch_invariant``. Only Hopper has all kernels of attention."""
     config = TransformerConfig(
         vocab_size=CONFIG["vocab_size"],
         hidden_size=CONFIG["hidden_size"],
@@ -42,6 +42,7 @@ def train_and_decode(device: str, numbers_of_tokens: Iterable[int], arch: str, n
         max_sequence_length=2**18,
         hyper_connections=None,
         num_experts=num_experts,
+        attention_backend=None if arch == "sm_90a" else "torch",
     )
     model = MHCTransformer(config, device=device, dtype=torch.bfloat16)
     linear = torch.nn.Linear(512, 1024, bias=False, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Causal attention with rotary embedding: ``attention``, and torch's where that has no kernel."""
+"""Causal attention with rotary embedding: ``attention``, or torch's own where the config says so."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_kernels.attention import attention, attention_with_kv_cache
-from cute_kernels.attention.checks import KERNEL_DTYPES, MAX_HEAD_SIZE
+from cute_kernels.attention.checks import MAX_HEAD_SIZE
 from cute_kernels.nn.hyper_connection import FloatModule
 from cute_kernels.nn.linear import Linear
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.autograd import autocasts, first_derivative_only
+from cute_kernels.runtime.autograd import first_derivative_only
+from cute_kernels.runtime.checks import fail
 from cute_kernels.runtime.operators import differentiates, uses_reference
+from cute_kernels.runtime.targets import UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from cute_kernels.nn.transformer import TransformerConfig
@@ -109,8 +111,9 @@ class PagedCache:
 class Attention(nn.Module):
     """Causal self-attention of ``num_heads`` heads, with fewer of keys and values if the config says so.
 
-    By ``attention`` on a Hopper, where a head's size is a multiple of 8 up to 256. Else, and in plain torch where a
-    gradient is wanted, by torch's own attention, whose rows may depend on the batch.
+    By ``attention``; by torch's own attention, whose rows may depend on the batch, where the config's
+    ``attention_backend`` is "torch". Plain torch takes torch's own, too, for gradients and for head sizes that
+    ``attention`` lacks.
 
     Arguments as of ``MHCTransformer``. Source of the grouped heads: Ainslie et al., GQA, arXiv 2305.13245.
     """
@@ -120,7 +123,7 @@ class Attention(nn.Module):
         c, heads, kv_heads = config.hidden_size, config.num_heads, config.kv_heads
         self.heads = heads, kv_heads
         self.head_size = c // heads
-        self.backend = config.backend
+        self.backend, self.by_torch = config.backend, config.attention_backend == "torch"
         options = {"bias": False, "backend": config.backend, **options}
         self.qkv = Linear(c, (heads + 2 * kv_heads) * self.head_size, **options)
         self.out = Linear(c, c, **options)
@@ -132,22 +135,33 @@ class Attention(nn.Module):
         if cache is not None:
             options = {"cache_seqlens": cache.seqlens, "page_table": cache.page_table, "backend": self.backend}
             y = attention_with_kv_cache(q, cache.k, cache.v, k=k, v=v, **options)
-        elif self._has_kernel(q):
-            y = attention(q, k, v, causal=True, backend=self.backend)
-        else:
+        elif self._takes_torchs(q):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads).transpose(1, 2)
+        else:
+            y = attention(q, k, v, causal=True, backend=self.backend)
         return self.out(y.flatten(2).to(x.dtype))  # under autocast y has its dtype
 
-    def _has_kernel(self, q: Tensor) -> bool:
-        """Whether ``attention`` computes this: it has not every head size, dtype and GPU."""
-        wants_gradient = differentiates(q)
-        if self.head_size % 8 or self.head_size > MAX_HEAD_SIZE:
-            return False
+    def _takes_torchs(self, q: Tensor) -> bool:
+        """Whether torch's own attention computes this.
+
+        Raises:
+            ValueError, UnsupportedDeviceError: no kernel does, and nobody said that torch's shall.
+        """
+        if self.by_torch:
+            return True
+        no_size = self.head_size % 8 or self.head_size > MAX_HEAD_SIZE
         if uses_reference("attention", q, self.backend):
-            return not wants_gradient  # torch's takes less memory
-        half = q.dtype in KERNEL_DTYPES or autocasts(q)
-        return half and _arch_of(q.get_device()) == "sm_90a"
+            return bool(no_size) or differentiates(q)  # torch's takes less memory
+        if no_size:
+            expected = f"be a multiple of 8 up to {MAX_HEAD_SIZE}, or attention_backend 'torch'"
+            fail("Attention", "hidden_size / num_heads", expected, self.head_size)
+        if differentiates(q) and (arch := _arch_of(q.get_device())) != "sm_90a":
+            raise UnsupportedDeviceError(
+                f"Attention: has gradients on compute capability 9.0 alone, got {arch}. "
+                "Set attention_backend='torch' in the TransformerConfig to attend by torch's own attention"
+            )
+        return False
 
 
 @torch.compiler.assume_constant_result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,8 @@ class TransformerConfig:
         experts_per_token: of these, for each token, from 1.
         balance, z_loss: of each ``MoE``, from 0.
         backend: None: the kernels for CUDA tensors, plain torch for CPU tensors. "reference": plain torch.
+        attention_backend: None: ``attention``, in which a row does not depend on the batch. "torch": torch's own
+            attention, of any head size and GPU; over a cache it is ``attention_with_kv_cache`` either way.
 
     Raises:
         TypeError, ValueError: a bad field; the message names it, the expected value and the given one.
@@ -86,6 +88,7 @@ class TransformerConfig:
     balance: float = 0.0
     z_loss: float = 0.0
     backend: Backend | None = None
+    attention_backend: Literal["torch"] | None = None
 
     def __post_init__(self) -> None:
         name = "TransformerConfig"
@@ -113,6 +116,8 @@ class TransformerConfig:
             value = getattr(self, field)
             expect(0.0 <= value < math.inf, name, field, "be finite and not negative", value)
         expect(self.backend in BACKENDS, name, "backend", "be None or 'reference'", repr(self.backend))
+        good = self.attention_backend in (None, "torch")
+        expect(good, name, "attention_backend", "be None or 'torch'", repr(self.attention_backend))
         hc = self.hyper_connections
         if hc is None:
             return
@@ -396,8 +401,9 @@ class MHCTransformer(nn.Module):
         use of a matrix makes a bf16 copy, while its gradient is fp32; or bf16. The parameters of the hyper-connections,
         and the rotary embedding's table, are fp32 whatever ``.to(dtype)`` says. Logits and loss are fp32.
 
-        Attention is ``attention``: a token's logits do not depend on the batch. That holds on a Hopper, where a head's
-        size is a multiple of 8 up to 256; else it is torch's own, whose rows may. All else is deterministic, too.
+        Attention is ``attention``: a token's logits do not depend on the batch. It has head sizes of a multiple of 8 up
+        to 256, and gradients on a Hopper alone; anything else on a GPU is an error, unless the config's
+        ``attention_backend`` is "torch". All else is deterministic, too.
 
     Under ``fully_shard``: wrap ``model.layers``. A group wants one dtype: keep the model in fp32, or wrap each
     ``HyperConnection`` and the ``LearnedHead``, which are small, before, with ``reshard_after_forward=False``. Layers

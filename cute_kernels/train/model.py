@@ -43,6 +43,7 @@ def config_of(options: Options, backend: str | None = None) -> TransformerConfig
         balance=options.balance,
         z_loss=options.z_loss,
         backend=backend,
+        attention_backend="torch" if options.torch_attention else None,
     )
 
 

@@ -48,6 +48,7 @@ class Options:
 
     recompute: bool = _option(False, "compute activations again in the backward instead of keeping them")
     compile: bool = _option(False, "torch.compile every layer")
+    torch_attention: bool = _option(False, "attend by torch, also on a GPU where this library's has no gradients")
     graph: bool = _option(False, "capture the step in a CUDA graph")
     device: str = _option("", "cuda or cpu; default: cuda if there is one", metavar="DEVICE")
 

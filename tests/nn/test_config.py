@@ -62,6 +62,7 @@ TRANSFORMERS = [
     ({"dropout_p": 1.0}, ValueError, "dropout_p must be in [0, 1), got 1.0"),
     ({"dropout_p": True}, TypeError, "dropout_p must be a float, got True of type bool"),
     ({"backend": "torch"}, ValueError, "backend must be None or 'reference', got 'torch'"),
+    ({"attention_backend": "flash"}, ValueError, "attention_backend must be None or 'torch', got 'flash'"),
     ({"hyper_connections": True}, TypeError, "hyper_connections must be a HyperConnectionConfig or None, got bool"),
     (
         {"hyper_connections": HyperConnectionConfig(64)},

@@ -1,5 +1,6 @@
 """MHCTransformer on the references, and on the path of the kernels (fakes)."""
 
+import contextlib
 import copy
 from dataclasses import replace
 from unittest import mock
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from cute_kernels import batch_invariant, check_invariance, mhc
+from cute_kernels import UnsupportedDeviceError, batch_invariant, check_invariance, mhc
 from cute_kernels.nn import MHCTransformer, RecomputeManager, ResidualOffload, transformer
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm import cases as gemm_cases
@@ -337,24 +338,41 @@ def test_attention_is_the_formula():
     assert torch.allclose(*gradients, atol=1e-6)
 
 
-@pytest.mark.parametrize("hidden", [256, 24], ids=["head size 64", "6"])
-def test_attention_is_ours(hidden):
-    """In evaluation and training, also of a graph; of other head sizes and on other GPUs torch's, as close."""
-    config = make_config(hidden=hidden, layers=1, streams=None)
+def test_attention_is_ours():
+    """In evaluation and training, also of a graph; on a Blackwell in evaluation."""
+    config = make_config(hidden=256, layers=1, streams=None)
     model, (tokens, _) = make_model(config), make_tokens(config)
     wanted = model(tokens).detach()
-    for arch in ("sm_90a", "sm_100a"):
+    for arch, kernel in (("sm_90a", "forward_sm90"), ("sm_100a", "forward_sm100")):
         with fake_kernels(arch) as jobs, torch.no_grad():
             found = model(tokens)
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens)
             torch._dynamo.reset()
         torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
         torch.testing.assert_close(compiled, wanted, atol=0.05, rtol=0.05)
-        used = "forward_sm90" in {builder.__name__ for builder, _ in jobs}
-        assert used == (hidden == 256 and arch == "sm_90a")
+        assert kernel in {builder.__name__ for builder, _ in jobs}
     with fake_kernels() as jobs:
         model(tokens).sum().backward()
-    assert ("backward_sm90" in {builder.__name__ for builder, _ in jobs}) == (hidden == 256)
+    assert "backward_sm90" in {builder.__name__ for builder, _ in jobs}
+    with fake_kernels("sm_100a"), pytest.raises(UnsupportedDeviceError, match="attention_backend='torch'"):
+        model(tokens)
+
+
+def test_attention_that_has_no_kernel():
+    """On a GPU an error, before anything is computed by something else; on a CPU torch's."""
+    config = replace(make_config(hidden=24, layers=1, streams=None), attention_backend=None)
+    model, (tokens, _) = make_model(config), make_tokens(config)
+    wanted = model(tokens).detach()
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with fake_kernels(), context, pytest.raises(ValueError, match="up to 256, or attention_backend 'torch', got 6"):
+            model(tokens)
+    by_torch = make_model(replace(config, attention_backend="torch"))
+    for arch in ("sm_90a", "sm_100a"):
+        with fake_kernels(arch) as jobs:
+            found = by_torch(tokens)
+            found.sum().backward()
+        torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+        assert not {builder.__name__ for builder, _ in jobs} & {"forward_sm90", "forward_sm100", "backward_sm90"}
 
 
 def test_streams_exist_between_expand_and_head_alone():
