@@ -9,7 +9,7 @@ some of: those that are the next group's are zeroed in shared memory, the blocks
 Accumulators that start from d are written to tensor memory two tiles ahead. Two more warps than the product of
 matrices has make the tables, and zero the rows of d beyond the last group.
 
-Compiled and inspected only: no SM100 has run it yet.
+Compiled and inspected, and its PTX run on the CPU (tests/gemm/test_ptx_sm100.py): no SM100 has run it yet.
 """
 
 from typing import Optional

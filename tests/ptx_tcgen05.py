@@ -1,0 +1,161 @@
+"""Runs the PTX of a product for SM100 on the CPU: tensor memory, tcgen05.mma, stores by TMA, named barriers.
+
+Of CTAs without a cluster, one after the other. Products and copies are done when they are issued, so a barrier is told
+of them at once: who waits too little is not found, who waits for what nobody does is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tests.ptx_products import OPERANDS, Barriers, ProductKernel, Warp, several
+from tests.ptx_threads import POISON, SHARED, WARP, Memory, operand, place
+
+LANES, COLUMNS = 128, 512
+LINE = 128  # bytes of a row of a swizzled box
+NOTHING = ("tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish", "tcgen05.dealloc", "cp.async.bulk.commit")
+
+
+class Tcgen05Kernel(ProductKernel):
+    """A kernel of a PTX text."""
+
+    def run(
+        self,
+        ctas: int,
+        threads: int,
+        parameters: Sequence[dict[int, int]],
+        memory: Memory,
+        copies: Mapping[int, tuple[np.ndarray, int]],
+    ) -> None:
+        """``copies``: by a tensor map's parameter (matrix, or batch of some, rows of a box); results, too."""
+        for cta in range(ctas):
+            shared = np.full(SHARED, POISON, np.uint32)
+            here = Cta(shared, copies)
+            run = [self.of_thread(t, cta, ctas, parameters, memory.words, shared, here) for t in range(threads)]
+            in_turn([NamedWarp(run[w : w + WARP], here) for w in range(0, threads, WARP)], threads)
+
+    def _translate(self, line: str, depth: int) -> None:
+        if line.startswith("@"):
+            return super()._translate(line, depth)
+        line = line.replace("%cluster_ctarank", "0")
+        name, _, rest = line.partition(" ")
+        parts = OPERANDS.findall(rest)
+        if name.startswith((*NOTHING, "cp.async.bulk.wait")):
+            statements = ["pass"]
+        elif name.startswith("ld.param") and name.endswith(".b8"):
+            number, offset = re.search(r"param_(\d+)(?:\+(\d+))?", parts[1]).groups()
+            targets = enumerate(several(parts[0]))
+            statements = [f"{target} = parameters[{number}][{int(offset or 0) + i}]" for i, target in targets]
+        elif name.startswith("bar.sync"):
+            number, count = (operand(part) for part in (*parts, "0")[:2])
+            statements = [f"yield 'barrier', ({number}, {count})"]
+        elif name.startswith("tcgen05.alloc"):
+            statements = [f"shared[{place(parts[0])} >> 2] = 0"]
+        elif name.startswith("tcgen05.commit"):
+            statements = [f"barriers.arrive({place(parts[0])}, 0)"]
+        elif name.startswith("tcgen05.mma"):
+            accumulator, a, b, kind, _, accumulates = parts
+            given = ", ".join([place(accumulator), *map(operand, (a, b, kind, accumulates))])
+            statements = [f"barriers.multiply({given})"]
+        elif name.startswith(("tcgen05.ld.sync.aligned.32x32b", "tcgen05.st.sync.aligned.32x32b")):
+            loads = name.startswith("tcgen05.ld")
+            registers, at = (several(parts[0]), parts[1]) if loads else (several(parts[1]), parts[0])
+            statements = [f"row_ = barriers.row({place(at)}, tid, {len(registers)})"]
+            for i, register in enumerate(registers):
+                statements.append(f"{register} = int(row_[{i}])" if loads else f"row_[{i}] = {register} & WORD")
+        elif name.startswith("cp.async.bulk.tensor") and ".global.shared::cta" in name:
+            matrix, _, at = parts[0].strip("[]").partition(",")
+            at = ", ".join(f"signed({value})" for value in several(at))
+            statements = [f"barriers.store({operand(matrix)}, ({at},), {place(parts[1])})"]
+        elif name.startswith(("ld.shared.v2.b64", "st.global.v2.b64")):
+            value, address = parts if name.startswith("ld") else parts[1::-1]
+            space = "shared" if "shared" in name else "memory"
+            statements = [f"at_ = {place(address)} >> 2"]
+            for i, part in enumerate(several(value)):
+                low, high = f"{space}[at_ + {2 * i}]", f"{space}[at_ + {2 * i + 1}]"
+                if name.startswith("ld"):
+                    statements.append(f"{part} = int({low}) | int({high}) << 32")
+                else:
+                    statements += [f"{low} = {part} & WORD", f"{high} = {part} >> 32 & WORD"]
+        elif name == "mov.b64" and parts[0].startswith("{"):
+            halves = enumerate(several(parts[0]))
+            statements = [f"{half} = {operand(parts[1])} >> {32 * i} & WORD" for i, half in halves if half != "_"]
+        elif name == "mov.b64" and parts[1].startswith("{"):
+            low, high = several(parts[1])
+            statements = [f"{operand(parts[0])} = ({low}) & WORD | (({high}) & WORD) << 32"]
+        elif name == "cvt.rn.bf16x2.f32":
+            high, low = (f"rounded(number({operand(part)}))" for part in parts[1:])
+            statements = [f"{operand(parts[0])} = {low} | {high} << 16"]
+        else:
+            return super()._translate(line, depth)
+        self.lines += [" " * depth + statement for statement in statements]
+
+
+class Cta(Barriers):
+    """The mbarriers of a CTA, its tensor memory, and what is copied and multiplied."""
+
+    def __init__(self, shared: np.ndarray, copies: Mapping[int, tuple[np.ndarray, int]]) -> None:
+        super().__init__(shared, copies)
+        self.tensor_memory = np.full((LANES, COLUMNS), POISON, np.uint32)
+
+    def row(self, address: int, thread: int, columns: int) -> np.ndarray:
+        """A thread's columns of its warp's lanes."""
+        lane, column = address >> 16, address & 0xFFFF
+        assert lane == thread // WARP % 4 * WARP, "a warp reaches the lanes of its index alone"
+        return self.tensor_memory[lane + thread % WARP, column : column + columns]
+
+    def multiply(self, accumulator: int, a: int, b: int, kind: int, accumulates: bool) -> None:
+        """D (M, N) = A (M, 16) B (N, 16)^T, and D, of bf16."""
+        m, n = (kind >> 24 & 31) << 4, (kind >> 17 & 63) << 3
+        a, b = self.operand(a, m, kind >> 15 & 1), self.operand(b, n, kind >> 16 & 1)
+        assert m == LANES and accumulator >> 16 == 0
+        sums = self.tensor_memory[:, accumulator : accumulator + n].view(np.float32)
+        product = a @ b.T
+        sums[:] = product + sums if accumulates else product
+
+    def operand(self, descriptor: int, rows: int, is_along_rows: int) -> np.ndarray:
+        """The operand (rows, 16) that a descriptor of shared memory swizzled by 128 bytes stands for."""
+        assert descriptor >> 61 == 2, "another swizzle"
+        start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+        row, k = np.arange(rows)[:, None], np.arange(16)[None]
+        if is_along_rows:  # atoms of 64 rows x 8 of k
+            at = start + 2 * (row % 64) + row // 64 * leading + k % 8 * LINE + k // 8 * stride
+        else:  # of 8 rows x 64 of k
+            at = start + 2 * k + row % 8 * LINE + row // 8 * stride
+        at ^= (at >> 7 & 7) << 4
+        halves = self.shared.view(np.uint16)[at >> 1].astype(np.uint32)
+        return (halves << 16).view(np.float32)
+
+    def store(self, parameter: int, at: tuple[int, ...], source: int) -> None:
+        """A box of rows of 128 bytes, as far as it is inside of the matrix."""
+        matrix, rows = self.copies[parameter]
+        column, row, *entry = at
+        part = matrix[tuple(entry)].view(np.uint8)[row : row + rows]
+        first = column * matrix.itemsize
+        part = part[:, first : first + LINE]
+        lines = self.shared[source // 4 : source // 4 + LINE // 4 * rows].view(np.uint8).reshape(rows, 8, 16)
+        for i in range(len(part)):
+            part[i] = lines[i, np.arange(8) ^ i % 8].reshape(-1)[: part.shape[1]]
+
+
+class NamedWarp(Warp):
+    """A warp that meets others at a barrier of a number."""
+
+    def of(self, name: str, values: list) -> list:
+        if name == "barrier":
+            self.barrier = values[0]
+        return super().of(name, values)
+
+
+def in_turn(warps: list[NamedWarp], threads: int) -> None:
+    while any(warp.at != "end" for warp in warps):
+        if any([warp.advance() for warp in warps]):
+            continue
+        waiting = [warp for warp in warps if warp.at == "barrier"]
+        full = [w for w in waiting if sum(o.barrier == w.barrier for o in waiting) * WARP == (w.barrier[1] or threads)]
+        assert full, "deadlock"
+        for warp in full:
+            warp.at = "work"
