@@ -43,7 +43,6 @@ from tests.gemm.test_kernel_numerics import (  # noqa: F401
     test_strided_views,
 )
 from tests.gemm.test_kernel_torch import (  # noqa: F401
-    test_another_number_of_tokens_compiles_nothing,
     test_autocast_changes_nothing,
     test_compile,
     test_compile_into_an_operand,
@@ -65,6 +64,25 @@ def jobs():
 def test_every_candidate_is_chosen(arch):
     """No kernel that no call gets, none that a call gets and the invariance tests do not know."""
     assert {config for config, _ in kernels(arch)} == set(candidates(arch))
+
+
+def test_another_number_of_tokens_compiles_nothing(generator):
+    """Once each kernel has been chosen, no number of tokens asks for another. What it finds is not computed."""
+
+    def step(m):
+        case = Case(m, 264, 200, bias=FP32, activation="gelu")
+        run(linear, case, make_inputs(case, generator))
+
+    with fake_kernels(computes=False) as jobs:
+        for power in range(14):
+            for m in (2**power, 3 * 2**power):  # in whole blocks of K (of dweight, dbias) or not
+                step(m)
+                step(m + 8)
+        known = set(jobs)
+        assert len(known) > 10
+        for m in (6, 11, 31, 50, 90, 127, 200, 255, 300, 1001, 4000, 8191, 12000):
+            step(m)
+        assert set(jobs) == known
 
 
 def test_one_graph_for_every_number_of_tokens(generator):
