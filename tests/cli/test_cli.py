@@ -349,16 +349,21 @@ def test_references_are_within_their_limits(capsys):
     assert all(op in text for op in (*ops, "hyper_connection", "quantize_rowwise"))
 
 
-@pytest.mark.parametrize(
-    "name, op",
-    [
-        ("rms_norm", lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1)),
-        ("linear", lambda x, weight, *bias, **options: gemm_reference.linear(x, 1.01 * weight, *bias, **options)),
-        ("linear_log_prob", lambda x, weight, target: log_prob_reference.linear_log_prob(1.01 * x, weight, target)),
-        ("mhc.hyper_connection", lambda x, f, phi, *rest: mhc_reference.hyper_connection(x, f, 1.01 * phi, *rest)),
-        ("quantize_rowwise", lambda x: mxfp8_reference.quantize_rowwise(1.1 * x)),
-    ],
-)
-def test_a_wrong_reference_fails(monkeypatch, capsys, name, op):
-    monkeypatch.setattr(f"cute_kernels.{name}", op)
-    assert not demo._check_references(demo.Findings(Console(width=120)))
+WRONG = {
+    "rms_norm": lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 0.1),
+    "linear": lambda x, weight, *bias, **options: gemm_reference.linear(x, 1.01 * weight, *bias, **options),
+    "linear_log_prob": lambda x, weight, target: log_prob_reference.linear_log_prob(1.01 * x, weight, target),
+    "mhc.hyper_connection": lambda x, f, phi, *rest: mhc_reference.hyper_connection(x, f, 1.01 * phi, *rest),
+    "quantize_rowwise": lambda x: mxfp8_reference.quantize_rowwise(1.1 * x),
+}
+
+
+@pytest.mark.parametrize("names", [["rms_norm"], ["quantize_rowwise"], list(WRONG)], ids=["a norm", "mxfp8", "all"])
+def test_wrong_references_fail(monkeypatch, capsys, names):
+    """One is enough; each is found."""
+    for name in names:
+        monkeypatch.setattr(f"cute_kernels.{name}", WRONG[name])
+    found = demo.Findings(Console(width=120))
+    assert not demo._check_references(found)
+    wrong = {row["op"].partition(",")[0] for row in found.references if not row["ok"]}
+    assert wrong == {name.rpartition(".")[2] for name in names}
