@@ -126,7 +126,7 @@ def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
     rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; layer 1000000x64 of 16 in 12 of 4 67.9, of 32 in 3 of
     8 68.5; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
     Rows that move element by element have 32 elements a thread and up to 24 warps an SM: where teams are several, one
-    reads or writes while another waits for its sums. Compiled, not measured (bench/experiments/norm.md).
+    reads or writes while another waits for its sums. Measured: bench/experiments/norm.md.
     """
     kind, n, (vec, aligned, _) = spec.kind, spec.n, spec.access
     itemsizes = tuple(dtype.itemsize for dtype in spec.streams)

@@ -142,7 +142,7 @@ def row_config(
     A thread holds up to 64 elements of one matrix, or 32 of two. Rows that registers of a CTA hold lie in one; wider
     ones in as few as hold them, since clusters of 16 occupy 112 of 132 SMs, of 4 and 8 120.
     Rows that move element by element have 32 elements a thread and up to 32 warps an SM: where teams are several, one
-    reads or writes while another waits for its sums. Compiled, not measured (bench/experiments/norm.md).
+    reads or writes while another waits for its sums. Measured: bench/experiments/norm.md.
     H200, bf16, us, a choice and others; softmax: 8192x4096 of 32 elements 37.9, of 64 38.3; 2048x16384 in two CTAs of 8
     warps an SM 39.6, one of 16 41.3; 4096x32000 in clusters of 2 132.7, of 4 137.0, of 8 137.3, one CTA 138.4;
     1024x151936 of 4 166.9, of 8 169.5, of 16 191.1. Backward: 32768x1024 50.9, of 8 warps 52.0; 8192x4096 53.7, two
