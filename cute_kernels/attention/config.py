@@ -92,6 +92,7 @@ class Order(enum.Enum):
     """Which tiles of queries a CTA of the forward takes: see ``ForwardTiles.tile_at``."""
 
     USUAL = "usual"
+    PAIRS = "pairs"  # causal ones always in pairs, also where there are no registers for a choice
     LAST_FIRST = "last first"  # those of windows as causal ones: the last tiles of all heads, which are no shorter
 
 
@@ -169,8 +170,7 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     """Whether a CTA takes tiles of a head in pairs, so that few heads at a time are in L2, or the longest of all first.
 
     H200, 16k tokens, 16 heads of 128, causal: 656 and 633 TFLOP/s at 8192 keys, 553 and 455 at 2048; at 16384, where
-    more CTAs share a head either way, 605 and 622. Beyond 128 channels predicted, not measured: 24 heads of 192/128 at
-    4096 have 250 MB of keys and values, each of which few CTAs would read. ``kv_heads``: of all sequences.
+    more CTAs share a head either way, 605 and 622. ``kv_heads``: of all sequences.
     """
     if not spec.causal or num_tiles < 4 * num_sms:
         return False
@@ -201,16 +201,20 @@ FORWARD_CONFIGS = {
         ForwardConfig(2, 2, False),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2),
+        ForwardConfig(2, 2, False, order=Order.PAIRS),
+        ForwardConfig(2, 2, order=Order.PAIRS),
     ),
     (192, 192): (
         ForwardConfig(2, 3, False),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2),
+        ForwardConfig(2, 3, False, order=Order.PAIRS),
     ),
     (256, 256): (
         ForwardConfig(2, 2, False),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2),
+        ForwardConfig(2, 2, False, order=Order.PAIRS),
     ),
 }
 

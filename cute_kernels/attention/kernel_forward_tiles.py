@@ -66,10 +66,17 @@ class ForwardTiles:
         self.longest_first = last_first and not self.spec.packed_q
         rounds, rest = num_tiles // grid, num_tiles % grid
         self.turns = rounds + Int32(select_(self.place(rounds) < rest, Int32(1), Int32(0)))
-        if const_expr(self.longest_first and self.causal):
+        if const_expr(self.longest_first and self.may_pair is not False):
             units = cute.ceil_div(self.m_tiles, 2) * self.all_heads
             of_pairs = 2 * (units // grid + Int32(select_(bidx < units % grid, Int32(1), Int32(0))))
-            self.turns = Int32(select_(paired != 0, of_pairs, self.turns))
+            self.turns = of_pairs if self.may_pair else Int32(select_(paired != 0, of_pairs, self.turns))
+
+    @property
+    def may_pair(self) -> bool | None:
+        """Whether tiles are taken in pairs; None: a call says so, for which a workspace leaves no registers."""
+        if self.order is Order.PAIRS:
+            return True
+        return False if self.in_workspace or self.window else None
 
     def place(self, turn: Int32) -> Int32:
         """The tile of this CTA in a round; every second round goes back: the longest tile, then the shortest."""
@@ -111,10 +118,9 @@ class ForwardTiles:
     def causal_tile(self, turn: Int32):
         """(Sequence, head, tile; -1: none)"""
         head, m = Int32(0), Int32(0)
-        if const_expr(self.causal):
+        paired = self.may_pair
+        if const_expr(paired is None):
             paired = self.paired != 0
-        else:
-            paired = False
         if paired:
             head, m = divided(turn // 2 * self.grid + self.bidx, self.by_pairs)
             if turn % 2 == 0:
