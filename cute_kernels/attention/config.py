@@ -160,10 +160,14 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
     At 128 channels S, P and O need the 240 registers of a thread of two warpgroups; with three it has 160.
 
     A tile of 128 rows of 64 channels is faster than one of 192 where causal rows see few keys (H200, 16k tokens, 1024
-    keys: 288 and 253 TFLOP/s): all rows of a tile walk over the keys of each. In a window of 128 these are 256 or 384.
+    keys: 288 and 253 TFLOP/s): all rows of a tile walk over the keys of each. In a window of 128 these are 256 or 384:
+    328 and 391 us (2x8192, 64 heads on 8), and 314 with two tiles of queries in shared memory.
     """
     configs = FORWARD_CONFIGS[spec.sizes]
-    return configs[1] if spec.head_size == 64 and (spec.causal or spec.window) and seen <= SHORT else configs[0]
+    if spec.head_size != 64 or seen > SHORT or not (spec.causal or spec.window):
+        return configs[0]
+    measured = spec.window and not (spec.packed_q or spec.cached)
+    return configs[2] if measured else configs[1]
 
 
 def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, len_k: int) -> bool:
@@ -177,15 +181,15 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes. Calls take the first one, of 64 channels also the second; the others are
+# The configs for each pair of head sizes. Calls take the first one, of 64 channels also the next two; the others are
 # candidates, and so are those of 80, which runs as 96: see bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (
         ForwardConfig(3, 4),
         ForwardConfig(2, 4),
+        ForwardConfig(2, 4, q_stages=2),
         ForwardConfig(1, 4),
         ForwardConfig(3, 2, False),
-        ForwardConfig(2, 4, q_stages=2),
         ForwardConfig(2, 4, q_stages=2, order=Order.LAST_FIRST),
         ForwardConfig(3, 4, False, False),
     ),
