@@ -1,12 +1,13 @@
-"""Runs the PTX of a product for SM100 on the CPU: tensor memory, tcgen05.mma, stores by TMA, named barriers.
+"""Runs the PTX of a product for SM100 on the CPU: tensor memory, tcgen05.mma, multicast, stores by TMA, named barriers.
 
-Of CTAs without a cluster, one after the other. Products and copies are done when they are issued, so a barrier is told
+Clusters run one after the other. Products and copies are done when they are issued, so a barrier is told
 of them at once: who waits too little is not found, who waits for what nobody does is.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,7 +17,11 @@ from tests.ptx_threads import POISON, SHARED, WARP, Memory, operand, place
 
 LANES, COLUMNS = 128, 512
 LINE = 128  # bytes of a row of a swizzled box
-NOTHING = ("tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish", "tcgen05.dealloc", "cp.async.bulk.commit")
+HALVES = {"shl.b16": " << ", "or.b16": " | ", "cvt.u16.u32": ""}
+NOTHING = (
+    "tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish", "tcgen05.dealloc", "cp.async.bulk.commit",
+    "cp.async.bulk.wait", "barrier.cluster.arrive",
+)  # fmt: skip
 
 
 class Tcgen05Kernel(ProductKernel):
@@ -29,22 +34,35 @@ class Tcgen05Kernel(ProductKernel):
         parameters: Sequence[dict[int, int]],
         memory: Memory,
         copies: Mapping[int, tuple[np.ndarray, int]],
+        size: int = 1,
     ) -> None:
-        """``copies``: by a tensor map's parameter (matrix, or batch of some, rows of a box); results, too."""
-        for cta in range(ctas):
-            shared = np.full(SHARED, POISON, np.uint32)
-            here = Cta(shared, copies)
-            run = [self.of_thread(t, cta, ctas, parameters, memory.words, shared, here) for t in range(threads)]
-            in_turn([NamedWarp(run[w : w + WARP], here) for w in range(0, threads, WARP)], threads)
+        """``copies``: by a tensor map's parameter (matrix, or batch of some, rows of a box); results, too.
+
+        ``size``: CTAs of a cluster.
+        """
+        for first in range(0, ctas, size):
+            cluster: list[Cta] = []
+            cluster += [Cta(np.full(SHARED, POISON, np.uint32), copies, cluster) for _ in range(size)]
+            warps = []
+            for rank, here in enumerate(cluster):
+                given = (first + rank, ctas, parameters, memory.words, here.shared, here)
+                run = [self.of_thread(t, *given) for t in range(threads)]
+                warps += [NamedWarp(run[w : w + WARP], here) for w in range(0, threads, WARP)]
+            in_turn(warps, threads)
 
     def _translate(self, line: str, depth: int) -> None:
         if line.startswith("@"):
             return super()._translate(line, depth)
-        line = line.replace("%cluster_ctarank", "0")
         name, _, rest = line.partition(" ")
         parts = OPERANDS.findall(rest)
-        if name.startswith((*NOTHING, "cp.async.bulk.wait")):
+        if name.startswith(NOTHING):
             statements = ["pass"]
+        elif parts[-1:] == ["%cluster_ctarank"]:
+            statements = [f"{operand(parts[0])} = barriers.rank()"]
+        elif name == "barrier.cluster.wait":
+            statements = ["yield 'barrier', ('cluster', 0)"]
+        elif name in ("cvta.to.shared::cluster.u64", "cvta.shared.u64"):
+            statements = [f"{operand(parts[0])} = {operand(parts[1])}"]
         elif name.startswith("ld.param") and name.endswith(".b8"):
             number, offset = re.search(r"param_(\d+)(?:\+(\d+))?", parts[1]).groups()
             targets = enumerate(several(parts[0]))
@@ -55,7 +73,8 @@ class Tcgen05Kernel(ProductKernel):
         elif name.startswith("tcgen05.alloc"):
             statements = [f"shared[{place(parts[0])} >> 2] = 0"]
         elif name.startswith("tcgen05.commit"):
-            statements = [f"barriers.arrive({place(parts[0])}, 0)"]
+            mask = operand(parts[1]) if "multicast" in name else None
+            statements = [f"for cta_ in barriers.of({mask}):", f" cta_.arrive({place(parts[0])}, 0)"]
         elif name.startswith("tcgen05.mma"):
             accumulator, a, b, kind, _, accumulates = parts
             given = ", ".join([place(accumulator), *map(operand, (a, b, kind, accumulates))])
@@ -66,6 +85,11 @@ class Tcgen05Kernel(ProductKernel):
             statements = [f"row_ = barriers.row({place(at)}, tid, {len(registers)})"]
             for i, register in enumerate(registers):
                 statements.append(f"{register} = int(row_[{i}])" if loads else f"row_[{i}] = {register} & WORD")
+        elif name.startswith("cp.async.bulk.tensor") and "multicast" in name:
+            matrix, _, at = parts[1].strip("[]").partition(",")
+            at = ", ".join(f"signed({value})" for value in several(at))
+            given = f"{place(parts[0])}, {operand(matrix)}, ({at},), {place(parts[2])}"
+            statements = [f"for cta_ in barriers.of({operand(parts[3])}):", f" cta_.copy({given})"]
         elif name.startswith("cp.async.bulk.tensor") and ".global.shared::cta" in name:
             matrix, _, at = parts[0].strip("[]").partition(",")
             at = ", ".join(f"signed({value})" for value in several(at))
@@ -86,6 +110,9 @@ class Tcgen05Kernel(ProductKernel):
         elif name == "mov.b64" and parts[1].startswith("{"):
             low, high = several(parts[1])
             statements = [f"{operand(parts[0])} = ({low}) & WORD | (({high}) & WORD) << 32"]
+        elif name in HALVES:
+            target, *given = map(operand, parts)
+            statements = [f"{target} = ({HALVES[name].join(given)}) & 0xFFFF"]
         elif name == "cvt.rn.bf16x2.f32":
             high, low = (f"rounded(number({operand(part)}))" for part in parts[1:])
             statements = [f"{operand(parts[0])} = {low} | {high} << 16"]
@@ -97,9 +124,16 @@ class Tcgen05Kernel(ProductKernel):
 class Cta(Barriers):
     """The mbarriers of a CTA, its tensor memory, and what is copied and multiplied."""
 
-    def __init__(self, shared: np.ndarray, copies: Mapping[int, tuple[np.ndarray, int]]) -> None:
+    def __init__(self, shared: np.ndarray, copies: Mapping[int, tuple[np.ndarray, int]], cluster: list[Cta]) -> None:
         super().__init__(shared, copies)
-        self.tensor_memory = np.full((LANES, COLUMNS), POISON, np.uint32)
+        self.tensor_memory, self.cluster = np.full((LANES, COLUMNS), POISON, np.uint32), cluster
+
+    def rank(self) -> int:
+        return self.cluster.index(self)
+
+    def of(self, mask: int | None) -> list[Cta]:
+        """The CTAs of the cluster that a mask names; None: this one."""
+        return [self] if mask is None else [cta for i, cta in enumerate(self.cluster) if mask >> i & 1]
 
     def row(self, address: int, thread: int, columns: int) -> np.ndarray:
         """A thread's columns of its warp's lanes."""
@@ -146,7 +180,7 @@ class NamedWarp(Warp):
 
     def of(self, name: str, values: list) -> list:
         if name == "barrier":
-            self.barrier = values[0]
+            self.barrier = *values[0], None if values[0][0] == "cluster" else id(self.barriers)
         return super().of(name, values)
 
 
@@ -154,8 +188,10 @@ def in_turn(warps: list[NamedWarp], threads: int) -> None:
     while any(warp.at != "end" for warp in warps):
         if any([warp.advance() for warp in warps]):
             continue
-        waiting = [warp for warp in warps if warp.at == "barrier"]
-        full = [w for w in waiting if sum(o.barrier == w.barrier for o in waiting) * WARP == (w.barrier[1] or threads)]
+        waiting = Counter(warp.barrier for warp in warps if warp.at == "barrier")
+        counts = {at: len(warps) * WARP if at[0] == "cluster" else at[1] or threads for at in waiting}
+        full = [at for at, number in waiting.items() if number * WARP == counts[at]]
         assert full, "deadlock"
-        for warp in full:
-            warp.at = "work"
+        for warp in warps:
+            if warp.at == "barrier" and warp.barrier in full:
+                warp.at = "work"

@@ -1,6 +1,6 @@
 """The compiler's output for grouped products of SM100, run on the CPU; their sums are exact, so in any order.
 
-Of the kernels' classes with tiles that are quick to run, and no cluster. No SM100 has run them.
+Of the kernels' classes with tiles that are quick to run. No SM100 has run them.
 """
 
 import itertools
@@ -20,13 +20,14 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore::Runtim
 THREADS = 256
 REST = 5  # rows beyond the last group
 N, K = 72, 136  # tiles overhang
-# What is ragged, b's neighbours, the result's dtype, whether it is added to, the tile, whether it is of the transposed
+# What is ragged, b's neighbours, the result's dtype, whether it is added to, tile and cluster, whether it is transposed
 CASES = {
-    "rows": ("rows", "k", BF16, False, (128, 64, 64), False),
-    "rows, b along n": ("rows", "n", FP32, False, (128, 64, 64), False),
-    "few rows": ("rows", "k", BF16, False, (128, 16, 64), True),
-    "sums": ("sums", "n", BF16, False, (128, 64, 64), False),
-    "sums into fp32": ("sums", "n", FP32, True, (128, 64, 64), False),
+    "rows": ("rows", "k", BF16, False, (128, 64, 64), (1, 2), False),
+    "rows, b along n": ("rows", "n", FP32, False, (128, 64, 64), (1, 2), False),
+    "rows, no cluster": ("rows", "n", BF16, False, (128, 64, 64), (1, 1), False),
+    "few rows": ("rows", "k", BF16, False, (128, 16, 64), (1, 1), True),
+    "sums": ("sums", "n", BF16, False, (128, 64, 64), (2, 1), False),
+    "sums into fp32": ("sums", "n", FP32, True, (128, 64, 64), (2, 1), False),
 }
 # A group of two tiles of rows, and of K; of none; more tiles of K than the ring has slots
 SIZES = [(3, 0, 140, 17), (0, 16, 1, 0), (200,)]
@@ -38,9 +39,9 @@ import torch
 from cute_kernels.gemm.config_grouped import GemmConfig, GroupedSpec, grouped_arguments
 from cute_kernels.gemm.kernel_grouped import grouped
 from tests.gemm.test_ptx_sm100 import BF16, CASES
-for number, (ragged, major, out, accumulate, tile, transposed) in enumerate(CASES.values()):
+for number, (ragged, major, out, accumulate, tile, cluster, transposed) in enumerate(CASES.values()):
     spec = GroupedSpec(BF16, out, ragged, accumulate, "k" if ragged == "rows" else "m", major)
-    grouped.obtain(*grouped_arguments("sm_100a", spec, 64, GemmConfig(tile, (1, 1), 2, 2), transposed))
+    grouped.obtain(*grouped_arguments("sm_100a", spec, 64, GemmConfig(tile, cluster, 2, 2), transposed))
     (ptx,) = pathlib.Path.cwd().glob("*.ptx")
     ptx.rename(f"{number}.text")
 """
@@ -53,12 +54,12 @@ def kernels(tmp_path_factory):
     return {name: Tcgen05Kernel((folder / f"{number}.text").read_text()) for number, name in enumerate(CASES)}
 
 
-@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize("clusters", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_products_of_groups(name, sizes, ctas, kernels, generator):
+def test_products_of_groups(name, sizes, clusters, kernels, generator):
     """All of the result is written, of rows beyond the groups zeros; other rows' NaN reach no sum."""
-    ragged, major, out, accumulate, tile, transposed = CASES[name]
+    ragged, major, out, accumulate, tile, cluster, transposed = CASES[name]
     ends, rows = np.cumsum(sizes).astype(np.int32), sum(sizes) + REST
     bounds = list(itertools.pairwise((0, *ends)))
 
@@ -89,7 +90,9 @@ def test_products_of_groups(name, sizes, ctas, kernels, generator):
     parameters[4].update({0: rows, 4: K} if transposed else {})
     parameters[-2].update({0: of_d, **shape})
     parameters[-1].update({0: of_offs, 8: len(sizes)})
-    copies = {1: (as_16_bits(operands[0]), boxes[0]), 3: (as_16_bits(operands[1]), boxes[1]), 5: (d, tile[0])}
-    kernels[name].run(ctas, THREADS, parameters, memory, copies)
+    # A CTA loads its share of what its neighbour needs, too
+    copies = {1 + 2 * i: (as_16_bits(operands[i]), boxes[i] // cluster[1 - i]) for i in range(2)} | {5: (d, tile[0])}
+    size = cluster[0] * cluster[1]
+    kernels[name].run(clusters * size, THREADS, parameters, memory, copies, size)
     found = torch.from_numpy(d.copy() if out is FP32 else d.view(np.int16).copy()).view(out)
     assert torch.equal(found, (wanted + start.float() if accumulate else wanted).to(out))
