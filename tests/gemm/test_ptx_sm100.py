@@ -4,6 +4,7 @@ Of the kernels' classes with tiles that are quick to run. No SM100 has run them.
 """
 
 import itertools
+import re
 from collections import defaultdict
 
 import numpy as np
@@ -48,10 +49,15 @@ for number, (ragged, major, out, accumulate, tile, cluster, transposed) in enume
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
+def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ptx")
     compile_in(folder, PROGRAM)
-    return {name: Tcgen05Kernel((folder / f"{number}.text").read_text()) for number, name in enumerate(CASES)}
+    return {name: (folder / f"{number}.text").read_text() for number, name in enumerate(CASES)}
+
+
+@pytest.fixture(scope="module")
+def kernels(texts):
+    return {name: Tcgen05Kernel(text) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("clusters", [1, 3])
@@ -59,6 +65,19 @@ def kernels(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_products_of_groups(name, sizes, clusters, kernels, generator):
     """All of the result is written, of rows beyond the groups zeros; other rows' NaN reach no sum."""
+    check(name, sizes, clusters, kernels[name], generator)
+
+
+def test_a_control(texts, generator):
+    """Sums whose next group's rows are not zeroed are found."""
+    zeroed = re.compile(r"st\.shared\.v4\.b32\s+\[%r\d+\], \{0, 0, 0, 0\};")
+    text, count = zeroed.subn("", texts["sums"])
+    assert count == 2
+    with pytest.raises(AssertionError):
+        check("sums", SIZES[0], 1, Tcgen05Kernel(text), generator)
+
+
+def check(name, sizes, clusters, kernel, generator):
     ragged, major, out, accumulate, tile, cluster, transposed = CASES[name]
     ends, rows = np.cumsum(sizes).astype(np.int32), sum(sizes) + REST
     bounds = list(itertools.pairwise((0, *ends)))
@@ -93,6 +112,6 @@ def test_products_of_groups(name, sizes, clusters, kernels, generator):
     # A CTA loads its share of what its neighbour needs, too
     copies = {1 + 2 * i: (as_16_bits(operands[i]), boxes[i] // cluster[1 - i]) for i in range(2)} | {5: (d, tile[0])}
     size = cluster[0] * cluster[1]
-    kernels[name].run(clusters * size, THREADS, parameters, memory, copies, size)
+    kernel.run(clusters * size, THREADS, parameters, memory, copies, size)
     found = torch.from_numpy(d.copy() if out is FP32 else d.view(np.int16).copy()).view(out)
     assert torch.equal(found, (wanted + start.float() if accumulate else wanted).to(out))
