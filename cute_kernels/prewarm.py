@@ -19,7 +19,7 @@ from cute_kernels.attention.config import FEW_ROWS, SHORT, UNBOUNDED, WARPGROUP_
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
-from cute_kernels.gemm.config_grouped import DECODE
+from cute_kernels.gemm.config_grouped import DECODE, MANY_ROWS
 from cute_kernels.gemm.config_mxfp8 import DECODE as MXFP8_DECODE
 from cute_kernels.gemm.fp32 import product as fp32_product
 from cute_kernels.gemm.launch import gemm
@@ -352,7 +352,7 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
         for table in (None, _empty(2, e, **int32)):
             moe.moe_plan.function(indices, table, offs, _empty(2 * k, **int32), indices, offs, align)
     # Rows of an expert by which products choose their kernel
-    for mean in (*DECODE, max(DECODE) + 1):
+    for mean in (*DECODE, max(DECODE) + 1, MANY_ROWS):
         slots = _empty(mean * e, **int32)
         rows, z, h = (_empty(mean * e, n, dtype=dtype) for n in (c, 2 * f, f))
         given = indices if oai else None, up_bias

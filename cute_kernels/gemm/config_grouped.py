@@ -68,6 +68,8 @@ SUMS = (
     GemmConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
     GemmConfig((128, 128, 64), (2, 1), 5, 8, ping_pong=True),
 )
+# Mean of a group's rows from which on the products of sums take longer than what the sums start from
+MANY_ROWS = 1024
 # Few rows a group, along N, the product transposed: the bytes of the weights are what counts. Mean of a group's rows up
 # to -> kernel. A tile is wider than the mean, since random groups have more, and a second tile reads the weights again.
 # H200, us, (64, 8), (64, 16), (64, 32), 128 rows; bmm of equal groups, random groups (0.3), up:
@@ -115,16 +117,17 @@ def choose_rows(arch: str, rows: int, groups: int, n: int) -> tuple[GemmConfig, 
     return min(many_rows(arch), key=lambda config: _padded(n, config)), False
 
 
-def choose_sums(arch: str, m: int, n: int, accumulate: bool = False) -> tuple[GemmConfig, bool]:
-    """(kernel, False) for sums of (m, n) a group.
+def choose_sums(arch: str, m: int, n: int, rows: int, groups: int, accumulate: bool) -> tuple[GemmConfig, bool]:
+    """(kernel, False) for sums of (m, n) a group, over ``rows`` of all groups.
 
-    Where sums are accumulated into, tiles that do not overhang go first. H200, us, 192 and 128 columns, T=8192, when
-    one that does was read eight sums at a time: Qwen3-30B (1536, 2048) 1961, 1171; gpt-oss-120b (5760, 2880) 5739,
-    6248.
+    Where sums are accumulated into, and products of few rows do not take longer, tiles that do not overhang go first.
+    H200, us, 192 and 128 columns, T=8192: means of 512 rows, (1536, 2048) 1266, 1182; of 256, (5760, 2880), which 192
+    divides, 5627, 5767; of 2048, (28672, 4096) 5734, 6096.
     """
+    few = rows < MANY_ROWS * groups
 
     def cost(config: GemmConfig) -> tuple[bool, float]:
-        return accumulate and n % config.tile[1] > 0, _padded(m, config, 0) * _padded(n, config)
+        return accumulate and few and n % config.tile[1] > 0, _padded(m, config, 0) * _padded(n, config)
 
     return min(sums(arch), key=cost), False
 

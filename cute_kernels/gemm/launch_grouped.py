@@ -60,7 +60,7 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
     is_rows = spec.ragged == "rows"
     if candidate is None:
         arch = target.arch
-        candidate = choose_rows(arch, m, groups, n) if is_rows else choose_sums(arch, m, n, spec.accumulate)
+        candidate = choose_rows(arch, m, groups, n) if is_rows else choose_sums(arch, m, n, k, groups, spec.accumulate)
     config, transposed = candidate
     if config is None or spec.a_major is None:
         config, transposed = None, False

@@ -70,9 +70,10 @@ def test_who_is_chosen():
 
 
 def test_who_is_chosen_to_accumulate():
-    """Whole tiles go first."""
-    assert [choose_sums("sm_90a", 1536, 2048, into)[0].tile[1] for into in (False, True)] == [192, 128]
-    assert choose_sums("sm_90a", 5760, 2880, True)[0].tile[1] == 192
+    """Whole tiles go first where few rows are summed."""
+    assert [choose_sums("sm_90a", 1536, 2048, 65536, 128, into)[0].tile[1] for into in (False, True)] == [192, 128]
+    assert choose_sums("sm_90a", 5760, 2880, 32768, 128, True)[0].tile[1] == 192
+    assert [choose_sums("sm_90a", 28672, 4096, rows, 8, True)[0].tile[1] for rows in (8191, 16384)] == [128, 192]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

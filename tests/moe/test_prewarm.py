@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cute_kernels import moe, nn
+from cute_kernels import grouped_mm, moe, nn
+from cute_kernels.gemm.config_grouped import MANY_ROWS
 from cute_kernels.prewarm import for_config
 from tests.fakes import fake_kernels
 from tests.moe.cases import BF16, FP32, randn, run_layer
@@ -35,6 +36,17 @@ def test_gpt_oss(generator):
             routing = moe.route(layer.logits.requires_grad_(), 2)
             moe.experts(layer.x, routing, gate_up, down, **given, **options).backward(layer.dy)
     assert_known(jobs, model_type="gpt_oss")
+
+
+def test_many_rows():
+    """Sums into main_grad, of tiles that overhang, have another kernel then."""
+    offs, into = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 144, 2048)
+    with fake_kernels(computes=False) as jobs:
+        for rows in (8 * MANY_ROWS - 8, 8 * MANY_ROWS):
+            dz, x = torch.zeros(rows, 144, dtype=BF16), torch.zeros(rows, 2048, dtype=BF16)
+            grouped_mm(dz.t(), x, offs, accumulate_into=into)
+    assert len(set(jobs)) == 2
+    assert_known(jobs, hidden_size=2048)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
