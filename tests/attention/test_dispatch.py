@@ -239,7 +239,7 @@ def test_no_grad_is_enough(generator):
 def test_the_config_follows_from_the_head_size_alone():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
-    assert len(found) == len(config.HEAD_SIZES) + 1  # of 64 another one where rows see few keys
+    assert len(found) == len(config.HEAD_SIZES) + 2  # of 64 others where rows see few keys, of windows and without
 
 
 def test_a_short_window_takes_tiles_of_fewer_rows(jobs, generator):
@@ -251,7 +251,10 @@ def test_a_short_window_takes_tiles_of_fewer_rows(jobs, generator):
     ):
         q, k, v = make_inputs(Case(1, 3, len_k, 2, 1, 64), generator)
         attention(q, k, v, window=window)
-        assert next(a for _, a in reversed(jobs) if isinstance(a[1], config.ForwardSpec))[2].warpgroups == warpgroups
+        chosen = next(a for _, a in reversed(jobs) if isinstance(a[1], config.ForwardSpec))[2]
+        assert (chosen.warpgroups, chosen.q_stages) == (warpgroups, 2 if warpgroups == 2 else 1)
+    packed = config.ForwardSpec(BF16, 64, False, window=True, packed_q=True, packed_k=True)
+    assert config.forward_config(packed, 128) == config.forward_config(config.ForwardSpec(BF16, 64, True), 128)
 
 
 def test_the_order_of_tiles():
