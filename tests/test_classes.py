@@ -17,7 +17,8 @@ from cute_kernels.mxfp8.config import DualConfig
 from jit_cache.prewarm import discover
 from tests.gemm import test_compile as test_gemm_compile
 from tests.mhc import test_compile as test_mhc_compile
-from tests.norm.test_compile import BF16, check_record
+from tests.norm.cases import BF16, Case, kernels_of
+from tests.norm.test_compile import check_record
 
 FAMILIES = ("attention", "gemm", "log_prob", "mhc", "moe", "mxfp8", "norm", "reduction", "sampling", "scatter")
 # By a class's name
@@ -30,7 +31,7 @@ def shipped(family: str, arch: str) -> list:
 
 def others(family: str, arch: str) -> list:
     """Kernels of classes that are not the first of a builder: products by any strides, in turns, transposed, in blocks;
-    the quantizers' ring; hyper-connections that the tables do not have.
+    the quantizers' ring; hyper-connections that the tables do not have; the norms' sums of few, wide rows.
     """
     if family == "gemm":
         from cute_kernels.gemm.kernel import gemm
@@ -49,6 +50,8 @@ def others(family: str, arch: str) -> list:
     if family == "mxfp8":
         rings = (job for job in shipped("mxfp8", arch) if any(isinstance(value, DualConfig) for value in job[1]))
         return list(rings)[:1]
+    if family == "norm":
+        return kernels_of([Case("rms", 262144)], arch)[1:]
     return []
 
 
