@@ -17,7 +17,13 @@ from tests.ptx_threads import POISON, SHARED, WARP, Memory, operand, place
 
 LANES, COLUMNS = 128, 512
 LINE = 128  # bytes of a row of a swizzled box
-HALVES = {"shl.b16": " << ", "or.b16": " | ", "cvt.u16.u32": ""}
+# Of operands a and b; registers of 16 bits hold unsigned ones
+SMALL = {
+    "shl.b16": "a << b & 0xFFFF", "or.b16": "a | b", "add.s16": "a + b & 0xFFFF", "sub.s16": "a - b & 0xFFFF",
+    "shr.s16": "(a ^ 0x8000) - 0x8000 >> b & 0xFFFF", "mul.wide.s16": "((a ^ 0x8000) - 0x8000) * b & WORD",
+    "cvt.u16.u32": "a & 0xFFFF", "cvt.s8.s32": "(a & 255 ^ 128) - 128 & 0xFFFF",
+    "cvt.s16.s8": "(a & 255 ^ 128) - 128 & 0xFFFF", "min.relu.s32": "max(min(signed(a), signed(b)), 0)",
+}  # fmt: skip
 NOTHING = (
     "tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish", "tcgen05.dealloc", "cp.async.bulk.commit",
     "cp.async.bulk.wait", "barrier.cluster.arrive",
@@ -59,6 +65,8 @@ class Tcgen05Kernel(ProductKernel):
             statements = ["pass"]
         elif parts[-1:] == ["%cluster_ctarank"]:
             statements = [f"{operand(parts[0])} = barriers.rank()"]
+        elif parts[-1:] == ["%laneid"]:
+            statements = [f"{operand(parts[0])} = tid % {WARP}"]
         elif name == "barrier.cluster.wait":
             statements = ["yield 'barrier', ('cluster', 0)"]
         elif name in ("cvta.to.shared::cluster.u64", "cvta.shared.u64"):
@@ -110,9 +118,11 @@ class Tcgen05Kernel(ProductKernel):
         elif name == "mov.b64" and parts[1].startswith("{"):
             low, high = several(parts[1])
             statements = [f"{operand(parts[0])} = ({low}) & WORD | (({high}) & WORD) << 32"]
-        elif name in HALVES:
+        elif name in SMALL:
             target, *given = map(operand, parts)
-            statements = [f"{target} = ({HALVES[name].join(given)}) & 0xFFFF"]
+            values = dict(zip("ab", given, strict=False))
+            code = re.sub(r"\b[ab]\b", lambda found: values[found[0]], SMALL[name])
+            statements = [f"{target} = {code}"]
         elif name == "cvt.rn.bf16x2.f32":
             high, low = (f"rounded(number({operand(part)}))" for part in parts[1:])
             statements = [f"{operand(parts[0])} = {low} | {high} << 16"]

@@ -7,7 +7,7 @@ tile is written while the next one is summed.
     gmem a, b --TMA--> sA, sB (full / empty mbarriers) --tcgen05.mma--> tensor memory (full / empty mbarriers)
     --tcgen05.ld--> registers --> sD --TMA--> gmem d, or straight to gmem
 
-Compiled and inspected only: no SM100 has run it yet.
+Compiled and inspected, and its PTX run on the CPU (tests/gemm/test_ptx_sm100.py): no SM100 has run it yet.
 """
 
 from typing import Optional

@@ -1,4 +1,4 @@
-"""The compiler's output for grouped products of SM100, run on the CPU; their sums are exact, so in any order.
+"""The compiler's output for products of SM100, grouped and not, run on the CPU; their sums are exact, so in any order.
 
 Of the kernels' classes with tiles that are quick to run. No SM100 has run them.
 """
@@ -34,17 +34,30 @@ CASES = {
 SIZES = [(3, 0, 140, 17), (0, 16, 1, 0), (200,)]
 
 
+# Of products of matrices: options, what the result is rounded to
+MATRICES = {"y": ({}, BF16), "main_grad": (dict(a_major="m", b_major="n", accumulate=True, has_valid_k=True), FP32)}
+TILE, CLUSTER = (128, 64, 64), (2, 1)
+
 PROGRAM = """
 import pathlib
 import torch
+from cute_kernels.gemm.config import GemmSpec, gemm_arguments
 from cute_kernels.gemm.config_grouped import GemmConfig, GroupedSpec, grouped_arguments
+from cute_kernels.gemm.kernel import gemm
 from cute_kernels.gemm.kernel_grouped import grouped
-from tests.gemm.test_ptx_sm100 import BF16, CASES
+from tests.gemm.test_ptx_sm100 import BF16, CASES, CLUSTER, MATRICES, TILE
+
+def keep(name):
+    (ptx,) = pathlib.Path.cwd().glob("*.ptx")
+    ptx.rename(f"{name}.text")
+
 for number, (ragged, major, out, accumulate, tile, cluster, transposed) in enumerate(CASES.values()):
     spec = GroupedSpec(BF16, out, ragged, accumulate, "k" if ragged == "rows" else "m", major)
     grouped.obtain(*grouped_arguments("sm_100a", spec, 64, GemmConfig(tile, cluster, 2, 2), transposed))
-    (ptx,) = pathlib.Path.cwd().glob("*.ptx")
-    ptx.rename(f"{number}.text")
+    keep(number)
+for name, (options, out) in MATRICES.items():
+    gemm.obtain(*gemm_arguments("sm_100a", GemmSpec(BF16, out, **options), 64, GemmConfig(TILE, CLUSTER, 2, 2), False))
+    keep(name)
 """
 
 
@@ -52,7 +65,8 @@ for number, (ragged, major, out, accumulate, tile, cluster, transposed) in enume
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ptx")
     compile_in(folder, PROGRAM)
-    return {name: (folder / f"{number}.text").read_text() for number, name in enumerate(CASES)}
+    files = {name: str(number) for number, name in enumerate(CASES)} | {name: name for name in MATRICES}
+    return {name: (folder / f"{file}.text").read_text() for name, file in files.items()}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +80,44 @@ def kernels(texts):
 def test_products_of_groups(name, sizes, clusters, kernels, generator):
     """All of the result is written, of rows beyond the groups zeros; other rows' NaN reach no sum."""
     check(name, sizes, clusters, kernels[name], generator)
+
+
+@pytest.mark.parametrize("clusters", [1, 3])
+@pytest.mark.parametrize("m, n, k, valid", [(300, 200, 136, 67), (8, 72, 64, 64), (257, 8, 200, 0)])
+@pytest.mark.parametrize("name", MATRICES)
+def test_products(name, m, n, k, valid, clusters, kernels, generator):
+    """Tiles that overhang, NaN beyond the k that count; accumulators start from what is there."""
+    options, out = MATRICES[name]
+    a, b = (torch.randint(-4, 5, (rows, k), generator=generator).to(BF16) for rows in (m, n))
+    start = torch.full((m, n), torch.nan)
+    wanted = a.float() @ b.float().T
+    if options:
+        start = torch.randint(-9, 10, (m, n), generator=generator).float()
+        wanted = start + a[:, :valid].float() @ b[:, :valid].float().T
+        a[:, valid:] = b[:, valid:] = torch.nan
+        a, b = a.t().contiguous(), b.t().contiguous()
+    memory = Memory()
+    of_d, d = memory.array(start.numpy() if out is FP32 else as_16_bits(start.to(out)))
+    of_valid, _ = memory.array(np.array([valid], np.int32))
+    tiles_m, tiles_n = (-(-size // (TILE[i] * CLUSTER[i])) for i, size in enumerate((m, n)))
+    first = 9 if options else 8  # of the divisors
+    parameters = [defaultdict(int) for _ in range(first + 4)]
+    parameters[2].update({0: m, 4: k})
+    parameters[7].update({0: of_d, 8: m, 12: n, 16: n})
+    parameters[8].update({0: of_valid} if options else {})
+    parameters[first].update(divisor_of(2 * tiles_n))  # two rows of tiles are walked together, the last ones may be one
+    parameters[first + 2].update(divisor_of((tiles_m - 1) % 2 + 1))
+    rows = [TILE[2] if options else TILE[i] for i in range(2)]
+    copies = {1 + 2 * i: (as_16_bits(t), rows[i] // CLUSTER[1 - i]) for i, t in enumerate((a, b))} | {5: (d, TILE[0])}
+    kernels[name].run(2 * clusters, 192, parameters, memory, copies, 2)
+    found = torch.from_numpy(d.copy() if out is FP32 else d.view(np.int16).copy()).view(out)
+    assert torch.equal(found, wanted.to(out))
+
+
+def divisor_of(number: int) -> dict[int, int]:
+    """A divisor that the launch prepares: itself, a multiplier, two shifts."""
+    bits = (number - 1).bit_length()
+    return {0: number, 4: (2**32 * (2**bits - number) // number + 1), 8: min(bits, 1), 9: max(bits - 1, 0)}
 
 
 def test_a_control(texts, generator):
