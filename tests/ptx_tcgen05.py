@@ -93,6 +93,9 @@ class Tcgen05Kernel(ProductKernel):
             statements = [f"row_ = barriers.row({place(at)}, tid, {len(registers)})"]
             for i, register in enumerate(registers):
                 statements.append(f"{register} = int(row_[{i}])" if loads else f"row_[{i}] = {register} & WORD")
+        elif name.startswith("tcgen05.ld.sync.aligned.16x256b"):
+            registers = several(parts[0])
+            statements = [f"{', '.join(registers)} = barriers.pairs({place(parts[1])}, tid, {len(registers)})"]
         elif name.startswith("cp.async.bulk.tensor") and "multicast" in name:
             matrix, _, at = parts[1].strip("[]").partition(",")
             at = ", ".join(f"signed({value})" for value in several(at))
@@ -151,14 +154,24 @@ class Cta(Barriers):
         assert lane == thread // WARP % 4 * WARP, "a warp reaches the lanes of its index alone"
         return self.tensor_memory[lane + thread % WARP, column : column + columns]
 
+    def pairs(self, address: int, thread: int, number: int) -> list[int]:
+        """A thread's neighbouring columns of two of 16 lanes, as after a warp-level MMA."""
+        lane, column = address >> 16, address & 0xFFFF
+        assert lane % WARP in (0, 16) and lane // WARP == thread // WARP % 4
+        rows = self.tensor_memory[lane + thread % WARP // 4 :: 8][:2]
+        first = column + thread % 4 * 2
+        return [int(rows[i // 2 % 2, first + i // 4 * 8 + i % 2]) for i in range(number)]
+
     def multiply(self, accumulator: int, a: int, b: int, kind: int, accumulates: bool) -> None:
         """D (M, N) = A (M, 16) B (N, 16)^T, and D, of bf16."""
         m, n = (kind >> 24 & 31) << 4, (kind >> 17 & 63) << 3
         a, b = self.operand(a, m, kind >> 15 & 1), self.operand(b, n, kind >> 16 & 1)
-        assert m == LANES and accumulator >> 16 == 0
-        sums = self.tensor_memory[:, accumulator : accumulator + n].view(np.float32)
-        product = a @ b.T
-        sums[:] = product + sums if accumulates else product
+        lane, first = accumulator >> 16, accumulator & 0xFFFF
+        assert (m, lane) in ((LANES, 0), (64, 0), (64, 16))
+        lanes = np.arange(LANES) if m == LANES else lane + np.arange(64) // 16 * WARP + np.arange(64) % 16
+        sums = self.tensor_memory[lanes, first : first + n].view(np.float32)
+        product = (a @ b.T).astype(np.float32)
+        self.tensor_memory[lanes, first : first + n] = (product + sums if accumulates else product).view(np.uint32)
 
     def operand(self, descriptor: int, rows: int, is_along_rows: int) -> np.ndarray:
         """The operand (rows, 16) that a descriptor of shared memory swizzled by 128 bytes stands for."""

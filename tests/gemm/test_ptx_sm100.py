@@ -26,7 +26,8 @@ CASES = {
     "rows": ("rows", "k", BF16, False, (128, 64, 64), (1, 2), False),
     "rows, b along n": ("rows", "n", FP32, False, (128, 64, 64), (1, 2), False),
     "rows, no cluster": ("rows", "n", BF16, False, (128, 64, 64), (1, 1), False),
-    "few rows": ("rows", "k", BF16, False, (128, 16, 64), (1, 1), True),
+    "few rows": ("rows", "k", BF16, False, (64, 8, 128), (1, 1), True),
+    "few rows, b along n": ("rows", "n", BF16, False, (64, 32, 128), (1, 1), True),
     "sums": ("sums", "n", BF16, False, (128, 64, 64), (2, 1), False),
     "sums into fp32": ("sums", "n", FP32, True, (128, 64, 64), (2, 1), False),
 }
@@ -142,9 +143,10 @@ def check(name, sizes, clusters, kernel, generator):
         for e, (start, end) in enumerate(bounds):
             wanted[start:end] = a[start:end].float() @ b[e].float().T
         operands, shape = (a, b if major == "k" else b.mT.contiguous()), {8: rows, 12: N, 16: N}
-        of_a, boxes = {0: rows, 4: K}, tile[:2]
+        of_a, boxes = {0: rows, 4: K}, (tile[0], tile[1] if major == "k" else tile[2])
         if transposed:
             operands, shape, of_a = operands[::-1], {8: N, 12: rows, 16: N}, {0: N, 4: K, 8: len(sizes)}
+            boxes = tile[0] if major == "k" else tile[2], tile[1]
     else:
         a, b = integers(rows, N), integers(rows, K)
         a[ends[-1] :] = b[ends[-1] :] = torch.nan
