@@ -13,17 +13,18 @@ from tests.moe.test_kernel_moe import ACTIVATIONS, make_other
 TOKENS = (9, 60, 400)
 
 
-def assert_known(jobs, **config):
+def assert_known(jobs, arch="sm_90a", **config):
     """They are precompiled for a model of such experts, whose tokens have 64 channels."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 2}
-    missing = set(jobs) - set(for_config({**sizes, "torch_dtype": "bfloat16", **config}, "sm_90a"))
+    missing = set(jobs) - set(for_config({**sizes, "torch_dtype": "bfloat16", **config}, arch))
     assert jobs and not missing, [(builder.__name__, arguments) for builder, arguments in missing]
 
 
-def test_gpt_oss(generator):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_gpt_oss(arch, generator):
     """With a main_grad and without."""
     options = ACTIVATIONS[1]
-    with fake_kernels(computes=False) as jobs:
+    with fake_kernels(arch, computes=False) as jobs:
         for tokens in TOKENS:
             layer = make_other(options, generator, tokens, hidden=64)
             run_layer(layer, 2, **options)
@@ -35,7 +36,7 @@ def test_gpt_oss(generator):
             given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
             routing = moe.route(layer.logits.requires_grad_(), 2)
             moe.experts(layer.x, routing, gate_up, down, **given, **options).backward(layer.dy)
-    assert_known(jobs, model_type="gpt_oss")
+    assert_known(jobs, arch, model_type="gpt_oss")
 
 
 def test_many_rows():
@@ -61,6 +62,17 @@ def test_experts_in_mxfp8(hidden, dtype, generator):
     assert {"grouped_mxfp8", "mxfp8_quantize", "mxfp8_dequantize"} <= {builder.__name__ for builder, _ in jobs}
     name = {BF16: "bfloat16", FP32: "float32"}[dtype]
     assert_known(jobs, hidden_size=hidden, moe_intermediate_size=96, torch_dtype=name)
+
+
+def test_experts_in_mxfp8_on_sm100(generator):
+    """They are dequantized for any number of rows."""
+    with fake_kernels("sm_100a", computes=False) as jobs:
+        model = nn.MoE(64, 96, 8, 2, dtype=BF16).quantize_experts()
+        with torch.no_grad():
+            for tokens in (1, 9, 60, 400):
+                model(randn(tokens, 64, generator=generator, dtype=BF16))
+    assert "mxfp8_dequantize" in {builder.__name__ for builder, _ in jobs}
+    assert_known(jobs, "sm_100a", moe_intermediate_size=96)
 
 
 def test_deepseek(generator):
