@@ -107,6 +107,8 @@ class ForwardConfig:
         scores_ahead: scores of the next block are computed under this block's product with the values; else behind it,
             in its registers.
         q_stages: tiles of queries in shared memory; with 2 the next tile's come while this one is computed.
+        masks_by_side: keys of a window's blocks are compared with the bound, left or right, that some rows do not see
+            across; else with both.
         order: of tiles. ``Order.USUAL``: causal ones as ``pairs_tiles`` says, others head by head.
     """
 
@@ -116,6 +118,7 @@ class ForwardConfig:
     scores_ahead: bool = True
     q_stages: int = 1
     order: Order = Order.USUAL
+    masks_by_side: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -191,6 +194,7 @@ FORWARD_CONFIGS = {
         ForwardConfig(1, 4),
         ForwardConfig(3, 2, False),
         ForwardConfig(2, 4, q_stages=2, order=Order.LAST_FIRST),
+        ForwardConfig(2, 4, q_stages=2, masks_by_side=True),
         ForwardConfig(3, 4, False, False),
     ),
     (80, 80): (ForwardConfig(2, 3), ForwardConfig(3, 2, False, False)),
@@ -200,6 +204,7 @@ FORWARD_CONFIGS = {
         ForwardConfig(1, 2),
         ForwardConfig(2, 2, False),
         ForwardConfig(2, 2, order=Order.LAST_FIRST),
+        ForwardConfig(2, 2, order=Order.LAST_FIRST, masks_by_side=True),
     ),
     (192, 128): (
         ForwardConfig(2, 2, False),

@@ -76,6 +76,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.warpgroups, self.stages = config.warpgroups, config.stages
         self.ping_pong = config.ping_pong and config.warpgroups > 1
         self.scores_ahead, self.q_stages, self.order = config.scores_ahead, config.q_stages, config.order
+        self.masks_by_side = config.masks_by_side and self.window
         self.tile_rows = config.tile_rows
         self.paged = spec.page_rows > 0
         self.box_rows = spec.page_rows or self.block
@@ -348,8 +349,8 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
             seen_end = cutlass.min(cutlass.max(blocks.seen_end, begin), end)
             for n in cutlass.range(begin, seen_end, unroll=1):
                 self.next_block(tensors, state, tile, first_row, n, start, queries, False)
-            for n in cutlass.range(seen_end, end, unroll=1):
-                self.next_block(tensors, state, tile, first_row, n, start, queries, True)
+            for n in cutlass.range(seen_end, end, unroll=1):  # keys before the window are in the blocks before
+                self.next_block(tensors, state, tile, first_row, n, start, queries, True, not self.masks_by_side)
             if end < last:
                 self.border_block(tensors, state, tile, first_row, blocks, end, start, queries, split == first_split)
 
@@ -367,7 +368,12 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.release(self.k_empty + slot)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
-        if (blocks.first < blocks.seen_first) | (blocks.first >= blocks.seen_end):
+        if const_expr(self.masks_by_side):
+            if blocks.first < blocks.seen_first:
+                self.hide_keys(scores, tile, first_row, blocks.first, right=False)
+            if blocks.first >= blocks.seen_end:
+                self.hide_keys(scores, tile, first_row, blocks.first, left=False)
+        elif (blocks.first < blocks.seen_first) | (blocks.first >= blocks.seen_end):
             self.hide_keys(scores, tile, first_row, blocks.first)
         self.weigh_first(tensors, state, scores)
 
@@ -382,14 +388,18 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         start: Int32,
         queries: Int32,
         masked: cutlass.Constexpr[bool],
+        left: cutlass.Constexpr[bool] = True,
     ):
-        """Scores and p of block ``n`` beside the product of block n - 1 with the values."""
+        """Scores and p of block ``n`` beside the product of block n - 1 with the values.
+
+        ``masked``: some rows do not see all its keys; ``left``: nor those before a window.
+        """
         scores = cute.make_rmem_tensor(self.scores_shape, Float32)
         v_slot = self.issue_products(tensors, scores, n, start, queries)
         if const_expr(self.spec.softcap):
             cap(scores, self.before_tanh)
         if const_expr(masked):
-            self.hide_keys(scores, tile, first_row, n)
+            self.hide_keys(scores, tile, first_row, n, left)
         self.weigh(tensors, state, scores)
         self.release(self.v_empty + v_slot)
         self.round_weights(scores, tensors[1])
@@ -470,8 +480,10 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
 
-    def hide_keys(self, scores: cute.Tensor, tile: Tile, first_row: Int32, n: Int32):
-        """Scores of keys that a row does not see."""
+    def hide_keys(
+        self, scores: cute.Tensor, tile: Tile, first_row: Int32, n: Int32, left: bool = True, right: bool = True
+    ):
+        """Scores of keys that a row does not see: those before a window, and those behind it or the diagonal."""
         thread = opaque(self.thread)
         origin = n * self.block + first_column(thread)
         my_row = first_row + row_of_thread(thread)
@@ -482,7 +494,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
                 last = cutlass.min(place + self.right if self.window else place, last)
             firsts.append(place - self.left - origin)
             lasts.append(last - origin)
-        hide(scores, tuple(lasts), tuple(firsts) if self.window else None)
+        hide(scores, tuple(lasts) if right else None, tuple(firsts) if self.window and left else None)
 
     @cute.jit
     def wait_for_turn(self):

@@ -89,13 +89,19 @@ def cap(scores: cute.Tensor, before_tanh: Float32):
 
 
 @cute.jit
-def hide(scores: cute.Tensor, last: tuple, first: tuple | None = None):
-    """Scores of invisible keys become -inf. ``first``, ``last``: of each row, visible columns from its lane's first."""
+def hide(scores: cute.Tensor, last: tuple | None, first: tuple | None = None):
+    """Scores of invisible keys become -inf. ``first``, ``last``: of each row, visible columns from its lane's first.
+
+    None: no key of the block is beyond.
+    """
     for i in cutlass.range_constexpr(cute.size(scores)):
         row, column = row_of(i), column_of(i)
-        seen = last[row] >= column
-        if cutlass.const_expr(first is not None):
-            seen = seen & (first[row] <= column)
+        if cutlass.const_expr(last is None):
+            seen = first[row] <= column
+        else:
+            seen = last[row] >= column
+            if cutlass.const_expr(first is not None):
+                seen = seen & (first[row] <= column)
         scores[i] = choose(seen, scores[i], -infinity())
 
 
