@@ -67,7 +67,7 @@ def test_every_candidate_is_chosen(arch):
 
 
 def test_another_number_of_tokens_compiles_nothing(generator):
-    """Once each kernel has been chosen, no number of tokens asks for another. What it finds is not computed."""
+    """Once each kernel has been chosen, no number of tokens asks for another. Results are not computed."""
 
     def step(m):
         case = Case(m, 264, 200, bias=FP32, activation="gelu")

@@ -1,6 +1,6 @@
 """The compiler's output for products of SM100, grouped and not, run on the CPU; their sums are exact, so in any order.
 
-Of the kernels' classes with tiles that are quick to run. No SM100 has run them.
+Their tiles are small, so that they are quick to run. No SM100 has run them.
 """
 
 import itertools
