@@ -66,15 +66,17 @@ class GemmBase:
         stream,
     ):
         self.dtype, self.out = a.element_type, d.element_type
-        a, b, d = batch_last(a), batch_last(b), batch_last(d)
-        if const_expr(self.majors[0] == "m"):
-            a = transpose(a)
-        if const_expr(self.majors[1] == "n"):
-            b = transpose(b)
-        if const_expr(self.transposed):
-            d = transpose(d)
-            z = None if const_expr(z is None) else transpose(z)
+        a, b, d = self.oriented(a, b, d)
+        if const_expr(self.transposed and z is not None):
+            z = transpose(z)
         self.multiply(a, b, d, z, bias, valid_k, (), num_ctas, stream)
+
+    def oriented(self, a: cute.Tensor, b: cute.Tensor, d: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """a (M, K), b (N, K), d (M, N) as the product has them; of batches the index is last."""
+        a, b, d = batch_last(a), batch_last(b), batch_last(d)
+        a = transpose(a) if self.majors[0] == "m" else a
+        b = transpose(b) if self.majors[1] == "n" else b
+        return a, b, transpose(d) if self.transposed else d
 
     def load_op(self, multicast: int):
         """Instruction that loads an operand's tile, or this CTA's share of one that ``multicast`` CTAs need."""

@@ -86,21 +86,7 @@ class GemmSm100(GemmBase):
         stream,
     ):
         """Launch, of a (M, K), b (N, K) and d (M, N), or of batches (..., L). ``rows``: as in ``finish``."""
-        self.a_major = LayoutEnum.from_tensor(a).mma_major_mode()
-        self.b_major = LayoutEnum.from_tensor(b).mma_major_mode()
-        tiled_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, self.a_major, self.b_major, Float32, tcgen05.CtaGroup.ONE, self.tile[:2]
-        )
-        sA_layout = sm100.make_smem_layout_a(tiled_mma, self.tile, self.dtype, self.stages)
-        sB_layout = sm100.make_smem_layout_b(tiled_mma, self.tile, self.dtype, self.stages)
-        one_a, one_b = (cute.slice_(layout, (None, None, None, 0)) for layout in (sA_layout, sB_layout))
-        cluster_shape = (1, *self.cluster, 1)
-        tma_a, mA = cute.nvgpu.make_tiled_tma_atom_A(
-            self.load_op(self.cluster[1]), a, one_a, self.tile, tiled_mma, cluster_shape
-        )
-        tma_b, mB = cute.nvgpu.make_tiled_tma_atom_B(
-            self.load_op(self.cluster[0]), b, one_b, self.tile, tiled_mma, cluster_shape
-        )
+        tiled_mma, sA_layout, sB_layout, tma_a, mA, tma_b, mB = self.maps_of(a, b)
         tma_d, mD, tma_z, mZ, sD_layout = None, None, None, None, None
         if const_expr(self.tma_store):
             sD_layout = sm100.make_smem_layout_epi(self.out, LayoutEnum.ROW_MAJOR, self.part(), STORE_STAGES)
@@ -121,6 +107,50 @@ class GemmSm100(GemmBase):
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
+
+    def maps_of(self, a: cute.Tensor, b: cute.Tensor) -> tuple:
+        """The MMA, the layouts of the operands' rings, and each operand's TMA copy and coordinates."""
+        self.a_major, self.b_major = (LayoutEnum.from_tensor(operand).mma_major_mode() for operand in (a, b))
+        tiled_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, self.a_major, self.b_major, Float32, tcgen05.CtaGroup.ONE, self.tile[:2]
+        )
+        sA_layout = sm100.make_smem_layout_a(tiled_mma, self.tile, self.dtype, self.stages)
+        sB_layout = sm100.make_smem_layout_b(tiled_mma, self.tile, self.dtype, self.stages)
+        one_a, one_b = (cute.slice_(layout, (None, None, None, 0)) for layout in (sA_layout, sB_layout))
+        cluster_shape = (1, *self.cluster, 1)
+        a_map = cute.nvgpu.make_tiled_tma_atom_A(
+            self.load_op(self.cluster[1]), a, one_a, self.tile, tiled_mma, cluster_shape
+        )
+        b_map = cute.nvgpu.make_tiled_tma_atom_B(
+            self.load_op(self.cluster[0]), b, one_b, self.tile, tiled_mma, cluster_shape
+        )
+        return tiled_mma, sA_layout, sB_layout, *a_map, *b_map
+
+    def pipelines(self, ring_barriers, sums_barriers) -> tuple:
+        """(the operands' ring, the accumulators).
+
+        A slot is free for this CTA's loads when all CTAs that they go to have multiplied what was in it.
+        """
+        (tile_m, tile_n, tile_k), (cluster_m, cluster_n) = self.tile, self.cluster
+        cluster_layout = cute.make_layout((1, cluster_m, cluster_n, 1))
+        ring = pipeline.PipelineTmaUmma.create(
+            barrier_storage=ring_barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cluster_m + cluster_n - 1),
+            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
+            cta_layout_vmnk=cluster_layout,
+            defer_sync=True,
+        )
+        accumulators = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=sums_barriers,
+            num_stages=ACCUMULATORS,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS),
+            cta_layout_vmnk=cluster_layout,
+            defer_sync=True,
+        )
+        return ring, accumulators
 
     def part(self) -> tuple[int, int]:
         """Part of an accumulator that is in registers at a time: 128 bytes of each row of d if TMA stores them."""
@@ -172,24 +202,7 @@ class GemmSm100(GemmBase):
         sD = None
         if const_expr(self.tma_store):
             sD = smem.allocate_tensor(self.out, sD_layout.outer, byte_alignment=1024, swizzle=sD_layout.inner)
-        # A slot is free for this CTA's loads when all CTAs that they go to have multiplied what was in it
-        ring = pipeline.PipelineTmaUmma.create(
-            barrier_storage=ring_barriers,
-            num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cluster_m + cluster_n - 1),
-            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
-            cta_layout_vmnk=cluster_layout,
-            defer_sync=True,
-        )
-        accumulators = pipeline.PipelineUmmaAsync.create(
-            barrier_storage=sums_barriers,
-            num_stages=ACCUMULATORS,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS),
-            cta_layout_vmnk=cluster_layout,
-            defer_sync=True,
-        )
+        ring, accumulators = self.pipelines(ring_barriers, sums_barriers)
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         if warp == 0:
             cute.arch.alloc_tmem(self.columns, tensor_memory)

@@ -25,7 +25,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.common.gemm_config import SHARED_MEMORY, STORE_STAGES, GemmConfig
-from cute_kernels.common.gemm_epilogue import batch_last, transpose
 from cute_kernels.common.gemm_sm100 import (
     ACCUMULATORS,
     CHUNK,
@@ -70,27 +69,8 @@ class GroupedRowsSm100(RowsWalk, GemmSm100):
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, d: cute.Tensor, offs: cute.Tensor, num_ctas: Int32, stream):
         self.dtype, self.out = a.element_type, d.element_type
-        a, b, d = batch_last(a), batch_last(b), batch_last(d)
-        if const_expr(self.majors[0] == "m"):
-            a = transpose(a)
-        if const_expr(self.majors[1] == "n"):
-            b = transpose(b)
-        if const_expr(self.transposed):
-            d = transpose(d)
-        a_major, b_major = (LayoutEnum.from_tensor(operand).mma_major_mode() for operand in (a, b))
-        tiled_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, a_major, b_major, Float32, tcgen05.CtaGroup.ONE, self.tile[:2]
-        )
-        sA_layout = sm100.make_smem_layout_a(tiled_mma, self.tile, self.dtype, self.stages)
-        sB_layout = sm100.make_smem_layout_b(tiled_mma, self.tile, self.dtype, self.stages)
-        one_a, one_b = (cute.slice_(layout, (None, None, None, 0)) for layout in (sA_layout, sB_layout))
-        cluster_shape = (1, *self.cluster, 1)
-        tma_a, mA = cute.nvgpu.make_tiled_tma_atom_A(
-            self.load_op(self.cluster[1]), a, one_a, self.tile, tiled_mma, cluster_shape
-        )
-        tma_b, mB = cute.nvgpu.make_tiled_tma_atom_B(
-            self.load_op(self.cluster[0]), b, one_b, self.tile, tiled_mma, cluster_shape
-        )
+        a, b, d = self.oriented(a, b, d)
+        tiled_mma, sA_layout, sB_layout, tma_a, mA, tma_b, mB = self.maps_of(a, b)
         tma_d, mD, sD_layout = None, None, None
         if const_expr(self.tma_store):
             sD_layout = sm100.make_smem_layout_epi(self.out, LayoutEnum.ROW_MAJOR, self.part(), STORE_STAGES)
@@ -133,7 +113,6 @@ class GroupedRowsSm100(RowsWalk, GemmSm100):
         if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
-        cluster_layout = cute.make_layout((1, cluster_m, cluster_n, 1))
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         ranks = rank % cluster_m, rank // cluster_m
 
@@ -147,23 +126,7 @@ class GroupedRowsSm100(RowsWalk, GemmSm100):
         if const_expr(self.tma_store):
             sD = smem.allocate_tensor(self.out, sD_layout.outer, byte_alignment=1024, swizzle=sD_layout.inner)
         tables = allocate_tables(smem)
-        ring = pipeline.PipelineTmaUmma.create(
-            barrier_storage=ring_barriers,
-            num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cluster_m + cluster_n - 1),
-            tx_count=(tile_m + tile_n) * tile_k * self.dtype.width // 8,
-            cta_layout_vmnk=cluster_layout,
-            defer_sync=True,
-        )
-        accumulators = pipeline.PipelineUmmaAsync.create(
-            barrier_storage=sums_barriers,
-            num_stages=ACCUMULATORS,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS),
-            cta_layout_vmnk=cluster_layout,
-            defer_sync=True,
-        )
+        ring, accumulators = self.pipelines(ring_barriers, sums_barriers)
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         if warp == 0:
             cute.arch.alloc_tmem(self.columns, tensor_memory)
@@ -329,7 +292,7 @@ class GroupedRowsSm100(RowsWalk, GemmSm100):
 
     @cute.jit
     def left_of(self, d: cute.Tensor, group: Int32, first_m: Int32, first_n: Int32, end_m: Int32, end_n: Int32):
-        """What a place is the corner of, in gmem, up to the group's end."""
+        """The part of d, in gmem, that begins at a place and ends with its group."""
         alignment = const_expr(16 if self.tma_store else self.out.width // 8)
         return corner_of(part_of(d, group), first_m, first_n, end_m, end_n, alignment)
 

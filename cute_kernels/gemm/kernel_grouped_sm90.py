@@ -26,7 +26,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.common.gemm_config import SHARED_MEMORY, GemmConfig
-from cute_kernels.common.gemm_epilogue import batch_last, transpose
 from cute_kernels.common.gemm_sm90 import ORDER_BARRIER, WARPGROUP, GemmSm90
 from cute_kernels.gemm.kernel_grouped_walk import (
     TABLE_BYTES,
@@ -67,13 +66,7 @@ class GroupedRowsSm90(RowsWalk, GemmSm90):
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, d: cute.Tensor, offs: cute.Tensor, num_ctas: Int32, stream):
         self.dtype, self.out = a.element_type, d.element_type
-        a, b, d = batch_last(a), batch_last(b), batch_last(d)
-        if const_expr(self.majors[0] == "m"):
-            a = transpose(a)
-        if const_expr(self.majors[1] == "n"):
-            b = transpose(b)
-        if const_expr(self.transposed):
-            d = transpose(d)
+        a, b, d = self.oriented(a, b, d)
         tile_m, tile_n, tile_k = self.tile
         a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
         tiled_mma = sm90.make_trivial_tiled_mma(
