@@ -69,15 +69,17 @@ def _register(op: OpOverload, function: Callable[..., Any] | None) -> OpOverload
 
 
 def _apart(result: Any) -> Any:
-    """No two results in one memory, as mean and rstd of a norm are."""
+    """Each result begins a memory of its own, unlike mean and rstd of a norm: Inductor counts on 16 bytes."""
     if not isinstance(result, (tuple, list)):
         return result
     seen, found = set(), []
     for t in result:
         memory = t.untyped_storage().data_ptr() if isinstance(t, Tensor) and t.numel() else 0
-        found.append(t.clone() if memory in seen else t)
-        if memory:
+        if memory and (memory in seen or t.storage_offset()):
+            t = t.clone()
+        elif memory:
             seen.add(memory)
+        found.append(t)
     return type(result)(found)
 
 

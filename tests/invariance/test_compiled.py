@@ -264,6 +264,15 @@ def test_graphs_run_what_a_block_runs(generator, graphs_alone, gpu):
     assert len(seen) == 1
 
 
+def test_each_result_begins_its_memory(generator, gpu):
+    """Inductor asserts that results lie on 16 bytes; of 7 rows, mean lies 28 bytes behind rstd in the norm's own."""
+    x = torch.randn(7, 64, generator=generator)
+    results = torch.ops.cute_kernels.aten_native_layer_norm(x, [64], None, None, 1e-5)
+    assert [t.storage_offset() for t in results] == [0, 0, 0]
+    assert len({t.untyped_storage().data_ptr() for t in results}) == 3
+    torch.testing.assert_close(results[1].flatten(), x.mean(-1))
+
+
 def test_a_graph_after_a_block_has_its_gradients(generator, graphs_alone):
     """Torch had kept for traced code that linear has a kernel under AutogradCPU, which ended with the block."""
     model, ids = make_model("gpt2", generator), make_ids(3, 12, generator)
