@@ -35,6 +35,7 @@ from bench import bench_transformer, harness
 from bench.bench_transformer import eager
 from bench.whole_models import PACKAGES, THEIRS, measured, random_model
 from cute_kernels import batch_invariant, moe
+from cute_kernels.invariance import compiled
 from cute_kernels.models import prepare, register_transformers
 from cute_kernels.nn.attention import Attention
 from jit_cache import command
@@ -54,7 +55,7 @@ PROVIDERS = {
     "torch_compile": SDPBackend.CUDNN_ATTENTION,
     THEIRS: SDPBackend.MATH,
 }
-COMPILERS = {COMPILED: "cute_kernels", "torch_compile": "inductor"}
+COMPILERS: dict[str, Any] = {COMPILED: compiled.backend, "torch_compile": "inductor"}
 TRUTH = SDPBackend.MATH
 
 

@@ -14,6 +14,7 @@ CASES = {
         Case("rms", 50257, rows=17),
         Case("rms", 1001, rows=65),
     ],
+    "few_wide": [Case("layer", 98312, weight=FP32, bias=FP32, rows=3)],
 }
 PROGRAM = """
 import sys
@@ -42,10 +43,12 @@ print("done")
         ("memcheck", "cluster"),
         ("memcheck", "off_16_bytes"),
         ("memcheck", "staged"),
+        ("memcheck", "few_wide"),
         ("racecheck", "small"),
         ("racecheck", "cluster"),
         ("racecheck", "off_16_bytes"),
         ("racecheck", "staged"),
+        ("racecheck", "few_wide"),
     ],
 )
 @pytest.mark.parametrize("cases", [sum(CASES.values(), [])], ids=[""])  # so that their kernels are precompiled
