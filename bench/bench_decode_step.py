@@ -31,6 +31,7 @@ from torch import Tensor
 from bench import harness
 from bench.whole_models import PACKAGES, THEIRS, measured, random_model
 from cute_kernels import batch_invariant, models
+from cute_kernels.invariance import compiled
 from jit_cache import command
 
 LAYERS, HIDDEN, HEADS, PAIRS, FFN, VOCABULARY = 8, 4096, 32, 8, 14336, 128256
@@ -39,7 +40,7 @@ PAGE_SIZE = 128
 WORST = 0.05  # relative rms of logits, both rounded layer by layer
 OURS, COMPILED, TORCH, TORCH_COMPILE = "cute_kernels", "compiled", "torch", "torch_compile"
 PROVIDERS = OURS, COMPILED, TORCH, TORCH_COMPILE, THEIRS
-BACKENDS = {COMPILED: "cute_kernels", TORCH_COMPILE: "inductor"}
+BACKENDS: dict[str, Any] = {COMPILED: compiled.backend, TORCH_COMPILE: "inductor"}
 PLAIN, IN_GROUPS = "one_call_without_a_mask", "heads_in_groups"  # among transformers' implementations of attention
 
 
