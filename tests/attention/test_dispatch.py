@@ -73,6 +73,7 @@ def test_a_model_finds_its_kernels_precompiled(arch, generator):
                         attention(*tensors, **mask, **lengths, softcap=3)
             long = make_inputs(Case(1, 1, 1025, 1, 1, 64, True, dtype), generator)
             packed, starts = make_packed(Case(1, 1, 1, 1, 1, 64, True, dtype), (1,), (1025,), generator)
+            attention(*long)
             for mask in ({"causal": True}, {"causal": True, "window": (1024, 0)}):
                 for sinks in (None, torch.zeros(1)):
                     attention(*long, **mask, sinks=sinks)
@@ -242,19 +243,25 @@ def test_the_config_follows_from_the_head_size_alone():
     assert len(found) == len(config.HEAD_SIZES) + 2  # of 64 others where rows see few keys, of windows and without
 
 
-def test_a_short_window_takes_tiles_of_fewer_rows(jobs, generator):
-    for window, len_k, warpgroups in (
-        ((128, 0), 3000, 2),
-        ((1023, 0), 3000, 2),
-        ((1024, 0), 3000, 3),
-        ((9, -1), 3000, 3),
+def test_few_keys_take_tiles_of_fewer_rows(jobs, generator):
+    for options, len_k, warpgroups in (
+        ({"window": (128, 0)}, 3000, 2),
+        ({"window": (1023, 0)}, 3000, 2),
+        ({"window": (1024, 0)}, 3000, 3),
+        ({"window": (9, -1)}, 3000, 3),
+        ({"causal": True}, 1024, 2),
+        ({"causal": True}, 1025, 3),
+        ({}, 1024, 2),
+        ({}, 1025, 3),
     ):
         q, k, v = make_inputs(Case(1, 3, len_k, 2, 1, 64), generator)
-        attention(q, k, v, window=window)
+        attention(q, k, v, **options)
         chosen = next(a for _, a in reversed(jobs) if isinstance(a[1], config.ForwardSpec))[2]
         assert (chosen.warpgroups, chosen.q_stages) == (warpgroups, 2 if warpgroups == 2 else 1)
-    packed = config.ForwardSpec(BF16, 64, False, window=True, packed_q=True, packed_k=True)
-    assert config.forward_config(packed, 128) == config.forward_config(config.ForwardSpec(BF16, 64, True), 128)
+    for masks, rows in (({"window": True}, 128), ({"causal": True}, 128), ({}, 192)):
+        packed = config.ForwardSpec(BF16, 64, **{"causal": False, **masks}, packed_q=True, packed_k=True)
+        chosen = config.forward_config(packed, 128)
+        assert (chosen.tile_rows, chosen.q_stages) == (rows, 1)
 
 
 def test_the_order_of_tiles():
