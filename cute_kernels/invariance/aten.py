@@ -32,11 +32,12 @@ HALVES = (torch.bfloat16, torch.float16)
 # Products
 
 
-def _takes(*tensors: Tensor | None) -> bool:
+def _takes(a: Tensor, b: Tensor, c: Tensor | None = None) -> bool:
     """Whether the tensors are of one half precision on one GPU."""
-    given = [t for t in tensors if t is not None]
-    first = given[0]
-    return first.dtype in HALVES and all(t.dtype == first.dtype and t.device == first.device for t in given)
+    dtype, device = a.dtype, a.device
+    if dtype not in HALVES or b.dtype != dtype or b.device != device:
+        return False
+    return c is None or (c.dtype == dtype and c.device == device)
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, dims: int = 2) -> Tensor:
@@ -191,11 +192,12 @@ def _sum(
     dtype = dtype or x.dtype
     if not _is_float(x) or dtype not in FLOATS:
         return NotImplemented
-    over = statistics.dims_over(x, dim)
-    count = math.prod(x.shape[d] for d in over)
+    dims, shape = statistics.named_dims(x, dim), x.shape
+    over = range(len(shape)) if dims is None else dims
+    count = math.prod([shape[d] for d in over])
     scale = (1.0 / count if count else math.nan) if mean else 1.0
-    y = sum_dimensions(x, statistics.named_dims(x, dim), scale, dtype)
-    return y.view([1 if d in over else size for d, size in enumerate(x.shape)]) if keepdim else y
+    y = sum_dimensions(x, dims, scale, dtype)
+    return y.view([1 if d in over else size for d, size in enumerate(shape)]) if keepdim else y
 
 
 def _nansum(

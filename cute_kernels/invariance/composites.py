@@ -15,6 +15,8 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from cute_kernels.attention import attention
+from cute_kernels.attention.checks import DENSE, check_sizes
+from cute_kernels.attention.launch import attention_forward
 from cute_kernels.invariance import aten, scopes
 from cute_kernels.invariance.fused_attention import is_taken, on_16_bytes
 from cute_kernels.runtime.operators import differentiates, mode_of
@@ -65,11 +67,17 @@ def scaled_dot_product_attention(
     if not is_taken(q, k, v, scale, dropout_p) or not _are_heads(q, k, v, enable_gqa) or not _may_be_fused():
         return NotImplemented
     q, k, v = (on_16_bytes(t.transpose(1, 2)) for t in (q, k, v))
+    scopes.thread.inside = True
     try:
-        with scopes.inside():
+        if differentiates(q, k, v):
             return attention(q, k, v, causal=is_causal, scale=scale).transpose(1, 2)
+        check_sizes(q, k, DENSE)
+        scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+        return attention_forward.function(q, k, v, is_causal, scale)[0].transpose(1, 2)
     except UnsupportedDeviceError:  # a GPU without a kernel
         return NotImplemented
+    finally:
+        scopes.thread.inside = False
 
 
 def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:

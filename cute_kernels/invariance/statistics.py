@@ -24,11 +24,14 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def named_dims(x: Tensor, dim: Dims) -> tuple[int, ...] | None:
     """Ascending; None where none is named: torch then has the whole tensor."""
-    named = [dim] if isinstance(dim, int) else list(dim or ())
+    named = (dim,) if isinstance(dim, int) else tuple(dim or ())
     if not named:
         return None
-    dims = reduction_dims(x.shape, named)
-    return tuple(sorted(dims)) if x.dim() else ()
+    count = x.dim()
+    if len(named) == 1 and -count <= named[0] < count:
+        return (named[0] % count,)
+    dims = reduction_dims(x.shape, named)  # takes 2 us (CPU)
+    return tuple(sorted(dims)) if count else ()
 
 
 def dims_over(x: Tensor, dim: Dims) -> tuple[int, ...]:
