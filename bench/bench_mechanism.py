@@ -4,10 +4,11 @@
     python -m bench.bench_mechanism --save     and kept in bench/results/<gpu>.jsonl
 
 A case's name is op.fwd.shape.dtype.variant, like mm.fwd.64x64.bfloat16.replaced. Variants: replaced; handed_back (of
-integers); untouched (nothing is registered for it); block (begin and end); token (one token through a Llama of 8 layers
-of 4096, as transformers writes it, without a cache). Providers: torch (nothing registered); registered (and no block:
-each call of a replaced operator is handed back); cute_kernels (inside of a block); batch_invariant_ops (in that
-package's mode, if it is installed; of ``block`` the mode's begin and end).
+integers); untouched (nothing is registered for it); block (begin and end); token (one token through transformers' Llama
+of 8 layers of 4096, without a cache). Providers: torch (nothing registered); registered (and no block: each call of a
+replaced operator is handed back); cute_kernels (inside of a block); prepared (the same of a model that
+``models.prepare`` has prepared); batch_invariant_ops (in that package's mode, if it is installed; of ``block`` the
+mode's begin and end).
 
 The CPU has other users: a case is measured in rounds, in each of which the providers take turns, and each provider's
 least time counts. A provider's us is the host's time, too. On an H200 the first 10 of the 11 cases take 50 s.
@@ -24,18 +25,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from bench import harness
 from bench.bench_transformer import host_us
-from bench.whole_models import PACKAGES, THEIRS, their_mode
-from cute_kernels import batch_invariant, uninstall
+from bench.whole_models import PACKAGES, THEIRS, random_model, their_mode
+from cute_kernels import batch_invariant, models, uninstall
 from jit_cache import command
 
 ROUNDS = 5
-OURS, TORCH, REGISTERED = "cute_kernels", "torch", "registered"
-PROVIDERS = TORCH, REGISTERED, OURS, THEIRS
-LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY = 8, 4096, 32, 8, 14336, 32000
+OURS, TORCH, REGISTERED, PREPARED = "cute_kernels", "torch", "registered", "prepared"
+PROVIDERS = TORCH, REGISTERED, OURS, PREPARED, THEIRS
+SIZES = {
+    "num_hidden_layers": 8,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+}
 BLOCKS = {OURS: batch_invariant, THEIRS: their_mode}
 GOALS = {"untouched": 1.0, "token": 1.25}  # our time over torch's, at most
 
@@ -50,7 +58,7 @@ class MechanismCase:
     @property
     def case(self) -> harness.Case:
         dtype = "int64" if self.variant == "handed_back" else "bfloat16"
-        shape = f"{LAYERS}x{HIDDEN}" if self.variant == "token" else "64x64"
+        shape = "{num_hidden_layers}x{hidden_size}".format(**SIZES) if self.variant == "token" else "64x64"
         return harness.Case("mechanism", self.op, "fwd", shape, dtype, self.variant, 0, 0)
 
 
@@ -60,66 +68,20 @@ def mechanism_cases() -> list[MechanismCase]:
     return replaced + [MechanismCase(*other) for other in (*others, ("batch_invariant", "block"), ("llama", "token"))]
 
 
-class Norm(nn.Module):
-    """As transformers writes it: six operators."""
+def make_model(device: str, prepared: bool) -> nn.Module:
+    """transformers' Llama with random parameters, the same ones for both."""
+    from transformers import LlamaConfig
 
-    def __init__(self, n: int, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(n, **options))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    model = random_model(LlamaConfig(**SIZES, use_cache=False, attn_implementation="sdpa"), device)
+    return models.prepare(model) if prepared else model
 
 
-class Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.size = hidden // heads
-        kv = kv_heads * self.size
-        self.first, self.second = Norm(hidden, options), Norm(hidden, options)
-        shapes = {"q": (hidden, hidden), "k": (hidden, kv), "v": (hidden, kv), "o": (hidden, hidden)}
-        shapes |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
-        self.products = nn.ModuleDict({name: nn.Linear(k, n, bias=False, **options) for name, (k, n) in shapes.items()})
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y, of = self.first(x), self.products
-        q, k, v = (of[name](y).unflatten(-1, (-1, self.size)).transpose(1, 2) for name in "qkv")
-        q, k = (t * cos + torch.cat((-t[..., self.size // 2 :], t[..., : self.size // 2]), -1) * sin for t in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        x = x + of["o"](y.transpose(1, 2).flatten(2))
-        y = self.second(x)
-        return x + of["down"](F.silu(of["gate"](y)) * of["up"](y))
-
-
-class Llama(nn.Module):
-    """A Llama with random weights."""
-
-    def __init__(self, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, device: str):
-        super().__init__()
-        options = {"device": device, "dtype": torch.bfloat16}
-        self.embedding = nn.Embedding(vocabulary, hidden, **options)
-        self.layers = nn.ModuleList(Layer(hidden, heads, kv_heads, ffn, options) for _ in range(layers))
-        self.norm, self.head = Norm(hidden, options), nn.Linear(hidden, vocabulary, bias=False, **options)
-        self.size = hidden // heads
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        frequencies = torch.arange(0, self.size, 2, device=x.device).float().mul(-9.2 / self.size).exp()
-        angles = torch.arange(tokens.shape[1], device=x.device).float()[:, None] * frequencies
-        angles = torch.cat((angles, angles), -1)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.head(self.norm(x))
-
-
-def make_call(mechanism: MechanismCase, device: str) -> Callable[[], Any]:
+def make_call(mechanism: MechanismCase, device: str, prepared: bool = False) -> Callable[[], Any]:
     """The call that is measured in all states; a ``block`` calls nothing, since the state begins and ends the block."""
     if mechanism.variant == "token":
-        model = Llama(LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY, device)
+        model = make_model(device, prepared)
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        return torch.no_grad()(lambda: model(token))
+        return torch.no_grad()(lambda: model(input_ids=token))
     if mechanism.variant == "block":
         return lambda: None
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
@@ -150,7 +112,7 @@ def state(provider: str) -> Iterator[None]:
         yield
         return
     with batch_invariant():
-        if provider == OURS:
+        if provider in (OURS, PREPARED):
             yield
             return
     yield
@@ -160,14 +122,19 @@ def measure_mechanism(
     mechanism: MechanismCase, providers: Sequence[str], device: harness.Device, **_: Any
 ) -> harness.Measurement:
     """One case: each provider's least time of the rounds. One call of a token fills the queue of launches."""
+    if mechanism.variant != "token":
+        providers = [provider for provider in providers if provider != PREPARED]
     call = make_call(mechanism, device.name)
+    calls = dict.fromkeys(providers, call)
+    if PREPARED in calls:
+        calls[PREPARED] = make_call(mechanism, device.name, prepared=True)
     times: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for provider in providers:
-            timed = call
+            timed, inside = calls[provider], state(provider)
             if mechanism.variant == "block" and provider in BLOCKS:
-                timed = BLOCKS[provider]()(call)
-            with contextlib.nullcontext() if timed is not call else state(provider):
+                timed, inside = BLOCKS[provider]()(call), contextlib.nullcontext()
+            with inside:
                 device.warm_up(timed)
                 found = [host_us(timed, device)] if mechanism.variant == "token" else device.host_us([timed])
                 times.setdefault(provider, []).extend(found)

@@ -13,9 +13,9 @@ PROVIDERS = list(bench_mechanism.PROVIDERS)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    sizes = {"LAYERS": 1, "HIDDEN": 64, "HEADS": 2, "KV_HEADS": 1, "FFN": 64, "VOCABULARY": 32, "ROUNDS": 1}
-    for name, size in sizes.items():
-        monkeypatch.setattr(bench_mechanism, name, size)
+    small = dict(zip(bench_mechanism.SIZES, (1, 64, 2, 1, 64, 32), strict=True))
+    monkeypatch.setattr(bench_mechanism, "SIZES", small)
+    monkeypatch.setattr(bench_mechanism, "ROUNDS", 1)
     with fake_gpu():
         yield
 
@@ -34,7 +34,7 @@ def test_each_case_in_each_state(mechanism, monkeypatch, capsys, their_modes):
         states.append((installation._registration is not None, scopes.deciding() is not None, theirs))
         return found()
 
-    monkeypatch.setattr(bench_mechanism, "make_call", lambda *_: call)
+    monkeypatch.setattr(bench_mechanism, "make_call", lambda *_, **__: call)
     measured = bench_mechanism.measure_mechanism(mechanism, PROVIDERS, FakeDevice())
     assert list(dict.fromkeys(states)) == [
         (False, False, False),
@@ -42,13 +42,15 @@ def test_each_case_in_each_state(mechanism, monkeypatch, capsys, their_modes):
         (True, True, False),
         (False, False, True),
     ]
-    assert measured.failures == {} and list(measured.results) == PROVIDERS
-    assert len(harness.lines(measured, ENVIRONMENT)) == 4
+    providers = [p for p in PROVIDERS if p != bench_mechanism.PREPARED or mechanism.variant == "token"]
+    assert measured.failures == {} and list(measured.results) == providers
+    assert len(harness.lines(measured, ENVIRONMENT)) == len(providers)
     bench_mechanism.print_table([measured])
     assert mechanism.variant in capsys.readouterr().out
 
 
-def test_a_token_inside_has_no_operator_that_is_refused():
-    model = bench_mechanism.Llama(1, 64, 2, 1, 64, 32, "cpu")
+@pytest.mark.parametrize("prepared", [False, True], ids=["as it is", "prepared"])
+def test_a_token_inside_has_no_operator_that_is_refused(prepared):
+    model = bench_mechanism.make_model("cpu", prepared)
     with bench_mechanism.state(bench_mechanism.OURS), torch.no_grad():
-        assert model(torch.zeros(1, 1, dtype=torch.int64)).isfinite().all()
+        assert model(torch.zeros(1, 1, dtype=torch.int64)).logits.isfinite().all()
