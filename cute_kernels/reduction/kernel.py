@@ -141,6 +141,13 @@ class RowKernel:
             slot, phase = self.ring.advance(slot, phase, team)
         self.store.finish(leads)
 
+    @cute.jit
+    def exp(self, distance):
+        """exp of a vector; where ``exact`` is not set by the approximate power of two, off by 2^-22."""
+        if const_expr(self.exact):
+            return cute.math.exp(distance)
+        return cute.math.exp2(distance * LOG2_E, fastmath=True)
+
 
 class SoftmaxForward(RowKernel):
     """y = exp(x - max(x)) / sum(exp(x - max(x))) of each row; or its logarithm, x - max(x) - log(sum).
@@ -193,13 +200,6 @@ class SoftmaxForward(RowKernel):
     def element(self, pieces, sums):
         return pieces[0] - sums[0] - sums[1] if const_expr(self.log) else pieces[0] * sums[0]
 
-    @cute.jit
-    def exp(self, distance):
-        """exp of a vector; where the result is rounded to half precision by the approximate power of two."""
-        if const_expr(self.exact):
-            return cute.math.exp(distance)
-        return cute.math.exp2(distance * LOG2_E, fastmath=True)
-
 
 class SoftmaxBackward(RowKernel):
     """dx = y (dy - sum(dy y)) of each row; of the logarithm dx = dy - exp(y) sum(dy)."""
@@ -229,7 +229,7 @@ class SoftmaxBackward(RowKernel):
         y, dy = pieces
         if const_expr(not self.log):
             return y * (dy - sums[0])
-        power = cute.math.exp(y) if const_expr(self.exact) else cute.math.exp2(y * LOG2_E, fastmath=True)
+        power = self.exp(y)
         return cute.math.fma(-power, cute.full_like(power, sums[0]), dy)
 
 

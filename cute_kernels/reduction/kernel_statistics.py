@@ -30,13 +30,18 @@ WARPS = SCAN_THREADS // WARP_SIZE
 
 
 class LogSumExp(RowKernel):
-    """y = max(x) + log(sum(exp(x - max(x)))) of each row, in one round of messages."""
+    """y = max(x) + log(sum(exp(x - max(x)))) of each row, in one round of messages.
+
+    The exponentials of rows in half precision are approximate: exact ones are 6 of 13 instructions an element, so that
+    a kernel that only reads was bound by them (H200, 2671x50257 129.5 us, sum 77.9).
+    """
 
     def __init__(self, config: RowConfig):
         super().__init__(config, writes=False)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, num_clusters: Int32, stream):
+        self.exact = x.element_type is Float32
         self.launched(self.kernel(x, y), num_clusters, stream)
 
     @cute.kernel
@@ -57,7 +62,7 @@ class LogSumExp(RowKernel):
             for i in cutlass.range_constexpr(cute.size(pX)):
                 largest = cute.arch.fmax(largest, pX[i])
         largest = cute.arch.fmin(largest, Float32(-LOWEST))  # of +inf a distance of +inf is left, not NaN
-        powers = [cute.math.exp(piece_of(rX, piece, layout).load() - largest) for piece in layout.pieces]
+        powers = [self.exp(piece_of(rX, piece, layout).load() - largest) for piece in layout.pieces]
         largest, total = self.row_sum.scaled_sum(largest, sum_pieces(powers), messages, mbars, team, round_index)
         return (largest + cute.math.log(total),)
 

@@ -24,6 +24,7 @@ SHAPES = [
     ((3, 1000, 24), (0, 2)),
     ((9, 769), 1),
     ((2, 151936), 1),
+    ((3, 50257), 1),
     ((4, 1), 1),
     ((6, 20, 7), 0),
 ]
@@ -115,8 +116,9 @@ def test_a_spread_of_more_than_a_cluster_holds(generator):
         assert torch.autograd.grad(y, x)[0].isfinite().all()
 
 
-def test_infinities(generator):
-    x = torch.randn(6, 1000, generator=generator, device=generator.device)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_infinities(dtype, generator):
+    x = torch.randn(6, 1000, generator=generator, device=generator.device).to(dtype)
     clean = reduction.logsumexp(x)
     x[1] = -math.inf
     x[2, 7] = math.inf
