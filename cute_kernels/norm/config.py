@@ -125,8 +125,8 @@ def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
     Others at the same widths: 16384 of 128 elements 39.5, of 32 41.4; 4096 of 32 38.9; 5120 of 64 39.6, of 48 39.0;
     rms 1000000x64 of 16 in 8 CTAs of 4 warps 66.4, 4 of 8 67.9; layer 1000000x64 of 16 in 12 of 4 67.9, of 32 in 3 of
     8 68.5; 32768x1024 with a residual, 8 warps 71.7, 4 69.8.
-    Rows that move element by element have 32 elements a thread and up to 24 warps an SM: where teams are several, one
-    reads or writes while another waits for its sums. Measured: bench/experiments/norm.md.
+    Rows that move element by element have 32 elements a thread and as many warps an SM as do not spill, in up to 15
+    teams: one reads or writes while another waits for its sums. Measured: bench/experiments/norm.md.
     """
     kind, n, (vec, aligned, _) = spec.kind, spec.n, spec.access
     itemsizes = tuple(dtype.itemsize for dtype in spec.streams)
@@ -141,7 +141,7 @@ def forward_config(arch: str, spec: NormForwardSpec) -> NormConfig:
         wide = itemsizes != (2,) or (vec == 1 and kind == "layer")  # in registers
         warps, ctas_per_sm = ({32: 4}, 6) if wide else ({32: 8}, 4)
     elif vec == 1:
-        warps, ctas_per_sm = {32: 24}, 1
+        warps, ctas_per_sm = {32: 30 if kind == "rms" else 24}, 1
     elif n <= 4096:
         warps, ctas_per_sm = {most: 4}, 4
     elif n <= 5120:

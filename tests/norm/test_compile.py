@@ -63,6 +63,7 @@ CASES = [
     Case("rms", 4096, gap=1),
     Case("layer", 1001, bias=BF16),
     Case("layer", 50257, bias=BF16),
+    Case("rms", 61229),
 ]
 
 
