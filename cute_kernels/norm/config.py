@@ -186,6 +186,12 @@ def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
         warps = {32: most, 24: 12, 16: 16} if len(itemsizes) == 2 else {24: 12, 16: 16, 32: 8}
     elif kind == "rms" and 8192 < n <= 16384:
         columns = 2048
+    if spec.access.vec == 1 and save == "input" and len(itemsizes) == 2:
+        # A row's phases take some 1.3 us whatever its width: more rows in flight. Beyond, few rows want one team
+        if kind == "rms" and 8192 < n <= 65536:
+            warps, ctas_per_sm, columns = {32: 12}, 1, 4096
+        elif kind == "layer" and 8192 < n <= 16384:
+            warps, ctas_per_sm, columns = {16: 16}, 1, 4096
     return _config(spec, clusters_for(n, columns), warps, ctas_per_sm)
 
 
