@@ -72,6 +72,7 @@ ODD = [
     Case("layer", 2235, bias=BF16),
     Case("layer", 10007, bias=BF16, residual=BF16, dh=True),
     Case("rms", 10007, FP32, weight=FP32),
+    Case("layer", 16383, bias=BF16),
     Case("layer", 50257, weight=FP32, bias=FP32),
 ]
 
