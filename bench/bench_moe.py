@@ -161,7 +161,9 @@ class Sample:
 
     def __call__(self, out: Tensor) -> Tensor:
         is_padded = self.product.direction not in SUMS and len(out) > len(self.inputs.x)
-        return out[padded_rows(self.inputs)[self.places] if is_padded else self.places]
+        if is_padded:
+            return out[padded_rows(self.inputs, self.product.variant in FEW)[self.places]]
+        return out[self.places]
 
     def truth(self) -> Tensor:
         x, weight, dy, offs, main_grad, _ = vars(self.inputs).values()
@@ -176,17 +178,19 @@ class Sample:
         return torch.stack([rows[row].double() @ matrices[e].double() for row, e in pairs])
 
 
-def padded_counts(inputs: Inputs) -> Tensor:
-    """How many rows each expert has with those of zeros behind its own, for DeepGEMM."""
-    return (inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) + PADDING - 1) // PADDING * PADDING
+def padded_counts(inputs: Inputs, equal: bool = False) -> Tensor:
+    """How many rows each expert has with those of zeros behind its own, for DeepGEMM; equal: as many for each."""
+    counts = (inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) + PADDING - 1) // PADDING * PADDING
+    return counts.max().expand_as(counts) if equal else counts
 
 
-def padded_rows(inputs: Inputs) -> Tensor:
+def padded_rows(inputs: Inputs, equal: bool = False) -> Tensor:
     """Where each row is among these."""
     rows = torch.arange(len(inputs.x), device=inputs.x.device)
     expert = torch.searchsorted(inputs.offs, rows, right=True)
-    shift = padded_counts(inputs).cumsum(0) - inputs.offs  # of the expert's end
-    return rows + torch.nn.functional.pad(shift, (1, 0))[expert]
+    counts = padded_counts(inputs, equal)
+    starts = counts.cumsum(0) - counts
+    return rows + (starts - torch.nn.functional.pad(inputs.offs, (1, -1)))[expert]
 
 
 def _operands(product: Product, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -249,9 +253,10 @@ def _deep_gemm(product: Product, inputs: Inputs) -> harness.Call | None:
     import deep_gemm
 
     x, weight, dy, offs, main_grad, _ = vars(inputs).values()
-    if product.direction == "dW" or product.variant in FEW:  # its sums are fp32; rows of few tokens are mostly padding
+    if product.direction == "dW" or product.variant == "mxfp8":  # its sums are fp32, its fp8 products of both operands
         return None
-    counts, places = padded_counts(inputs), padded_rows(inputs)
+    is_masked = product.variant in FEW
+    counts, places = padded_counts(inputs, is_masked), padded_rows(inputs, is_masked)
     sizes = counts.tolist()
 
     def padded(rows: Tensor) -> Tensor:
@@ -265,6 +270,15 @@ def _deep_gemm(product: Product, inputs: Inputs) -> harness.Call | None:
             return (into,)
 
         return call
+    if is_masked:  # a matrix of as many rows for each expert, of which it has ``used``
+        matrices, used = padded(x).unflatten(0, (len(offs), -1)), offs.diff(prepend=offs.new_zeros(1))
+        result, mean = matrices.new_empty(*matrices.shape[:2], weight.shape[1]), max(1, len(x) // len(offs))
+
+        def call_masked() -> tuple[Tensor]:
+            deep_gemm.m_grouped_bf16_gemm_nt_masked(matrices, weight, result, used, mean)
+            return (result.flatten(0, 1),)
+
+        return call_masked
     is_forward = product.direction == "fwd"
     suffix = "nt" if is_forward else "nn"
     function = getattr(deep_gemm, f"m_grouped_bf16_gemm_{suffix}_contiguous")

@@ -67,10 +67,20 @@ def of_sums(a, b, d, sizes, counts, c):
         d[e] = c[e] + rows.float().t() @ others.float()
 
 
-@pytest.mark.parametrize("direction", ["fwd", "dA", "dW_into"])
-def test_rows_are_padded_for_deep_gemm(direction, monkeypatch):
+def of_masked(a, b, out, used, mean):
+    assert a.shape[1] % bench_moe.PADDING == 0 and mean >= 1
+    for e, rows in enumerate(used.tolist()):
+        assert not a[e, rows:].any()
+        out[e, :rows] = a[e, :rows] @ b[e].mT
+
+
+@pytest.mark.parametrize(
+    "direction, variant", [("fwd", "skew"), ("dA", "skew"), ("dW_into", "skew"), ("fwd", "decode")]
+)
+def test_rows_are_padded_for_deep_gemm(direction, variant, monkeypatch):
     """Its functions in plain torch: each block of rows is of one expert, zeros are behind them."""
     functions = {
+        "m_grouped_bf16_gemm_nt_masked": of_masked,
         "m_grouped_bf16_gemm_nt_contiguous": lambda a, b, *rest: of_rows(a, b.mT, *rest),
         "m_grouped_bf16_gemm_nn_contiguous": of_rows,
         "k_grouped_bf16_gemm_tn_contiguous": of_sums,
@@ -79,7 +89,7 @@ def test_rows_are_padded_for_deep_gemm(direction, monkeypatch):
     monkeypatch.setattr(bench_moe, "MODELS", {"tiny": (4, 2, 16, 8)})
     monkeypatch.setitem(bench_moe.PROVIDERS, "torch", bench_moe.PROVIDERS["cute_kernels"])
     (found,) = bench_moe.measure_product(
-        Product("tiny", "up", 200, direction, "skew"),
+        Product("tiny", "up", 200, direction, variant),
         None,
         ["cute_kernels", "torch", "deep_gemm"],
         FakeDevice(),
