@@ -76,7 +76,7 @@ def test_plan(has_table, folder, generator):
             )
             listed = [{0: given, 8: slots}] + [{0: table, 8: number}] * has_table
             if has_table:
-                count.launch(number, PLAN_THREADS, [*listed, {0: of_warp}], memory)
+                count.launch(number, PLAN_THREADS, [*listed, {0: places, 8: len(found_slots)}, {0: of_warp}], memory)
             listed += [{0: offs}, {0: places, 8: len(found_slots)}, {0: rows, 8: slots}, {0: counts}, {0: of_warp}]
             kernel.launch(number, PLAN_THREADS, listed, memory)
             for name, found in zip(wanted._fields, (found_offs, found_slots, positions, found_counts), strict=True):

@@ -6,8 +6,9 @@ A CTA has a block of neighbouring slots, each of its 32 warps a part of it:
     kernel  table --> rows of each expert, and of those in blocks before; counts of the warps --> each warp's first row
             indices, 32 at a time --> rank among equals by ballots --> positions, slots
 
-Counters in shared memory are added to atomically where their order does not matter, and in the order of slots where it
-does. Between both kernels nothing waits: the second begins when the first has ended.
+The first kernel of a plan also clears its slots. Counters in shared memory are added to atomically where their order
+does not matter, and in the order of slots where it does. Between both kernels nothing waits: the second begins when the
+first has ended.
 """
 
 import cutlass
@@ -38,7 +39,7 @@ class Plan:
         num_ctas = Int32(1)
         if const_expr(self.has_table):
             num_ctas = table.shape[0]
-            self.count(indices, table, of_warp).launch(
+            self.count(indices, table, slots, of_warp).launch(
                 grid=[num_ctas, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream, use_pdl=True
             )
         self.kernel(indices, table, offs, slots, positions, counts, of_warp).launch(
@@ -46,7 +47,7 @@ class Plan:
         )
 
     @cute.kernel
-    def count(self, indices, table, of_warp: Int32):
+    def count(self, indices, table, slots, of_warp: Int32):
         experts = const_expr(self.num_experts)
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -55,6 +56,7 @@ class Plan:
             sCounts[e] = 0
         cute.arch.griddepcontrol_launch_dependents()  # CTAs that can only wait beside these
         cute.arch.griddepcontrol_wait()
+        self.clear(slots)
         cute.arch.barrier()
         self.add_counts(sCounts, indices, of_warp)
         cute.arch.barrier()
@@ -79,6 +81,8 @@ class Plan:
         for i in cutlass.range(tidx, WARPS * experts, PLAN_THREADS, unroll=1):
             sCounts[i // experts, i % experts] = 0
         cute.arch.griddepcontrol_wait()
+        if const_expr(not self.has_table):
+            self.clear(slots)
         mine = sCounts[warp, None]
         cute.arch.barrier()
         self.add_counts(mine, indices, of_warp)
@@ -105,9 +109,7 @@ class Plan:
         if lane == WARP - 1:
             sEnds[warp] = end
         cute.arch.barrier()
-        of_lane = sEnds[lane]
-        end += cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
-        all_rows = cute.arch.warp_redux_sync(of_lane, "add")
+        end += cute.arch.warp_redux_sync(sEnds[lane] if lane < warp else Int32(0), "add")
         if tidx < experts:
             row = end - padded + before
             of_warps = [sCounts[w, tidx] for w in range(WARPS)]
@@ -117,12 +119,6 @@ class Plan:
             if tidx % blocks == block:
                 offs[tidx] = end
                 counts[tidx] = count
-                for unused in cutlass.range(end - padded + count, end, unroll=1):
-                    slots[unused] = -1
-        for unused in cutlass.range(
-            all_rows + block * PLAN_THREADS + tidx, slots.shape[0], blocks * PLAN_THREADS, unroll=1
-        ):
-            slots[unused] = -1
         cute.arch.barrier()
 
         first, last = self.slots_of_warp(indices, of_warp)
@@ -135,6 +131,15 @@ class Plan:
                         positions[slot] = position
                         if position >= 0:
                             slots[position] = slot
+
+    @cute.jit
+    def clear(self, slots):
+        """Give no row a slot, before some rows get one: neighbours in one store, as rows behind groups are not."""
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for row in cutlass.range(block * PLAN_THREADS + tidx, slots.shape[0], blocks * PLAN_THREADS, unroll=4):
+            slots[row] = -1
 
     @cute.jit
     def slots_of_warp(self, indices, of_warp: Int32):

@@ -48,6 +48,7 @@ class Route:
         )
         candidates = of_warps[None, None, first % WARPS]
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # a plan, which may get ready until this has ended
         for token in cutlass.range(first, logits.shape[0], step):
             values, has_nan = self.load_logits(logits, token, lane)
             expert = Int32(-1)
