@@ -18,17 +18,18 @@ POISON = 0xDEADBEEF
 JUMPS = ("bra", "ret")
 SPECIAL = {"%tid.x": "tid", "%ctaid.x": "cta", "%nctaid.x": "ctas", "%lanemask_lt": "((1 << tid % 32) - 1)"}
 NOTHING = ("griddepcontrol", "bar.warp")
-COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neu": "!="}
+COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neu": "!=", "ltu": "<", "leu": "<="}
+UNORDERED = ("ltu", "leu")  # true of NaN, too
 # Of operands a, b, c: of 32-bit words, of 64-bit integers, of predicates
 INTEGERS = {
     "add": "a + b", "sub": "a - b", "mul.lo": "a * b", "mad.lo": "a * b + c", "neg": "-a", "abs": "abs(a)",
     "and": "a & b", "or": "a | b", "xor": "a ^ b", "not": "~a", "shl": "a << b", "shr": "a >> b", "rem": "a % b",
     "min": "min(a, b)", "max": "max(a, b)", "mul.wide": "a * b", "mul.hi": "a * b >> 32", "mov": "a", "cvt": "a",
-    "popc": "a.bit_count()", "selp": "a if c else b", "div": "a // b",
+    "popc": "a.bit_count()", "clz": "32 - a.bit_length()", "selp": "a if c else b", "div": "a // b",
 }  # fmt: skip
 FLOATS = {
     "add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "a * b + c", "neg": "-a", "max": "greater(a, b)",
-    "div": "a / b", "rcp": "1 / a", "ex2": "np.exp2(a)", "mov": "a", "selp": "a if c else b",
+    "div": "a / b", "min": "lesser(a, b)", "rcp": "1 / a", "ex2": "np.exp2(a)", "mov": "a", "selp": "a if c else b",
 }  # fmt: skip
 # Of 16 bits, no result negative
 HALVES = {
@@ -77,6 +78,7 @@ class Kernel:
             "number": number,
             "signed": signed,
             "greater": greater,
+            "lesser": lesser,
             "WORD": WORD,
         }
         exec("\n".join(self.lines), names)
@@ -126,6 +128,14 @@ class Kernel:
         elif base == "ld" and "16" in kind:
             at = place(operands[1])
             statements = [f"{operand(operands[0])} = int(memory[{at} >> 2]) >> 8 * ({at} & 2) & 0xFFFF"]
+        elif base in ("ld", "st") and kind in ("b64", "u64", "s64") and "global" in words:
+            value, address = operands[:2] if base == "ld" else operands[1::-1]
+            at, value = f"{place(address)} >> 2", operand(value)
+            low, high = f"memory[{at}]", f"memory[({at}) + 1]"
+            if base == "ld":
+                statements = [f"{value} = int({low}) | int({high}) << 32"]
+            else:
+                statements = [f"{low} = {value} & WORD", f"{high} = {value} >> 32 & WORD"]
         elif base in ("ld", "st"):
             operands = operands[:2]  # a policy may be behind
             value, address = operands if base == "ld" else operands[::-1]
@@ -140,6 +150,13 @@ class Kernel:
         elif name == "mov.b32" and operands[1].startswith("{"):
             low, high = map(operand, operands[1].strip("{}").split(","))
             statements = [f"{operand(operands[0])} = {low} | {high} << 16"]
+        elif name == "mov.b64" and operands[0].startswith("{"):
+            targets = [t.strip() for t in operands[0].strip("{}").split(",")]
+            parts = (f"{operand(operands[1])} & WORD", f"{operand(operands[1])} >> 32 & WORD")
+            statements = [f"{operand(t)} = {part}" for t, part in zip(targets, parts, strict=True) if t != "_"]
+        elif name == "mov.b64" and operands[1].startswith("{"):
+            low, high = map(operand, operands[1].strip("{}").split(","))
+            statements = [f"{operand(operands[0])} = {low} | {high} << 32"]
         elif name == "atom.shared.add.u32":
             here, target = f"shared[{place(operands[1])} >> 2]", operand(operands[0])
             statements = [f"{target} = int({here})", f"{here} = {target} + {operand(operands[2])} & WORD"]
@@ -153,13 +170,17 @@ def expression(line: str, base: str, words: list[str], kind: str, operands: list
     values = [operand(value) for value in operands]
     if base == "cvt" and words == ["f32", "bf16"]:
         return f"{values[0]} << 16"
+    if base == "cvt" and words[:2] == ["rn", "f32"]:
+        return f"word({reader(kind)(values[0])})"
     if base in ("shfl", "vote", "redux"):
         return f"yield '{base}.{words[0]}.{words[1]}', ({', '.join(values)},)"
     if base == "setp":
         read = reader(kind)
-        if words[0] == "nan":
-            return " or ".join(f"math.isnan({read(value)})" for value in values)
-        return f"{read(values[0])} {COMPARES[words[0]]} {read(values[1])}"
+        is_nan = " or ".join(f"math.isnan({read(value)})" for value in values)
+        if words[0] in ("nan", "num"):
+            return is_nan if words[0] == "nan" else f"not ({is_nan})"
+        compared = f"{read(values[0])} {COMPARES[words[0]]} {read(values[1])}"
+        return f"{compared} or {is_nan}" if words[0] in UNORDERED else compared
     table = FLOATS if kind == "f32" else INTEGERS
     full = f"{base}.{words[0]}" if words and f"{base}.{words[0]}" in table else base
     code = HALVES.get(f"{full}.{kind}") if "16" in kind and base != "cvt" else table.get(full)
@@ -183,6 +204,8 @@ def reader(kind: str):
     """Python that reads a register as a type."""
     if kind == "f32":
         return lambda value: f"number({value})"
+    if kind == "u32":
+        return lambda value: f"({value} & WORD)"  # a number may be written as a negative one
     return (lambda value: f"signed({value})") if kind == "s32" else (lambda value: f"({value})")
 
 
@@ -251,3 +274,8 @@ def word(value: np.float32) -> int:
 def greater(a: np.float32, b: np.float32) -> np.float32:
     """The other one of NaN."""
     return b if math.isnan(a) else a if math.isnan(b) else max(a, b)
+
+
+def lesser(a: np.float32, b: np.float32) -> np.float32:
+    """The other one of NaN."""
+    return b if math.isnan(a) else a if math.isnan(b) else min(a, b)

@@ -1,8 +1,11 @@
 """The CuTe kernel of sampling, for SM90 and SM100.
 
-The CTAs of a cluster share a row; a thread reads ``vec`` logits at a time. Without filters the row is read once: the
-noise of a group of four logits comes from one Philox counter, and is made only where it could win; greedy choices make
-none. With filters digits of an order key, of the logit's bits and then of its index, are found from the highest to the
+The CTAs of a cluster share a row; a thread reads ``vec`` logits at a time. Without filters the row is read once, all
+vectors of a thread at the same time; the words of a group of four logits come from one Philox counter. Leading zeros of
+words bound values from above and below: only groups that may hold the CTA's largest value take logarithms. Greedy
+choices make no words.
+
+With filters digits of an order key, of the logit's bits and then of its index, are found from the highest to the
 lowest: a histogram of integer weights in shared memory, which the CTAs read from each other. Integers add up to the
 same in any order: those atomics, and the split of a row over CTAs, change no token.
 
@@ -23,11 +26,13 @@ from cute_kernels.common.philox import philox
 from cute_kernels.common.rows import symbolic_vector
 from cute_kernels.sampling.config import INDEX_BITS, LIMB_BITS, LIMBS, THREADS, SampleSpec, dropped_bits, levels
 from cute_kernels.sampling.kernel_arithmetic import (
+    LEAST_NOISE,
     add,
     choose,
     gumbel,
     largest_noise,
     least_mass,
+    least_noise,
     multiply,
     order_bits,
     weight,
@@ -39,6 +44,8 @@ WARPS = THREADS // WARP_SIZE
 MAX_BUCKETS = 2048
 LAST = (1 << INDEX_BITS) - 1
 LIMB = (1 << LIMB_BITS) - 1
+HELD = 5  # vectors that a thread loads at once: its part of 151936 logits in bf16
+LARGEST_FINITE = 3.4028234663852886e38
 
 
 class SampleRows:
@@ -68,6 +75,7 @@ class SampleRows:
             block=[THREADS, 1, 1],
             cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
             stream=stream,
+            max_number_threads=[2 * THREADS, 1, 1],  # at most 64 registers: two CTAs an SM
             use_pdl=True,
         )
 
@@ -103,39 +111,117 @@ class SampleRows:
             if top_p > 0:
                 share = Uint64(top_p)
                 threshold = self.descend(line, begin, end, shared, tidx, Uint64(1), threshold, share, scale, largest)
-        best, token = Float32(-math.inf), Int32(LAST)
         seed, position = Uint64(seeds[row]), Uint32(positions[row])
-        for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
-            x = self.load(line, first)
-            for g in cutlass.range_constexpr(0, self.vec, self.group):
-                scaled = [multiply(x[g + i], scale) for i in range(self.group)]
-                most = scaled[0]
-                for i in cutlass.range_constexpr(1, self.group):
-                    most = cute.arch.fmax(most, scaled[i])
-                bound = choose(noisy != 0, largest_noise(Uint32(0)), Float32(0.0))
-                if add(most, bound) > best:
-                    group = scaled, [x[g + i] for i in range(self.group)], first + g
-                    if noisy == 0:
-                        best, token = self.larger(best, token, scaled, *group, threshold, largest, min_p)
-                    else:
-                        words = philox(Uint32(first + g) // Uint32(4), position, seed)
-                        if const_expr(self.group < 4):
-                            words = [self.word(words, first + g + i) for i in range(self.group)]
-                        least = words[0]
-                        for i in cutlass.range_constexpr(1, self.group):
-                            least = choose(words[i] < least, words[i], least)
-                        if add(most, largest_noise(least)) > best:
-                            values = [add(scaled[i], gumbel(words[i])) for i in range(self.group)]
-                            best, token = self.larger(best, token, values, *group, threshold, largest, min_p)
+        best, token = Float32(-math.inf), Int32(LAST)
+        if const_expr(self.filtered):
+            for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
+                loaded = self.load(line, first, self.vec)
+                for g in cutlass.range_constexpr(0, self.vec, self.group):
+                    x = cute.make_tensor(loaded.iterator + g, cute.make_layout(self.group))
+                    most = largest_of([x[i] for i in range(self.group)])
+                    scaled = multiply(most, scale)
+                    is_kept = (self.order(most, Int32(0)) >= threshold) & (self.distance(scaled, largest) >= min_p)
+                    if is_kept & (add(scaled, largest_noise(Uint32(0))) > best):
+                        group = x, first + g, scale, noisy, position, seed
+                        best, token = self.larger(best, token, *group, threshold, largest, min_p)
+        else:
+            slice_ = line, begin, end, scale, noisy, position, seed
+            best, token = self.draw(*slice_, shared, tidx)
         self.first_largest(best, token, shared, tidx, row, rank, tokens)
 
-    def larger(self, best, token, values: list, scaled: list, x: list, first: Int32, threshold, largest, min_p):
+    @cute.jit
+    def draw(
+        self,
+        line: cute.Tensor,
+        begin: Int32,
+        end: Int32,
+        scale: Float32,
+        noisy: Int32,
+        position: Uint32,
+        seed: Uint64,
+        shared,
+        tidx: Int32,
+    ):
+        """The largest value of the slice, and its column, in the thread that has it; others may have smaller ones.
+
+        Bounds of a group's values need its words, no logarithm. Only groups whose bound reaches what a value of the
+        CTA is at least are computed: a few.
+        """
+        best, token, least = Float32(-math.inf), Int32(LAST), Float32(-LARGEST_FINITE)
+        least_of_all = choose(noisy != 0, Float32(LEAST_NOISE), Float32(0.0))
+        stride, groups = const_expr(THREADS * self.vec), const_expr(self.vec // self.group)
+        for chunk in cutlass.range(begin, end, HELD * stride, unroll=1):
+            first = chunk + tidx * self.vec
+            held = [self.vector(line, cutlass.min(first + v * stride, end - self.vec), self.vec) for v in range(HELD)]
+            bounds = cute.make_rmem_tensor((groups, HELD), Float32)
+            for v in cutlass.range_constexpr(HELD):
+                x = self.numbers(held[v])
+                is_there = first + v * stride < end
+                for g in cutlass.range_constexpr(groups):
+                    most = multiply(largest_of([x[g * self.group + i] for i in range(self.group)]), scale)
+                    bounds[g, v] = choose(is_there, most, Float32(-math.inf))
+                    least = cute.arch.fmax(least, add(bounds[g, v], least_of_all))
+                if noisy != 0:
+                    most = largest_of([bounds[g, v] for g in range(groups)])
+                    if add(most, largest_noise(Uint32(0))) >= least:
+                        for g in cutlass.range_constexpr(groups):
+                            words = self.words(first + v * stride + g * self.group, position, seed)
+                            word, logit = words[0], x[g * self.group]
+                            for i in cutlass.range_constexpr(1, self.group):
+                                is_less = words[i] < word
+                                logit = choose(is_less, x[g * self.group + i], logit)
+                                word = choose(is_less, words[i], word)
+                            low = choose(is_there, multiply(logit, scale), Float32(-math.inf))
+                            least = cute.arch.fmax(least, add(low, least_noise(word)))
+                            bounds[g, v] = add(bounds[g, v], largest_noise(word))
+            least = self.largest_of_cta(least, shared[0], tidx)
+            found = Int32(0)
+            for v in cutlass.range_constexpr(HELD):
+                for g in cutlass.range_constexpr(groups):
+                    found = found | choose(bounds[g, v] >= least, Int32(1 << (v * groups + g)), Int32(0))
+            while found != 0:
+                place = Int32(31) - cute.arch.clz(found & -found).to(Int32)
+                column = first + place // groups * stride + place % groups * self.group
+                group = self.load(line, column, self.group), column, scale, noisy, position, seed
+                best, token = self.larger(best, token, *group, None, None, None)
+                found = found & (found - 1)
+            least = cute.arch.fmax(least, best)
+        return best, token
+
+    @cute.jit
+    def larger(
+        self,
+        best: Float32,
+        token: Int32,
+        x: cute.Tensor,
+        first: Int32,
+        scale: Float32,
+        noisy: Int32,
+        position: Uint32,
+        seed: Uint64,
+        threshold,
+        largest,
+        min_p,
+    ):
         """The largest value of a group that passes the filters, and its column; where none is above ``best``, those."""
-        for i, value in enumerate(values):
+        noise = cute.make_rmem_tensor((self.group,), Float32)
+        noise.fill(0.0)
+        if noisy != 0:
+            words = self.words(first, position, seed)
+            least = words[0]
+            for i in cutlass.range_constexpr(1, self.group):
+                least = choose(words[i] < least, words[i], least)
+            most = multiply(largest_of([x[i] for i in range(self.group)]), scale)
+            if add(most, largest_noise(least)) > best:  # else no value is above best: none is without noise, either
+                for i in cutlass.range_constexpr(self.group):
+                    noise[i] = gumbel(words[i])
+        for i in cutlass.range_constexpr(self.group):
+            scaled = multiply(x[i], scale)
+            value = add(scaled, noise[i])
             wins = value > best
-            if self.filtered:
+            if const_expr(self.filtered):
                 is_kept = self.order(x[i], first + i) >= threshold
-                wins = wins & is_kept & (self.distance(scaled[i], largest) >= min_p)
+                wins = wins & is_kept & (self.distance(scaled, largest) >= min_p)
             best, token = choose(wins, value, best), choose(wins, first + i, token)
         return best, token
 
@@ -151,17 +237,28 @@ class SampleRows:
             histogram = smem.allocate_tensor(Uint32, layout, byte_alignment=16)
         return values, tokens, sums, found, histogram
 
-    @cute.jit
-    def load(self, line: cute.Tensor, first: Int32):
-        """Logits of a thread in fp32: NaN as -inf, -0 as 0."""
-        loaded = cute.make_rmem_tensor((self.vec,), line.element_type)
-        pointer = (line.iterator + first).align(self.vec * line.element_type.width // 8)
-        load_vector(pointer, loaded, None)
-        x = cute.make_rmem_tensor((self.vec,), Float32)
-        x.store(to_fp32(loaded.load()) if const_expr(self.vec > 1) else loaded.load().to(Float32))
-        for i in cutlass.range_constexpr(self.vec):
+    def vector(self, line: cute.Tensor, first: Int32, number: int) -> cute.Tensor:
+        """Consecutive logits."""
+        loaded = cute.make_rmem_tensor((number,), line.element_type)
+        load_vector((line.iterator + first).align(number * line.element_type.width // 8), loaded, None)
+        return loaded
+
+    def numbers(self, loaded: cute.Tensor):
+        """Logits in fp32."""
+        return to_fp32(loaded.load()) if cute.size(loaded) > 1 else loaded.load().to(Float32)
+
+    def load(self, line: cute.Tensor, first: Int32, number: int) -> cute.Tensor:
+        """Consecutive logits in fp32: NaN as -inf, -0 as 0."""
+        x = cute.make_rmem_tensor((number,), Float32)
+        x.store(self.numbers(self.vector(line, first, number)))
+        for i in range(number):
             x[i] = add(choose(x[i] == x[i], x[i], Float32(-math.inf)), 0.0)
         return x
+
+    def words(self, first: Int32, position: Uint32, seed: Uint64) -> list:
+        """The random words of a group's columns."""
+        words = philox(Uint32(first) // Uint32(4), position, seed)
+        return words if self.group == 4 else [self.word(words, first + i) for i in range(self.group)]
 
     def word(self, words: list, column: Int32) -> Uint32:
         """Which of a counter's words a column has."""
@@ -200,7 +297,7 @@ class SampleRows:
         values = shared[0]
         most = Float32(-math.inf)
         for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
-            x = self.load(line, first)
+            x = self.load(line, first, self.vec)
             for i in cutlass.range_constexpr(self.vec):
                 most = cute.arch.fmax(most, multiply(x[i], scale))
         most = cute.arch.warp_reduction(most, cute.arch.fmax)
@@ -214,6 +311,17 @@ class SampleRows:
         most = cute.arch.warp_reduction(most, cute.arch.fmax)
         self.meet()
         return most
+
+    @cute.jit
+    def largest_of_cta(self, value: Float32, values: cute.Tensor, tidx: Int32) -> Float32:
+        value = cute.arch.warp_reduction(value, cute.arch.fmax)
+        if tidx % WARP_SIZE == 0:
+            values[tidx // WARP_SIZE] = value
+        cute.arch.barrier()
+        for w in cutlass.range_constexpr(WARPS):
+            value = cute.arch.fmax(value, values[w])
+        cute.arch.barrier()
+        return value
 
     @cute.jit
     def descend(
@@ -242,7 +350,7 @@ class SampleRows:
                 histogram[i & ((1 << bits) - 1), i >> bits] = Uint32(0)
             cute.arch.barrier()
             for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
-                x = self.load(line, first)
+                x = self.load(line, first, self.vec)
                 for i in cutlass.range_constexpr(self.vec):
                     order = self.order(x[i], first + i)
                     above = Uint64(shift + bits)
@@ -336,6 +444,14 @@ def best_of_warp(value: Float32, index: Int32):
         other = cute.arch.shuffle_sync_bfly(value, offset=1 << step)
         value, index = better(value, index, other, cute.arch.shuffle_sync_bfly(index, offset=1 << step))
     return value, index
+
+
+def largest_of(values) -> Float32:
+    """The largest number; NaN if there is none."""
+    most = values[0]
+    for i in range(1, len(values)):
+        most = cute.arch.fmax(most, values[i])
+    return most
 
 
 def better(value: Float32, index: Int32, other: Float32, other_index: Int32):

@@ -22,6 +22,7 @@ from cute_kernels.sampling.config import (
 )
 
 NEAREST = RoundingMode.NEAREST_EVEN
+LEAST_NOISE = -2.82  # of all words
 
 
 def add(a, b) -> Float32:
@@ -101,3 +102,9 @@ def order_bits(x: Float32) -> Uint32:
 def largest_noise(word: Uint32) -> Float32:
     """No gumbel of this word, or of a larger one, is larger: -log(1 - v) is at least v, v at least 2^-(zeros + 1)."""
     return multiply((cute.arch.clz(word).to(Int32) + 1).to(Float32), 0.6935)
+
+
+def least_noise(word: Uint32) -> Float32:
+    """No gumbel of this word, or of a smaller one, is smaller: v is less than 2^-zeros."""
+    zeros = cute.arch.clz(word).to(Int32)
+    return choose(zeros > 0, add(multiply(zeros.to(Float32), 0.693), -0.33), Float32(LEAST_NOISE))

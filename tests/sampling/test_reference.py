@@ -25,11 +25,16 @@ def test_noise_is_gumbels(generator):
     assert found.max() < 33 * 0.6935 and abs(found[: 2**20].mean() - 0.5772) < 0.01
 
 
-def test_no_noise_exceeds_the_bound_of_its_leading_zeros(generator):
-    """Where it is not made at all."""
+def test_noise_is_between_the_bounds_of_its_leading_zeros(generator):
+    """Where they decide, it is not made at all."""
     words = torch.randint(2**32, (2**20,), generator=generator) >> torch.randint(33, (2**20,), generator=generator)
+    edges = 2 ** torch.arange(1, 33)
+    words = torch.cat([words, edges - 1, edges // 2])
     zeros = 32 - torch.where(words > 0, torch.log2(words.double()).floor() + 1, 0)
-    assert (reference.gumbel(words).double() < (zeros + 1) * 0.6935).all()
+    noise = reference.gumbel(words).double()
+    assert (noise < (zeros + 1) * 0.6935).all()
+    assert (noise > torch.where(zeros > 0, zeros * 0.693 - 0.33, -2.82) + 1e-6).all()
+    assert noise.min() < -2.81  # of the largest words
 
 
 def test_weights(generator):
