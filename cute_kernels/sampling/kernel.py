@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.common.cache_hints import load_vector
+from cute_kernels.common.cache_hints import EVICT_FIRST, load_vector
 from cute_kernels.common.convert import to_fp32
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.philox import philox
@@ -152,7 +152,8 @@ class SampleRows:
         stride, groups = const_expr(THREADS * self.vec), const_expr(self.vec // self.group)
         for chunk in cutlass.range(begin, end, HELD * stride, unroll=1):
             first = chunk + tidx * self.vec
-            held = [self.vector(line, cutlass.min(first + v * stride, end - self.vec), self.vec) for v in range(HELD)]
+            places = [cutlass.min(first + v * stride, end - self.vec) for v in range(HELD)]
+            held = [self.vector(line, place, self.vec, Int64(EVICT_FIRST)) for place in places]
             bounds = cute.make_rmem_tensor((groups, HELD), Float32)
             for v in cutlass.range_constexpr(HELD):
                 x = self.numbers(held[v])
@@ -237,10 +238,10 @@ class SampleRows:
             histogram = smem.allocate_tensor(Uint32, layout, byte_alignment=16)
         return values, tokens, sums, found, histogram
 
-    def vector(self, line: cute.Tensor, first: Int32, number: int) -> cute.Tensor:
+    def vector(self, line: cute.Tensor, first: Int32, number: int, policy=None) -> cute.Tensor:
         """Consecutive logits."""
         loaded = cute.make_rmem_tensor((number,), line.element_type)
-        load_vector((line.iterator + first).align(number * line.element_type.width // 8), loaded, None)
+        load_vector((line.iterator + first).align(number * line.element_type.width // 8), loaded, policy)
         return loaded
 
     def numbers(self, loaded: cute.Tensor):
