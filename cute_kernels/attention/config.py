@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from dataclasses import dataclass
@@ -88,14 +87,6 @@ class ForwardSpec(NamedTuple):
         return self.head_size, self.head_size_v or self.head_size
 
 
-class Order(enum.Enum):
-    """Which tiles of queries a CTA of the forward takes: see ``ForwardTiles.tile_at``."""
-
-    USUAL = "usual"
-    PAIRS = "pairs"  # causal ones always in pairs, also where there are no registers for a choice
-    LAST_FIRST = "last first"  # those of windows as causal ones: the last tiles of all heads, which are no shorter
-
-
 @dataclass(frozen=True)
 class ForwardConfig:
     """Choices that change no bit.
@@ -109,7 +100,7 @@ class ForwardConfig:
         q_stages: tiles of queries in shared memory; with 2 the next tile's come while this one is computed.
         masks_by_side: keys of a window's blocks are compared with the bound, left or right, that some rows do not see
             across; else with both.
-        order: of tiles. ``Order.USUAL``: causal ones as ``pairs_tiles`` says, others head by head.
+        last_first: tiles of windows are taken as causal ones are, the last ones of all heads first; else head by head.
     """
 
     warpgroups: int
@@ -117,8 +108,8 @@ class ForwardConfig:
     ping_pong: bool = True
     scores_ahead: bool = True
     q_stages: int = 1
-    order: Order = Order.USUAL
     masks_by_side: bool = False
+    last_first: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -165,13 +156,17 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
     A tile of 128 rows of 64 channels is faster than one of 192 where rows see few keys: all rows of a tile walk over
     the keys of each, and with two tiles of queries in shared memory one begins before the other one ends. H200, us, 192
     rows, 128, and these with two tiles: a window of 128, 2x8192, 64 heads on 8: 371, 325, 277; 16k tokens of 512 keys,
-    full: 203, 210, 192; of 1024: 346, 368, 344; causal, 128 rows, one tile and two: 161, 150; 234, 230. Two tiles are
-    not timed, and not taken, of packed sequences and over a cache.
+    full: 203, 210, 192; of 1024: 346, 368, 344; causal, 128 rows, one tile and two: 161, 150; 234, 230.
+
+    A window of 4096 at 128 channels, 1x16384, 32 heads on 8: 1751 us; the last tiles first 1677, with masks by side,
+    too, 1634. These and two tiles are not timed, and not taken, of packed sequences and over a cache.
     """
-    configs = FORWARD_CONFIGS[spec.sizes]
+    configs, dense = FORWARD_CONFIGS[spec.sizes], not (spec.packed_q or spec.cached)
+    if spec.head_size == 128:
+        return configs[1] if spec.window and dense else configs[0]
     if spec.head_size != 64 or seen > SHORT:
         return configs[0]
-    if not (spec.packed_q or spec.cached):
+    if dense:
         return configs[2]
     return configs[1] if spec.causal or spec.window else configs[0]
 
@@ -180,15 +175,16 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     """Whether a CTA takes tiles of a head in pairs, so that few heads at a time are in L2, or the longest of all first.
 
     H200, 16k tokens, 16 heads of 128, causal: 656 and 633 TFLOP/s at 8192 keys, 553 and 455 at 2048; at 16384, where
-    more CTAs share a head either way, 605 and 622. ``kv_heads``: of all sequences.
+    more CTAs share a head either way, 605 and 622; 24 heads of 192/128, 4096 keys: 561 and 546; 8 of 256, 512 keys: 307
+    and 259. ``kv_heads``: of all sequences.
     """
     if not spec.causal or num_tiles < 4 * num_sms:
         return False
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes. Calls take the first one, of 64 channels also the next two; the others are
-# candidates, and so are those of 80, which runs as 96: see bench/experiments/attention.md
+# The configs for each pair of head sizes. Calls take the first one, of 64 channels also the next two, of 128 the next;
+# the others are candidates, and so are those of 80, which runs as 96: see bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (
         ForwardConfig(3, 4),
@@ -201,30 +197,13 @@ FORWARD_CONFIGS = {
     (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2), ForwardConfig(3, 2, False, False)),
     (128, 128): (
         ForwardConfig(2, 2),
+        ForwardConfig(2, 2, masks_by_side=True, last_first=True),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2, False),
-        ForwardConfig(2, 2, order=Order.LAST_FIRST),
-        ForwardConfig(2, 2, order=Order.LAST_FIRST, masks_by_side=True),
     ),
-    (192, 128): (
-        ForwardConfig(2, 2, False),
-        ForwardConfig(1, 2),
-        ForwardConfig(2, 2),
-        ForwardConfig(2, 2, False, order=Order.PAIRS),
-        ForwardConfig(2, 2, order=Order.PAIRS),
-    ),
-    (192, 192): (
-        ForwardConfig(2, 3, False),
-        ForwardConfig(1, 2),
-        ForwardConfig(2, 2),
-        ForwardConfig(2, 3, False, order=Order.PAIRS),
-    ),
-    (256, 256): (
-        ForwardConfig(2, 2, False),
-        ForwardConfig(1, 2),
-        ForwardConfig(2, 2),
-        ForwardConfig(2, 2, False, order=Order.PAIRS),
-    ),
+    (192, 128): (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
+    (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
 }
 
 

@@ -33,7 +33,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.attention.config import ForwardSm100Config, ForwardSpec, Order, grid_for
+from cute_kernels.attention.config import ForwardSm100Config, ForwardSpec, grid_for
 from cute_kernels.attention.kernel_forward_epilogue_sm100 import CHUNK, ROWS, ForwardSm100Epilogue
 from cute_kernels.attention.kernel_forward_sm90 import entry_of
 from cute_kernels.attention.kernel_forward_tiles import Blocks, Tile
@@ -66,8 +66,7 @@ class ForwardSm100(ForwardSm100Epilogue, Rings):
         self.tiles, self.stages = config.tiles, config.stages
         self.tile_rows = config.tile_rows
         self.warpgroups = 1  # that write
-        self.order = Order.USUAL
-        self.in_workspace = False  # for the schedule: A, which always is, takes none of its registers
+        self.last_first = False
         self.columns = 1 << (self.tiles * (self.block + self.head_size_v) - 1).bit_length()  # a power of two
         # A warp reaches the 32 lanes of tensor memory of its index modulo 4, and no others. The softmax's are the first
         self.correction_warp = 4 * self.tiles

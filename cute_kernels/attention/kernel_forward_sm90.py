@@ -75,7 +75,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.in_workspace = merges_in_workspace(self.head_size)
         self.warpgroups, self.stages = config.warpgroups, config.stages
         self.ping_pong = config.ping_pong and config.warpgroups > 1
-        self.scores_ahead, self.q_stages, self.order = config.scores_ahead, config.q_stages, config.order
+        self.scores_ahead, self.q_stages, self.last_first = config.scores_ahead, config.q_stages, config.last_first
         self.masks_by_side = config.masks_by_side and self.window
         self.tile_rows = config.tile_rows
         self.paged = spec.page_rows > 0

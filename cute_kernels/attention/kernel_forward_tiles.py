@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.attention.config import Order
 from cute_kernels.attention.kernel_matrices import RAGGED_ROWS
 from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP, sum_to_lane
 
@@ -45,10 +44,10 @@ class Blocks(NamedTuple):
 class ForwardTiles:
     """A part of a kernel of the forward.
 
-    It has ``spec``, ``order``, ``causal``, ``window``, ``rows`` (of a warpgroup), ``tile_rows``, ``block``,
-    ``in_workspace``, ``warpgroups`` (that write), and of a call ``left``, ``right``, ``cu_seqlens_q``,
-    ``cu_seqlens_k``, ``seqused_k``, over a cache ``appended`` and ``page_table``, and the divisors ``by_heads``,
-    ``by_all_heads``, ``by_m_tiles``, ``by_pairs``.
+    It has ``spec``, ``last_first``, ``causal``, ``window``, ``rows`` (of a warpgroup), ``tile_rows``, ``block``,
+    ``warpgroups`` (that write), and of a call ``left``, ``right``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``seqused_k``,
+    over a cache ``appended`` and ``page_table``, and the divisors ``by_heads``, ``by_all_heads``, ``by_m_tiles``,
+    ``by_pairs``.
     """
 
     def schedule(self, mQ: cute.Tensor, mK: cute.Tensor, num_tiles: Int32, paired: Int32):
@@ -62,21 +61,14 @@ class ForwardTiles:
         self.group = self.heads // mK.shape[2]
         self.m_tiles = cute.ceil_div(self.len_q, self.tile_rows)
         self.all_heads = self.heads * mQ.shape[3]
-        last_first = self.causal or (self.window and self.order is Order.LAST_FIRST)
+        last_first = self.causal or (self.window and self.last_first)
         self.longest_first = last_first and not self.spec.packed_q
         rounds, rest = num_tiles // grid, num_tiles % grid
         self.turns = rounds + Int32(select_(self.place(rounds) < rest, Int32(1), Int32(0)))
-        if const_expr(self.longest_first and self.may_pair is not False):
+        if const_expr(self.longest_first and self.causal):
             units = cute.ceil_div(self.m_tiles, 2) * self.all_heads
             of_pairs = 2 * (units // grid + Int32(select_(bidx < units % grid, Int32(1), Int32(0))))
-            self.turns = of_pairs if self.may_pair else Int32(select_(paired != 0, of_pairs, self.turns))
-
-    @property
-    def may_pair(self) -> bool | None:
-        """Whether tiles are taken in pairs; None: a call says so, for which a workspace leaves no registers."""
-        if self.order is Order.PAIRS:
-            return True
-        return False if self.in_workspace or self.window else None
+            self.turns = Int32(select_(paired != 0, of_pairs, self.turns))
 
     def place(self, turn: Int32) -> Int32:
         """The tile of this CTA in a round; every second round goes back: the longest tile, then the shortest."""
@@ -118,8 +110,8 @@ class ForwardTiles:
     def causal_tile(self, turn: Int32):
         """(Sequence, head, tile; -1: none)"""
         head, m = Int32(0), Int32(0)
-        paired = self.may_pair
-        if const_expr(paired is None):
+        paired = False
+        if const_expr(self.causal):
             paired = self.paired != 0
         if paired:
             head, m = divided(turn // 2 * self.grid + self.bidx, self.by_pairs)

@@ -13,7 +13,6 @@ from cute_kernels.attention.config import (
     BackwardSpec,
     DecodeSpec,
     ForwardSpec,
-    Order,
     configs_for,
     forward_config,
     grid_for,
@@ -86,7 +85,7 @@ def test_quick_ones_are_prewarmed():
         ((d, dv), config)
         for (d, dv), configs in FORWARD_CONFIGS.items()
         for config in configs[1:]
-        if d in (64, 80, 128) or config.order is not Order.USUAL or not config.scores_ahead
+        if dv in (64, 80, 128) or not config.scores_ahead
     ],
     ids=str,
 )
@@ -95,7 +94,7 @@ def test_other_configs_compile_without_spills(config):
     from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
 
     (d, dv), config = config
-    windows = config.order is Order.LAST_FIRST or config.masks_by_side
+    windows = config.masks_by_side
     kernel = forward_sm90.obtain("sm_90a", ForwardSpec(BF16, d, not windows, dv, window=windows), config)
     check_record(kernel.record)
     assert not is_serialized(kernel)

@@ -240,7 +240,7 @@ def test_no_grad_is_enough(generator):
 def test_the_config_follows_from_the_head_size_alone():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
-    assert len(found) == len(config.HEAD_SIZES) + 2  # of 64 others where rows see few keys, of windows and without
+    assert len(found) == len(config.HEAD_SIZES) + 3  # of 64 two others where rows see few keys, of 128 one of windows
 
 
 def test_few_keys_take_tiles_of_fewer_rows(jobs, generator):
@@ -262,6 +262,18 @@ def test_few_keys_take_tiles_of_fewer_rows(jobs, generator):
         packed = config.ForwardSpec(BF16, 64, **{"causal": False, **masks}, packed_q=True, packed_k=True)
         chosen = config.forward_config(packed, 128)
         assert (chosen.tile_rows, chosen.q_stages) == (rows, 1)
+
+
+def test_windows_of_128_channels_take_the_last_tiles_first():
+    window = config.ForwardSpec(BF16, 128, False, window=True)
+    for spec, wanted in (
+        (window, True),
+        (window._replace(packed_q=True, packed_k=True), False),
+        (window._replace(used_k=True, cached=True), False),
+        (config.ForwardSpec(BF16, 128, True), False),
+    ):
+        chosen = config.forward_config(spec)
+        assert (chosen.last_first, chosen.masks_by_side) == (wanted, wanted)
 
 
 def test_the_order_of_tiles():
