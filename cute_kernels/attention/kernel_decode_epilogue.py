@@ -28,6 +28,7 @@ from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP, opaque, 
 MERGERS = 2 * WARP_SIZE  # threads that merge
 GROUP_BARRIER, MERGE_BARRIER = 1, 2  # of the warpgroup that computes, of those that merge
 VECTOR = 8  # numbers of a row that a thread merges together
+MERGED_AHEAD = 16  # splits whose numbers a thread that merges loads together
 PAIR = 2  # neighbours in a thread's registers
 
 
@@ -141,25 +142,32 @@ class DecodeEpilogue(DecodeItems, Products):
         out: cute.Tensor,
         lse: cute.Tensor,
     ):
-        """The splits of a tile, ascending; a thread has ``VECTOR`` numbers of a row."""
+        """The splits of a tile, ascending; a thread has ``VECTOR`` numbers of a row.
+
+        Those of ``MERGED_AHEAD`` splits are in flight; behind the last one it is loaded again, and not merged.
+        """
         vectors = self.head_size_v // VECTOR
         first = rows.tile * WARPGROUP_ROWS
         number_of_rows = cutlass.min(rows.queries * self.group - first, WARPGROUP_ROWS)
-        merged, found = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(2))
+        merged = cute.make_rmem_tensor((VECTOR,), Float32)
+        found = cute.make_rmem_tensor((VECTOR, MERGED_AHEAD), Float32)
+        both = cute.make_rmem_tensor((PAIR, MERGED_AHEAD), Float32)
         rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
-        both = cute.make_rmem_tensor((PAIR,), Float32)
         for number in cutlass.range(self.thread % MERGERS, number_of_rows * vectors, MERGERS, unroll=1):
             row, column = number // vectors, number % vectors
             maximum, total = Float32(-math.inf), Float32(0.0)
             merged.fill(0.0)
-            for split in cutlass.range(splits, unroll=4):
-                cute.autovec_copy(sums[split, rows.row_id + row, None], both)
-                cute.autovec_copy(
-                    cute.local_tile(partials[split, rows.row_id + row, None], (VECTOR,), (column,)), found
-                )
-                maximum, total, a, b = merge_row(maximum, total, both[0], both[1], self.score_scale)
-                for e in cutlass.range_constexpr(VECTOR):
-                    merged[e] = merge_element(merged[e], a, found[e], b)
+            for begin in cutlass.range(0, splits, MERGED_AHEAD, unroll=1):
+                for i in cutlass.range_constexpr(MERGED_AHEAD):
+                    split = cutlass.min(begin + i, splits - 1)
+                    numbers = cute.local_tile(partials[split, rows.row_id + row, None], (VECTOR,), (column,))
+                    cute.autovec_copy(sums[split, rows.row_id + row, None], both[None, i])
+                    cute.autovec_copy(numbers, found[None, i])
+                for i in cutlass.range_constexpr(MERGED_AHEAD):
+                    if begin + i < splits:
+                        maximum, total, a, b = merge_row(maximum, total, both[0, i], both[1, i], self.score_scale)
+                        for e in cutlass.range_constexpr(VECTOR):
+                            merged[e] = merge_element(merged[e], a, found[e, i], b)
             token = rows.first_query + (first + row) // self.group
             head = rows.pair * self.group + (first + row) % self.group
             empty, reciprocal, of_row = finish_row(maximum, total, self.score_scale, self.sink_of(head))

@@ -113,6 +113,17 @@ def test_a_row_has_the_bits_of_the_forward(layout, way, head_size, walk, generat
     assert_rows(sequences, LENGTHS, [1] * len(LENGTHS), layout)
 
 
+@HEADS
+def test_rows_of_many_splits(head_size, walk, generator):
+    """More than a thread that merges loads together, and as many; rows for which its warps take two turns."""
+    from cute_kernels.attention.kernel_decode_epilogue import MERGED_AHEAD
+
+    walk("parallel")
+    lengths = [MERGED_AHEAD * SPLIT, MERGED_AHEAD * SPLIT + 1, 40 * SPLIT + 77]
+    sequences = Sequences.make(lengths, 8, 1, head_size, BF16, generator)
+    assert_rows(sequences, lengths, [1, 1, 1], Layout(16))
+
+
 @WALKS
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_head_sizes(size, way, walk, generator):
