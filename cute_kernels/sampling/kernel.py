@@ -114,8 +114,10 @@ class SampleRows:
         seed, position = Uint64(seeds[row]), Uint32(positions[row])
         best, token = Float32(-math.inf), Int32(LAST)
         if const_expr(self.filtered):
+            ahead = self.next(line, begin + tidx * self.vec, end)
             for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
-                loaded = self.load(line, first, self.vec)
+                loaded = self.ordered(ahead)
+                ahead.store(self.next(line, first + THREADS * self.vec, end).load())
                 for g in cutlass.range_constexpr(0, self.vec, self.group):
                     x = cute.make_tensor(loaded.iterator + g, cute.make_layout(self.group))
                     most = largest_of([x[i] for i in range(self.group)])
@@ -250,11 +252,20 @@ class SampleRows:
 
     def load(self, line: cute.Tensor, first: Int32, number: int) -> cute.Tensor:
         """Consecutive logits in fp32: NaN as -inf, -0 as 0."""
+        return self.ordered(self.vector(line, first, number))
+
+    def ordered(self, loaded: cute.Tensor) -> cute.Tensor:
+        """Logits in fp32: NaN as -inf, -0 as 0."""
+        number = cute.size(loaded)
         x = cute.make_rmem_tensor((number,), Float32)
-        x.store(self.numbers(self.vector(line, first, number)))
+        x.store(self.numbers(loaded))
         for i in range(number):
             x[i] = add(choose(x[i] == x[i], x[i], Float32(-math.inf)), 0.0)
         return x
+
+    def next(self, line: cute.Tensor, first: Int32, end: Int32) -> cute.Tensor:
+        """A thread's vector from ``first`` on; the last one of the slice beyond its end."""
+        return self.vector(line, cutlass.min(first, end - self.vec), self.vec)
 
     def words(self, first: Int32, position: Uint32, seed: Uint64) -> list:
         """The random words of a group's columns."""
@@ -297,8 +308,10 @@ class SampleRows:
         """The largest scaled logit of the row."""
         values = shared[0]
         most = Float32(-math.inf)
+        ahead = self.next(line, begin + tidx * self.vec, end)
         for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
-            x = self.load(line, first, self.vec)
+            x = self.ordered(ahead)
+            ahead.store(self.next(line, first + THREADS * self.vec, end).load())
             for i in cutlass.range_constexpr(self.vec):
                 most = cute.arch.fmax(most, multiply(x[i], scale))
         most = cute.arch.warp_reduction(most, cute.arch.fmax)
@@ -350,8 +363,10 @@ class SampleRows:
             for i in cutlass.range(tidx, LIMBS << bits, THREADS, unroll=1):
                 histogram[i & ((1 << bits) - 1), i >> bits] = Uint32(0)
             cute.arch.barrier()
+            ahead = self.next(line, begin + tidx * self.vec, end)
             for first in cutlass.range(begin + tidx * self.vec, end, THREADS * self.vec, unroll=1):
-                x = self.load(line, first, self.vec)
+                x = self.ordered(ahead)
+                ahead.store(self.next(line, first + THREADS * self.vec, end).load())
                 for i in cutlass.range_constexpr(self.vec):
                     order = self.order(x[i], first + i)
                     above = Uint64(shift + bits)
