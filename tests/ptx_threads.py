@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 WARP = 32
-WORD = 0xFFFFFFFF
+WORD, LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 SHARED = 1 << 16  # words of a CTA
 POISON = 0xDEADBEEF
 JUMPS = ("bra", "ret")
@@ -80,6 +80,7 @@ class Kernel:
             "greater": greater,
             "lesser": lesser,
             "WORD": WORD,
+            "LONG": LONG,
         }
         exec("\n".join(self.lines), names)
         self.thread = names["thread"]
@@ -90,8 +91,9 @@ class Kernel:
             shared = np.full(SHARED, POISON, np.uint32)
             run = [self.thread(t, cta, ctas, parameters, memory.words, shared) for t in range(threads)]
             warps = [run[w : w + WARP] for w in range(0, threads, WARP)]
-            while warps:
-                warps = [warp for warp in warps if to_barrier(warp)]
+            with np.errstate(invalid="ignore"):  # infinities
+                while warps:
+                    warps = [warp for warp in warps if to_barrier(warp)]
 
     def _search(self, low: int, high: int, depth: int) -> None:
         """Python that finds the block ``at`` among these, and runs it."""
@@ -128,14 +130,16 @@ class Kernel:
         elif base == "ld" and "16" in kind:
             at = place(operands[1])
             statements = [f"{operand(operands[0])} = int(memory[{at} >> 2]) >> 8 * ({at} & 2) & 0xFFFF"]
-        elif base in ("ld", "st") and kind in ("b64", "u64", "s64") and "global" in words:
+        elif base in ("ld", "st") and "64" in kind:
             value, address = operands[:2] if base == "ld" else operands[1::-1]
-            at, value = f"{place(address)} >> 2", operand(value)
-            low, high = f"memory[{at}]", f"memory[({at}) + 1]"
-            if base == "ld":
-                statements = [f"{value} = int({low}) | int({high}) << 32"]
-            else:
-                statements = [f"{low} = {value} & WORD", f"{high} = {value} >> 32 & WORD"]
+            statements = []
+            for i, part in enumerate(value.strip("{}").split(",")):
+                at = f"({place(address)} >> 2) + {2 * i}"
+                low, high = (f"{'shared' if 'shared' in words else 'memory'}[{at} + {j}]" for j in (0, 1))
+                if base == "ld":
+                    statements += [f"{operand(part)} = int({low}) | int({high}) << 32"]
+                else:
+                    statements += [f"{low} = {operand(part)} & WORD", f"{high} = {operand(part)} >> 32 & WORD"]
         elif base in ("ld", "st"):
             operands = operands[:2]  # a policy may be behind
             value, address = operands if base == "ld" else operands[::-1]
@@ -157,6 +161,9 @@ class Kernel:
         elif name == "mov.b64" and operands[1].startswith("{"):
             low, high = map(operand, operands[1].strip("{}").split(","))
             statements = [f"{operand(operands[0])} = {low} | {high} << 32"]
+        elif name.startswith("red.relaxed.cta.shared"):
+            here = f"shared[{place(operands[0])} >> 2]"
+            statements = [f"{here} = int({here}) + {operand(operands[1])} & WORD"]
         elif name == "atom.shared.add.u32":
             here, target = f"shared[{place(operands[1])} >> 2]", operand(operands[0])
             statements = [f"{target} = int({here})", f"{here} = {target} + {operand(operands[2])} & WORD"]
@@ -170,6 +177,10 @@ def expression(line: str, base: str, words: list[str], kind: str, operands: list
     values = [operand(value) for value in operands]
     if base == "cvt" and words == ["f32", "bf16"]:
         return f"{values[0]} << 16"
+    if base == "cvt" and words == ["rmi", "f32", "f32"]:
+        return f"word(np.floor(number({values[0]})))"
+    if base == "cvt" and words == ["rzi", "s32", "f32"]:
+        return f"int(number({values[0]})) & WORD"
     if base == "cvt" and words[:2] == ["rn", "f32"]:
         return f"word({reader(kind)(values[0])})"
     if base in ("shfl", "vote", "redux"):
@@ -190,14 +201,14 @@ def expression(line: str, base: str, words: list[str], kind: str, operands: list
     given = dict(zip("abc", values, strict=False))
     if base == "selp":
         code = re.sub(r"\b[abc]\b", lambda found: given[found[0]], code)
-        return f"({code}) & WORD"
+        return f"({code}) & {'LONG' if '64' in kind else 'WORD'}"
     code = re.sub(r"\b[abc]\b", lambda found: read(given[found[0]]), code)
     if kind == "f32":
         return f"word({code})"
     if kind == "pred":
         return f"not {values[0]}" if base == "not" else f"bool({code})"
     is_wide = "64" in kind or full == "mul.wide" or base == "cvt" and "64" in words[-2]
-    return f"({code})" if is_wide else f"({code}) & WORD"
+    return f"({code}) & LONG" if is_wide else f"({code}) & WORD"
 
 
 def reader(kind: str):
@@ -206,6 +217,8 @@ def reader(kind: str):
         return lambda value: f"number({value})"
     if kind == "u32":
         return lambda value: f"({value} & WORD)"  # a number may be written as a negative one
+    if kind == "s64":
+        return lambda value: f"signed({value}, 64)"
     return (lambda value: f"signed({value})") if kind == "s32" else (lambda value: f"({value})")
 
 
@@ -220,7 +233,7 @@ def operand(text: str) -> str:
 
 def place(address: str) -> str:
     base, _, offset = address.strip("[]").partition("+")
-    return f"({operand(base)} + {offset or 0})"
+    return f"({operand(base)} + {offset or 0} & WORD)"
 
 
 def to_barrier(warp: list[Iterator]) -> bool:
@@ -258,9 +271,9 @@ def collective(name: str, values: list) -> list:
     return [values[source if 0 <= source < WARP else i][0] for i, source in enumerate(places)]
 
 
-def signed(value: int) -> int:
-    value &= WORD
-    return value - (1 << 32) if value >> 31 else value
+def signed(value: int, bits: int = 32) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def number(value: int) -> np.float32:
