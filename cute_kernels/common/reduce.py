@@ -90,44 +90,6 @@ class RowSum:
         return mean, spread
 
     @cute.jit
-    def warp_mean(self, total: Float32):
-        """(total, mean) of a warp's elements, of threads that hold ``total`` each, for ``moments_of_warps``."""
-        total = cute.arch.warp_reduction(total, operator.add)
-        warps = const_expr(self.layout.warps_per_team)
-        warp = cute.arch.block_idx_in_cluster() * warps + cute.arch.warp_idx() % warps
-        return total, total / cutlass.max(self._elements(warp), 1.0)
-
-    @cute.jit
-    def moments_of_warps(self, total: Float32, spread: Float32, messages, mbars, team: Int32, round_index: Int32):
-        """As ``moments``, where warps hold any number of elements; of wide rows in a cluster.
-
-        ``total``: the warp's; ``spread``: the thread's sum of squared distances from the warp's mean. To the row's a
-        warp adds that and, for each element, the squared distance of its mean from the row's.
-        """
-        spread = cute.arch.warp_reduction(spread, operator.add)
-        self._exchange([total, spread], messages, mbars, team, round_index)
-        gathered = self._gather(2, messages, team, round_index)
-        mean = self._add([gathered[0, w] for w in range(self._gathered())]) * (1.0 / self.layout.n)
-        spreads = []
-        for w in cutlass.range_constexpr(self._gathered()):
-            count = self._elements(w if self.warps_per_row <= 16 else w * WARP_SIZE + cute.arch.lane_idx())
-            distance = gathered[0, w] / cutlass.max(count, 1.0) - mean
-            spreads.append(gathered[1, w] + distance * distance * count)
-        return mean, self._add(spreads)
-
-    @cute.jit
-    def _elements(self, warp) -> Float32:
-        """How many elements of a row the given one of its warps holds; 0 of a warp that is not there."""
-        layout = self.layout
-        vec, warps = const_expr(layout.vec), const_expr(layout.warps_per_team)
-        columns = cutlass.min(layout.n - warp // warps * layout.columns_per_cta, layout.columns_per_cta)
-        count = Int32(layout.whole_chunks * WARP_SIZE * vec)
-        for k in cutlass.range_constexpr(layout.whole_chunks, layout.chunks):
-            first = (k * layout.threads_per_row + warp % warps * WARP_SIZE) * vec
-            count += cutlass.max(cutlass.min(columns - first, WARP_SIZE * vec), 0)
-        return Float32(count) * Float32(warp < self.warps_per_row)
-
-    @cute.jit
     def largest(self, value: Float32, messages, mbars, team: Int32, round_index: Int32):
         """The largest of the threads' values; NaN is none."""
         value = cute.arch.warp_reduction(value, cute.arch.fmax, threads_in_group=self.width)

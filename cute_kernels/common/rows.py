@@ -197,18 +197,6 @@ def dot_elements(a, b, layout: cutlass.Constexpr):
     return sum_dots([(piece_of(a, piece, layout).load(), piece_of(b, piece, layout).load()) for piece in layout.pieces])
 
 
-@cute.jit
-def squared_distances(fragment, mean: Float32, has_column, layout: cutlass.Constexpr):
-    """Sum of squared distances from ``mean`` of a thread's elements; those beyond the row's end count nothing."""
-    distances = []
-    for k in cutlass.range_constexpr(len(layout.pieces)):
-        distance = piece_of(fragment, layout.pieces[k], layout).load() - mean
-        if const_expr(has_column[k] is not True):
-            distance = distance * Float32(has_column[k])
-        distances.append(distance)
-    return sum_dots([(distance, distance) for distance in distances])
-
-
 def sum_dots(pairs: list):
     """``sum_pieces`` of the products of pairs of vectors."""
     shape = pairs[0][0].shape

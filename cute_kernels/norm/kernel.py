@@ -31,7 +31,6 @@ from cute_kernels.common.rows import (
     load_row,
     piece_of,
     share_columns,
-    squared_distances,
     store_row_values,
     sum_dots,
     sum_elements,
@@ -166,14 +165,6 @@ class NormForward:
                 mu = Float32(0.0)
                 if const_expr(self.kind == "layer" and layout.full):
                     mu, spread = self.moments(rH, messages, message_mbars, team, round_index)
-                    round_index += 1
-                    self.centre(rH, mu, has_column)
-                elif const_expr(self.kind == "layer" and layout.cluster > 1 and layout.vec == 1):
-                    total, mean = self.row_sum.warp_mean(sum_elements(rH, layout))
-                    spread = squared_distances(rH, mean, has_column, layout)
-                    mu, spread = self.row_sum.moments_of_warps(
-                        total, spread, messages, message_mbars, team, round_index
-                    )
                     round_index += 1
                     self.centre(rH, mu, has_column)
                 else:
