@@ -154,14 +154,13 @@ class SoftmaxForward(RowKernel):
 
     softmax takes two rounds of messages, and one exponential an element; its logarithm one round, in which every thread
     brings a sum to its own maximum. H200, bf16: softmax in one round with two exponentials 8192x4096 38.8 us, so 37.9;
-    1024x151936 198, so 191 (both in clusters of 16). Rows that move element by element, in clusters of 4 and more, wait
-    longer for messages than for exponentials: one round (log_softmax 885x151643 173 us, softmax in two 193).
+    1024x151936 198, so 191 (both in clusters of 16).
     """
 
     def __init__(self, log: bool, config: RowConfig):
         super().__init__(config)
         self.log = log
-        self.rounds = 1 if log or (config.layout.cluster > 2 and config.layout.vec == 1) else 2
+        self.rounds = 1 if log else 2
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, num_clusters: Int32, stream):
@@ -174,7 +173,7 @@ class SoftmaxForward(RowKernel):
 
     @cute.jit
     def reduce_row(self, row, has_column, messages, mbars, team, round_index):
-        """(1 / sum,), and the row becomes its exponentials; of one round (largest, 1 / sum), or (largest, log(sum))."""
+        """(1 / sum,), and the row becomes its exponentials; or (largest, log(sum))."""
         layout = self.layout
         (rX,) = row
         for k in cutlass.range_constexpr(len(layout.pieces)):
@@ -186,10 +185,10 @@ class SoftmaxForward(RowKernel):
             pX = piece_of(rX, layout.pieces[k], layout)
             for i in cutlass.range_constexpr(cute.size(pX)):
                 largest = cute.arch.fmax(largest, pX[i])
-        if const_expr(self.rounds == 1):
+        if const_expr(self.log):
             powers = [self.exp(piece_of(rX, piece, layout).load() - largest) for piece in layout.pieces]
             largest, total = self.row_sum.scaled_sum(largest, sum_pieces(powers), messages, mbars, team, round_index)
-            return largest, cute.math.log(total) if const_expr(self.log) else 1.0 / total
+            return largest, cute.math.log(total)
         largest = self.row_sum.largest(largest, messages, mbars, team, round_index)
         for k in cutlass.range_constexpr(len(layout.pieces)):
             pX = piece_of(rX, layout.pieces[k], layout)
@@ -199,11 +198,7 @@ class SoftmaxForward(RowKernel):
 
     @cute.jit
     def element(self, pieces, sums):
-        if const_expr(self.log):
-            return pieces[0] - sums[0] - sums[1]
-        if const_expr(self.rounds == 1):
-            return self.exp(pieces[0] - sums[0]) * sums[1]
-        return pieces[0] * sums[0]
+        return pieces[0] - sums[0] - sums[1] if const_expr(self.log) else pieces[0] * sums[0]
 
 
 class SoftmaxBackward(RowKernel):

@@ -33,7 +33,7 @@ class LogSumExp(RowKernel):
     """y = max(x) + log(sum(exp(x - max(x)))) of each row, in one round of messages.
 
     The exponentials of rows in half precision are approximate: exact ones are 6 of 13 instructions an element, so that
-    a kernel that only reads was bound by them (H200, 2671x50257 129.5 us, sum 77.9).
+    a kernel that only reads was bound by them (H200, 2671x50257 129.5 us, so 104.5; 134085x1001 101.5, so 76.6).
     """
 
     def __init__(self, config: RowConfig):
