@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
             return attention(q, k, v, causal=is_causal, scale=scale).transpose(1, 2)
         check_sizes(q, k, DENSE)
         scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-        return attention_forward.function(q, k, v, is_causal, scale)[0].transpose(1, 2)
+        return attention_forward(q, k, v, is_causal, scale)[0].transpose(1, 2)
     except UnsupportedDeviceError:  # a GPU without a kernel
         return NotImplemented
     finally:
