@@ -1,21 +1,35 @@
-"""grouped_mm at the sizes of models with experts, forward, dA and dW, beside torch's grouped_mm and quack's.
+"""grouped_mm at the sizes of models with experts, forward, dA and dW, beside torch's grouped_mm and others.
 
     python -m bench.bench_moe                                          every case, results printed
     python -m bench.bench_moe --filter 'fwd.*qwen3' --reps 30          cases whose name matches
     python -m bench.bench_moe --save                                   and kept in bench/results/<gpu>.jsonl
     python -m bench.bench_moe --providers cute_kernels,config_2        the chosen kernel and another one
+    python -m bench.bench_moe --providers cute_kernels,quack           those cases in which quack runs
     python -m bench.bench_moe --list                                   the names of the cases
 
 A case's name is op.direction.shape.dtype.variant, like grouped_mm.fwd.qwen3-30b-up-65536x128x1536x2048.bfloat16.skew.
 The shape is rows x experts x N x K of y (R, N), each row times its expert's weight (N, K)^T; dA = dy weight, dW sums
 dy^T x over the rows of each expert, dW_into onto fp32. Variants: equal (as many rows for each expert); random and skew
 (experts' popularity, as logits, has a deviation of 0.3 and 0.7); decode (few rows: the time is that of reading
-weights); mxfp8 (the same, of weights that are mxfp8; torch, quack and ``bf16``, which is ours, read them dequantized).
-deepseek-v3 has 64 of its 256 experts, as one of four ranks; the models other-1 to other-3 are sizes of none.
+weights); mxfp8 (the same, of weights that are mxfp8; torch and ``bf16``, which is ours, read them dequantized).
+deepseek-v3 has 64 of its 256 experts, as one of four ranks.
 
-``equal_bmm`` is our bmm of as many rows in equal groups, ``dense`` torch.mm of as many rows with one weight: what the
-groups cost; ``read`` a maximum over the weights of the experts that have rows. None computes the case's result, so that
-none is checked. Errors are against fp64 on 64 rows, of dW on two experts.
+The cases are these of each model, and no others:
+
+    up     random  2048, 8192 tokens           fwd, dA, dW, dW_into
+    up     random  16384                       fwd, dA
+    up     skew    2048, 8192                  fwd, dA, dW, dW_into
+    up     equal   2048, 8192                  fwd, dA
+    down   random  8192                        fwd, dA, dW, dW_into
+    both   decode  1, 2, 4, ..., 256           fwd
+    up     mxfp8   1, 8, 32, 128, 256          fwd
+
+quack, which is tuned for each shape, and DeepGEMM, which compiles for each, run where they are named as providers, in
+up, random, 8192 tokens and in up, decode, 128 tokens: then these are all cases. ``equal_bmm`` is our bmm of as many
+rows in equal groups, of few tokens those of the experts that have rows; ``dense`` torch.mm of as many rows with one
+weight: what the groups cost; ``read`` a maximum over the weights of the experts that have rows. None computes the
+case's result, so that none is checked. Errors are against fp64 on 64 rows, of dW on two experts. All cases of a layer's
+matrix have the same weights; host times are medians of five calls.
 """
 
 from __future__ import annotations
@@ -48,13 +62,21 @@ MODELS = {  # experts, k, H, I
     "deepseek-v3": (64, 8, 7168, 2048),
     "small": (64, 6, 2048, 1408),
 }
-OTHERS = {"other-1": (48, 5, 3200, 960), "other-2": (96, 3, 5120, 1280), "other-3": (20, 2, 1536, 6144)}
-TOKENS, MANY_TOKENS, DECODE_TOKENS = (2048, 8192), 16384, (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DECODE_TOKENS, MXFP8_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 8, 32, 128, 256)
 SKEW = {"equal": None, "random": 0.3, "skew": 0.7, "decode": 0.3, "mxfp8": 0.3}
 FEW = ("decode", "mxfp8")
 PADDING = 128  # DeepGEMM's groups begin at multiples of so many rows
 DIRECTIONS = ("fwd", "dA", "dW", "dW_into")
 SUMS = DIRECTIONS[2:]
+# Part, variant, tokens, directions of a model's products of many tokens
+MANY = (
+    ("up", "random", (2048, 8192), DIRECTIONS),
+    ("up", "skew", (2048, 8192), DIRECTIONS),
+    ("up", "random", (16384,), DIRECTIONS[:2]),
+    ("up", "equal", (2048, 8192), DIRECTIONS[:2]),
+    ("down", "random", (8192,), DIRECTIONS),
+)
+WITH_PEERS = (("up", "random", 8192), ("up", "decode", 128))  # where quack and DeepGEMM run
 CHECKED_ROWS, CHECKED_EXPERTS = 64, 2
 
 
@@ -71,14 +93,19 @@ class Product:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """(rows, experts, N, K)"""
-        experts, k, hidden, width = (MODELS | OTHERS)[self.model]
+        experts, k, hidden, width = MODELS[self.model]
         n_k = (2 * width, hidden) if self.part == "up" else (hidden, width)
         return self.tokens * k, experts, *n_k
 
     @property
     def slots(self) -> int:
         """Experts of a token."""
-        return (MODELS | OTHERS)[self.model][1]
+        return MODELS[self.model][1]
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether quack and DeepGEMM run."""
+        return (self.part, self.variant, self.tokens) in WITH_PEERS
 
     @property
     def case(self) -> harness.Case:
@@ -98,17 +125,18 @@ class Product:
 
 
 def products(quick: bool = False) -> list[Product]:
-    """Every case."""
+    """Every case; those of the same weights are neighbours."""
     if quick:
-        return [Product("qwen3-30b", p, TOKENS[-1], d, "random") for p in ("up", "down") for d in DIRECTIONS]
-    wanted = [("down", tokens, "random") for tokens in TOKENS] + [("up", MANY_TOKENS, "random")]
-    wanted += [("up", tokens, variant) for tokens in TOKENS for variant in ("equal", "random", "skew")]
-    cases = [Product(model, *what[:2], d, what[2]) for model in MODELS for what in wanted for d in DIRECTIONS]
-    cases += [
-        Product(model, "up", TOKENS[-1], d, v) for model in OTHERS for v in ("random", "skew") for d in DIRECTIONS
+        return [Product("qwen3-30b", p, 8192, d, "random") for p in ("up", "down") for d in DIRECTIONS]
+    cases = [
+        Product(model, part, t, d, variant)
+        for model in MODELS
+        for part, variant, tokens, directions in MANY
+        for t in tokens
+        for d in directions
     ]
-    parts = [(m, p) for m in MODELS for p in ("up", "down")]
-    return cases + [Product(*part, t, "fwd", variant) for variant in FEW for part in parts for t in DECODE_TOKENS]
+    cases += [Product(m, part, t, "fwd", "decode") for m in MODELS for part in ("up", "down") for t in DECODE_TOKENS]
+    return cases + [Product(m, "up", t, "fwd", "mxfp8") for m in MODELS for t in MXFP8_TOKENS]
 
 
 @dataclass(frozen=True)
@@ -122,27 +150,46 @@ class Inputs:
     main_grad: Tensor | None = None
     quantized: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def active(self) -> Tensor:
+        """Which experts have rows."""
+        return self.offs.diff(prepend=self.offs.new_zeros(1)) > 0
+
+
+@functools.lru_cache(maxsize=1)
+def make_weight(sizes: tuple[int, int, int], device: str) -> Tensor:
+    """(E, N, K) bf16; the last one is kept: it is up to 3.8 GB, and the next case's as a rule."""
+    generator = torch.Generator(device).manual_seed(harness.seed(f"weight {sizes}"))
+    weight = torch.randn(sizes, generator=generator, device=device, dtype=torch.bfloat16)
+    return weight.mul_(sizes[2] ** -0.5)
+
+
+@functools.lru_cache(maxsize=1)
+def make_mxfp8(sizes: tuple[int, int, int], device: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The same weight from mxfp8, and in it."""
+    q, scale = (t.view(*sizes[:2], -1) for t in quantize_rowwise(make_weight(sizes, device).view(-1, sizes[2])))
+    return dequantize(q, scale), (q, scale)
+
 
 def make_inputs(product: Product, device: str = "cuda") -> Inputs:
-    rows, experts, n, k = product.sizes
+    rows, *sizes = product.sizes
+    experts, n, k = sizes
     generator = torch.Generator(device).manual_seed(harness.seed(product.case.name))
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     skew, slots = SKEW[product.variant], product.slots
     if skew is None:
         counts = torch.full((experts,), rows // experts, device=device)
     else:
-        popularity = skew * torch.randn(experts, generator=generator, device=device)
-        logits = torch.randn(product.tokens, experts, generator=generator, device=device) + popularity
+        logits = randn(product.tokens, experts, dtype=torch.float32) + skew * randn(experts, dtype=torch.float32)
         counts = torch.bincount(logits.topk(slots, 1).indices.flatten(), minlength=experts)
-    main_grad = randn(experts, n, k).float() if product.direction == "dW_into" else None
-    x, weight, quantized = randn(rows, k), randn(experts, n, k) * k**-0.5, None
+    weight, quantized = make_weight((experts, n, k), device), None
     if product.variant == "mxfp8":
-        q, scale = (t.view(experts, n, -1) for t in quantize_rowwise(weight.view(-1, k)))
-        weight, quantized = dequantize(q, scale), (q, scale)
-    return Inputs(x, weight, randn(rows, n), counts.cumsum(0).int(), main_grad, quantized)
+        weight, quantized = make_mxfp8((experts, n, k), device)
+    main_grad = randn(experts, n, k, dtype=torch.float32) if product.direction == "dW_into" else None
+    return Inputs(randn(rows, k), weight, randn(rows, n), counts.cumsum(0).int(), main_grad, quantized)
 
 
 @dataclass(frozen=True)
@@ -295,14 +342,20 @@ def _deep_gemm(product: Product, inputs: Inputs) -> harness.Call | None:
 
 def _equal_bmm(product: Product, inputs: Inputs) -> harness.Call | None:
     x, weight, dy, offs, *_ = vars(inputs).values()
-    if len(x) % len(offs):
+    if product.variant == "mxfp8":
         return None
+    if product.variant == "decode":
+        weight = weight[inputs.active]
+        of_mean = x[: -(-len(x) // len(weight))].expand(len(weight), -1, -1).contiguous()
+        return lambda: (bmm(of_mean, weight.mT),)
     x, dy = (t.unflatten(0, (len(offs), -1)) for t in (x, dy))
     operands = {"fwd": (x, weight.mT), "dA": (dy, weight)}.get(product.direction, (dy.mT, x))
     return lambda: (bmm(*operands),)
 
 
-def _dense(product: Product, inputs: Inputs) -> harness.Call:
+def _dense(product: Product, inputs: Inputs) -> harness.Call | None:
+    if product.variant in FEW:
+        return None
     x, weight, dy, *_ = vars(inputs).values()
     operands = {"fwd": (x, weight[0].t()), "dA": (dy, weight[0])}.get(product.direction, (dy.t(), x))
     return lambda: (torch.mm(*operands),)
@@ -318,9 +371,7 @@ def _read(product: Product, inputs: Inputs) -> harness.Call | None:
     if product.variant not in FEW:
         return None
     weight = inputs.weight if inputs.quantized is None else inputs.quantized[0]
-    active = (
-        weight.view(torch.uint8)[inputs.offs.diff(prepend=inputs.offs.new_zeros(1)) > 0].view(torch.int64).flatten(1)
-    )
+    active = weight.view(torch.uint8)[inputs.active].view(torch.int64).flatten(1)
     return lambda: (active.amax(1),)
 
 
@@ -332,7 +383,7 @@ PROVIDERS: dict[str, Callable[[Product, Inputs], harness.Call | None]] = {
     "quack_default": functools.partial(_quack, tuned=False),
 }
 CONFIGS = {f"config_{i}": functools.partial(_candidate, i) for i in range(len(candidates("sm_90a", "rows")) - 1)}
-DEFAULT_PROVIDERS = tuple(provider for provider in PROVIDERS if provider != "quack_default")
+DEFAULT_PROVIDERS = ("cute_kernels", "torch")
 PACKAGES = {"deep_gemm": ("deep_gemm",), "quack": ("quack", "triton"), "quack_default": ("quack", "triton")}
 FLOORS = {"equal_bmm": _equal_bmm, "dense": _dense, "bf16": _bf16, "read": _read}
 
@@ -367,8 +418,16 @@ def measure_product(
 def run(cases: Sequence[Product], providers: Sequence[str], **settings: Any) -> list[harness.Measurement]:
     """`harness.run` of these cases, beside torch, whose error is the yardstick."""
     selected = [(case, [case.case]) for case in cases]
-    settings = {"packages": PACKAGES, "compile_own_kernels": compile_own_kernels, **settings}
-    return harness.run(selected, measure_product, [*providers, "torch"], harness.CudaDevice, **settings)
+    settings = {"packages": PACKAGES, **settings}
+    if with_peers(providers):
+        settings["compile_own_kernels"] = compile_own_kernels
+    # A hundred calls of milliseconds each, for the host's times alone, would last longer than all else
+    device = functools.partial(harness.CudaDevice, host_batches=1, calls_per_batch=5)
+    return harness.run(selected, measure_product, [*providers, "torch"], device, **settings)
+
+
+def with_peers(providers: Sequence[str]) -> bool:
+    return not PACKAGES.keys().isdisjoint(providers)
 
 
 def print_rates(measurements: Sequence[harness.Measurement]) -> None:
@@ -386,7 +445,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = harness.parse("moe", what, "qwen3-30b, 8192 tokens", known, DEFAULT_PROVIDERS, names, arguments)
     if isinstance(options, int):
         return options
-    measurements = run(products(options.quick), options.providers, **options.settings)
+    cases = products(options.quick)
+    if with_peers(options.providers):
+        cases = [product for product in cases if product.has_peers]
+    measurements = run(cases, options.providers, **options.settings)
     harness.print_table(measurements)
     print_rates(measurements)
     return harness.exit_status(measurements)

@@ -92,11 +92,12 @@ def run(
     cases: Sequence[ForwardBackward],
     measure_case: Callable[..., Sequence[harness.Measurement]],
     providers: Sequence[str],
+    make_device: Callable[[], harness.Device] | None = None,
     **settings: Any,
 ) -> list[harness.Measurement]:
     """`harness.run` of these cases, beside torch, whose error is the yardstick."""
     selected = [(case, [case.case(direction) for direction in case.directions]) for case in cases]
-    return harness.run(selected, measure_case, [*providers, "torch"], harness.CudaDevice, **settings)
+    return harness.run(selected, measure_case, [*providers, "torch"], make_device or harness.CudaDevice, **settings)
 
 
 def names(cases: Iterable[ForwardBackward]) -> list[str]:

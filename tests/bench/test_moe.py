@@ -17,9 +17,17 @@ TINY = {"tiny": (4, 2, 16, 8)}
 
 def test_cases():
     names = [product.case.name for product in bench_moe.products()]
-    assert len(set(names)) == len(names) == 7 * 9 * 4 + 3 * 2 * 4 + 7 * 2 * 9 * 2
+    assert len(set(names)) == len(names) == 7 * (5 * 4 + 3 * 2 + 2 * 9 + 5)
     quick = {product.case.name for product in bench_moe.products(quick=True)}
     assert quick < set(names)
+    with_peers = [product for product in bench_moe.products() if product.has_peers]
+    assert len(with_peers) == 7 * (4 + 1)
+
+
+def test_cases_of_a_matrix_share_its_weights(monkeypatch):
+    monkeypatch.setattr(bench_moe, "MODELS", TINY)
+    first, second = (bench_moe.make_inputs(Product("tiny", "up", t, "fwd", "decode"), "cpu") for t in (1, 2))
+    assert first.weight is second.weight and len(first.x) == 2
 
 
 def test_what_is_counted(monkeypatch):
@@ -107,7 +115,7 @@ def test_decode_reads_the_weights_of_experts_with_rows(monkeypatch):
     (found,) = bench_moe.measure_product(
         product, None, ["cute_kernels", "torch"], FakeDevice(), repetitions=3, breakdown=False
     )
-    assert found.failures == {} and "read" in found.results
+    assert found.failures == {} and {"read", "equal_bmm"} <= set(found.results)
 
 
 def test_mxfp8_weights_are_half_the_bytes(monkeypatch):
