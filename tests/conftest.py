@@ -60,7 +60,8 @@ def time_limit(request):
     if not on_gpu(request):
         yield
         return
-    seconds = 400 if request.node.get_closest_marker("slow") else 150
+    long = any(request.node.get_closest_marker(name) for name in ("slow", "exhaustive"))  # Inductor compiles a model
+    seconds = 400 if long else 150
     faulthandler.dump_traceback_later(seconds, exit=True, file=request.getfixturevalue("terminal"))
     yield
     faulthandler.cancel_dump_traceback_later()

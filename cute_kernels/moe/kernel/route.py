@@ -327,7 +327,9 @@ def sigmoid(x: Float32) -> Float32:
 def _operands(spec: RouteSpec) -> tuple:
     tokens = cute.sym_int()
     table = symbolic_table(Int32, tokens, spec.k), symbolic_table(Float32, tokens, spec.k)
-    return symbolic_table(Float32, tokens, spec.num_experts), *table
+    strides = cute.sym_int64(), 1  # not the 32 bits of a constant: logits can have more than 2^31 elements
+    logits = cute.runtime.make_fake_tensor(Float32, (tokens, spec.num_experts), strides, assumed_align=4)
+    return logits, *table
 
 
 @compiled
