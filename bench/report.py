@@ -272,11 +272,23 @@ SECTIONS = {
         "sums over each expert's rows, dW_into onto fp32. Other shapes are model and tokens. Groups are random "
         "(experts' popularity, as logits, has a deviation of 0.3), skew (0.7) or equal; decode has few rows, mxfp8 "
         "as few, of weights in mxfp8.",
+        shapes=(
+            "qwen3-30b-up-65536x128x1536x2048",
+            "gpt-oss-120b-up-32768x128x5760x2880",
+            "mixtral-8x7b-up-16384x8x28672x4096",
+            "qwen3-30b-up-64x128x1536x2048",
+            "gpt-oss-120b-up-32x128x5760x2880",
+            "mixtral-8x7b-up-64x8x28672x4096",
+            "qwen3-30b-8",
+            "qwen3-30b-8192",
+            "deepseek-v3-256-8192",
+        ),
         not_peers=("equal_bmm", "dense", "bf16", "read"),
         note="torch is its grouped_mm, in a layer what transformers does around it in torch's operators; transformers "
         "is its own function. Three columns compute no result and say what groups cost: our bmm of as many rows in "
-        "equal groups, torch.mm of as many rows with one weight, a maximum over the weights of experts that have rows. "
-        "With weights in mxfp8 torch, and ours in a column of its own, multiply with the dequantized ones.",
+        "equal groups (of few tokens: of the experts that have rows), torch.mm of as many rows with one weight, a "
+        "maximum over the weights of experts that have rows. With weights in mxfp8 torch, and ours in a column of its "
+        "own, multiply with the dequantized ones.",
     ),
     "mhc": Section(
         "Hyper-connections",
