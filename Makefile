@@ -25,7 +25,7 @@ demo: $(VENV)/installed ## with a GPU: check and time the kernels; without: comp
 test: $(VENV)/installed ## run the tests that this machine can run: all logic, a kernel of each class
 	$(BIN)/python -m pytest -n $(JOBS) -m "not exhaustive"
 
-test-exhaustive: $(VENV)/installed ## run the tests that `make test` leaves out: the kernels compile, of SM100 every fourth
+test-exhaustive: $(VENV)/installed ## run the tests that `make test` leaves out: the kernels compile, of the tables half for SM90, a fourth for SM100
 	$(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
 test-all: test test-exhaustive ## run all tests that this machine can run

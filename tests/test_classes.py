@@ -1,6 +1,7 @@
 """Each kernel class compiles once for each architecture, without a GPU.
 
-`make test` compiles these kernels; tests that are marked `exhaustive` compile the others, of SM100 every fourth.
+`make test` compiles these kernels; tests that are marked `exhaustive` compile half of the others for SM90, and a fourth
+for SM100.
 """
 
 import importlib

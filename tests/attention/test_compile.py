@@ -20,29 +20,11 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.kernel_forward_sm100 import REGISTERS
 from tests.attention.cases import BF16, FP16
-from tests.marks import first_of, sample_for
+from tests.attention.test_products import BACKWARD
+from tests.marks import first_of, half_of, sample_for
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 from tests.sass import is_serialized
-
-# fp16 takes the same code: two of its kernels stand for it
-JOBS = [
-    job
-    for arch in ("sm_90a", "sm_100a")
-    for job in sample_for(arch, [job for job in prewarm.specializations(arch) if job[1][1].dtype is BF16])
-]
-JOBS += [
-    job
-    for arch in ("sm_90a", "sm_100a")
-    for job in prewarm.specializations(arch)
-    if job[1][1] == ForwardSpec(FP16, 128, True, 128)
-]
-EVERY = [pytest.mark.slow, pytest.mark.exhaustive]
-# A softmax beside 256 channels leaves no register for the bounds of packed sequences' windows
-SPILLED = {
-    ForwardSpec(BF16, 256, False, 256, window=True, softcap=softcap, packed_q=True, packed_k=True): 8
-    for softcap in (False, True)
-}
 
 
 def backward_spec(sizes: tuple[int, int], *options, **more) -> BackwardSpec:
@@ -56,6 +38,38 @@ QUICK = [
     BackwardSpec(BF16, 128, True, True),
     BackwardSpec(BF16, 256, True, True),
 ]
+
+
+def sampled(arch: str) -> list:
+    """Shipped kernels of bf16: of SM90 half of the forward's, and of the backward's those of test_products.py."""
+    jobs = [job for job in prewarm.specializations(arch) if job[1][1].dtype is BF16]
+    if arch == "sm_100a":
+        return sample_for(arch, jobs)
+    forward = half_of([job for job in jobs if job[0].__name__ == "forward_sm90"])  # one config of each spec
+    return [
+        job
+        for job in jobs
+        if job in forward
+        or job[0].__name__ not in ("forward_sm90", "backward_sm90")
+        or job[1][1] in (*QUICK, *BACKWARD)
+        or getattr(job[1][1], "steps_of_80", False)
+    ]
+
+
+# fp16 takes the same code: two of its kernels stand for it
+JOBS = [job for arch in ("sm_90a", "sm_100a") for job in sampled(arch)]
+JOBS += [
+    job
+    for arch in ("sm_90a", "sm_100a")
+    for job in prewarm.specializations(arch)
+    if job[1][1] == ForwardSpec(FP16, 128, True, 128)
+]
+EVERY = [pytest.mark.slow, pytest.mark.exhaustive]
+# A softmax beside 256 channels leaves no register for the bounds of packed sequences' windows
+SPILLED = {
+    ForwardSpec(BF16, 256, False, 256, window=True, softcap=softcap, packed_q=True, packed_k=True): 8
+    for softcap in (False, True)
+}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from cute_kernels.attention.config import (
     prefill_spec,
 )
 from tests.attention.cases import BF16
+from tests.marks import half_of
 from tests.norm.test_compile import check_record
 from tests.sass import exponentials_beside_products, is_serialized, products_of
 
@@ -48,12 +49,14 @@ def marked(cases: list, quick: list) -> list:
     return [pytest.param(case, marks=() if case in quick else EVERY, id=str(case)) for case in cases]
 
 
-FORWARD = [
-    ForwardSpec(BF16, d, causal, dv, **packing)
-    for d, dv in HEAD_SIZES
-    for causal in (True, False)
-    for packing in ({}, PACKED)
-]
+FORWARD = half_of(
+    [
+        ForwardSpec(BF16, d, causal, dv, **packing)
+        for d, dv in HEAD_SIZES
+        for causal in (True, False)
+        for packing in ({}, PACKED)
+    ]
+)
 FORWARD += [ForwardSpec(BF16, d, False, dv, window=True, softcap=True, **PACKED) for d, dv in HEAD_SIZES]
 MOST_OPTIONS = ForwardSpec(BF16, 64, False, 64, window=True, sinks=True, **PACKED)
 FORWARD.append(MOST_OPTIONS)
@@ -121,13 +124,15 @@ def backward_spec(sizes: tuple[int, int], causal: bool, grouped: bool, **options
     return BackwardSpec(BF16, d, causal, grouped, head_size_v=0 if d == dv else dv, **options)
 
 
-BACKWARD = [
-    backward_spec(sizes, causal, grouped, window=window, **packing)
-    for sizes in BACKWARD_CONFIGS
-    for grouped in (False, True)
-    for causal, window in ((True, False), (False, False), (False, True))
-    for packing in ({}, PACKED)
-]
+BACKWARD = half_of(
+    [
+        backward_spec(sizes, causal, grouped, window=window, **packing)
+        for sizes in BACKWARD_CONFIGS
+        for grouped in (False, True)
+        for causal, window in ((True, False), (False, False), (False, True))
+        for packing in ({}, PACKED)
+    ]
+)
 # One of all sizes, the others of those where registers are scarcest: half of the queries a tile, and 256 channels
 RARE = [{"softcap": True, **PACKED}, {"softcap": True}, {"used_k": True}, {"padded": True}]
 BACKWARD += [
@@ -137,6 +142,7 @@ BACKWARD += [
 ]
 QUICK = [backward_spec(sizes, True, True) for sizes in ((128, 128), (256, 256))]
 QUICK.append(backward_spec((128, 128), False, True, window=True, **PACKED))
+BACKWARD += [spec for spec in QUICK if spec not in BACKWARD]
 
 
 def expected_products(spec: BackwardSpec, config: BackwardConfig) -> int:

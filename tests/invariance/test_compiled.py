@@ -91,7 +91,7 @@ def test_inductor_compiles_a_training_step(family, generator):
 
 @rounds
 @exhaustive
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])  # the most of a block; layer_norm
 def test_graphs_of_one_model_agree(family, generator):
     """A row's logits by the graphs of training and of inference, of two batches."""
     model = make_model(family, generator)

@@ -26,7 +26,7 @@ from cute_kernels.mhc.config import (
 from cute_kernels.mhc.kernel.aggregate import AggregateBackward
 from cute_kernels.mhc.kernel.expand_combine import ExpandCombineBackward
 from cute_kernels.mhc.kernel.projection_cluster import ProjectionClusterForward, last_steps, row_of
-from tests.marks import first_of, sample_for
+from tests.marks import first_of, sample_for, sample_of_table
 from tests.mhc.cases import BF16, FP16, FP32, LAYOUTS, STREAMS, Case
 from tests.mhc.conftest import kernels_of
 from tests.norm.test_compile import CTA_SHARED_MEMORY, check_record
@@ -300,7 +300,7 @@ PARTS_OF_THE_TABLE = 4
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("part", range(PARTS_OF_THE_TABLE))
 def test_the_shipped_table_compiles_without_spills(part, arch):
-    compile_and_check(sample_for(arch, prewarm.specializations(arch))[part::PARTS_OF_THE_TABLE], arch)
+    compile_and_check(sample_of_table(arch, prewarm.specializations(arch))[part::PARTS_OF_THE_TABLE], arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.mxfp8 import prewarm
 from cute_kernels.mxfp8.config import GRIDS, DualConfig, quantize_config, tiles_of
-from tests.marks import first_of, sample_for
+from tests.marks import first_of, sample_for, sample_of_table
 from tests.mxfp8.cases import BF16, DTYPES, E5M2, NAMES, Case, every_variant, kernels_of
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in
@@ -63,7 +63,7 @@ def test_the_shipped_table(arch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_shipped_table_compiles(arch):
-    for builder, arguments in sample_for(arch, prewarm.specializations(arch)):
+    for builder, arguments in sample_of_table(arch, prewarm.specializations(arch)):
         check(builder, arguments)
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from cute_kernels.norm import prewarm
-from tests.marks import first_of, sample_for
+from tests.marks import first_of, sample_of_table
 from tests.norm.cases import BF16, FP32, KINDS, Case, kernels_of
 from tests.ptx import compile_in, kernels_in
 
@@ -99,7 +99,7 @@ PARTS = 8
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_shipped_table_compiles_without_spills(part, arch):
-    for builder, arguments in sample_for(arch, prewarm.specializations(arch))[part::PARTS]:
+    for builder, arguments in sample_of_table(arch, prewarm.specializations(arch))[part::PARTS]:
         try:
             check_record(builder.obtain(*arguments).record)
         except AssertionError as error:

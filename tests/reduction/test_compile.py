@@ -5,7 +5,7 @@ import pytest
 from cute_kernels.reduction import prewarm
 from cute_kernels.reduction.config import WholeSumSpec
 from cute_kernels.reduction.kernel_whole import whole_sums
-from tests.marks import first_of, sample_for
+from tests.marks import first_of, sample_for, sample_of_table
 from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in
 from tests.reduction.cases import BF16, FP16, FP32, SoftmaxCase, kernels_of
@@ -47,7 +47,7 @@ def test_whole_sums_compile(spec, arch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", SM100])
 def test_shipped_kernels_compile(arch):
-    for builder, arguments in sample_for(arch, prewarm.specializations(arch)):
+    for builder, arguments in sample_of_table(arch, prewarm.specializations(arch)):
         record = builder.obtain(*arguments).record
         assert record["key"]["arch"] == arch
         check_record(record)
