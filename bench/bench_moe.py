@@ -374,7 +374,7 @@ def _read(product: Product, inputs: Inputs) -> harness.Call | None:
     if product.variant not in FEW:
         return None
     weight = inputs.weight if inputs.quantized is None else inputs.quantized[0]
-    active = weight.view(torch.uint8)[inputs.active].view(torch.int64).flatten(1)
+    active = weight.view(torch.int64)[inputs.active].flatten(1)
     return lambda: (active.amax(1),)
 
 
