@@ -15,7 +15,8 @@ from 1/16 of the keys to all of them). The direction ``append`` writes new keys 
 
 ``torch`` is torch's attention with cuDNN, over gathered keys where they lie in pages: the gathering is not timed.
 ``flash_attn_4`` is ``flash_attn.cute``, which has one split on Hopper. Both are full: their causal mask is top-left or
-the same for one query. ``flash_attn_3`` chooses its splits itself. ``flashinfer`` plans its splits for the lengths;
+the same for one query. ``merges_last`` and ``merges_late`` are ours whose splits a tile's last CTA merges, and all CTAs
+at the end. ``flash_attn_3`` chooses its splits itself. ``flashinfer`` plans its splits for the lengths;
 the plan is not timed. ``read_floor`` only reads as many bytes as the keys and values have.
 """
 
@@ -25,8 +26,9 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +39,9 @@ from torch.nn.attention.bias import causal_lower_right
 from bench import harness
 from cute_kernels import attention_with_kv_cache
 from cute_kernels.attention import reference_cache
-from cute_kernels.attention.launch import attention_append
+from cute_kernels.attention.config import DecodeConfig, decode_config
+from cute_kernels.attention.launch import attention_append, decode
+from cute_kernels.runtime.launches import LaunchCache
 from jit_cache import command
 
 BATCHES = (1, 4, 16, 17, 36, 64, 128)
@@ -216,6 +220,27 @@ def _cute_kernels(case: Decode, inputs: Inputs) -> harness.Call:
     return lambda: (attention_with_kv_cache(inputs.q, inputs.k, inputs.v, **inputs.cache),)
 
 
+@functools.cache
+def _launches(merges_late: bool) -> LaunchCache:
+    return LaunchCache(decode.DecodeLaunches)
+
+
+def _merges(merges_late: bool, case: Decode, inputs: Inputs) -> harness.Call:
+    """Our call with one of the ways to merge splits."""
+
+    def config(*sizes: int) -> DecodeConfig:
+        found = decode_config(*sizes)
+        return replace(found, merges_late=merges_late and not found.sequential)
+
+    call, entries = _cute_kernels(case, inputs), _launches(merges_late)
+
+    def with_config() -> tuple[Tensor]:
+        with mock.patch.multiple(decode, decode_config=config, _decode=entries):
+            return call()
+
+    return with_config
+
+
 def _torch(case: Decode, inputs: Inputs) -> harness.Call:
     k, v = (t.transpose(1, 2) for t in inputs.gathered())
     q, gqa = inputs.q.transpose(1, 2), case.heads != case.pairs
@@ -295,12 +320,15 @@ def _read_floor(case: Decode, inputs: Inputs) -> harness.Call | None:
 
 PROVIDERS: dict[str, Callable[[Decode, Inputs], harness.Call | None]] = {
     "cute_kernels": _cute_kernels,
+    "merges_last": functools.partial(_merges, False),
+    "merges_late": functools.partial(_merges, True),
     "torch": _torch,
     "flash_attn_3": _flash_attn_3,
     "flash_attn_4": _flash_attn_4,
     "flashinfer": _flashinfer,
     FLOOR: _read_floor,
 }
+DEFAULTS = tuple(name for name in PROVIDERS if not name.startswith("merges"))
 PACKAGES = {
     "flash_attn_3": ("flash_attn_interface",),
     "flash_attn_4": ("flash_attn.cute",),
@@ -405,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return [case.case.name for case in every_case(quick)]
 
     options = harness.parse(
-        "decode", __doc__.splitlines()[0], "8192 keys", tuple(PROVIDERS), tuple(PROVIDERS), names, arguments
+        "decode", __doc__.splitlines()[0], "8192 keys", tuple(PROVIDERS), DEFAULTS, names, arguments
     )
     if isinstance(options, int):
         return options

@@ -275,10 +275,13 @@ class DecodeConfig:
     Attributes:
         sequential: a CTA walks over all splits of its rows, and merges them on its way; else one CTA has one split.
         few_rows: a tile has at most ``FEW_ROWS``: of its two rows a thread computes the first one alone.
+        merges_late: splits are merged when no item is left, a row by a warp, by all CTAs; else a tile's by the CTA that
+            keeps the last one of it. Not with ``sequential``.
     """
 
     sequential: bool = False
     few_rows: bool = False
+    merges_late: bool = False
 
 
 class AppendSpec(NamedTuple):

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.attention.config import WARPGROUP_ROWS
 from cute_kernels.attention.kernel_decode_items import ITEM_SLOTS, DecodeItems, Rows
+from cute_kernels.attention.kernel_decode_late import MERGE_WARPS, count_one
 from cute_kernels.attention.kernel_products_sm90 import Products
 from cute_kernels.attention.kernel_row import (
     QUAD,
@@ -25,7 +26,7 @@ from cute_kernels.attention.kernel_row import (
 )
 from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP, opaque, row_of_thread
 
-MERGERS = 2 * WARP_SIZE  # threads that merge
+MERGERS = MERGE_WARPS * WARP_SIZE  # threads that merge
 GROUP_BARRIER, MERGE_BARRIER = 1, 2  # of the warpgroup that computes, of those that merge
 VECTOR = 8  # numbers of a row that a thread merges together
 MERGED_AHEAD = 16  # splits whose numbers a thread that merges loads together
@@ -99,7 +100,7 @@ class DecodeEpilogue(DecodeItems, Products):
 
     @cute.jit
     def merge_items(self, partials: cute.Tensor, sums: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-        """The tiles whose last partial this CTA keeps."""
+        """Count partials, and merge the tiles whose last one this CTA keeps, or rows of all tiles late."""
         number = Int32(0)
         last = self.wait_for_item(number)
         while last > 0:
@@ -109,19 +110,21 @@ class DecodeEpilogue(DecodeItems, Products):
             rows = self.rows_of_item(item)
             _, splits = self.splits_of_item(item)
             if splits > 1:
-                tiles = cute.ceil_div(item.queries * self.group, WARPGROUP_ROWS)
-                # Tiles of sequences before: at most one each is not full
-                before = (rows.dense * self.len_dense + item.first_query) * self.group // WARPGROUP_ROWS + item.sequence
-                if self.is_last(before * self.pairs + item.pair * tiles + item.tile, splits):
+                if const_expr(self.merges_late):
+                    if self.thread % MERGERS == 0:
+                        count_one(self.counter_of(item))
+                elif self.is_last(self.counter_of(item), splits):
                     self.merge(partials, sums, rows, splits, out, lse)
             number += 1
             last = self.wait_for_item(number)
+        if const_expr(self.merges_late):
+            self.merge_late(partials, sums, out, lse)
 
     @cute.jit
-    def is_last(self, tile: Int32, splits: Int32):
-        """Whether the other splits of the tile are in the workspace; then its counter is 0 again."""
+    def is_last(self, place: cute.Pointer, splits: Int32):
+        """Whether the other splits of the tile are in the workspace; then its counter, at ``place``, is 0 again."""
         self.meet_to_merge()  # all have read the word of the tile before
-        place, word = self.counters.iterator + (1 + tile), self.shared_word
+        word = self.shared_word
         if self.thread % MERGERS == 0:
             cute.arch.fence_acq_rel_gpu()  # of what others of this CTA wrote, too, which was waited for
             before = cute.arch.atomic_add(place, Int32(1), sem="acq_rel", scope="gpu")

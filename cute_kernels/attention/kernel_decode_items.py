@@ -61,9 +61,9 @@ class Rows(NamedTuple):
 class DecodeItems:
     """A part of a kernel over a cache.
 
-    It has ``packed``, ``sequential``, ``block``, ``split_blocks``, and of a call ``cache_seqlens``, ``cu_seqlens_q``,
-    ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``, ``pairs``, ``lane``,
-    ``counters``, ``bidx``, ``grid``; in shared memory ``sItems``, ``item_full``, ``item_empty``.
+    It has ``packed``, ``sequential``, ``merges_late``, ``block``, ``split_blocks``, and of a call ``cache_seqlens``,
+    ``cu_seqlens_q``, ``appended``, ``max_seqlen_k``, ``left``, ``right``, ``batch``, ``len_dense``, ``group``,
+    ``pairs``, ``lane``, ``counters``, ``bidx``, ``grid``; in shared memory ``sItems``, ``item_full``, ``item_empty``.
     """
 
     def rows_of(self, sequence: Int32) -> tuple:
@@ -89,15 +89,21 @@ class DecodeItems:
         return first, number
 
     @cute.jit
-    def locate(self, item: Int32):
-        """(Sequence of an item, which of its items it is, items of all sequences)."""
+    def locate(self, item: Int32, merged_rows: cutlass.Constexpr[bool] = False):
+        """(Sequence of an item, which of its items it is, items of all sequences).
+
+        ``merged_rows``: the same of rows of sequences with several splits.
+        """
         sequence, number, before = Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, self.batch, WARP_SIZE, unroll=1):
             items = Int32(0)
             if first + self.lane < self.batch:
                 _, queries, keys = self.rows_of(first + self.lane)
                 _, splits = self.splits_of(queries, keys)
-                items = cute.ceil_div(queries * self.group, WARPGROUP_ROWS) * self.pairs * splits
+                if const_expr(merged_rows):
+                    items = queries * self.group * self.pairs if splits > 1 else Int32(0)
+                else:
+                    items = cute.ceil_div(queries * self.group, WARPGROUP_ROWS) * self.pairs * splits
             behind = sum_to_lane(items, self.lane)
             of_group = cute.arch.shuffle_sync(behind, offset=WARP_SIZE - 1)
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + behind <= item))
@@ -145,12 +151,21 @@ class DecodeItems:
     def item_of(self, ticket: Int32, items: Int32):
         """Which item a ticket stands for.
 
-        A CTA that had an item draws until there is none: as many tickets as items. The last one leaves 0.
+        A CTA that had an item draws until there is none: as many tickets as items. The last one leaves 0. With
+        ``merges_late`` the first item has a ticket, too.
         """
-        tickets = self.counters
-        if (self.lane == 0) & (ticket == items - 1):
+        tickets, first = self.counters, Int32(0) if const_expr(self.merges_late) else Int32(self.grid)
+        if (self.lane == 0) & (ticket == items + self.grid - first - 1):
             tickets[0] = Int32(0)
-        return self.grid + cute.arch.shuffle_sync(ticket, offset=0)
+        return first + cute.arch.shuffle_sync(ticket, offset=0)
+
+    def counter_of(self, item: Item) -> cute.Pointer:
+        """Where the splits of an item's tile are counted."""
+        tiles = cute.ceil_div(item.queries * self.group, WARPGROUP_ROWS)
+        # Tiles of sequences before: at most one each is not full
+        dense = Int32(0) if const_expr(self.packed) else item.sequence
+        before = (dense * self.len_dense + item.first_query) * self.group // WARPGROUP_ROWS + item.sequence
+        return self.counters.iterator + (1 + before * self.pairs + item.pair * tiles + item.tile)
 
     # ---- from the warp that loads to the others
 

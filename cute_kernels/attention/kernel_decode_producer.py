@@ -25,8 +25,12 @@ class DecodeProducer(DecodeItems, Pages):
         tKsK, tKgK = self.partition_pages(tma_k, mK, self.sBoxes, COLUMNS)
         tVsV, tVgV = self.partition_pages(tma_v, mV, self.sBoxes, COLUMNS)
         count, number = Int32(0), Int32(0)
-        _, _, items = self.locate(Int32(0))
         place = Int32(self.bidx)
+        if const_expr(self.merges_late):
+            place = self.draw()
+        _, _, items = self.locate(Int32(0))
+        if const_expr(self.merges_late):
+            place = self.item_of(place, items)
         while place < items:
             item = Item(*self.item_at(place))
             ticket, first, last = Int32(0), item.first, item.last

@@ -10,13 +10,14 @@ warpgroup computes, two warps merge: each goes on to the next item when its part
     gmem k, v --TMA--> ring of blocks, k one block ahead (full / empty) --wgmma--> O in registers
     O of a tile's only split --> gmem out
     O, m, l of one of many   --> gmem workspace (kept); the last CTA of the tile merges them --> gmem out
+                                 (``merges_late``: all CTAs merge them when no item is left)
 
 The contract ``kv_grid``: kernel_row.py has its arithmetic; here are the products and the order, which are those of the
 forward. Splits are merged by their index, whichever CTA is last. Keys behind a sequence's last do not exist: their
 scores are selected away, their values are zeroed in shared memory, and their pages are not looked up.
 
 The parts: kernel_decode_items.py finds the items, kernel_decode_producer.py loads, here a tile walks over its blocks,
-kernel_products_sm90.py multiplies, kernel_decode_epilogue.py merges and writes.
+kernel_products_sm90.py multiplies, kernel_decode_epilogue.py merges and writes, kernel_decode_late.py merges late.
 
 Profile: ncu --clock-control none -k regex:DecodeSm90 python -m bench.bench_decode --filter 8192
 """
@@ -39,6 +40,7 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.kernel_decode_epilogue import DecodeEpilogue
 from cute_kernels.attention.kernel_decode_items import ITEM_SLOTS, Item, Rows
+from cute_kernels.attention.kernel_decode_late import LateMerge
 from cute_kernels.attention.kernel_decode_producer import DecodeProducer
 from cute_kernels.attention.kernel_matrices import by_rows
 from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, quad_sum, reset, softmax_step
@@ -50,7 +52,7 @@ COMPUTE_WARPS = WARPGROUP // WARP_SIZE
 LOAD_WARP, QUERY_WARP = COMPUTE_WARPS, COMPUTE_WARPS + 1  # the last two merge
 
 
-class DecodeSm90(DecodeProducer, DecodeEpilogue):
+class DecodeSm90(DecodeProducer, DecodeEpilogue, LateMerge):
     """See the module; arguments as in the builder ``decode_sm90``."""
 
     def __init__(self, spec: DecodeSpec, config: DecodeConfig):
@@ -62,7 +64,7 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue):
         self.split_blocks = split // self.block
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
-        self.sequential, self.few_rows = config.sequential, config.few_rows
+        self.sequential, self.few_rows, self.merges_late = config.sequential, config.few_rows, config.merges_late
         self.thread_rows = 1 if config.few_rows else ROWS
         self.stages = decode_slots(spec.head_size, spec.head_size_v)
         self.slot_size = self.block * max(self.width, self.width_v)

@@ -169,15 +169,36 @@ def quad_sum(total: Float32) -> Float32:
     return total
 
 
-def merge_row(
-    merged_maximum: Float32, merged_total: Float32, maximum: Float32, total: Float32, score_scale: Float32
-) -> tuple:
-    """A split's (m, l), l of the whole row, into (M, L). Returns those, and what A and what O are multiplied with."""
+def merge_factors(merged_maximum: Float32, maximum: Float32, score_scale: Float32) -> tuple:
+    """A split's m into M. Returns M, and what L and A, and what l and O are multiplied with."""
     after = cute.arch.fmax(merged_maximum, maximum)
     empty = after == -infinity()
     a = choose(empty, Float32(1.0), exp2(multiply(add(merged_maximum, -after), score_scale)))
     b = choose(empty, Float32(0.0), exp2(multiply(add(maximum, -after), score_scale)))
-    return after, multiply_add(merged_total, a, multiply(total, b)), a, b
+    return after, a, b
+
+
+def merge_row(
+    merged_maximum: Float32, merged_total: Float32, maximum: Float32, total: Float32, score_scale: Float32
+) -> tuple:
+    """A split's (m, l), l of the whole row, into (M, L). Returns those, and what A and what O are multiplied with."""
+    after, a, b = merge_factors(merged_maximum, maximum, score_scale)
+    return after, merge_element(merged_total, a, total, b), a, b
+
+
+def maxima_before(merged_maximum: Float32, maximum: Float32, lane: Int32, lanes: int) -> tuple:
+    """(M before a lane's split, M after all) where each of the first lanes has the m of a split, in their order.
+
+    A maximum is the same in any order; NaN is dropped.
+    """
+    found = cute.arch.fmax(merged_maximum, maximum)
+    offset = 1
+    while offset < lanes:
+        other = cute.arch.shuffle_sync_up(found, offset=offset, mask_and_clamp=0)
+        found = choose(lane >= offset, cute.arch.fmax(found, other), found)
+        offset *= 2
+    before = cute.arch.shuffle_sync_up(found, offset=1, mask_and_clamp=0)
+    return choose(lane == 0, merged_maximum, before), cute.arch.shuffle_sync(found, offset=lanes - 1)
 
 
 @cute.jit
@@ -198,8 +219,12 @@ def merge_rows(
     return tuple(of_merged), tuple(of_split)
 
 
-def merge_element(merged: Float32, of_merged: Float32, output: Float32, of_split: Float32) -> Float32:
-    return multiply_add(merged, of_merged, multiply(output, of_split))
+def merge_element(
+    merged: Float32, of_merged: Float32, output: Float32, of_split: Float32, exists: Boolean | None = None
+) -> Float32:
+    """A split's O into A, or its l into L; A as it is if there is no such split."""
+    found = multiply_add(merged, of_merged, multiply(output, of_split))
+    return found if exists is None else choose(exists, found, merged)
 
 
 def finish_row(maximum: Float32, total: Float32, score_scale: Float32, sink: Float32 | None = None) -> tuple:

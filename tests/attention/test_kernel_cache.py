@@ -22,7 +22,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
+from tests.attention.cache_cases import LATE, WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, SPLIT, bits, rms
 from tests.precompiled import precompile
 
@@ -58,6 +58,13 @@ def precompiled():
     specs += [DecodeSpec(BF16, 128, 128, True, 16, *options) for options in ((True, None), (False, BF16), (True, BF16))]
     configs = DecodeConfig(), DecodeConfig(sequential=True)
     jobs += [(decode_sm90, ("sm_90a", spec, config)) for spec in specs for config in configs]
+    late = [DecodeSpec(BF16, *size, True, rows) for size in (*((d, d) for d in HEAD_SIZES), *SIZES) for rows in (0, 16)]
+    late.append(DecodeSpec(BF16, 128, 128, True, 16, True, BF16))
+    jobs += [
+        (decode_sm90, ("sm_90a", spec, DecodeConfig(few_rows=few, merges_late=True)))
+        for spec in late
+        for few in (False, True)
+    ]
     forwards = [ForwardSpec(dtype, d, True, d) for d in HEAD_SIZES for dtype in (BF16, FP16)]
     for d, dv in SIZES:
         sizes = kernel_sizes(d, dv)
@@ -122,6 +129,40 @@ def test_rows_of_many_splits(head_size, walk, generator):
     lengths = [MERGED_AHEAD * SPLIT, MERGED_AHEAD * SPLIT + 1, 40 * SPLIT + 77]
     sequences = Sequences.make(lengths, 8, 1, head_size, BF16, generator)
     assert_rows(sequences, lengths, [1, 1, 1], Layout(16))
+
+
+@pytest.mark.parametrize("size", [*((d, d) for d in HEAD_SIZES), *SIZES], ids=str)
+def test_late_merges(size, walk, generator):
+    """As many splits as a warp loads together, one more, and other numbers; few rows of a tile, and whole tiles."""
+    from cute_kernels.attention.kernel_decode_late import merged_ahead
+
+    walk(LATE)
+    d, dv = size
+    split, ahead = grid_for(d, dv).split, merged_ahead(dv)
+    lengths = [300, (ahead + 7) * split + 77, ahead * split, 3 * split + 5, ahead * split + 1]
+    sequences = Sequences.make(lengths, 4, 1, d, BF16, generator, dv)
+    for queries, layout in (([1] * 5, Layout()), ([1, 2, 1, 40, 1], Layout(16))):
+        assert_rows(sequences, lengths, queries, layout)
+
+
+def test_late_merges_of_other_calls(walk, monkeypatch, generator):
+    """1 to 66 SMs and all, again and again; windows that leave tiles with one split; softcap and sinks."""
+    walk(LATE)
+    lengths, queries = [5 * SPLIT + 77, 300, SPLIT + 1, 2 * SPLIT, 3 * SPLIT], [1, 100, 70, 1, 300]
+    sequences = Sequences.make(lengths, 8, 2, 128, BF16, generator)
+    for window in ((SPLIT + 200, 0), (128, 0)):
+        assert_rows(sequences, lengths, queries, Layout(16), window=window)
+    sinks = torch.randn(8, generator=generator, device="cuda").to(BF16)
+    assert_rows(sequences, lengths, queries, Layout(16), softcap=5.0, sinks=sinks)
+    assert_rows(sequences, lengths, queries, Layout())
+    wanted = rows_of(sequences, lengths, queries, Layout())
+    for num_sms in (1, 2, 7, 66):
+        with monkeypatch.context() as patch:
+            patch.setattr(launches, "target_of", lambda index, n=num_sms: target_of(index)._replace(num_sms=n))
+            launches.forget()
+            for _ in range(3):
+                for i, found in enumerate(rows_of(sequences, lengths, queries, Layout())):
+                    assert_same(found, wanted[i], f"sequence {i} on {num_sms} SMs")
 
 
 @WALKS
@@ -402,7 +443,7 @@ def test_accuracy(head_size, generator):
 # ---- graphs
 
 
-@WALKS
+@pytest.mark.parametrize("way", [*WAYS, LATE])
 def test_a_graph_of_other_lengths(way, walk, generator):
     """T18: work follows from lengths on the device; counters are 0 again."""
     walk(way)

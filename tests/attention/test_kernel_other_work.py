@@ -6,7 +6,7 @@ import torch
 from cute_kernels import attention, attention_with_kv_cache
 from cute_kernels.attention.config import DecodeConfig, DecodeSpec, ForwardSpec, prefill_spec
 from cute_kernels.runtime import launches
-from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed
+from tests.attention.cache_cases import LATE, WAYS, Layout, Sequences, cached, choose_way, packed
 from tests.attention.cases import BF16, SPLIT, Case, make_inputs, make_packed
 from tests.attention.occupy import beside_other_work, occupy
 from tests.attention.on_gpu import HOPPER, assert_same, forward_job, run
@@ -25,7 +25,8 @@ def precompiled():
     packing = {"packed_q": True, "packed_k": True}
     specs = [ForwardSpec(BF16, d, True, d, **more) for d in (64, 128, 256) for more in ({}, packing)]
     jobs = [forward_job(spec) for spec in (*specs, prefill_spec(DECODE))]
-    jobs += [(decode_sm90, ("sm_90a", DECODE, DecodeConfig(sequential=way))) for way in (False, True)]
+    configs = DecodeConfig(), DecodeConfig(sequential=True), DecodeConfig(merges_late=True)
+    jobs += [(decode_sm90, ("sm_90a", DECODE, config)) for config in configs]
     precompile([*jobs, (occupy, ("sm_90a",))])
 
 
@@ -44,9 +45,9 @@ def test_forward(is_packed, sizes, generator):
         assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, LATE])
 def test_over_a_cache(way, monkeypatch, generator):
-    """Splits of a row are merged by the CTA that ends last, whichever it is."""
+    """Splits of a row are merged by the CTA that ends last, whichever it is, or by any."""
     sequences = Sequences.make(LENGTHS, 8, 2, 128, BF16, generator)
     rows = packed([t[-m:] for t, m in zip(sequences.q, QUERIES, strict=True)])
     cache = cached(sequences, LENGTHS, Layout(16))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels import attention, attention_with_kv_cache
 from cute_kernels.runtime import launches
-from tests.attention.cache_cases import WAYS, Layout, Sequences, cached, choose_way, packed
+from tests.attention.cache_cases import LATE, WAYS, Layout, Sequences, cached, choose_way, packed
 from tests.attention.cases import BF16, Case, make_inputs, make_packed
 from tests.attention.on_gpu import HOPPER
 from tests.fakes import fake_kernels
@@ -32,7 +32,7 @@ print("done")
 
 @contextmanager
 def few_ctas(way: str = "parallel") -> Iterator[None]:
-    """Two SMs, so that a CTA has several tiles; ``way``: over a cache, one of WAYS."""
+    """Two SMs, so that a CTA has several tiles; ``way``: over a cache, one of WAYS, or LATE."""
     whole = launches.target_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launches, "target_of", lambda index: whole(index)._replace(num_sms=2))
@@ -99,7 +99,7 @@ def over_a_cache(way: str):
     return results
 
 
-RUNS = {"dense": dense, "packed": packs, **{f"cache, {way}": over_a_cache(way) for way in WAYS}}
+RUNS = {"dense": dense, "packed": packs, **{f"cache, {way}": over_a_cache(way) for way in (*WAYS, LATE)}}
 
 
 @pytest.fixture(scope="module")

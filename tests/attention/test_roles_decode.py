@@ -30,15 +30,15 @@ class Work(NamedTuple):
 
 
 class Cta:
-    def __init__(self, world: World, number: int, slots: int, sequential: bool):
-        self.world, self.number, self.slots, self.sequential = world, number, slots, sequential
+    def __init__(self, world: World, number: int, slots: int, way: str):
+        self.world, self.number, self.slots, self.way = world, number, slots, way
         self.arrivals: Counter = Counter()
-        self.expected = {"item_empty": 2 if sequential else 3}
+        self.expected = {"item_empty": 2 if way == "sequential" else 3}
         self.memory: dict = {}
         self.pending: deque = deque()
         self.working = True
         world.tasks += [self.loader(), self.queries(), self.computes(), self.tensor_core()]
-        if not sequential:
+        if way != "sequential":
             world.tasks.append(self.merges())
 
     def over(self, name: str, slot: int) -> int:
@@ -92,6 +92,9 @@ class Cta:
 
     def loader(self):
         items, count, number, place = self.world.blocks, 0, 0, self.number
+        if self.way == "late":
+            place = self.draw()
+            yield always, nothing
         while place < len(items):
             item = items[place]
             if item.blocks:
@@ -101,16 +104,23 @@ class Cta:
                     yield from self.load(count + 2 * n - 1, (number, "k", n))
                     yield from self.load(count + 2 * n, (number, "v", n - 1))
                 number, count = number + 1, count + 2 * item.blocks
-            ticket = self.world.tickets
-            self.world.tickets += 1
+            place = self.draw()
             if item.blocks:
                 yield from self.load(count - 1, (number - 1, "v", item.blocks - 1))
-            if ticket == len(items) - 1:
-                assert self.world.tickets == len(items), "a ticket was drawn after the last one"
-                self.world.tickets = 0
-            place = self.world.ctas + ticket
             yield always, nothing
         yield from self.publish(number, None)
+
+    def draw(self) -> int:
+        """The item of a ticket, which is 0 again after the last one: of a late merge the first item has one, too."""
+        world, late = self.world, self.way == "late"
+        ticket = world.tickets
+        world.tickets += 1
+        tickets = len(world.blocks) + (world.ctas if late else 0)
+        world.drawn += 1
+        assert world.drawn <= tickets, "a ticket was drawn after the last one"
+        if ticket == tickets - 1:
+            world.tickets = 0
+        return ticket if late else world.ctas + ticket
 
     def queries(self):
         number = 0
@@ -149,7 +159,7 @@ class Cta:
             yield from self.products([("ring", last % self.slots, (number, "v", item.blocks - 1))], 0)
             self.arrive("empty", last % self.slots, last // self.slots)
             self.world.done[item] += 1
-            if not self.sequential:
+            if self.way != "sequential":
                 if item.splits > 1:
                     self.world.sums[item.tile].append(item.split)
                 self.arrive("kept", number % ITEM_SLOTS, number // ITEM_SLOTS)
@@ -186,11 +196,26 @@ class Cta:
                 assert item.split in world.sums[item.tile], "a partial is counted before it is kept"
                 yield always, nothing
                 world.counted[item.tile] += 1
-                if world.counted[item.tile] == item.splits:
+                if self.way == "parallel" and world.counted[item.tile] == item.splits:
                     world.counted[item.tile] = 0
                     assert sorted(world.sums[item.tile]) == list(range(item.splits))
                     world.merged[item.tile] += 1
             number += 1
+        if self.way == "late":
+            yield from self.merges_late()
+
+    def merges_late(self):
+        """Rows of all tiles, every so many one: a tile's counter counts its splits, then the rows."""
+        world = self.world
+        for tile, splits in world.rows[self.number :: world.ctas]:
+            yield lambda tile=tile, splits=splits: world.counted[tile] >= splits, nothing
+            assert sorted(world.sums[tile]) == list(range(splits))
+            world.counted[tile] += 1
+            last = world.counted[tile] == splits + world.rows.count((tile, splits))
+            yield always, nothing
+            if last:
+                world.counted[tile] = 0
+                world.merged[tile] += 1
 
 
 def work(rng: random.Random, sequential: bool) -> list[Work]:
@@ -203,15 +228,17 @@ def work(rng: random.Random, sequential: bool) -> list[Work]:
     return items
 
 
-def run(seed: int, sequential: bool, without: str = "") -> None:
-    rng = random.Random(seed)
+def run(seed: int, way: str, without: str = "") -> None:
+    rng, sequential = random.Random(seed), way == "sequential"
     items = work(rng, sequential)
     world = World(items, without, rng)
     world.ctas, world.done, world.merged = rng.randint(1, 6), Counter(), Counter()
-    world.sums, world.counted = defaultdict(list), Counter()
+    world.sums, world.counted, world.drawn = defaultdict(list), Counter(), 0
+    tiles = dict.fromkeys((item.tile, item.splits) for item in items if item.splits > 1)
+    world.rows = [tile for tile in tiles for _ in range(rng.randint(1, 5))]
     slots = rng.randint(3, 6)
     for number in range(world.ctas):
-        Cta(world, number, slots, sequential)
+        Cta(world, number, slots, way)
     world.run()
     assert world.done == Counter(item for item in items if item.blocks)
     assert world.tickets == 0 and not any(world.counted.values())
@@ -219,14 +246,15 @@ def run(seed: int, sequential: bool, without: str = "") -> None:
     assert world.merged == Counter(wanted)
 
 
-@pytest.mark.parametrize("sequential", [False, True], ids=["parallel", "sequential"])
-def test_roles(sequential):
+@pytest.mark.parametrize("way", ["parallel", "late", "sequential"])
+def test_roles(way):
     for seed in range(60):
-        run(seed, sequential)
+        run(seed, way)
 
 
+@pytest.mark.parametrize("way", ["parallel", "late"])
 @pytest.mark.parametrize("without", WAITS)
-def test_each_wait_is_needed(without):
+def test_each_wait_is_needed(without, way):
     with pytest.raises(AssertionError):
         for seed in range(200):
-            run(seed, False, without)
+            run(seed, way, without)
