@@ -101,6 +101,7 @@ class ForwardConfig:
         masks_by_side: keys of a window's blocks are compared with the bound, left or right, that some rows do not see
             across; else with both.
         last_first: tiles of windows are taken as causal ones are, the last ones of all heads first; else head by head.
+        q_steps: steps of 16 channels of q that a warpgroup's scores take from registers; the others from shared memory.
     """
 
     warpgroups: int
@@ -110,6 +111,7 @@ class ForwardConfig:
     q_stages: int = 1
     masks_by_side: bool = False
     last_first: bool = False
+    q_steps: int = 0
 
     @property
     def tile_rows(self) -> int:
@@ -184,7 +186,8 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
 
 
 # The configs for each pair of head sizes. Calls take the first one, of 64 channels also the next two, of 128 the next;
-# others are for tests. Candidates are that of 80, which runs as 96, and the last of 96: bench/experiments/attention.md
+# others are for tests. Candidates are that of 80, which runs as 96, the last two of 96 and those with ``q_steps``:
+# bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (
         ForwardConfig(3, 4),
@@ -194,16 +197,38 @@ FORWARD_CONFIGS = {
         ForwardConfig(3, 2, False),
     ),
     (80, 80): (ForwardConfig(3, 2, False, False),),
-    (96, 96): (ForwardConfig(2, 3), ForwardConfig(1, 2), ForwardConfig(3, 2, False, False)),
+    (96, 96): (
+        ForwardConfig(2, 3),
+        ForwardConfig(1, 2),
+        ForwardConfig(3, 2, False, False),
+        ForwardConfig(2, 3, q_steps=6),
+    ),
     (128, 128): (
         ForwardConfig(2, 2),
         ForwardConfig(2, 2, masks_by_side=True, last_first=True),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2, False),
+        ForwardConfig(2, 2, q_steps=8),
     ),
-    (192, 128): (ForwardConfig(2, 2), ForwardConfig(1, 2), ForwardConfig(2, 2, False)),
-    (192, 192): (ForwardConfig(2, 3, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
-    (256, 256): (ForwardConfig(2, 2, False), ForwardConfig(1, 2), ForwardConfig(2, 2)),
+    (192, 128): (
+        ForwardConfig(2, 2),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2, False),
+        ForwardConfig(2, 2, q_steps=8),
+    ),
+    (192, 192): (
+        ForwardConfig(2, 3, False),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2),
+        ForwardConfig(2, 3, False, q_steps=8),
+    ),
+    (256, 256): (
+        ForwardConfig(2, 2, False),
+        ForwardConfig(1, 2),
+        ForwardConfig(2, 2),
+        ForwardConfig(2, 2, False, q_steps=2),
+        ForwardConfig(2, 2, False, q_steps=4),
+    ),
 }
 
 

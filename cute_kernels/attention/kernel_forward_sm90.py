@@ -77,6 +77,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.ping_pong = config.ping_pong and config.warpgroups > 1
         self.scores_ahead, self.q_stages, self.last_first = config.scores_ahead, config.q_stages, config.last_first
         self.masks_by_side = config.masks_by_side and self.window
+        self.q_steps = config.q_steps
         self.tile_rows = config.tile_rows
         self.paged = spec.page_rows > 0
         self.box_rows = spec.page_rows or self.block
@@ -309,6 +310,8 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
                 q_slot, q_phase = self.place_of_queries(tiles)
                 queries = q_slot * self.warpgroups + self.wg if const_expr(self.q_stages > 1) else self.wg
                 cute.arch.mbarrier_wait(self.q_full + q_slot, q_phase)
+                if const_expr(self.q_steps):
+                    self.read_queries(queries, self.thread)
                 self.walk(tensors, state, tile, first_row, blocks, start, queries)
                 if const_expr(not self.in_workspace):
                     self.release(self.q_empty + q_slot)

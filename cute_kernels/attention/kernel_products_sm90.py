@@ -20,9 +20,10 @@ class Products:
     """A part of a kernel, with ``dtype``, ``head_size``, ``block`` (keys), ``sQ``, ``sK``, ``sV``, ``score_scale``."""
 
     thread_rows = ROWS  # rows of a thread that exist
+    q_steps = 0  # steps of 16 channels of q that are in registers
 
-    def tiled_mma(self, columns: int, of_values: bool) -> cute.TiledMma:
-        """Q and K lie along the head size in shared memory; P is in registers, V lies across."""
+    def tiled_mma(self, columns: int, of_values: bool, in_registers: bool = False) -> cute.TiledMma:
+        """Q and K lie along the head size in shared memory, or Q in registers; P is in registers, V lies across."""
         return sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -31,7 +32,7 @@ class Products:
             Float32,
             (1, 1, 1),
             tiler_mn=(WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM if of_values else warpgroup.OperandSource.SMEM,
+            a_source=warpgroup.OperandSource.RMEM if of_values or in_registers else warpgroup.OperandSource.SMEM,
         )
 
     def set_up(self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, channels: int) -> tuple:
@@ -45,6 +46,12 @@ class Products:
         self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
         self.qk_next.set(warpgroup.Field.ACCUMULATE, True)
         self.pv_next.set(warpgroup.Field.ACCUMULATE, True)
+        if self.q_steps:
+            mma = self.tiled_mma(self.block, False, in_registers=True)
+            self.rq_first, self.rq_next = (cute.make_mma_atom(mma.op) for _ in range(2))
+            self.rq_first.set(warpgroup.Field.ACCUMULATE, False)
+            self.rq_next.set(warpgroup.Field.ACCUMULATE, True)
+            self.rQ = mma.make_fragment_A(mma.partition_shape_A((WARPGROUP_ROWS, 16 * self.q_steps)))
         self.scores_shape = qk_mma.partition_shape_C((WARPGROUP_ROWS, self.block))
         output = cute.make_rmem_tensor(pv_mma.partition_shape_C((WARPGROUP_ROWS, channels)), Float32)
         weights = pv_mma.make_fragment_A(pv_mma.partition_shape_A((WARPGROUP_ROWS, self.block)))
@@ -53,10 +60,20 @@ class Products:
     def score(self, scores: cute.Tensor, slot: Int32, *wg: Int32):
         """Issue q k^T of a block: ``serial_k16`` from zero; ``wg``: which rows of ``sQ``, where it has several."""
         for k16 in range((self.head_size + 15) // 16):
-            atom = self.qk_next if k16 else self.qk_first
-            q = self.tCrQ[(None, None, k16, *wg)]
+            if k16 < self.q_steps:
+                atom, q = self.rq_next if k16 else self.rq_first, self.rQ[None, None, k16]
+            else:
+                atom, q = self.qk_next if k16 else self.qk_first, self.tCrQ[(None, None, k16, *wg)]
             cute.gemm(atom, scores, q, self.tCrK[None, None, k16, slot], scores)
         warpgroup.commit_group()
+
+    @cute.jit
+    def read_queries(self, wg: Int32, thread: Int32):
+        """The first steps of q, of one of the warpgroups of ``sQ``, into registers."""
+        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_A(atom, self.tiled_mma(self.block, False, in_registers=True))
+        rows = cute.local_tile(self.sQ[None, None, wg], (WARPGROUP_ROWS, 16 * self.q_steps), (0, 0))
+        cute.copy(copy, copy.get_slice(thread).partition_S(rows), copy.retile(self.rQ))
 
     def add_values(self, tensors: tuple, slot: Int32):
         """Issue O += p v of a block: ``serial_k16`` onto O."""

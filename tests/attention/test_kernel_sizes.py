@@ -24,14 +24,23 @@ def precompiled():
     jobs = []
     for sizes in ((96, 96), (192, 128), (192, 192), (256, 256)):
         spec = ForwardSpec(BF16, sizes[0], True, sizes[1])
-        jobs += [forward_job(spec, config) for config in FORWARD_CONFIGS[sizes]]
-        others = {"causal": False}, {"packed_q": True, "packed_k": True}, {"padded": True}
+        jobs += [
+            forward_job(spec._replace(causal=causal), config)
+            for causal in (True, False)
+            for config in FORWARD_CONFIGS[sizes]
+        ]
+        others = {"packed_q": True, "packed_k": True}, {"padded": True}
         jobs += [forward_job(spec._replace(**other)) for other in others]
     jobs += [
         forward_job(ForwardSpec(BF16, 80, causal, 80, padded=padded), config)
         for causal in (True, False)
         for padded in (True, False)
         for config in FORWARD_CONFIGS[80, 80]
+    ]
+    jobs += [
+        forward_job(ForwardSpec(BF16, 96, False, 96, **{flag: True}), config)
+        for flag in ("padded", "softcap", "sinks", "used_k")
+        for config in FORWARD_CONFIGS[96, 96]
     ]
     precompile([*jobs, *(forward_job(ForwardSpec(BF16, d, True, d, padded=True)) for d in (64, 128))])
 
@@ -71,20 +80,39 @@ def test_error(causal, head_size, generator):
 
 
 @SIZES
-@pytest.mark.parametrize("number", range(max(map(len, FORWARD_CONFIGS.values()))))
-def test_every_config_and_number_of_ctas(number, sizes, generator):
+@pytest.mark.parametrize("number", range(max(map(len, FORWARD_CONFIGS.values()))), ids="config_{}".format)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_every_config_and_number_of_ctas(causal, number, sizes, generator):
     """T10, T11."""
     if number >= len(FORWARD_CONFIGS[sizes]):
         pytest.skip("there are fewer configs")
     config = FORWARD_CONFIGS[sizes][number]
     _, split = grid_for(*sizes)
     for len_q, len_k in ((2 * split + 77, 2 * split + 77), (65, 300), (300, 65)):
-        _, inputs = inputs_of(sizes, len_q, len_k, True, generator)
-        wanted = run(inputs, True)
-        launch = ForwardLaunch.of(target_of(0), ForwardSpec(BF16, sizes[0], True, sizes[1]), config)
+        _, inputs = inputs_of(sizes, len_q, len_k, causal, generator)
+        wanted = run(inputs, causal)
+        launch = ForwardLaunch.of(target_of(0), ForwardSpec(BF16, sizes[0], causal, sizes[1]), config)
         for num_sms in (3, 66, 132) if number == 0 else (13, 132):
             found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
             launch._replace(num_sms=num_sms).run(*inputs, *found, sizes[0] ** -0.5)
+            assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("flags", [{"padded": True}, {"softcap": True}, {"sinks": True}, {"used_k": True}], ids=str)
+def test_full_rows_of_every_config_of_96_channels(flags, generator):
+    head_size, split = 88 if "padded" in flags else 96, grid_for(96).split
+    options = {"softcap": 5.0} if "softcap" in flags else {}
+    if "sinks" in flags:
+        options["sinks"] = torch.tensor([0.0, 3.0, -5.0, 40.0], device="cuda")
+    for len_q, len_k in ((2 * split + 77, 2 * split + 77), (65, 300), (300, split + 65)):
+        _, inputs = inputs_of((head_size, head_size), len_q, len_k, False, generator)
+        if "used_k" in flags:
+            options["seqused_k"] = torch.tensor([len_k - 70, len_k], dtype=torch.int32, device="cuda")
+        wanted = run(inputs, False, **options)
+        for config in FORWARD_CONFIGS[96, 96]:
+            found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
+            launch = ForwardLaunch.of(target_of(0), ForwardSpec(BF16, 96, False, 96, **flags), config)
+            launch.run(*inputs, *found, head_size**-0.5, **options)
             assert_same(found, wanted)
 
 
