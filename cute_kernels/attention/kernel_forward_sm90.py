@@ -78,6 +78,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.scores_ahead, self.q_stages, self.last_first = config.scores_ahead, config.q_stages, config.last_first
         self.masks_by_side = config.masks_by_side and self.window
         self.q_steps = config.q_steps
+        self.takes_q = 16 * self.q_steps == self.head_size and not self.in_workspace  # all of it: its place is free
         self.tile_rows = config.tile_rows
         self.paged = spec.page_rows > 0
         self.box_rows = spec.page_rows or self.block
@@ -312,8 +313,11 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
                 cute.arch.mbarrier_wait(self.q_full + q_slot, q_phase)
                 if const_expr(self.q_steps):
                     self.read_queries(queries, self.thread)
+                if const_expr(self.takes_q):
+                    cute.arch.sync_warp()
+                    self.release(self.q_empty + q_slot)
                 self.walk(tensors, state, tile, first_row, blocks, start, queries)
-                if const_expr(not self.in_workspace):
+                if const_expr(not (self.in_workspace or self.takes_q)):
                     self.release(self.q_empty + q_slot)
                 slot, phase = self.place_in_ring(start + blocks.end - 1)
                 cute.arch.mbarrier_wait(self.v_full + slot, phase)
