@@ -102,16 +102,21 @@ class RowRing:
                         dst = tile[None, lane, slot].iterator
                         bulk_load(dst, row_address(source, row + lane, column), num_columns * itemsize, mbar, policy)
         else:
+            units = [whole_units(source, row, column, num_columns) for source in sources]
             total = Int32(0)
             for i in cutlass.range_constexpr(len(sources)):
-                _, size = whole_units(sources[i], row, column, num_columns)
+                begin, size = units[i]
+                end = row_address(sources[i], sources[i].shape[0] - 1, sources[i].shape[1])
+                if begin + size > end:
+                    size -= BULK_ALIGNMENT
+                    store_tail(sources[i], tiles[i][None, 0, slot], row, column, num_columns, begin, size)
+                units[i] = begin, size
                 total += size
-                store_tail(sources[i], tiles[i][None, 0, slot], row, column, num_columns)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar, total)
                 for i in cutlass.range_constexpr(len(sources)):
-                    begin, size = whole_units(sources[i], row, column, num_columns)
+                    begin, size = units[i]
                     if size > 0:
                         bulk_load(tiles[i][None, 0, slot].iterator, begin, size, mbar, policy)
 
@@ -165,22 +170,20 @@ def row_address(source: cute.Tensor, row: Int32, column) -> Int64:
 
 @cute.jit
 def whole_units(source: cute.Tensor, row: Int32, column, num_columns: Int32):
-    """Address and bytes of the 16-byte units that hold part of a row, but for one that passes the matrix's end."""
+    """Address and bytes of the 16-byte units that hold part of a row; the last one may pass the matrix's end."""
     itemsize = const_expr(source.element_type.width // 8)
     address = row_address(source, row, column)
     begin = address & ~(BULK_ALIGNMENT - 1)
     size = Int32(address - begin) + num_columns * itemsize
-    size = (size + BULK_ALIGNMENT - 1) & ~(BULK_ALIGNMENT - 1)
-    if begin + size > row_address(source, source.shape[0] - 1, source.shape[1]):
-        size -= BULK_ALIGNMENT
-    return begin, size
+    return begin, (size + BULK_ALIGNMENT - 1) & ~(BULK_ALIGNMENT - 1)
 
 
 @cute.jit
-def store_tail(source: cute.Tensor, slot_row: cute.Tensor, row: Int32, column, num_columns: Int32):
-    """Copy what ``whole_units`` left out to where the whole unit would have put it, a lane an element."""
+def store_tail(
+    source: cute.Tensor, slot_row: cute.Tensor, row: Int32, column, num_columns: Int32, begin: Int64, size: Int32
+):
+    """Copy the elements behind ``size`` bytes to where the whole unit would have put them, a lane an element."""
     itemsize = const_expr(source.element_type.width // 8)
-    begin, size = whole_units(source, row, column, num_columns)
     back = cute.arch.lane_idx() + 1  # elements from the end of the row
     offset = Int32(row_address(source, row, column + num_columns - back) - begin)
     if back < BULK_ALIGNMENT // itemsize and num_columns >= back and offset >= size:

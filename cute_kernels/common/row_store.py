@@ -32,7 +32,8 @@ class RowStore:
     """Writes rows of one or several matrices, always the same ones; a tile a team and matrix, if ``layout.staged``.
 
     Of each row all threads of a team call ``begin``, then ``piece`` for each matrix, then ``send``; at last ``finish``.
-    Where rows are not staged, ``piece`` writes to memory, and the others do nothing.
+    Where rows are not staged, ``piece`` writes to memory, and the others do nothing. The team's last warp sends, since
+    the first one asks for the next rows.
     """
 
     def __init__(self, layout: RowLayout):
@@ -52,17 +53,17 @@ class RowStore:
         return tiles
 
     @cute.jit
-    def begin(self, team: Int32, leads):
+    def begin(self, team: Int32):
         """Wait until the row before has been read from the tiles."""
         if const_expr(self.layout.staged):
-            self.finish(leads)
+            self.finish()
             team_barrier(self.layout, team)
 
     @cute.jit
-    def finish(self, leads):
+    def finish(self):
         """As ``begin``, for the last row: shared memory must stay until then."""
         if const_expr(self.layout.staged):
-            if leads:
+            if self._sends():
                 if cute.arch.lane_idx() == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -80,13 +81,13 @@ class RowStore:
                 cute.autovec_copy(as_chunks(fragment, layout), place)
 
     @cute.jit
-    def send(self, targets, tiles, team: Int32, row: Int32, column, leads):
+    def send(self, targets, tiles, team: Int32, row: Int32, column):
         """Start to copy the row that the team has written."""
         layout = self.layout
         if const_expr(layout.staged):
             cute.arch.fence_proxy("async.shared", space="cta")
             team_barrier(layout, team)
-            if leads:
+            if self._sends():
                 num_columns = columns_of_cta(column, layout)
                 lane = cute.arch.lane_idx()
                 for i in cutlass.range_constexpr(len(targets)):
@@ -96,8 +97,14 @@ class RowStore:
                     cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
+    def _sends(self):
+        """Whether this thread is of the team's last warp."""
+        warps = const_expr(self.layout.warps_per_team)
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % warps == warps - 1
+
+    @cute.jit
     def _send_row(self, target: cute.Tensor, tile: cute.Pointer, row: Int32, column, num_columns: Int32, lane: Int32):
-        """The units within the row by the engine, the elements around them a lane each; by the team's first warp."""
+        """The units within the row by the engine, the elements around them a lane each; by one warp."""
         itemsize = const_expr(target.element_type.width // 8)
         address = row_address(target, row, column)
         first, num_bytes = inner_units(address, num_columns * itemsize)

@@ -156,7 +156,7 @@ class NormForward:
                 in_range = True if const_expr(layout.tile_rows == 1) else row < rows
                 rH = tile_h[j]
                 if const_expr(h_out is not None):
-                    self.store.begin(team, leads)
+                    self.store.begin(team)
                     for k in cutlass.range_constexpr(len(pieces)):
                         h = piece_of(rH, pieces[k], layout).load().to(h_out.element_type)
                         inside = both(in_range, has_column[k])
@@ -187,7 +187,7 @@ class NormForward:
                 tile_s.append(s)
                 tile_mu.append(mu)
                 if const_expr(h_out is None):
-                    self.store.begin(team, leads)
+                    self.store.begin(team)
                 for k in cutlass.range_constexpr(len(pieces)):
                     h = piece_of(rH, pieces[k], layout).load()
                     factors = (h, cute.full_like(h, s))
@@ -204,14 +204,14 @@ class NormForward:
                     value = value.to(y.element_type)
                     inside = both(in_range, has_column[k])
                     self.store.piece(value, y, staged[0], team, row, column, t, pieces[k], inside)
-                self.store.send(written, staged, team, row, column, leads)
+                self.store.send(written, staged, team, row, column)
             if rank == 0:
                 if const_expr(statistics is not None):
                     values = [tile_s, tile_mu]
                     for i in cutlass.range_constexpr(statistics.shape[0]):
                         store_row_values(values[i], statistics[i, None], tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
-        self.store.finish(leads)
+        self.store.finish()
 
     @cute.jit
     def moments(self, rH, messages, message_mbars, team, round_index):
@@ -453,7 +453,7 @@ class NormBackward:
                     if leads:
                         self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
 
-                self.store.begin(team, leads)
+                self.store.begin(team)
                 for k in cutlass.range_constexpr(len(pieces)):
                     piece, inside = pieces[k], both(in_range, has_column[k])
                     dy_piece = piece_of(rdY, piece, layout).load()
@@ -484,14 +484,14 @@ class NormBackward:
                             if const_expr(written[i] is not None):
                                 value = dh.to(written[i].element_type)
                                 self.store.piece(value, written[i], staged[i], team, row, column, t, piece, inside)
-                self.store.send(written, staged, team, row, column, leads)
+                self.store.send(written, staged, team, row, column)
             if const_expr(late_release):
                 team_barrier(layout, team)
                 if leads:
                     self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
             slot, phase = self.ring.advance(slot, phase, team)
 
-        self.store.finish(leads)
+        self.store.finish()
         if const_expr(partials is not None):
             cute.arch.griddepcontrol_launch_dependents()
             gradients = [rdW] if const_expr(needs_dw) else []

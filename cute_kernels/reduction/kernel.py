@@ -128,18 +128,18 @@ class RowKernel:
                         self.ring.refill(streams, tiles, mbars, slot, tile + layout.stages * step, num_tiles, column)
                 results.append(sums[0] * scale)
                 if const_expr(cute.rank(target) == 2):
-                    self.store.begin(team, leads)
+                    self.store.begin(team)
                     for k in cutlass.range_constexpr(len(layout.pieces)):
                         pieces = [piece_of(fragment, layout.pieces[k], layout).load() for fragment in tile_rows[j]]
                         value = self.element(pieces, sums).to(target.element_type)
                         inside = both(in_range, has_column[k])
                         self.store.piece(value, target, staged, team, row, column, t, layout.pieces[k], inside)
-                    self.store.send([target], [staged], team, row, column, leads)
+                    self.store.send([target], [staged], team, row, column)
             if const_expr(cute.rank(target) == 1):
                 if rank == 0:
                     store_row_values(results, target, tile * layout.tile_rows, rows, layout)
             slot, phase = self.ring.advance(slot, phase, team)
-        self.store.finish(leads)
+        self.store.finish()
 
     @cute.jit
     def exp(self, distance):
