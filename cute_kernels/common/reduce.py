@@ -50,12 +50,23 @@ class RowSum:
     @cute.jit
     def sum(self, values, messages, mbars, team: Int32, round_index: Int32):
         """Sums of ``values``, a tuple of fp32 values of this thread."""
-        totals = [cute.arch.warp_reduction(value, operator.add, threads_in_group=self.width) for value in values]
+        totals = self.within_warp(values)
         if const_expr(self.warps_per_row > 1):
-            self._exchange(totals, messages, mbars, team, round_index)
-            gathered = self._gather(len(values), messages, team, round_index)
-            totals = [self._add([gathered[i, w] for w in range(self._gathered())]) for i in range(len(values))]
+            self.send(totals, messages, mbars, team, round_index)
+            return self.receive(len(values), messages, mbars, team, round_index)
         return tuple(totals)
+
+    @cute.jit
+    def within_warp(self, values):
+        """Sums of ``values`` over a warp, or over the threads of a row that is shorter."""
+        return [cute.arch.warp_reduction(value, operator.add, threads_in_group=self.width) for value in values]
+
+    @cute.jit
+    def receive(self, num_values: cutlass.Constexpr[int], messages, mbars, team: Int32, round_index: Int32):
+        """Sums of what the row's warps sent."""
+        self.wait(mbars, team, round_index)
+        gathered = self._gather(num_values, messages, team, round_index)
+        return tuple([self._add([gathered[i, w] for w in range(self._gathered())]) for i in range(num_values)])
 
     @cute.jit
     def moments(
@@ -108,27 +119,44 @@ class RowSum:
 
         Sums are brought to the larger of two maxima by exp(largest - larger), a warp's first, then a row's.
         """
+        largest, total = self.scaled_within_warp(largest, total)
+        if const_expr(self.warps_per_row > 1):
+            self.send([largest, total], messages, mbars, team, round_index)
+            self.wait(mbars, team, round_index)
+            return self.scaled_of_warps(messages, team, round_index)
+        return largest, total
+
+    @cute.jit
+    def scaled_within_warp(self, largest: Float32, total: Float32):
+        """The first half of ``scaled_sum``, of a warp."""
         widest = cute.arch.warp_reduction(largest, cute.arch.fmax, threads_in_group=self.width)
         total = rounded_product(total, cute.math.exp(largest - widest))
-        total = cute.arch.warp_reduction(total, operator.add, threads_in_group=self.width)
-        if const_expr(self.warps_per_row > 1):
-            self._exchange([widest, total], messages, mbars, team, round_index)
-            gathered = self._gather(2, messages, team, round_index, (-Float32.inf, 0.0))
-            warps = const_expr(range(self._gathered()))
-            widest = gathered[0, 0]
-            for w in warps[1:]:
-                widest = cute.arch.fmax(widest, gathered[0, w])
-            if const_expr(self.warps_per_row > 16):
-                widest = cute.arch.warp_reduction(widest, cute.arch.fmax)
-            factors = [(gathered[1, w], cute.math.exp(gathered[0, w] - widest)) for w in warps]
-            # With 17 to 32 warps a lane has one product, which others add, too
-            total = rounded_product(*factors[0]) if const_expr(len(factors) == 1) else sum_of_products(factors)
-            total = self._add([total])
-        return widest, total
+        return widest, cute.arch.warp_reduction(total, operator.add, threads_in_group=self.width)
+
+    @cute.jit
+    def scaled_of_warps(self, messages, team, round_index):
+        """The second half, of what the row's warps sent."""
+        gathered = self._gather(2, messages, team, round_index, (-Float32.inf, 0.0))
+        warps = const_expr(range(self._gathered()))
+        widest = gathered[0, 0]
+        for w in warps[1:]:
+            widest = cute.arch.fmax(widest, gathered[0, w])
+        if const_expr(self.warps_per_row > 16):
+            widest = cute.arch.warp_reduction(widest, cute.arch.fmax)
+        factors = [(gathered[1, w], cute.math.exp(gathered[0, w] - widest)) for w in warps]
+        # With 17 to 32 warps a lane has one product, which others add, too
+        total = rounded_product(*factors[0]) if const_expr(len(factors) == 1) else sum_of_products(factors)
+        return widest, self._add([total])
 
     @cute.jit
     def _exchange(self, values, messages, mbars, team: Int32, round_index: Int32):
         """Publish a warp's values to the row's warps and wait for theirs."""
+        self.send(values, messages, mbars, team, round_index)
+        self.wait(mbars, team, round_index)
+
+    @cute.jit
+    def send(self, values, messages, mbars, team: Int32, round_index: Int32):
+        """Publish a warp's values to the row's warps."""
         layout = self.layout
         lane = cute.arch.lane_idx()
         warp = cute.arch.warp_idx() % layout.warps_per_team
@@ -142,12 +170,18 @@ class RowSum:
                 for i in cutlass.range_constexpr(len(values)):
                     target = messages.layout((i, rank * layout.warps_per_team + warp, team, buffer))
                     cute.arch.store_async_dsmem(messages.iterator + target, float_bits(values[i]), mbar, lane)
+        elif lane == 0:
+            for i in cutlass.range_constexpr(len(values)):
+                messages[i, warp, team, buffer] = values[i]
+
+    @cute.jit
+    def wait(self, mbars, team: Int32, round_index: Int32):
+        """Until all warps of the row have sent; a thread sends in the next round after it has read this one."""
+        if const_expr(self.layout.cluster > 1):
+            mbar = mbars.iterator + mbars.layout((team, round_index % 2))
             cute.arch.mbarrier_wait(mbar, (round_index // 2) % 2)
         else:
-            if lane == 0:
-                for i in cutlass.range_constexpr(len(values)):
-                    messages[i, warp, team, buffer] = values[i]
-            team_barrier(layout, team)
+            team_barrier(self.layout, team)
 
     def _gathered(self) -> int:
         """Warps' messages that one thread reads: all of few, every 32nd of many."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.row_layout import (
     MANY_CTAS,
+    MAX_CLUSTER,
     RING_BYTES,
     Access,
     RowConfig,
+    RowLayout,
     clusters_for,
     row_layout,
     with_stages,
@@ -104,9 +106,10 @@ class NormBackwardSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class NormConfig(RowConfig):
-    """Also whether its CTAs keep weight and bias in shared memory."""
+    """Also whether its CTAs keep weight and bias in shared memory, and whether a team sums its next row ahead."""
 
     shares_columns: bool = False
+    ahead: bool = False
 
 
 def many_ctas(kind: str, n: int) -> int:
@@ -192,7 +195,21 @@ def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
             warps, ctas_per_sm, columns = {32: 12}, 1, 4096
         elif kind == "layer" and 8192 < n <= 16384:
             warps, ctas_per_sm, columns = {16: 16}, 1, 4096
-    return _config(spec, clusters_for(n, columns), warps, ctas_per_sm)
+    config = _config(spec, clusters_for(n, columns), warps, ctas_per_sm)
+    if spec.access.vec == 1 and save == "input" and len(itemsizes) == 2 and _sums_ahead(kind, config.layout):
+        config = replace(config, layout=replace(config.layout, reload=True), ahead=config.layout.stages > 1)
+    return config
+
+
+def _sums_ahead(kind: str, layout: RowLayout) -> bool:
+    """Whether a team sums its next odd row before it waits for the messages of this one, which it then reads again.
+
+    H200, bf16, us: layer 885x151643 356, so 312; 2192x61229 294, so 257; rms 885x151643 289, so 232. With more warps a
+    row, or in clusters of 8, it loses: layer 2671x50257 318, so 331; 4194x32003 233, so 242. More columns would spill.
+    """
+    if layout.n > 131072:
+        return layout.n <= 196608
+    return kind == "layer" and layout.cluster == MAX_CLUSTER and layout.teams == 2 and layout.chunks > 28
 
 
 def _config(

@@ -256,10 +256,12 @@ class NormBackward:
         self.saved = saved
         self.weight_offset = weight_offset
         self.ctas_per_sm = config.ctas_per_sm
+        self.ahead = config.ahead  # of rows that are read again, one a tile
         self.layout = layout = config.layout
         self.ring = RowRing(layout)
         self.store = RowStore(layout)
-        self.row_sum = RowSum(layout, 2 if kind == "layer" else 1)
+        self.num_row_sums = 2 if kind == "layer" else 1
+        self.row_sum = RowSum(layout, self.num_row_sums)
         self.column_sums = ColumnSums(layout)
         self.most_rows = config.max_clusters(H200_SMS)
         self.sum_rows = SumRows(accumulate, most_rows=self.most_rows)
@@ -371,6 +373,7 @@ class NormBackward:
             cute.arch.griddepcontrol_launch_dependents()
         # The first row's other operands are loaded before its elements
         has_column = valid_columns(column, t, layout)
+        rW = None
         if const_expr(weight is not None):
             rW = load_columns(columns_of(weight, column, layout), t, has_column, layout)
         rS, rMu = self.statistics_fragments()
@@ -400,16 +403,39 @@ class NormBackward:
         # A matrix that is read again after the row sums, or is not in them, keeps its ring slot until all threads are
         # done with it; else the sums are known when every thread has its elements of both matrices
         late_release = const_expr(layout.reload or dh_out is not None)
+        # A row may be summed before the one ahead of it is done: then nobody waits for its messages
+        ahead = const_expr(self.ahead)
         slot = team * layout.stages
         phase = Int32(0)
         round_index = Int32(0)
+        if const_expr(ahead):
+            rOwn = cute.make_rmem_tensor((self.num_row_sums,), Float32)
+            if first_tile < num_tiles:
+                cute.arch.mbarrier_wait(mbars + slot, phase)
+                sX = self.ring.row(saved, tiles[0], slot, 0, first_tile, column)
+                sdY = self.ring.row(dy, tiles[1], slot, 0, first_tile, column)
+                self.own_sums_of_row(rOwn, sX, sdY, rW, rB, rMu[0], t, has_column)
+                self.row_sum.send(self.as_list(rOwn), messages, message_mbars, team, round_index)
+            rNextS, rNextMu = self.statistics_fragments()
+            self.load_statistics(rNextS, rNextMu, statistics, first_tile + step, rows)
         for tile in cutlass.range(first_tile, num_tiles, step):
             tile_s = [rS[j] for j in range(layout.rows_per_thread)]
             tile_mu = [rMu[j] for j in range(layout.rows_per_thread)]
             next_tile = tile + layout.stages * step
             # Statistics are asked for one tile ahead: a load that misses L2 takes as long as a whole tile
-            self.load_statistics(rS, rMu, statistics, (tile + step) * layout.tile_rows + row_in_pass, rows)
-            cute.arch.mbarrier_wait(mbars + slot, phase)
+            if const_expr(ahead):
+                rS[0], rMu[0] = rNextS[0], rNextMu[0]
+                self.load_statistics(rNextS, rNextMu, statistics, tile + 2 * step, rows)
+                following = tile + step
+                if following < num_tiles:
+                    next_slot, next_phase = self.ring.advance(slot, phase, team)
+                    cute.arch.mbarrier_wait(mbars + next_slot, next_phase)
+                    sX = self.ring.row(saved, tiles[0], next_slot, 0, following, column)
+                    sdY = self.ring.row(dy, tiles[1], next_slot, 0, following, column)
+                    self.own_sums_of_row(rOwn, sX, sdY, rW, rB, rMu[0], t, has_column)
+            else:
+                self.load_statistics(rS, rMu, statistics, (tile + step) * layout.tile_rows + row_in_pass, rows)
+                cute.arch.mbarrier_wait(mbars + slot, phase)
             for j in cutlass.range_constexpr(layout.rows_per_thread):
                 tile_row = j * layout.rows_per_pass + row_in_pass
                 row = tile * layout.tile_rows + tile_row
@@ -418,23 +444,16 @@ class NormBackward:
 
                 sX = self.ring.row(saved, tiles[0], slot, tile_row, row, column)
                 sdY = self.ring.row(dy, tiles[1], slot, tile_row, row, column)
-                # rX: xc when the input was saved, y - bias when the output was
-                rX = self.centred(load_row(sX, t, has_column, in_range, layout), rB, tile_mu[j])
-                rdY = load_row(sdY, t, has_column, in_range, layout)
-                rG = rdY
-                if const_expr(weight is not None):
-                    rG = cute.make_rmem_tensor(shape, Float32)
-                    for k in cutlass.range_constexpr(len(pieces)):
-                        scaled = piece_of(rdY, pieces[k], layout).load()
-                        scaled = scaled * self.offset_weight(rW, pieces[k])
-                        piece_of(rG, pieces[k], layout).store(scaled)
-                if const_expr(self.saved == "output"):
-                    partial_sums = (dot_elements(rdY, rX, layout),)
+                if const_expr(ahead):
+                    sums = self.row_sum.receive(self.num_row_sums, messages, message_mbars, team, round_index)
+                    if following < num_tiles:
+                        self.row_sum.send(self.as_list(rOwn), messages, message_mbars, team, round_index + 1)
                 else:
-                    partial_sums = (dot_elements(rG, rX, layout),)
-                if const_expr(self.kind == "layer"):
-                    partial_sums = partial_sums + (sum_elements(rG, layout),)
-                sums = self.row_sum.sum(partial_sums, messages, message_mbars, team, round_index)
+                    # rX: xc when the input was saved, y - bias when the output was
+                    rX = self.centred(load_row(sX, t, has_column, in_range, layout), rB, tile_mu[j])
+                    rdY = load_row(sdY, t, has_column, in_range, layout)
+                    partial_sums = self.partial_sums(rX, rdY, rW)
+                    sums = self.row_sum.sum(partial_sums, messages, message_mbars, team, round_index)
                 round_index += 1
                 if const_expr(self.saved == "output"):
                     slope = s * (sums[0] * (1.0 / n))
@@ -486,7 +505,8 @@ class NormBackward:
                                 self.store.piece(value, written[i], staged[i], team, row, column, t, piece, inside)
                 self.store.send(written, staged, team, row, column)
             if const_expr(late_release):
-                team_barrier(layout, team)
+                if const_expr(not layout.staged):
+                    team_barrier(layout, team)  # else all met when they had written
                 if leads:
                     self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
             slot, phase = self.ring.advance(slot, phase, team)
@@ -498,6 +518,34 @@ class NormBackward:
             if const_expr(needs_db):
                 gradients = [*gradients, rdB]
             self.column_sums.store(gradients, partials, tiles[0], team, t, column)
+
+    @cute.jit
+    def partial_sums(self, rX, rdY, rW):
+        """What a thread's elements add to the sums of a row."""
+        layout = self.layout
+        rG = rdY
+        if const_expr(rW is not None):
+            rG = cute.make_rmem_tensor((layout.vec, layout.chunks), Float32)
+            for k in cutlass.range_constexpr(len(layout.pieces)):
+                scaled = piece_of(rdY, layout.pieces[k], layout).load()
+                scaled = scaled * self.offset_weight(rW, layout.pieces[k])
+                piece_of(rG, layout.pieces[k], layout).store(scaled)
+        found = (dot_elements(rdY if const_expr(self.saved == "output") else rG, rX, layout),)
+        if const_expr(self.kind == "layer"):
+            found = found + (sum_elements(rG, layout),)
+        return found
+
+    @cute.jit
+    def own_sums_of_row(self, rOwn, sX, sdY, rW, rB, mu, t, has_column):
+        """``partial_sums`` of a row in shared memory, added up over a warp."""
+        rX = self.centred(load_row(sX, t, has_column, True, self.layout), rB, mu)
+        rdY = load_row(sdY, t, has_column, True, self.layout)
+        found = self.row_sum.within_warp(self.partial_sums(rX, rdY, rW))
+        for i in cutlass.range_constexpr(self.num_row_sums):
+            rOwn[i] = found[i]
+
+    def as_list(self, rOwn) -> list:
+        return [rOwn[i] for i in range(self.num_row_sums)]
 
     @cute.jit
     def centred(self, rX, rB, mu):

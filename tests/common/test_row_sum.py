@@ -101,7 +101,10 @@ class Threads:
         )
 
 
-METHODS = ("sum", "largest", "scaled_sum", "_exchange", "_gather", "_add")
+METHODS = (
+    *("sum", "within_warp", "send", "receive", "wait", "largest", "_exchange", "_gather", "_add"),
+    *("scaled_sum", "scaled_within_warp", "scaled_of_warps"),
+)
 PLAIN = type(
     "PlainRowSum",
     (reduce.RowSum,),
@@ -125,6 +128,13 @@ def test_rows_of_few_and_of_many_warps(warps):
         one = row_sum.largest(m, messages, None, 0, 0)
         two = row_sum.scaled_sum(m, s, messages, None, 0, 1)
         three = row_sum.sum((s,), messages, None, 0, 2)
+        # What is sent now is read a row later, all having met
+        late = row_sum.scaled_within_warp(m, s)
+        if warps > 1:
+            row_sum.send(late, messages, None, 0, 3)
+            cta.cta.wait()
+            late = row_sum.scaled_of_warps(messages, 0, 3)
+        assert tuple(late) == tuple(two)
         return (one, *two, *three)
 
     with cta.patched():

@@ -12,6 +12,7 @@ CASES = {
     "staged": [
         Case("layer", 10007, rows=70, residual=BF16, dh=True),
         Case("rms", 50257, rows=17),
+        Case("layer", 61229, rows=40),
         Case("rms", 1001, rows=65),
     ],
     "few_wide": [Case("layer", 98312, weight=FP32, bias=FP32, rows=3)],

@@ -20,6 +20,8 @@ for case in CASES:
     torch.cuda.synchronize()
     assert all(result.isfinite().all() for result in results.values())
 x = torch.randn(3, 600, 21, device="cuda")
+for rows, n in ((140, 50257), (900, 10007)):  # several rows a team
+    assert reduction.logsumexp(torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)).isfinite().all()
 for part in (x, x[..., :19], x[..., 2:]):  # accesses of one element, and of one beside others
     for dim in (0, 1, 2, (0, 2), None):
         assert reduction.sum(part, dim).isfinite().all()

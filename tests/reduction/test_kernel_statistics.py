@@ -64,6 +64,18 @@ def test_a_row_does_not_know_its_batch(op, shape, dim, generator):
         assert torch.equal(function(x[begin:end], dim=dim, out_dtype=FP32), whole[begin:end])
 
 
+@pytest.mark.parametrize("shape", [(2400, 2235), (900, 10007), (140, 50257), (50, 151643), (600, 16384)], ids=str)
+def test_a_row_does_not_know_the_rows_before(shape, generator):
+    """A team reads a row's messages when it has its next row: it has two at least, and one in the parts."""
+    x = torch.randn(shape, generator=generator, device=generator.device).to(BF16)
+    x *= torch.arange(len(x), device=x.device)[:, None] % 7 + 1
+    whole = reduction.logsumexp(x, out_dtype=FP32)
+    step = len(x) // 12
+    for begin in range(0, len(x), step):
+        assert torch.equal(reduction.logsumexp(x[begin : begin + step], out_dtype=FP32), whole[begin : begin + step])
+    assert torch.allclose(whole, torch.logsumexp(x.float(), 1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_prefix_sums(n, dtype, generator):
