@@ -162,15 +162,22 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
 
     A window of 4096 at 128 channels, 1x16384, 32 heads on 8: 1751 us; the last tiles first 1677, with masks by side,
     too, 1634. These and two tiles are not timed, and not taken, of packed sequences and over a cache.
+
+    With q in registers, us, causal and full: 96 channels 417 -> 393, 775 -> 753 (4x4096, 16 heads), 128 913 -> 898,
+    1815 -> 1759 (2x8192, 16), 192/128 864 -> 832 (4x4096, 24), 192/192 893 -> 835, 1680 -> 1557 (2x8192, 10), 256
+    880 -> 892, 1742 -> 1716 (2x8192, 8). Not timed, and not taken, with other options.
     """
     configs, dense = FORWARD_CONFIGS[spec.sizes], not (spec.packed_q or spec.cached)
-    if spec.head_size == 128:
-        return configs[1] if spec.window and dense else configs[0]
-    if spec.head_size != 64 or seen > SHORT:
-        return configs[0]
-    if dense:
-        return configs[2]
-    return configs[1] if spec.causal or spec.window else configs[0]
+    if spec.head_size == 64:
+        if seen > SHORT:
+            return configs[0]
+        if dense:
+            return configs[2]
+        return configs[1] if spec.causal or spec.window else configs[0]
+    if spec.window:
+        return configs[1] if spec.head_size == 128 and dense else configs[0]
+    others = not dense or spec.packed_k or spec.used_k or spec.softcap or spec.sinks or spec.padded
+    return configs[0] if others or (spec.causal and spec.head_size == 256) else configs[-1]
 
 
 def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, len_k: int) -> bool:
@@ -185,8 +192,8 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes. Calls take the first one, of 64 channels also the next two, of 128 the next;
-# others are for tests. Candidates are that of 80, which runs as 96, the last two of 96 and those with ``q_steps``:
+# The configs for each pair of head sizes. Calls take the first one and that with ``q_steps``, of 64 channels also the
+# next two, of 128 the next; others are for tests. That of 80, which runs as 96, is a candidate:
 # bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (
@@ -200,7 +207,6 @@ FORWARD_CONFIGS = {
     (96, 96): (
         ForwardConfig(2, 3),
         ForwardConfig(1, 2),
-        ForwardConfig(3, 2, False, False),
         ForwardConfig(2, 3, q_steps=6),
     ),
     (128, 128): (
@@ -226,7 +232,6 @@ FORWARD_CONFIGS = {
         ForwardConfig(2, 2, False),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2),
-        ForwardConfig(2, 2, False, q_steps=2),
         ForwardConfig(2, 2, False, q_steps=4),
     ),
 }
@@ -346,6 +351,10 @@ def page_rows(page_size: int, block: int) -> int:
 def decode_config(head_size_v: int, rows: int, most_rows: int, tiles: int, splits: int, num_sms: int) -> DecodeConfig:
     """``rows``: (query, head of the group) of a sequence, on average; ``most_rows``: of any.
 
+    Late merges where there are many splits: a merge by one CTA keeps those of later tiles from being counted. 8 heads
+    on 1 of 128, 64 splits, 1, 4 and 16 sequences: 43, 102 and 324 us, late 37, 84 and 270; 16 sequences of 16 splits 85
+    and 84; 64 of 4 splits, 32 heads on 8, 502 and 519, since merges beside loads cost nothing there (H200).
+
     One CTA for all splits of a tile where a sequence has whole tiles of ``rows`` and tiles are many: less workspace.
 
     Not in decode, however many sequences there are: of lengths that differ, the longest is waited for (64 sequences of
@@ -353,7 +362,11 @@ def decode_config(head_size_v: int, rows: int, most_rows: int, tiles: int, split
     channels of O it spills.
     """
     whole = rows >= WARPGROUP_ROWS and tiles >= 4 * num_sms
-    return DecodeConfig(sequential=splits > 1 and whole and head_size_v <= 192, few_rows=most_rows <= FEW_ROWS)
+    sequential = splits > 1 and whole and head_size_v <= 192
+    return DecodeConfig(sequential, most_rows <= FEW_ROWS, splits > MANY_SPLITS and not sequential)
+
+
+MANY_SPLITS = 16  # of the longest sequence: with more they are merged late
 
 
 # Time of a block of keys of the decode kernel's tile, of 64 rows, where the forward's, of 128, takes 1. 32768 keys, 32

@@ -75,7 +75,8 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
                 for rows in (0, 16):
                     spec = DecodeSpec(dtype, d, dv, packed, rows)
                     for few_rows in (False, True):
-                        yield decode_sm90, (arch, spec, DecodeConfig(few_rows=few_rows))
+                        for late in (False, True):
+                            yield decode_sm90, (arch, spec, DecodeConfig(few_rows=few_rows, merges_late=late))
                     yield forward, (arch, prefill_spec(spec), forward_config(prefill_spec(spec)))
                     yield append, (arch, AppendSpec(dtype, d, dv, packed, rows > 0))
         yield from _backward(arch, dtype)

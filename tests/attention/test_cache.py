@@ -163,6 +163,8 @@ def test_many_splits_and_many_tiles(generator):
     for sizes in ((64, 64, 64, 540, 1), (64, 9, 9, 1060, 2), (256, 64, 64, 540, 2)):
         assert decode_config(*sizes, 132) == DecodeConfig()
     assert decode_config(64, 1, 8, 1060, 2, 132) == DecodeConfig(few_rows=True)
+    assert decode_config(64, 1, 8, 1, 17, 132) == DecodeConfig(few_rows=True, merges_late=True)
+    assert decode_config(64, 64, 64, 540, 17, 132) == DecodeConfig(sequential=True)
 
 
 def test_as_an_operator(generator):

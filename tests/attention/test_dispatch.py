@@ -240,7 +240,8 @@ def test_no_grad_is_enough(generator):
 def test_the_config_follows_from_the_head_size_alone():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
-    assert len(found) == len(config.HEAD_SIZES) + 3  # of 64 two others where rows see few keys, of 128 one of windows
+    # Of 64 two others where rows see few keys, of 128 one of windows, of all but 64 one without other options
+    assert len(found) == 2 * len(config.HEAD_SIZES) - 1 + 3
 
 
 def test_few_keys_take_tiles_of_fewer_rows(jobs, generator):
@@ -274,6 +275,17 @@ def test_windows_of_128_channels_take_the_last_tiles_first():
     ):
         chosen = config.forward_config(spec)
         assert (chosen.last_first, chosen.masks_by_side) == (wanted, wanted)
+
+
+@pytest.mark.parametrize("sizes", config.HEAD_SIZES, ids=str)
+def test_q_is_in_registers_without_other_options(sizes):
+    for causal in (True, False):
+        spec = config.ForwardSpec(BF16, sizes[0], causal, sizes[1])
+        wanted = sizes[0] > 64 and not (causal and sizes[0] == 256)
+        assert (config.forward_config(spec).q_steps > 0) == wanted
+        for other in ("softcap", "sinks", "packed_q", "packed_k", "used_k", "padded", "cached"):
+            assert not config.forward_config(spec._replace(**{other: True})).q_steps
+        assert not config.forward_config(spec._replace(causal=False, window=True)).q_steps
 
 
 def test_the_order_of_tiles():
