@@ -7,6 +7,8 @@ by their ends, on the device; what the host knows to choose by is how many there
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.gemm_config import GemmConfig
@@ -42,6 +44,19 @@ class GroupedSpec(NamedTuple):
         return self.a_major, self.b_major
 
 
+@dataclass(frozen=True)
+class SumsConfig(GemmConfig):
+    """Geometry of a kernel of sums.
+
+    Attributes:
+        prefetches: SM90: who begins a tile of sums that are accumulated into brings those of the next one to L2.
+        most_rows_first: groups are walked by their rows, those of most rows first.
+    """
+
+    prefetches: bool = False
+    most_rows_first: bool = False
+
+
 def begins_anywhere(ragged: str, a_major: str | None, b_major: str | None) -> bool:
     """Whether a group may begin at any row: TMA's boxes do, but along neighbouring elements at 16 bytes alone.
 
@@ -63,11 +78,19 @@ def grouped_arguments(arch: str, spec: GroupedSpec, k: int, config: GemmConfig |
 PING_PONG_192 = GemmConfig((128, 192, 64), (1, 2), 4, 8, ping_pong=True)
 PING_PONG_128 = GemmConfig((128, 128, 64), (1, 2), 5, 8, ping_pong=True)
 ROWS = (PING_PONG_192, PING_PONG_128)
-# Sums; a tile of fp32 that is read and written is worth hiding
+# Sums; a tile of fp32 that is read and written is worth hiding. H200, into fp32, time with prefetches by that without:
+# 128 columns, up of Qwen3-30B, T=2048, 8192, of 64 experts of DeepSeek-V3, T=2048, a down of 1408 columns 0.90, 0.96,
+# 0.92, 1.00; 192 columns, whose sums take half as much again of L2, down of Qwen3-30B, up of gpt-oss-120b, Mixtral,
+# T=8192, 1.17, 1.05, 1.06
 SUMS = (
-    GemmConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
-    GemmConfig((128, 128, 64), (2, 1), 5, 8, ping_pong=True),
+    SumsConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True),
+    SumsConfig((128, 128, 64), (2, 1), 5, 8, ping_pong=True, prefetches=True),
+    SumsConfig((128, 192, 64), (2, 1), 4, 8, ping_pong=True, most_rows_first=True),
 )
+# Tiles of pairs, of a group, up to which a pair of 132 SMs has tiles of every second group at most: it may be of those
+# with many rows alone. H200, time with most rows first by that without: Qwen3-30B's down, T=8192, 32 tiles, random and
+# skew, dW 0.90, 0.90, into fp32 0.98, 0.95; where groups have 64 tiles and more 1.00 to 1.07
+FEW_TILES = 33
 # Mean of a group's rows from which on the products of sums take longer than what the sums start from
 MANY_ROWS = 1024
 # Few rows a group, along N, the product transposed: the bytes of the weights are what counts. Mean of a group's rows up
@@ -90,9 +113,11 @@ def many_rows(arch: str) -> tuple[GemmConfig, ...]:
     return ROWS if arch == "sm_90a" else _together(ROWS)
 
 
-def sums(arch: str) -> tuple[GemmConfig, ...]:
+def sums(arch: str) -> tuple[SumsConfig, ...]:
     """Tiles of sums."""
-    return SUMS if arch == "sm_90a" else _together(SUMS)
+    if arch == "sm_90a":
+        return SUMS
+    return tuple(dataclasses.replace(config, ping_pong=False, prefetches=False) for config in SUMS)
 
 
 def _together(configs: tuple[GemmConfig, ...]) -> tuple[GemmConfig, ...]:
@@ -120,14 +145,20 @@ def choose_rows(arch: str, rows: int, groups: int, n: int) -> tuple[GemmConfig, 
 def choose_sums(arch: str, m: int, n: int, rows: int, groups: int, accumulate: bool) -> tuple[GemmConfig, bool]:
     """(kernel, False) for sums of (m, n) a group, over ``rows`` of all groups.
 
-    Where sums are accumulated into, and products of few rows do not take longer, tiles that do not overhang go first.
-    H200, us, 192 and 128 columns, T=8192: means of 512 rows, (1536, 2048) 1266, 1182; of 256, (5760, 2880), which 192
-    divides, 5627, 5767; of 2048, (28672, 4096) 5734, 6096.
+    Each tile reads its rows of a and b, so those of a narrow one are dear. H200, us, 192 and 128 columns, T=8192,
+    (2048, 1408), for which 192 have 9 % of columns too many: 516, 580. Where sums are accumulated into, and products of
+    few rows do not take longer, tiles that do not overhang go first: means of 512 rows, (1536, 2048) 1266, 1182; of
+    256, (5760, 2880), which 192 divides, 5627, 5767; of 2048, (28672, 4096) 5734, 6096.
     """
     few = rows < MANY_ROWS * groups
 
-    def cost(config: GemmConfig) -> tuple[bool, float]:
-        return accumulate and few and n % config.tile[1] > 0, _padded(m, config, 0) * _padded(n, config)
+    def tiles(config: GemmConfig) -> int:
+        return math.prod(-(-(m, n)[i] // (config.tile[i] * config.cluster[i])) for i in range(2))
+
+    def cost(config: SumsConfig) -> tuple[bool, bool, int, bool]:
+        overhangs = accumulate and few and n % config.tile[1] > 0
+        is_late = config.most_rows_first and tiles(config) > FEW_TILES
+        return is_late, overhangs, tiles(config) * sum(config.tile[:2]), not config.most_rows_first
 
     return min(sums(arch), key=cost), False
 

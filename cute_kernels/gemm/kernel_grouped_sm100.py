@@ -35,6 +35,7 @@ from cute_kernels.common.gemm_sm100 import (
     epilogue_barrier,
     tensor_memory_fence,
 )
+from cute_kernels.gemm.config_grouped import SumsConfig
 from cute_kernels.gemm.kernel_grouped_walk import (
     TABLE_BYTES,
     WARP,
@@ -138,6 +139,7 @@ class GroupedRowsSm100(RowsWalk, GemmSm100):
         cute.arch.barrier()
         tensor_memory_fence("after")
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+        self.rank_groups(tables, offs.shape[0], tidx)
 
         sums_shape = tiled_mma.partition_shape_C((tile_m, tile_n))
         tCtD = cute.make_tensor(
@@ -323,8 +325,9 @@ class GroupedSumsSm100(SumsWalk, GroupedRowsSm100):
 
     masks = True
 
-    def __init__(self, accumulate: bool, config: GemmConfig):
+    def __init__(self, accumulate: bool, config: SumsConfig):
         super().__init__("m", "n", False, config, accumulate=accumulate)
+        self.most_rows_first = config.most_rows_first
 
     send = GemmSm100.send  # no part of d has rows of another group
 

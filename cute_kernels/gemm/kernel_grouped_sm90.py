@@ -27,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cute_kernels.common.cache_hints import EVICT_NORMAL, evict_first_if
 from cute_kernels.common.gemm_config import SHARED_MEMORY, GemmConfig
 from cute_kernels.common.gemm_sm90 import ORDER_BARRIER, WARPGROUP, GemmSm90
+from cute_kernels.gemm.config_grouped import SumsConfig
 from cute_kernels.gemm.kernel_grouped_walk import (
     TABLE_BYTES,
     WARP,
@@ -39,11 +40,18 @@ from cute_kernels.gemm.kernel_grouped_walk import (
 )
 
 
+@cute.jit
+def prefetch_l2(source: cute.Pointer, num_bytes: Int32):
+    """Bring so many bytes, whole vectors of 16, from where ``source`` points to L2."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source.toint(), num_bytes])
+
+
 class GroupedRowsSm90(RowsWalk, GemmSm90):
     """d (R, N): rows a (R, K), and a matrix b (N, K) for each group. ``transposed``: of b's rows, and a's matrices."""
 
     idle = WARPGROUP - WARP
     masks = False
+    prefetches = False
 
     def __init__(
         self,
@@ -153,6 +161,7 @@ class GroupedRowsSm90(RowsWalk, GemmSm90):
         if warp == 0:
             scan(offs, self.rows_of(mA, mB), self.ragged_tile(), tables, lane)
         cute.arch.sync_threads()
+        self.rank_groups(tables, offs.shape[0], tidx)
         walk = self.walk_of(tables, offs.shape[0], mA, d, ranks, lane)
         total = walk[-1]
         first_tile = bidx // (cluster_m * cluster_n)
@@ -193,6 +202,8 @@ class GroupedRowsSm90(RowsWalk, GemmSm90):
                 left = corner_of(part_of(d, group), first_m, first_n, end_m, end_n, alignment)
                 if const_expr(self.accumulate):
                     self.start_sums(tiled_mma, sums, tCcD, left, thread)
+                    if const_expr(self.prefetches):
+                        self.prefetch_sums(walk, index + step, d, thread)
                 else:
                     sums.fill(0.0)
                 if const_expr(self.turns > 1):
@@ -316,6 +327,20 @@ class GroupedRowsSm90(RowsWalk, GemmSm90):
                     sums[i], sums[i + 1] = pair[0], pair[1]
 
     @cute.jit
+    def prefetch_sums(self, walk: tuple, index: Int32, d: cute.Tensor, thread: Int32):
+        """Bring what a tile's sums start from to L2, a row a thread: the tile after this one, the other warpgroup's.
+
+        Memory is read while that one multiplies, not only while a warpgroup waits for its sums.
+        """
+        if index < walk[-1]:
+            group, first_m, first_n, end_m, end_n, first_k, end_k, _ = self.place(walk, index, Int32(0))
+            row = first_m + thread
+            if thread < self.tile[0] and row < end_m and first_k < end_k:
+                part = part_of(d, group)
+                num_bytes = cutlass.min(end_n - first_n, self.tile[1]) * (self.out.width // 8)
+                prefetch_l2(part.iterator + cute.crd2idx((row, first_n), part.layout), num_bytes)
+
+    @cute.jit
     def k_tiles_at(self, walk: tuple, index: Int32):
         return cutlass.max(cute.ceil_div(self.k_at(walk, index), self.tile[2]), 1)
 
@@ -337,8 +362,9 @@ class GroupedSumsSm90(SumsWalk, GroupedRowsSm90):
 
     masks = True
 
-    def __init__(self, accumulate: bool, config: GemmConfig):
+    def __init__(self, accumulate: bool, config: SumsConfig):
         super().__init__("m", "n", False, config, accumulate=accumulate)
+        self.prefetches, self.most_rows_first = config.prefetches, config.most_rows_first
 
     send = GemmSm90.send  # no part of d has rows of another group
 

@@ -2,6 +2,7 @@
 
 Every CTA reads all ends once. One warp makes two tables of them in shared memory: where each group ends, and how many
 tiles along the rows it and those before it have. A tile is then found by its index: 32 entries of the table at a time.
+For sums the second table may become that of groups, those of most rows first: a CTA's last tiles are the shortest then.
 """
 
 import cutlass
@@ -122,6 +123,10 @@ class RowsWalk:
     idle: int
     storing: int
 
+    @cute.jit
+    def rank_groups(self, tables: tuple, groups: Int32, thread: Int32):
+        """Nothing: rows of groups are walked as they lie."""
+
     def ragged_tile(self) -> int:
         return self.tile[1 if self.transposed else 0]
 
@@ -191,11 +196,39 @@ class RowsWalk:
 
 
 class SumsWalk(RowsWalk):
-    """How tiles of each group's own result are walked."""
+    """How tiles of each group's own result are walked.
+
+    Attributes:
+        most_rows_first: whether the second table has groups by their rows.
+    """
+
+    most_rows_first: bool
 
     @cute.jit
     def clear_rest(self, d: cute.Tensor, end: Int32, cta: Int32, ctas: Int32, thread: Int32):
         """Nothing: all of d is tiles of groups."""
+
+    @cute.jit
+    def rank_groups(self, tables: tuple, groups: Int32, thread: Int32):
+        """Make the second table that of groups, most rows first, by all threads; each compares its groups with all."""
+        if const_expr(self.most_rows_first):
+            ends, order = tables
+            threads, _, _ = cute.arch.block_dim()
+            for group in cutlass.range(thread, groups, threads):
+                rows = ends[group] - before(ends, group)
+                place, end_before = Int32(0), Int32(0)
+                for other in cutlass.range(groups, unroll=8):  # loads that do not wait for each other
+                    end = ends[other]
+                    others = end - end_before
+                    if others > rows or (others == rows and other < group):
+                        place += 1
+                    end_before = end
+                order[place] = group
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def group_at(self, tables: tuple, place: Int32) -> Int32:
+        return tables[1][place] if const_expr(self.most_rows_first) else place
 
     def ragged_tile(self) -> int:
         return self.tile[2]
@@ -210,15 +243,18 @@ class SumsWalk(RowsWalk):
 
     @cute.jit
     def place(self, walk: tuple, index: Int32, group: Int32):
-        (ends, _), tiles_m, tiles_n, size_m, size_n, (rank_m, rank_n), _ = walk
-        group = Int32(Uint32(index) // Uint32(tiles_m * tiles_n))
-        m, n = tile_in_group(index - group * tiles_m * tiles_n, tiles_m, tiles_n, self.group)
+        tables, tiles_m, tiles_n, size_m, size_n, (rank_m, rank_n), _ = walk
+        ends, _ = tables
+        place = Int32(Uint32(index) // Uint32(tiles_m * tiles_n))
+        group = self.group_at(tables, place)
+        m, n = tile_in_group(index - place * tiles_m * tiles_n, tiles_m, tiles_n, self.group)
         m, n = m * self.cluster[0] + rank_m, n * self.cluster[1] + rank_n
         first_m, first_n = m * self.tile[0], n * self.tile[1]
         return group, first_m, first_n, size_m, size_n, before(ends, group), ends[group], Int32(2)
 
     @cute.jit
     def k_at(self, walk: tuple, index: Int32):
-        (ends, _), tiles_m, tiles_n, *_ = walk
-        group = Int32(Uint32(index) // Uint32(tiles_m * tiles_n))
+        tables, tiles_m, tiles_n, *_ = walk
+        ends, _ = tables
+        group = self.group_at(tables, Int32(Uint32(index) // Uint32(tiles_m * tiles_n)))
         return ends[group] - before(ends, group)

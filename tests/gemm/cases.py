@@ -52,7 +52,8 @@ def kernel_name(kernel: tuple) -> str:
     tile = "any" if config is None else "x".join(str(size) for size in config.tile)
     shape = "" if config is None else f"-cluster_{config.cluster[0]}x{config.cluster[1]}-stages_{config.stages}"
     turns = "-ping_pong" * (config is not None and config.ping_pong)
-    return tile + shape + turns + "-transposed" * transposed
+    order = "-most_rows_first" * getattr(config, "most_rows_first", False)
+    return tile + shape + turns + order + "-transposed" * transposed
 
 
 # Inputs

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from cute_kernels import grouped_mm
-from cute_kernels.common.gemm_config import GemmConfig
 from cute_kernels.gemm.config_grouped import (
     DECODE,
     ROWS,
     SUMS,
     GroupedSpec,
+    SumsConfig,
     candidates,
     grouped_arguments,
     many_rows,
@@ -310,7 +310,7 @@ def test_configs_that_cannot_be():
             rows("k", "k", True, many_rows("sm_100a")[0])
     for of_sums, room in ((GroupedSumsSm90, 8192), (GroupedSumsSm100, 8192 + 32768)):
         with pytest.raises(ValueError, match=f"must leave room for {room} bytes"):
-            of_sums(False, GemmConfig((128, 256, 64), (2, 1), 5, 8))
+            of_sums(False, SumsConfig((128, 256, 64), (2, 1), 5, 8))
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,12 @@ def test_who_is_chosen():
         assert launch.num_ctas <= 132 and launch.num_ctas % launch.config.cluster[1] == 0
 
 
-def test_who_is_chosen_to_accumulate():
-    """Whole tiles go first where few rows are summed."""
+def test_who_is_chosen_to_sum():
+    """Few bytes of a and b; to accumulate whole tiles where few rows are summed; of few tiles those of most rows."""
+    assert choose_sums("sm_90a", 2048, 1408, 49152, 64, False)[0].tile[1] == 192
+    for m, n, first in ((2048, 768, True), (1536, 2048, False), (2048, 1408, False)):
+        for into in (False, True):
+            assert choose_sums("sm_90a", m, n, 65536, 128, into)[0].most_rows_first == first
     assert [choose_sums("sm_90a", 1536, 2048, 65536, 128, into)[0].tile[1] for into in (False, True)] == [192, 128]
     assert choose_sums("sm_90a", 5760, 2880, 32768, 128, True)[0].tile[1] == 192
     assert [choose_sums("sm_90a", 28672, 4096, rows, 8, True)[0].tile[1] for rows in (8191, 16384)] == [128, 192]

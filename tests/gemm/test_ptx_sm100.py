@@ -29,8 +29,10 @@ CASES = {
     "few rows": ("rows", "k", BF16, False, (64, 8, 128), (1, 1), True),
     "few rows, b along n": ("rows", "n", BF16, False, (64, 32, 128), (1, 1), True),
     "sums": ("sums", "n", BF16, False, (128, 64, 64), (2, 1), False),
+    "sums, most rows first": ("sums", "n", FP32, False, (128, 64, 64), (2, 1), False),
     "sums into fp32": ("sums", "n", FP32, True, (128, 64, 64), (2, 1), False),
 }
+RANKED = [list(CASES).index("sums, most rows first")]
 # A group of two tiles of rows, and of K; of none; more tiles of K than the ring has slots
 SIZES = [(3, 0, 140, 17), (0, 16, 1, 0), (200,)]
 
@@ -40,13 +42,14 @@ MATRICES = {"y": ({}, BF16), "main_grad": (dict(a_major="m", b_major="n", accumu
 TILE, CLUSTER = (128, 64, 64), (2, 1)
 
 PROGRAM = """
+import dataclasses
 import pathlib
 import torch
 from cute_kernels.gemm.config import GemmSpec, gemm_arguments
-from cute_kernels.gemm.config_grouped import GemmConfig, GroupedSpec, grouped_arguments
+from cute_kernels.gemm.config_grouped import GemmConfig, GroupedSpec, SumsConfig, grouped_arguments
 from cute_kernels.gemm.kernel import gemm
 from cute_kernels.gemm.kernel_grouped import grouped
-from tests.gemm.test_ptx_sm100 import BF16, CASES, CLUSTER, MATRICES, TILE
+from tests.gemm.test_ptx_sm100 import BF16, CASES, CLUSTER, MATRICES, RANKED, TILE
 
 def keep(name):
     (ptx,) = pathlib.Path.cwd().glob("*.ptx")
@@ -54,7 +57,10 @@ def keep(name):
 
 for number, (ragged, major, out, accumulate, tile, cluster, transposed) in enumerate(CASES.values()):
     spec = GroupedSpec(BF16, out, ragged, accumulate, "k" if ragged == "rows" else "m", major)
-    grouped.obtain(*grouped_arguments("sm_100a", spec, 64, GemmConfig(tile, cluster, 2, 2), transposed))
+    config = (GemmConfig if ragged == "rows" else SumsConfig)(tile, cluster, 2, 2)
+    if number in RANKED:
+        config = dataclasses.replace(config, most_rows_first=True)
+    grouped.obtain(*grouped_arguments("sm_100a", spec, 64, config, transposed))
     keep(number)
 for name, (options, out) in MATRICES.items():
     gemm.obtain(*gemm_arguments("sm_100a", GemmSpec(BF16, out, **options), 64, GemmConfig(TILE, CLUSTER, 2, 2), False))
