@@ -17,7 +17,7 @@ TINY = {"tiny": (4, 2, 16, 8)}
 
 def test_cases():
     names = [product.case.name for product in bench_moe.products()]
-    assert len(set(names)) == len(names) == 7 * (5 * 4 + 3 * 2 + 2 * 9 + 5)
+    assert len(set(names)) == len(names) == 7 * (4 * 4 + 2 + 3 + 2 * 9 + 4)
     quick = {product.case.name for product in bench_moe.products(quick=True)}
     assert quick < set(names)
     with_peers = [product for product in bench_moe.products() if product.has_peers]
