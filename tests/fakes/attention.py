@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 
 from cute_kernels.attention import reference, reference_cache
 from cute_kernels.attention.checks_cache import Cache
@@ -276,15 +275,16 @@ def backward_sm90(
             targets = sums[0, ..., :d], sums[1, ..., : v.shape[3]]
         else:
             targets = dk, dv
-        for target, found, factor in zip(targets, (ds.mT @ rows_q, p.mT @ gradient), (scale, 1.0), strict=True):
+        for target, found, factor in zip(
+            targets, (_product(ds.mT, rows_q), _product(p.mT, gradient)), (scale, 1.0), strict=True
+        ):
             found = found.unflatten(0, (pairs, group)).sum(1).transpose(0, 1)
             target[of_k] = found if spec.grouped else (found * factor).to(target.dtype)
 
 
 def _product(a, b):
-    """``a @ b`` of a multiple of 16 rows: a CPU's order of adding may depend on their number."""
-    rows = a.shape[-2]
-    return (F.pad(a, (0, 0, 0, -rows % 16)) @ b)[..., :rows, :]
+    """``a @ b``, added in fp64: a CPU's order of adding may depend on the number of rows."""
+    return (a.double() @ b.double()).float()
 
 
 def finish_dq(static, dq_sums, dq, cu_seqlens_q, cu_seqlens_k, seqused_k, scale, right, len_k, num_tiles) -> None:
