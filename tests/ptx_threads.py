@@ -18,8 +18,9 @@ POISON = 0xDEADBEEF
 JUMPS = ("bra", "ret")
 SPECIAL = {"%tid.x": "tid", "%ctaid.x": "cta", "%nctaid.x": "ctas", "%lanemask_lt": "((1 << tid % 32) - 1)"}
 NOTHING = ("griddepcontrol", "bar.warp")
-COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neu": "!=", "ltu": "<", "leu": "<="}
-UNORDERED = ("ltu", "leu")  # true of NaN, too
+COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neu": "!="}
+COMPARES |= {"ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
+UNORDERED = ("ltu", "leu", "gtu", "geu")  # true of NaN, too
 # Of operands a, b, c: of 32-bit words, of 64-bit integers, of predicates
 INTEGERS = {
     "add": "a + b", "sub": "a - b", "mul.lo": "a * b", "mad.lo": "a * b + c", "neg": "-a", "abs": "abs(a)",
@@ -30,11 +31,12 @@ INTEGERS = {
 FLOATS = {
     "add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "a * b + c", "neg": "-a", "max": "greater(a, b)",
     "div": "a / b", "min": "lesser(a, b)", "rcp": "1 / a", "ex2": "np.exp2(a)", "mov": "a", "selp": "a if c else b",
+    "add.rm": "down(a, b)", "abs": "abs(a)",
 }  # fmt: skip
 # Of 16 bits, no result negative
 HALVES = {
     "mul.hi.u16": "a * b >> 16", "mul.lo.s16": "a * b & 0xFFFF", "shr.u16": "a >> b", "and.b16": "a & b",
-    "mov.b16": "a",
+    "add.s16": "a + b & 0xFFFF", "mul.wide.u16": "a * b", "mov.b16": "a",
 }  # fmt: skip
 
 
@@ -79,6 +81,7 @@ class Kernel:
             "signed": signed,
             "greater": greater,
             "lesser": lesser,
+            "down": down,
             "WORD": WORD,
             "LONG": LONG,
         }
@@ -127,9 +130,14 @@ class Kernel:
             step = 8 if "64" in kind else 4
             targets = enumerate(operands[0].strip("{}").split(","))
             statements = [f"{operand(t)} = parameters[{number_}][{int(offset or 0) + i * step}]" for i, t in targets]
-        elif base == "ld" and "16" in kind:
-            at = place(operands[1])
-            statements = [f"{operand(operands[0])} = int(memory[{at} >> 2]) >> 8 * ({at} & 2) & 0xFFFF"]
+        elif base in ("ld", "st") and "16" in kind:
+            value, address = operands[:2] if base == "ld" else operands[1::-1]
+            here = f"{'shared' if 'shared' in words else 'memory'}[{place(address)} >> 2]"
+            shift = f"8 * ({place(address)} & 2)"
+            if base == "ld":
+                statements = [f"{operand(value)} = int({here}) >> {shift} & 0xFFFF"]
+            else:
+                statements = [f"{here} = int({here}) & ~(0xFFFF << {shift}) | ({operand(value)} & 0xFFFF) << {shift}"]
         elif base in ("ld", "st") and "64" in kind:
             value, address = operands[:2] if base == "ld" else operands[1::-1]
             statements = []
@@ -181,6 +189,8 @@ def expression(line: str, base: str, words: list[str], kind: str, operands: list
         return f"word(np.floor(number({values[0]})))"
     if base == "cvt" and words == ["rzi", "s32", "f32"]:
         return f"int(number({values[0]})) & WORD"
+    if base == "cvt" and words == ["rzi", "u64", "f32"]:
+        return f"int(number({values[0]}))"
     if base == "cvt" and words[:2] == ["rn", "f32"]:
         return f"word({reader(kind)(values[0])})"
     if base in ("shfl", "vote", "redux"):
@@ -292,3 +302,10 @@ def greater(a: np.float32, b: np.float32) -> np.float32:
 def lesser(a: np.float32, b: np.float32) -> np.float32:
     """The other one of NaN."""
     return b if math.isnan(a) else a if math.isnan(b) else min(a, b)
+
+
+def down(a: np.float32, b: np.float32) -> np.float32:
+    """Their sum, rounded down; one is not so much smaller than the other that fp64 rounds, too."""
+    exact = np.float64(a) + np.float64(b)
+    total = np.float32(exact)
+    return np.nextafter(total, np.float32(-np.inf)) if total > exact else total

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 262_144
 THREADS = 512
+FILTER_THREADS = 1024
+HELD_BYTES = 150 << 10  # of a row, that a CTA with filters keeps in shared memory
 
 # log1p(f) = f - f^2 / 2 + f^3 P(f) of f from sqrt(1/2) - 1 to sqrt(2) - 1, to 3.2e-8 of it; P's coefficients, of f^0 on
 LOG = (0.3333391, -0.25001338, 0.19963062, -0.16577587, 0.14914787, -0.14267476, 0.087003596)
@@ -79,21 +81,17 @@ def numbers_of(temperature: float, top_k: int | None, top_p: float | None, min_p
     )
 
 
-def cluster_for(columns: int) -> int:
-    """CTAs that share a row; a batch of 64 of a large vocabulary then occupies all SMs. It changes no token."""
+def cluster_for(columns: int, dtype_bytes: int, filtered: bool) -> int:
+    """CTAs that share a row. It changes no token.
+
+    With filters as few as hold the row: a batch of 64 of 151936 bf16 logits occupies 128 SMs, one CTA each. Without,
+    so many that a batch of 64 of a large vocabulary occupies all SMs.
+    """
+    if filtered:
+        return next(c for c in (1, 2, 4, 8) if -(-columns // c) * dtype_bytes <= HELD_BYTES - 16)
     return 8 if columns > 32768 else 2 if columns > 4096 else 1
 
 
 def dropped_bits(dtype_bytes: int, is_bf16: bool) -> int:
     """Low bits of an fp32 number that no number of the dtype has set."""
     return 0 if dtype_bytes == 4 else 16 if is_bf16 else 13
-
-
-def levels(value_bits: int) -> list[tuple[int, int]]:
-    """(shift, bits) of the digits of an order key, the highest first: of its value's bits, then of its index."""
-    digits = []
-    while value_bits:
-        bits = min(11, value_bits)
-        value_bits -= bits
-        digits.append((value_bits + INDEX_BITS, bits))
-    return [*digits, (9, 9), (0, 9)]

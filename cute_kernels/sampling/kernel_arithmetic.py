@@ -3,6 +3,9 @@
 No logarithm and no exponential of the hardware: its last bits differ between architectures, and no CPU has them.
 """
 
+import math
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 from cutlass.cute.math import RoundingMode
@@ -22,11 +25,22 @@ from cute_kernels.sampling.config import (
 )
 
 NEAREST = RoundingMode.NEAREST_EVEN
+DOWN = RoundingMode.DOWN
 LEAST_NOISE = -2.82  # of all words
+WEIGHTLESS = -28.0  # a weight at this distance is below 1, and rounded down to 0
+# Buckets of counts: the upper 16 bits of an fp32 number, from 2^-20 to 255; those beyond are with the outermost ones
+COUNTS = 2 * 28 * 128
+NEAR_ZERO, OUTERMOST = 107 << 23, 255.0
+WHOLE = 1.5 * 2.0**23  # added to a number below 2^22, and rounded down: its floor is in the low bits
 
 
 def add(a, b) -> Float32:
     return cute.math.add(Float32(a), Float32(b), rounding=NEAREST)
+
+
+def add_down(a, b) -> Float32:
+    """Rounded down."""
+    return cute.math.add(Float32(a), Float32(b), rounding=DOWN)
 
 
 def multiply(a, b) -> Float32:
@@ -36,6 +50,14 @@ def multiply(a, b) -> Float32:
 def choose(condition: Boolean, a, b):
     """``a`` where the condition holds, else ``b``, of one type."""
     return type(a)(select_(condition, a, b))
+
+
+def reciprocal(x: Float32) -> Float32:
+    """1 / x, to 1e-6 of it, of a normal number above 0 whose reciprocal is one, too."""
+    guess = number_of(Int32(0x7EF311C3) - bits_of(x))  # to 13 %
+    for _ in range(4):
+        guess = multiply(guess, add(2.0, -multiply(x, guess)))
+    return guess
 
 
 def bits_of(x: Float32) -> Int32:
@@ -84,6 +106,52 @@ def weight(distance: Float32) -> Uint64:
     mantissa, shift = Uint64(multiply(power, 2.0**24).to(Int32)), n.to(Int32) + (WEIGHT_BITS - 24)
     left = mantissa << Uint64(choose(shift >= 0, shift, Int32(0)))
     return choose(shift >= 0, left, mantissa >> Uint64(choose(shift < 0, -shift, Int32(0))))
+
+
+def fast_weight(distance: Float32) -> Uint64:
+    """``weight``, in fewer instructions; NaN weighs nothing."""
+    distance = cute.arch.fmax(distance, Float32(2 * WEIGHTLESS))
+    whole = add_down(add(multiply(distance, LOG2_E), 0.5), WHOLE + WEIGHT_BITS)
+    n = add(whole, -(WHOLE + WEIGHT_BITS))
+    r = add(add(distance, multiply(n, -LN2_HIGH)), multiply(n, -LN2_LOW))
+    power = add(add(multiply(polynomial(EXP, r), multiply(r, r)), r), 1.0)
+    return number_of(bits_of(power) + (bits_of(whole) << 23)).to(Uint64)
+
+
+def bucket_of(x: Float32) -> Int32:
+    """The bucket of counts that a number is in, the last one that of the largest; NaN is in the first."""
+    bits = bits_of(cute.arch.fmin(cute.arch.fmax(x, Float32(-OUTERMOST)), Float32(OUTERMOST)))
+    magnitude = (cutlass.max(bits & 0x7FFFFFFF, NEAR_ZERO) - NEAR_ZERO) >> 16
+    return (magnitude ^ (bits >> 31)) + COUNTS // 2
+
+
+def is_edge(bucket: Int32) -> Int32:
+    """1 where a bucket has numbers that differ in their upper 16 bits, or there is no such bucket."""
+    magnitude = magnitude_of(bucket)
+    return choose((magnitude <= 0) | (magnitude >= COUNTS // 2 - 1), Int32(1), Int32(0))
+
+
+def magnitude_of(bucket: Int32) -> Int32:
+    beyond = bucket - COUNTS // 2
+    return beyond ^ (beyond >> 31)
+
+
+def lower_end(bucket: Int32, has_whole_values: bool) -> Float32:
+    """No number in the bucket, or one above, is less. Whole values have no bits but the upper 16."""
+    magnitude, is_negative = magnitude_of(bucket), bucket < COUNTS // 2
+    from_zero = number_of((magnitude << 16) + NEAR_ZERO)
+    beyond = from_zero if has_whole_values else number_of(((magnitude + 1) << 16) + NEAR_ZERO)
+    positive = choose(magnitude == 0, Float32(0.0), from_zero)
+    negative = choose(magnitude >= COUNTS // 2 - 1, Float32(-math.inf), -beyond)
+    return choose(is_negative, negative, positive)
+
+
+def upper_end(bucket: Int32) -> Float32:
+    """No whole value in the bucket is larger."""
+    magnitude, is_negative = magnitude_of(bucket), bucket < COUNTS // 2
+    from_zero = number_of((magnitude << 16) + NEAR_ZERO)
+    positive = choose(magnitude >= COUNTS // 2 - 1, Float32(math.inf), from_zero)
+    return choose(is_negative, choose(magnitude == 0, Float32(0.0), -from_zero), positive)
 
 
 def least_mass(total: Uint64, top_p: Uint64) -> Uint64:

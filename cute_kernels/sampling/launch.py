@@ -38,7 +38,7 @@ def sample_rows(
     if rows > 1:
         vec = math.gcd(vec, logits.stride(0))
     filtered = Numbers(noisy, scale, top_k, top_p, log_min_p).filters
-    spec = SampleSpec(logits.dtype, vec, cluster_for(columns), filtered)
+    spec = SampleSpec(logits.dtype, vec, cluster_for(columns, logits.itemsize, filtered), filtered)
     launch = _sample.get(logits.get_device(), spec)
     launch(logits, seeds, positions, tokens, scale, int(noisy), top_k, top_p, log_min_p)
 

@@ -10,7 +10,7 @@ import torch
 from cute_kernels.runtime.targets import expect_arch
 from cute_kernels.sampling.config import SampleSpec, cluster_for
 
-VOCABULARY = 128256  # and every larger one whose rows start and end on 16 bytes
+VOCABULARIES = 128256, 262144  # and every one between whose rows start and end on 16 bytes
 
 
 def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
@@ -20,4 +20,5 @@ def specializations(arch: str) -> Iterator[tuple[Any, tuple]]:
 
     for dtype in (torch.bfloat16, torch.float32):
         for filtered in (False, True):
-            yield sample_rows, (arch, SampleSpec(dtype, 16 // dtype.itemsize, cluster_for(VOCABULARY), filtered))
+            for cluster in sorted({cluster_for(columns, dtype.itemsize, filtered) for columns in VOCABULARIES}):
+                yield sample_rows, (arch, SampleSpec(dtype, 16 // dtype.itemsize, cluster, filtered))

@@ -23,7 +23,11 @@ class Case:
 
 
 def make_logits(case: Case, generator: torch.Generator) -> Tensor:
-    """model: spread of 4, a few large ones; flat: spread of 1/100; ties: few values; holes: infinities and NaN, too."""
+    """Logits of a kind.
+
+    model: spread of 4, a few large ones; flat: spread of 1/100; ties: few values; holes: infinities and NaN, too; last:
+    the last one is the largest.
+    """
     shape = case.rows, case.columns
     x = torch.randn(shape, generator=generator, device=generator.device)
     if case.kind == "model":
@@ -33,6 +37,8 @@ def make_logits(case: Case, generator: torch.Generator) -> Tensor:
         x = x / 100
     elif case.kind == "ties":
         x = x.round()
+    elif case.kind == "last":
+        x[:, -1] = 9
     elif case.kind == "holes":
         x[:, ::3] = -math.inf
         x[:, 1::5] = math.nan

@@ -5,7 +5,7 @@ import torch
 
 from cute_kernels import sample
 from cute_kernels.sampling import prewarm
-from cute_kernels.sampling.config import levels
+from cute_kernels.sampling.config import HELD_BYTES, MAX_COLUMNS, cluster_for
 from tests.fakes import fake_kernels
 from tests.sampling.cases import BF16, FP32, Case, make_inputs
 from tests.sampling.test_kernel import *  # noqa: F403
@@ -25,17 +25,17 @@ def test_another_batch_or_number_compiles_nothing(jobs, generator):
 
 def test_a_model_finds_its_kernels_precompiled(jobs, generator):
     for dtype in (BF16, FP32):
-        for options in ({}, {"top_p": 0.5}):
-            sample(**make_inputs(Case(1, 151936, dtype), generator), **options)
+        for columns in (151936, 202048):
+            for options in ({}, {"top_p": 0.5}):
+                sample(**make_inputs(Case(1, columns, dtype), generator), **options)
     assert set(jobs) == set(prewarm.specializations("sm_90a"))
 
 
-def test_digits_cover_the_order():
-    for bits in (16, 19, 32):
-        found = levels(bits)
-        assert sum(number for _, number in found) == bits + 18 and found[-1][0] == 0
-        assert all(a == b + c for (a, _), (b, c) in zip(found, found[1:], strict=False))
-        assert all(number <= 11 for _, number in found)
+@pytest.mark.parametrize("bytes_", [2, 4])
+def test_a_cluster_holds_the_row(bytes_):
+    for columns in (1, 76792, 76793, 128256, 151936, MAX_COLUMNS):
+        cluster, wide = cluster_for(columns, bytes_, True), 16 // bytes_
+        assert -(-columns // (cluster * wide)) * 16 <= HELD_BYTES
 
 
 BAD = [

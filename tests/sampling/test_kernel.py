@@ -15,6 +15,7 @@ FILTERS = [
     (("temperature", 0.3),),
     (("top_k", 1),),
     (("top_k", 50),),
+    (("top_k", 3000),),
     (("top_p", 0.9),),
     (("top_p", 1e-9),),
     (("top_p", 0.999), ("temperature", 2.5)),
