@@ -32,7 +32,7 @@ def shipped(family: str, arch: str) -> list:
 
 def others(family: str, arch: str) -> list:
     """Kernels of classes that are not the first of a builder: products by any strides, in turns, transposed, in blocks;
-    the quantizers' ring; hyper-connections that the tables do not have; the norms' sums of few, wide rows.
+    the quantizers' ring; hyper-connections that the tables do not have; the norms' sums of few, wide rows; filters.
     """
     if family == "gemm":
         from cute_kernels.gemm.kernel import gemm
@@ -53,6 +53,8 @@ def others(family: str, arch: str) -> list:
         return list(rings)[:1]
     if family == "norm":
         return kernels_of([Case("rms", 262144)], arch)[1:]
+    if family == "sampling":
+        return [job for job in shipped("sampling", arch) if job[1][1].filtered][:1]
     return []
 
 

@@ -1,9 +1,10 @@
 """The CuTe kernel of sampling with filters, for SM90 and SM100.
 
-The CTAs of a cluster share a row, and each keeps its part in shared memory: gmem -> registers -> smem, once. A bound
-that no logit that the filters keep is below comes from counts of logits by their distance from the largest one: top_k
-counts the threads' largest logits, or all where k is large; top_p counts all, in the pass that takes their total
-weight. Each warp then lists its groups of four logits that reach the bound; all that follows looks at these alone.
+The CTAs of a cluster share a row, and each keeps its part in shared memory: gmem -> registers -> smem, once. top_p, and
+a top_k of many, count the logits by value as they come, a bucket for each 16 upper bits of fp32. A bucket of bf16 has
+one value: counts times weights are the exact mass. In other dtypes a pass over the row weighs every logit, and counts
+give a bound that no logit that is kept is below. For a top_k of few each thread counts its largest logit, which gives
+a bound, too. Each warp lists its groups of four logits that reach the bound; all that follows looks at these alone.
 
 An order key has the logit's bits and then its index. Digits of the distance of the last key that is kept from the
 largest one are found from the highest to the lowest, and only as many as the bound leaves: a histogram of integer
@@ -43,7 +44,7 @@ from cute_kernels.sampling.kernel_arithmetic import (
 from cute_kernels.sampling.kernel_rows import LARGEST_FINITE, LAST, WARP_SIZE, SampleRows, largest_of
 
 # In turn: two histograms, so that one is read from other CTAs while the next is filled. The second one is also that of
-# counts by distance
+# counts by value
 DIGIT_BITS = (9, 11)
 SECOND = LIMBS << DIGIT_BITS[0]
 LIMB = (1 << LIMB_BITS) - 1
