@@ -1,7 +1,7 @@
 """Runs a kernel's PTX on the CPU: integers, and fp32 whose approximate functions are exact ones, rounded.
 
-A thread is a generator. A warp's threads meet at shuffles, votes and reductions, a CTA's at its barrier; CTAs run one
-after the other. An instruction that is not known is an error.
+A thread is a generator. A warp's threads meet at shuffles, votes and reductions, a CTA's at its barrier, a cluster's
+CTAs at theirs; clusters run one after the other. An instruction that is not known is an error.
 """
 
 import math
@@ -14,10 +14,11 @@ import numpy as np
 WARP = 32
 WORD, LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 SHARED = 1 << 16  # words of a CTA
+PEER_BITS = 20  # of an address in the shared memory of a cluster's CTA, whose rank is above them
 POISON = 0xDEADBEEF
 JUMPS = ("bra", "ret")
 SPECIAL = {"%tid.x": "tid", "%ctaid.x": "cta", "%nctaid.x": "ctas", "%lanemask_lt": "((1 << tid % 32) - 1)"}
-NOTHING = ("griddepcontrol", "bar.warp")
+NOTHING = ("griddepcontrol", "bar.warp", "barrier.cluster.arrive")
 COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neu": "!="}
 COMPARES |= {"ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
 UNORDERED = ("ltu", "leu", "gtu", "geu")  # true of NaN, too
@@ -71,7 +72,7 @@ class Kernel:
                 self.blocks[-1].append(line.replace("\t", " "))
                 if re.search(r"\bbra\b", line):
                     self.blocks.append([])
-        self.lines = ["def thread(tid, cta, ctas, parameters, memory, shared):", " at = 0", " while True:"]
+        self.lines = ["def thread(tid, cta, ctas, parameters, memory, shared, peers):", " at = 0", " while True:"]
         self._search(0, len(self.blocks), 2)
         names = {
             "np": np,
@@ -88,15 +89,20 @@ class Kernel:
         exec("\n".join(self.lines), names)
         self.thread = names["thread"]
 
-    def launch(self, ctas: int, threads: int, parameters: Sequence[dict[int, int]], memory: Memory) -> None:
+    def launch(
+        self, ctas: int, threads: int, parameters: Sequence[dict[int, int]], memory: Memory, cluster: int = 1
+    ) -> None:
         """``parameters``: of each one its values by their offsets: of a tensor's, the address, sizes and strides."""
-        for cta in range(ctas):
-            shared = np.full(SHARED, POISON, np.uint32)
-            run = [self.thread(t, cta, ctas, parameters, memory.words, shared) for t in range(threads)]
-            warps = [run[w : w + WARP] for w in range(0, threads, WARP)]
+        for first in range(0, ctas, cluster):
+            peers = [np.full(SHARED, POISON, np.uint32) for _ in range(cluster)]
+            running = []
+            for rank in range(cluster):
+                given = first + rank, ctas, parameters, memory.words, peers[rank], peers
+                run = [self.thread(t, *given) for t in range(threads)]
+                running.append([run[w : w + WARP] for w in range(0, threads, WARP)])
             with np.errstate(invalid="ignore"):  # infinities
-                while warps:
-                    warps = [warp for warp in warps if to_barrier(warp)]
+                while any(running):
+                    running = [to_cluster_barrier(warps) for warps in running]
 
     def _search(self, low: int, high: int, depth: int) -> None:
         """Python that finds the block ``at`` among these, and runs it."""
@@ -123,8 +129,14 @@ class Kernel:
             statements = ["return"] if base == "ret" else [f"at = {self.labels[operands[0]]}", "continue"]
         elif name.startswith(NOTHING):
             statements = ["yield 'warp', None"] if base == "bar" else ["pass"]
-        elif base == "bar":
-            statements = ["yield 'barrier', None"]
+        elif base == "bar" or name.startswith("barrier.cluster.wait"):
+            statements = ["yield 'barrier', None" if base == "bar" else "yield 'cluster', None"]
+        elif base == "mapa":
+            statements = [f"{operand(operands[0])} = {operand(operands[1])} | {operand(operands[2])} << {PEER_BITS}"]
+        elif base == "ld" and "shared::cluster" in words:
+            at = place(operands[1])
+            peer = f"peers[{at} >> {PEER_BITS}][({at} & {(1 << PEER_BITS) - 1}) >> 2]"
+            statements = [f"{operand(operands[0])} = int({peer})"]
         elif name.startswith("ld.param"):
             number_, offset = re.search(r"param_(\d+)(?:\+(\d+))?", operands[1]).groups()
             step = 8 if "64" in kind else 4
@@ -172,7 +184,7 @@ class Kernel:
         elif name.startswith("red.relaxed.cta.shared"):
             here = f"shared[{place(operands[0])} >> 2]"
             statements = [f"{here} = int({here}) + {operand(operands[1])} & WORD"]
-        elif name == "atom.shared.add.u32":
+        elif name in ("atom.shared.add.u32", "atom.shared.cta.add.u32"):
             here, target = f"shared[{place(operands[1])} >> 2]", operand(operands[0])
             statements = [f"{target} = int({here})", f"{here} = {target} + {operand(operands[2])} & WORD"]
         else:
@@ -246,8 +258,19 @@ def place(address: str) -> str:
     return f"({operand(base)} + {offset or 0} & WORD)"
 
 
-def to_barrier(warp: list[Iterator]) -> bool:
-    """Run a warp to its CTA's barrier; False: to its end."""
+def to_cluster_barrier(warps: list[list[Iterator]]) -> list[list[Iterator]]:
+    """Run a CTA's warps to the barrier of its cluster; those that have not ended by then."""
+    while warps:
+        stops = [to_barrier(warp) for warp in warps]
+        warps = [warp for warp, stop in zip(warps, stops, strict=True) if stop]
+        if "cluster" in stops:
+            assert {*stops} == {"cluster"}, "a CTA's threads do not meet"
+            break
+    return warps
+
+
+def to_barrier(warp: list[Iterator]) -> str:
+    """Run a warp to its CTA's barrier, or its cluster's, which is returned; the empty string: to its end."""
     answers: list = [None] * WARP
     while True:
         asked = []
@@ -257,11 +280,11 @@ def to_barrier(warp: list[Iterator]) -> bool:
             except StopIteration:
                 asked.append(None)
         if asked == [None] * WARP:
-            return False
+            return ""
         assert None not in asked and len({name for name, _ in asked}) == 1, "threads of a warp do not meet"
         name, values = asked[0][0], [of_thread for _, of_thread in asked]
-        if name == "barrier":
-            return True
+        if name in ("barrier", "cluster"):
+            return name
         answers = collective(name, values)
 
 
