@@ -6,11 +6,6 @@ one value: counts times weights are the exact mass. In other dtypes a pass over 
 give a bound that no logit that is kept is below. For a top_k of few each thread counts its largest logit, which gives
 a bound, too. Each warp lists its groups of four logits that reach the bound; all that follows looks at these alone.
 
-An order key has the logit's bits and then its index. Digits of the distance of the last key that is kept from the
-largest one are found from the highest to the lowest, and only as many as the bound leaves: a histogram of integer
-weights in shared memory, which the CTAs read from each other. Integers add up to the same in any order: those atomics,
-and the split of a row over CTAs, change no token.
-
 Profile: ncu --clock-control none -k regex:Sample python -m bench.bench_sampling --filter sample.fwd.64x151936
 """
 
@@ -22,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.common.cache_hints import EVICT_FIRST
-from cute_kernels.sampling.config import HELD_BYTES, INDEX_BITS, LIMB_BITS, LIMBS, SampleSpec
+from cute_kernels.sampling.config import HELD_BYTES, INDEX_BITS, SampleSpec
 from cute_kernels.sampling.kernel_arithmetic import (
     COUNTS,
     LEAST_NOISE,
@@ -41,17 +36,13 @@ from cute_kernels.sampling.kernel_arithmetic import (
     upper_end,
     weight,
 )
-from cute_kernels.sampling.kernel_rows import LARGEST_FINITE, LAST, WARP_SIZE, SampleRows, largest_of
+from cute_kernels.sampling.kernel_rows import LARGEST_FINITE, LAST, WARP_SIZE, largest_of
+from cute_kernels.sampling.kernel_threshold import SECOND, SampleThreshold, bit_length, sum_of_warp
 
-# In turn: two histograms, so that one is read from other CTAs while the next is filled. The second one is also that of
-# counts by value
-DIGIT_BITS = (9, 11)
-SECOND = LIMBS << DIGIT_BITS[0]
-LIMB = (1 << LIMB_BITS) - 1
-AHEAD = 5  # vectors that a thread loads at once
+AHEAD = 10  # vectors that a thread loads at once: its part of 75968 logits in bf16
 
 
-class SampleFiltered(SampleRows):
+class SampleFiltered(SampleThreshold):
     """One token of each row, of the logits that top_k, top_p and min_p keep."""
 
     def __init__(self, dtype, spec: SampleSpec):
@@ -94,6 +85,8 @@ class SampleFiltered(SampleRows):
         if tidx == 0:
             found[0] = Uint64(COUNTS)
             found[2] = Uint64(0)
+            shared[7][0] = Uint32(0)
+            shared[7][1] = Uint32(0)
         cute.arch.barrier()
         cute.arch.griddepcontrol_wait()
         part = cute.make_tensor(logits.iterator + (Int64(row) * logits.stride[0] + begin), cute.make_layout(n))
@@ -112,7 +105,8 @@ class SampleFiltered(SampleRows):
                     self.count(counts, own)
                     self.meet()
                 is_mass, share, rest = choose(top_k < n, Int32(0), Int32(1)), Uint64(top_p), Uint64(0)
-                weights = self.weights_of_buckets(counts, shared, tidx, is_mass, scale, largest)
+                all_counts = self.counts_of_cluster(counts, lists, tidx)
+                weights = self.weights_of_buckets(all_counts, shared, tidx, is_mass, scale, largest)
                 if const_expr(self.has_whole_values):
                     rest = self.search(weights, shared, tidx, need, share)
                     whole = counts_all & (found[2] == Uint64(0)) & (is_edge(last_bucket(found)) == 0)
@@ -167,11 +161,12 @@ class SampleFiltered(SampleRows):
     def allocate_row(self, smem, dtype):
         """(The CTA's part of the row, of each warp the groups that it listed)."""
         held = smem.allocate_tensor(dtype, cute.make_layout(self.held), byte_alignment=16)
-        layout = cute.make_layout((self.list_length, self.warps))
+        length = max(self.list_length, 2 * COUNTS // self.warps)  # in the place of counts, first
+        layout = cute.make_layout((length, self.warps))
         return held, smem.allocate_tensor(Uint16, layout, byte_alignment=16)
 
     def allocate(self, smem):
-        """By warp: values, tokens, largest logits, sums; then what was found, histograms, totals by warp.
+        """By warp: values, tokens, largest logits, sums; then what was found, histograms, totals by warp, keys left.
 
         Found: a bucket, what of it is needed, whether logits of one bucket weigh differently.
         """
@@ -182,7 +177,8 @@ class SampleFiltered(SampleRows):
         found = smem.allocate_tensor(Uint64, cute.make_layout(3), byte_alignment=16)
         histogram = smem.allocate_tensor(Uint32, cute.make_layout(SECOND + COUNTS), byte_alignment=16)
         totals = smem.allocate_tensor(Uint32, cute.make_layout((2, self.warps)), byte_alignment=16)
-        return values, tokens, largest, sums, found, histogram, totals
+        numbers = smem.allocate_tensor(Uint32, cute.make_layout(2), byte_alignment=16)
+        return values, tokens, largest, sums, found, histogram, totals, numbers
 
     @cute.jit
     def hold(
@@ -253,15 +249,32 @@ class SampleFiltered(SampleRows):
         return sum_of_warp(total)
 
     @cute.jit
+    def counts_of_cluster(self, counts: cute.Tensor, lists: cute.Tensor, tidx: Int32) -> cute.Tensor:
+        """The counts of all CTAs, where the lists will be.
+
+        Lanes read consecutive words of another CTA: a thread's seven buckets, one after the other, cost 5 us more of
+        27.7 (H200, 64x151936, 2 CTAs a row), and 20 us a wave with four.
+        """
+        if const_expr(self.cluster == 1):
+            return counts
+        sums = cute.make_tensor(cute.recast_ptr(lists.iterator, dtype=Uint32), cute.make_layout(COUNTS))
+        for j in cutlass.range_constexpr(COUNTS // self.threads):
+            bucket, number = j * self.threads + tidx, Uint32(0)
+            for rank in cutlass.range_constexpr(self.cluster):
+                number = number + self.read(counts, bucket, rank)
+            sums[bucket] = number
+        cute.arch.barrier()
+        return sums
+
+    @cute.jit
     def weights_of_buckets(
         self, counts: cute.Tensor, shared, tidx: Int32, is_mass: Int32, scale: Float32, largest: Float32
     ) -> list:
         """What the logits of this thread's buckets weigh at least; the first thread has those of the largest logits."""
         found, weights = shared[4], []
         for j in cutlass.range_constexpr(COUNTS // self.threads):
-            bucket, number, one = COUNTS - 1 - (tidx * (COUNTS // self.threads) + j), Uint64(0), Uint64(1)
-            for rank in cutlass.range(self.cluster, unroll=self.cluster):
-                number = number + Uint64(self.read(counts, bucket, rank))
+            bucket, one = COUNTS - 1 - (tidx * (COUNTS // self.threads) + j), Uint64(1)
+            number = Uint64(counts[bucket])
             if (is_mass != 0) & (number != Uint64(0)):
                 low = self.distance(multiply(lower_end(bucket, self.has_whole_values), scale), largest)
                 one = weight(low)
@@ -299,114 +312,6 @@ class SampleFiltered(SampleRows):
         cute.arch.sync_warp()
         return listed
 
-    def listed_group(self, source, i: Int32):
-        """Logits of a group that the warp listed, in fp32, and the column of the first."""
-        held, lists, _, begin, _, warp = source
-        first = Int32(lists[i, warp]) * self.group
-        return self.ordered(self.vector(held, first, self.group)), begin + first
-
-    @cute.jit
-    def descend(
-        self,
-        source,
-        shared,
-        tidx: Int32,
-        need: Uint64,
-        share,
-        top: Uint64,
-        last: Uint64,
-        distance: Uint64,
-        left: Int32,
-        scale: Float32,
-        largest: Float32,
-    ) -> Uint64:
-        """The least distance from the top within which keys have the weight that is needed.
-
-        A weight is 1; or where there is a ``share``, exp(distance), and where ``need`` is 0, that share of the weight
-        of all is needed. Keys farther than ``last`` have none. Its ``left`` lowest bits are to be found.
-        """
-        listed, lane = source[2], source[4]
-        found, histogram = shared[4], shared[5]
-        limbs = const_expr(LIMBS if share is not None else 1)
-        turn = Int32(0)
-        while left > 0:
-            bits = choose(turn == 0, Int32(DIGIT_BITS[0]), Int32(DIGIT_BITS[1]))
-            begin, stride = choose(turn == 0, Int32(0), Int32(SECOND)), Int32(1) << bits
-            for i in cutlass.range(tidx, limbs << bits, self.threads, unroll=1):
-                histogram[begin + i] = Uint32(0)
-            cute.arch.barrier()
-            above, shift = Uint64(left), Uint64(cutlass.max(left - bits, 0))
-            end = distance | ((Uint64(1) << above) - Uint64(1))
-            nearest, farthest = value_of(distance), value_of(choose(end < last, end, last))
-            for i in cutlass.range(lane, listed, WARP_SIZE, unroll=1):
-                x, first = self.listed_group(source, i)
-                for j in cutlass.range_constexpr(self.group):
-                    # 32 bits decide nearly all of those that are not there
-                    if value_of(top) - self.value_bits(x[j]) - nearest <= farthest - nearest:
-                        behind = top - self.order(x[j], first + j)
-                        if ((behind >> above) == (distance >> above)) & (behind <= last):
-                            one = Uint64(1)
-                            if const_expr(share is not None):
-                                one = weight(self.distance(multiply(x[j], scale), largest))
-                            bucket = begin + Int32((behind >> shift) & Uint64(stride - 1))
-                            for limb in cutlass.range_constexpr(limbs):
-                                part = Uint32((one >> Uint64(limb * LIMB_BITS)) & Uint64(LIMB))
-                                if part != Uint32(0):
-                                    target = histogram.iterator + (bucket + limb * stride)
-                                    cute.arch.red(target, part, op="add", dtype="u32", sem="relaxed", scope="cta")
-            self.meet()
-            own = []
-            for j in cutlass.range_constexpr((1 << DIGIT_BITS[1]) // self.threads):
-                bucket = tidx * ((1 << DIGIT_BITS[1]) // self.threads) + j
-                own.append(self.weight_of(histogram, begin, bucket, stride, limbs))
-            need = self.search(own, shared, tidx, need, share)
-            distance = distance | (found[0] << shift)
-            left, turn = left - bits, turn ^ 1
-        return distance
-
-    @cute.jit
-    def weight_of(
-        self, histogram: cute.Tensor, begin: Int32, bucket: Int32, buckets: Int32, limbs: cutlass.Constexpr[int]
-    ) -> Uint64:
-        """The weight of a bucket in all CTAs; 0 if there is no such bucket."""
-        total = Uint64(0)
-        if bucket < buckets:
-            for rank in cutlass.range(self.cluster, unroll=self.cluster):
-                for limb in cutlass.range_constexpr(limbs):
-                    part = Uint64(self.read(histogram, begin + bucket + limb * buckets, rank))
-                    total = total + (part << Uint64(limb * LIMB_BITS))
-        return total
-
-    @cute.jit
-    def search(self, own, shared, tidx: Int32, need: Uint64, share) -> Uint64:
-        """Find the bucket in which weights reach ``need``, and what of it is needed: that is returned.
-
-        Each thread has the weights of its buckets, which follow each other in the order of threads. A ``need`` of 0 is
-        that share of all.
-        """
-        sums, found = shared[3], shared[4]
-        each, total = const_expr(len(own)), Uint64(0)
-        for j in cutlass.range_constexpr(each):
-            total = total + own[j]
-        lane, warp = tidx % WARP_SIZE, tidx // WARP_SIZE
-        before = inclusive(total, lane) - total
-        if lane == WARP_SIZE - 1:
-            sums[0, warp] = Uint32(before + total)
-            sums[1, warp] = Uint32((before + total) >> Uint64(32))
-        cute.arch.barrier()
-        of_warp = (Uint64(sums[1, lane]) << Uint64(32)) | Uint64(sums[0, lane])
-        before = before + sum_of_warp(choose(lane < warp, of_warp, Uint64(0)))
-        if const_expr(share is not None):
-            if need == Uint64(0):
-                need = least_mass(sum_of_warp(of_warp), share)
-        for j in cutlass.range_constexpr(each):
-            if (before < need) & (need <= before + own[j]):
-                found[0] = Uint64(tidx * each + j)
-                found[1] = need - before
-            before = before + own[j]
-        cute.arch.barrier()
-        return found[1]
-
 
 def last_bucket(found: cute.Tensor) -> Int32:
     """The bucket of counts that was found; -1: none."""
@@ -418,34 +323,3 @@ def unscaled(bound: Float32, scale: Float32) -> Float32:
     quotient = multiply(bound, reciprocal(scale))
     below = add_down(quotient, multiply(cute.arch.fmax(quotient, -quotient), -1e-5))
     return add(choose(below == below, add_down(below, -1e-37), Float32(-math.inf)), 0.0)
-
-
-def value_of(order: Uint64) -> Uint32:
-    """An order key's bits of the logit; of a difference of keys, that of those."""
-    return Uint32(order >> Uint64(INDEX_BITS))
-
-
-def bit_length(value: Uint64) -> Int32:
-    high, low = Uint32(value >> Uint64(32)), Uint32(value)
-    zeros = [cute.arch.clz(word).to(Int32) for word in (high, low)]
-    return choose(high != Uint32(0), Int32(64) - zeros[0], Int32(32) - zeros[1])
-
-
-@cute.jit
-def sum_of_warp(value: Uint64) -> Uint64:
-    for step in cutlass.range_constexpr(5):
-        low = cute.arch.shuffle_sync_bfly(Uint32(value), offset=1 << step)
-        high = cute.arch.shuffle_sync_bfly(Uint32(value >> Uint64(32)), offset=1 << step)
-        value = value + ((Uint64(high) << Uint64(32)) | Uint64(low))
-    return value
-
-
-@cute.jit
-def inclusive(value: Uint64, lane: Int32) -> Uint64:
-    """The sum of a warp's values up to this lane's."""
-    for step in cutlass.range_constexpr(5):
-        low = cute.arch.shuffle_sync_up(Uint32(value), offset=1 << step, mask_and_clamp=0)
-        high = cute.arch.shuffle_sync_up(Uint32(value >> Uint64(32)), offset=1 << step, mask_and_clamp=0)
-        other = (Uint64(high) << Uint64(32)) | Uint64(low)
-        value = value + choose(lane >= (1 << step), other, Uint64(0))
-    return value

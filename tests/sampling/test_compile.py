@@ -41,4 +41,4 @@ assert builder.obtain(*arguments).origin == "compiled"
     assert not re.search(r"\b(add|sub|mul|fma|mad)(\.ftz)?\.f32\b", found) and left_to_ptxas(found) == []
     assert not re.search(r"\b(fma|ex2|lg2|rcp|sqrt|div)[\w.]*f32", found) and ".local" not in found
     atomics = {m for m in re.findall(r"\b(?:atom|red)\.[\w.:]+", found)}
-    assert atomics == ({"red.relaxed.cta.shared::cta.add.u32"} if kernel else set())
+    assert atomics == ({"red.relaxed.cta.shared::cta.add.u32", "atom.shared.cta.add.u32"} if kernel else set())
