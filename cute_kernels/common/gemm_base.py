@@ -16,6 +16,8 @@ from cute_kernels.common.gemm_epilogue import (
     entry_of,
     is_read_once,
     num_tiles,
+    shift_of,
+    shifted_rows,
     tile_of,
     transpose,
 )
@@ -52,6 +54,7 @@ class GemmBase:
         self.cluster = config.cluster
         self.stages = config.stages
         self.group = config.group
+        self.overlapping = config.overlapping
 
     @cute.jit
     def __call__(
@@ -87,6 +90,16 @@ class GemmBase:
         return tuple(cute.ceil_div(d.shape[i], self.tile[i] * self.cluster[i]) for i in range(2))
 
     @cute.jit
+    def shift(self, m: Int32, n: Int32, d: cute.Tensor) -> tuple:
+        """How far tile (m, n) moves, along M and along N.
+
+        Where neighbours of d are a part's by TMA it begins on 16 bytes: else the store is an illegal instruction.
+        """
+        aligned = const_expr(128 // self.out.width if self.tma_store else 1)
+        multiples = const_expr((aligned, 1) if self.transposed else (1, aligned))
+        return tuple(shift_of(tile, self.tile[i], d.shape[i], multiples[i]) for i, tile in enumerate((m, n)))
+
+    @cute.jit
     def load_tiles(
         self, ring, a: tuple, b: tuple, d: cute.Tensor, divisors: tuple, place: tuple, walk: tuple, k_tiles: Int32
     ):
@@ -107,6 +120,10 @@ class GemmBase:
             entry, tile = entry_and_tile(index, divisors)
             m, n = tile_of(tile, tiles_m, divisors, self.group)
             tAgA_entry, tBgB_entry = entry_of(tAgA, entry, divisors), entry_of(tBgB, entry, divisors)
+            if const_expr(self.overlapping):
+                shift_m, shift_n = self.shift(m * cluster_m + rank_m, n * cluster_n + rank_n, d)
+                tAgA_entry = shifted_rows(tAgA_entry, mA, shift_m)
+                tBgB_entry = shifted_rows(tBgB_entry, mB, shift_n)
             for k in cutlass.range(k_tiles, unroll=1):  # less code to fetch before the first loads
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)

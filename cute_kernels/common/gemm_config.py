@@ -21,6 +21,9 @@ class GemmConfig:
         group: clusters along M that are walked before the next ones along N, so that their B tiles stay in L2.
         ping_pong: SM90: two consumer warpgroups take whole tiles in turn, so that one multiplies while the other
             stores its sums, or loads what the next ones start from.
+        overlapping: SM90: a tile that would end beyond the matrix begins earlier, where it has that many rows or
+            columns, and some of its neighbour's are computed and stored twice, with the same bits. TMA takes five times
+            as long for a row beyond the end as for one that is read.
     """
 
     tile: tuple[int, int, int]
@@ -28,6 +31,7 @@ class GemmConfig:
     stages: int
     group: int
     ping_pong: bool = False
+    overlapping: bool = False
 
     @property
     def turns(self) -> int:

@@ -97,6 +97,35 @@ def is_read_once(operand: cute.Tensor, tiles: Int32, d: cute.Tensor):
 
 
 @cute.jit
+def shift_of(tile: Int32, size: cutlass.Constexpr[int], end: Int32, multiple: cutlass.Constexpr[int]):
+    """How far the ``tile``-th tile of this size moves (0 or negative) to end within the matrix, or to begin there.
+
+    ``multiple``: of it, a power of two; fewer rows or columns than that may lie beyond the end.
+    """
+    shift = cutlass.max(cutlass.min(end - (tile + 1) * size, 0), -tile * size)
+    return (shift + (multiple - 1)) & -multiple
+
+
+@cute.jit
+def shifted(tensor: Optional[cute.Tensor], shift: tuple) -> Optional[cute.Tensor]:
+    """What lies ``shift`` (0 or negative, of each mode) further in gmem, up to the same end."""
+    if const_expr(tensor is not None):
+        shape = tuple(size - by for size, by in zip(tensor.shape, shift, strict=True))
+        layout = cute.make_layout(shape, stride=tensor.stride)
+        tensor = cute.make_tensor(tensor.iterator + cute.crd2idx(shift, tensor.layout), layout)
+    return tensor
+
+
+@cute.jit
+def shifted_rows(tiles: cute.Tensor, operand: cute.Tensor, shift: Int32) -> cute.Tensor:
+    """The tiles of an operand (rows, K), or of a batch's entry, as TMA copies them, ``shift`` rows further on."""
+    k = (0, 0) if isinstance(cute.shape(operand, mode=[1]), tuple) else 0
+    entry = [0] * (cute.rank(operand) - 2)
+    from_there = cute.domain_offset((shift, k, *entry), cute.make_tensor(tiles.iterator, operand.layout))
+    return cute.make_tensor(from_there.iterator, tiles.layout)
+
+
+@cute.jit
 def transpose(matrix: cute.Tensor):
     """The same elements, rows and columns exchanged."""
     rest = list(range(2, cute.rank(matrix)))

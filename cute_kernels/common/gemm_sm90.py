@@ -43,6 +43,7 @@ from cute_kernels.common.gemm_epilogue import (
     entry_of,
     load_sums,
     num_tiles,
+    shifted,
     store_sums,
     tile_divisors,
     tile_of,
@@ -75,6 +76,8 @@ class GemmSm90(GemmBase):
             raise ValueError(f"config.tile must have 16, 32, 64 or 128 rows, got {config.tile}")
         if multi_block_tma and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
             raise ValueError(f"multi_block_tma takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
+        if accumulate and config.overlapping:
+            raise ValueError("config's tiles must not overlap where what is stored was read before")
         super().__init__(activation, a_major, b_major, transposed, accumulate, tma_store, config)
         self.staged = config.stores_by_tma("sm_90a", transposed)  # d leaves by way of shared memory
         if tma_store and not self.staged:
@@ -362,6 +365,8 @@ class GemmSm90(GemmBase):
 
                 mD_entry, d_entry = entry_of(mD, entry, divisors), entry_of(d, entry, divisors)
                 out = tiled_mma, bias, sD, tma_d, mD_entry, tma_z, mZ, d_entry, z
+                if const_expr(self.overlapping):
+                    out = self.shifted_outputs(out, self.shift(m, n, d))
                 # d to which nothing is added stays as it is, -0 too: zeros added would make +0 of it
                 has_sums = True if const_expr(valid_k is None or not self.accumulate) else num_k > 0
                 if has_sums:
@@ -378,6 +383,16 @@ class GemmSm90(GemmBase):
             at = (None, None, chunk * steps + k16)
             cute.gemm(tiled_mma, sums, operands[0][at], operands[1][at], sums)
         warpgroup.commit_group()
+
+    @cute.jit
+    def shifted_outputs(self, out: tuple, shift: tuple) -> tuple:
+        """The same for a tile that begins ``shift`` elsewhere; ``out``: as in ``finish``."""
+        tiled_mma, bias, sD, tma_d, mD, tma_z, mZ, d, z = out
+        if const_expr(self.tma_store):
+            mD = cute.domain_offset(shift, mD)
+            mZ = cute.domain_offset(shift, mZ) if const_expr(mZ is not None) else None
+        bias = shifted(bias, (shift[0 if self.transposed else 1],))
+        return tiled_mma, bias, sD, tma_d, mD, tma_z, mZ, shifted(d, shift), shifted(z, shift)
 
     @cute.jit
     def finish(

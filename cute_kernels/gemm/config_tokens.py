@@ -1,10 +1,10 @@
 """The choice for some tokens, 17 to 512, on SM90: of these kernels the one whose estimated time is least.
 
 Such a product makes one wave of tiles, or a few, and shapes differ in what its CTAs wait for: ``estimate`` adds that up
-from the sizes, with a handful of measured constants. Rows beyond a matrix's end decide most often: a TMA box takes
-longer for each of them than for one that is read. H200, us, 4096 weights, K of 14336, pairs of tiles of 64 weights x
-128 tokens: 129, 160, 192, 224, 256 tokens 104.6, 92.9, 77.1, 60.5, 47.4. So tokens lie along an instruction's columns,
-whose number goes by 16.
+from the sizes, with a handful of measured constants. A TMA box takes longer for each row beyond a matrix's end than for
+one that is read. H200, us, 4096 weights, K of 14336, pairs of tiles of 64 weights x 128 tokens: 129, 160, 192, 224, 256
+tokens 104.6, 92.9, 77.1, 60.5, 47.4. So tiles overlap where they would end beyond, and tokens lie along an
+instruction's columns, whose number goes by 16: then a single tile has few too many.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ def _kernel(
     room = SHARED_MEMORY - (2 * rows * 64 if rows == 128 or not tokens_along_n else 0)
     stages = min(room // ((rows + columns) * depth * 2), 16)
     group = 1 if tokens_along_n else 8
-    return GemmConfig((rows, columns, depth), cluster, stages, group, ping_pong), tokens_along_n
+    return GemmConfig((rows, columns, depth), cluster, stages, group, ping_pong, overlapping=True), tokens_along_n
 
 
 SOME_TOKENS: tuple[Kernel, ...] = (
     _kernel(32, 16, 256, (1, 2)),
     _kernel(32, 48, 256, (1, 1)),
-    _kernel(32, 80, 128, (1, 2)),
     _kernel(64, 16, 256, (1, 2)),
     _kernel(64, 32, 128, (1, 1)),
     _kernel(64, 32, 128, (2, 2)),
@@ -76,7 +75,7 @@ SOME_TOKENS: tuple[Kernel, ...] = (
     _kernel(128, 128, 64, (1, 2), ping_pong=True),
     _kernel(128, 160, 64, (1, 2), ping_pong=True),
     _kernel(128, 192, 64, (1, 2), ping_pong=True),
-    (GemmConfig((64, 32, 128), (2, 1), 8, 8), False),
+    (GemmConfig((64, 32, 128), (2, 1), 8, 8, overlapping=True), False),
     _kernel(64, 80, 128, (2, 1), tokens_along_n=False),
     _kernel(64, 160, 64, (2, 1), tokens_along_n=False),
     _kernel(128, 80, 128, (2, 1), tokens_along_n=False),
@@ -116,13 +115,10 @@ def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) ->
     waves = -(-clusters_m * clusters_n // resident)
     k_tiles = -(-k // depth)
 
-    # A CTA's shares of both operands' tiles; of the tokens that of the last one, or of one that is all beyond the end
+    # A CTA's shares of both operands' tiles; of the tokens that of the last rows, beyond the end of a single tile alone
     share_m, share_n = rows // cluster_n, columns // cluster_m
-    if tokens_along_n:
-        of_weights, of_tokens, tiled = share_m, share_n, clusters_n * cluster_n * columns
-    else:
-        of_weights, of_tokens, tiled = share_n, share_m, clusters_m * cluster_m * rows
-    beyond = of_tokens if tiled - tokens >= of_tokens else -tokens % of_tokens
+    of_weights, of_tokens, tile = (share_m, share_n, columns) if tokens_along_n else (share_n, share_m, rows)
+    beyond = min(max(tile - tokens, 0), of_tokens)
     cycles = (of_weights + of_tokens - beyond) * ROW + beyond * ROW_BEYOND
     tma = waves * k_tiles * depth / BLOCK * cycles / CYCLES
 

@@ -53,7 +53,8 @@ def kernel_name(kernel: tuple) -> str:
     shape = "" if config is None else f"-cluster_{config.cluster[0]}x{config.cluster[1]}-stages_{config.stages}"
     turns = "-ping_pong" * (config is not None and config.ping_pong)
     order = "-most_rows_first" * getattr(config, "most_rows_first", False)
-    return tile + shape + turns + order + "-transposed" * transposed
+    overlapping = "-overlapping" * (config is not None and config.overlapping)
+    return tile + shape + turns + order + overlapping + "-transposed" * transposed
 
 
 # Inputs

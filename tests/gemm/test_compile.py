@@ -120,7 +120,8 @@ OPTIONS = {
 @pytest.mark.parametrize("option", first_of(sorted(OPTIONS, key=lambda name: name != "gelu, z and bias")))
 def test_options_compile(option, arch):
     changes = OPTIONS[option]
-    all_kernels = kernels(arch, ("activate",)) if "activation" in changes else kernels(arch)
+    kind = "activate" if "activation" in changes else "accumulate" if "accumulate" in changes else None
+    all_kernels = kernels(arch, (kind,)) if kind else kernels(arch)
     aligned = sorted((k for k in all_kernels if k[0] is not None), key=lambda k: (k[0].tile[0] * k[0].tile[1], k[1]))
     turns = [k for k in aligned if k[0].ping_pong][-1:]
     for kernel in (aligned[-1], *turns, aligned[0], (None, False)):
@@ -147,6 +148,14 @@ def test_tiles_that_cannot_be(tile):
 
     with pytest.raises(ValueError, match=r"^config\.tile must have "):
         GemmSm90(None, "k", "k", False, False, True, GemmConfig(tile, (1, 1), 4, 8))
+
+
+def test_tiles_that_overlap_are_not_added_to():
+    from cute_kernels.common.gemm_sm90 import GemmSm90
+
+    overlapping = dataclasses.replace(PREFILL[0], overlapping=True)
+    with pytest.raises(ValueError, match="^config's tiles must not overlap where"):
+        GemmSm90(None, "k", "k", False, True, True, overlapping)
 
 
 def test_a_ring_of_one_slot():
@@ -194,6 +203,8 @@ def test_what_is_precompiled_is_what_calls_ask_for(arch):
     case = Case(256, 256, 256)
     with fake_kernels(arch, computes=False) as jobs:
         for kernel, accumulates in itertools.product(kernels(arch), (False, True)):
+            if accumulates and kernel[0] is not None and kernel[0].overlapping:
+                continue  # what is added to is read once
             inputs = make_inputs(case, torch.Generator())
             if accumulates:
                 inputs.weight.main_grad = torch.zeros(256, 256)
@@ -366,7 +377,7 @@ from cute_kernels.gemm.config import DECODE_32
 from cute_kernels.gemm.kernel import gemm
 from tests.gemm.test_compile import arguments
 from tests.gemm.cases import kernels
-everything = sorted(kernels({arch!r})[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1])
+everything = sorted(kernels({arch!r}, ("accumulate",))[1:], key=lambda kernel: kernel[0].tile[0] * kernel[0].tile[1])
 in_turn = [kernel for kernel in everything if kernel[0].ping_pong][-1:]
 chosen = everything[0], everything[-1], *in_turn, (DECODE_32, False), (None, False)
 wgrad = dict(out=torch.float32, a_major="m", b_major="n", accumulate=True, has_valid_k=True)
