@@ -24,6 +24,7 @@ class GemmConfig:
         overlapping: SM90: a tile that would end beyond the matrix begins earlier, where it has that many rows or
             columns, and some of its neighbour's are computed and stored twice, with the same bits. TMA takes five times
             as long for a row beyond the end as for one that is read.
+        transposed_store: SM90: results that leave transposed do so by TMA, too; it takes room beside the ring.
     """
 
     tile: tuple[int, int, int]
@@ -32,6 +33,7 @@ class GemmConfig:
     group: int
     ping_pong: bool = False
     overlapping: bool = False
+    transposed_store: bool = False
 
     @property
     def turns(self) -> int:
@@ -53,7 +55,7 @@ class GemmConfig:
         Of tiles of 64 rows on SM90 alone. H200, us, straight from registers: 256x1024x4096 12.9, by TMA 12.5;
         64x4096x4096 18.1, 17.5; 128x1024x4096 11.7, 11.4.
         """
-        if transposed or self.tile[0] < 64 or self.tile[1] % 16:
+        if transposed and not self.transposed_store or self.tile[0] < 64 or self.tile[1] % 16:
             return False
         parts = STORE_STAGES * self.tile[0] * 64
         return self.tile[0] == 128 or arch.startswith("sm_9") and self.ring_bytes + parts <= SHARED_MEMORY

@@ -79,7 +79,8 @@ class GemmSm90(GemmBase):
         if accumulate and config.overlapping:
             raise ValueError("config's tiles must not overlap where what is stored was read before")
         super().__init__(activation, a_major, b_major, transposed, accumulate, tma_store, config)
-        self.staged = config.stores_by_tma("sm_90a", transposed)  # d leaves by way of shared memory
+        # d leaves by way of shared memory; transposed by TMA alone
+        self.staged = config.stores_by_tma("sm_90a", transposed) and (tma_store or not transposed)
         if tma_store and not self.staged:
             raise ValueError(
                 f"config.tile must have 64 rows and 16 columns, or multiples, and room for tma_store, got {config}"
@@ -174,11 +175,12 @@ class GemmSm90(GemmBase):
         return rows, math.gcd(self.tile[1], columns)
 
     def store_layout(self):
-        """Swizzled shared memory of the parts of d that are on their way out."""
+        """Swizzled shared memory of the parts of d that are on their way out: neighbours as in gmem."""
         shape = self.store_tile()
-        kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.out, shape[1])
-        atom = warpgroup.make_smem_layout_atom(kind, self.out)
-        return cute.tile_to_shape(atom, (*shape, self.turns * STORE_STAGES), order=(0, 1, 2))
+        major, size = (LayoutEnum.COL_MAJOR, shape[0]) if self.transposed else (LayoutEnum.ROW_MAJOR, shape[1])
+        atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(major, self.out, size), self.out)
+        order = (1, 0, 2) if self.transposed else (0, 1, 2)
+        return cute.tile_to_shape(atom, (*shape, self.turns * STORE_STAGES), order=order)
 
     def load_atom(self, operand: cute.Tensor, layout, shape: tuple[int, int], multicast: int):
         one = cute.slice_(layout, (None, None, 0))
@@ -466,7 +468,7 @@ class GemmSm90(GemmBase):
         """A tile's way out, 128 bytes of its rows at a time; returns how many parts have been stored so far."""
         part = self.store_tile()
         if const_expr(self.out.width == 16):
-            atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.out)
+            atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(self.transposed, 4), self.out)
         else:
             atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out)
         pattern = cute.make_tiled_copy_C_atom(
@@ -484,8 +486,9 @@ class GemmSm90(GemmBase):
             for v in cutlass.range_constexpr(cute.size(rPart)):
                 rPart[v] = tRS_sums[p * cute.size(rPart) + v]
                 if const_expr(bias is not None):
-                    column = n * self.tile[1] + tRS_cD[p * cute.size(rPart) + v][1]
-                    rPart[v] = rPart[v] + bias[cutlass.min(column, bias.shape[0] - 1)].to(Float32)
+                    place = tRS_cD[p * cute.size(rPart) + v]
+                    feature = m * self.tile[0] + place[0] if self.transposed else n * self.tile[1] + place[1]
+                    rPart[v] = rPart[v] + bias[cutlass.min(feature, bias.shape[0] - 1)].to(Float32)
             for output in cutlass.range_constexpr(2):
                 atom_out, mOut, gOut = (tma_z, mZ, z) if const_expr(output == 0) else (tma_d, mD, d)
                 if const_expr(gOut is not None):
