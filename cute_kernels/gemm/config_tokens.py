@@ -29,7 +29,7 @@ LATENCY = 0.753  # microseconds from a free slot to its next tile
 LAUNCH, CLUSTER, TILE, STORE = 4.19, 0.157, 0.261, 3.58e-05
 TURN = 0.02  # of TILE, where warpgroups take tiles in turn
 NORM = 2.24  # of the times that overlap: more is closer to the longest of them
-RESIDENT = 0.92  # share of the SMs that clusters of four find room on
+RESIDENT = 0.92  # share of the SMs that clusters of four find room on: 30 of them on an H200
 
 
 def _kernel(
@@ -99,6 +99,11 @@ def choose_for_tokens(tokens: int, weights: int, k: int, num_sms: int, activated
     return min(kernels, key=lambda kernel: estimate(kernel, tokens, weights, k, num_sms))
 
 
+def resident_clusters(size: int, num_sms: int) -> int:
+    """Clusters of so many CTAs that run at once."""
+    return max((num_sms if size < 4 else int(RESIDENT * num_sms)) // size, 1)
+
+
 def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) -> float:
     """Microseconds that a product takes with an empty L2.
 
@@ -111,8 +116,7 @@ def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) ->
     m, n = (weights, tokens) if tokens_along_n else (tokens, weights)
     clusters_m, clusters_n = -(-m // (rows * cluster_m)), -(-n // (columns * cluster_n))
     size = cluster_m * cluster_n
-    resident = (num_sms if size < 4 else int(RESIDENT * num_sms)) // size
-    waves = -(-clusters_m * clusters_n // resident)
+    waves = -(-clusters_m * clusters_n // resident_clusters(size, num_sms))
     k_tiles = -(-k // depth)
 
     # A CTA's shares of both operands' tiles; of the tokens that of the last rows, beyond the end of a single tile alone

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cute_kernels.gemm.checks import check_separate
 from cute_kernels.gemm.config import CONTRACT, GemmConfig, GemmSpec, choose, gemm_arguments
+from cute_kernels.gemm.config_tokens import resident_clusters
 from cute_kernels.gemm.reference import activate
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
@@ -85,7 +86,8 @@ def launch_of(
     if transposed:
         m, n = n, m
     function = launches.load(kernel.gemm, *gemm_arguments(arch, spec, k, config, transposed))
-    clusters = min(entries * -(-m // tile_m) * -(-n // tile_n), num_sms // cluster)
+    # More would wait for the others' last tiles
+    clusters = min(entries * -(-m // tile_m) * -(-n // tile_n), resident_clusters(cluster, num_sms))
     return GemmLaunch(function, clusters * cluster, transposed, config)
 
 
