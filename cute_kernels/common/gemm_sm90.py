@@ -54,6 +54,7 @@ WARPGROUP = 128
 TILE_BARRIER, ORDER_BARRIER = 1, 3
 # Registers of a producer's and a consumer's thread, by ping_pong; 65536 in all. Sums are 128 of them, or up to 192
 REGISTERS = {False: (40, 232), True: (24, 240)}
+REGISTERS_OF_THREE = 32, 160  # where three consumers share a tile; sums are up to 96 of them
 # K of the products in a row. Of more ptxas keeps the addresses of all in plain registers, for want of uniform ones
 CHUNK = 128
 
@@ -72,8 +73,8 @@ class GemmSm90(GemmBase):
         config: GemmConfig,
         multi_block_tma: bool = False,
     ):
-        if config.tile[0] not in (16, 32, 64, 128):
-            raise ValueError(f"config.tile must have 16, 32, 64 or 128 rows, got {config.tile}")
+        if config.tile[0] not in (16, 32, 64, 128, 192) or config.ping_pong and config.tile[0] == 192:
+            raise ValueError(f"config.tile must have 16, 32, 64, 128 or, shared, 192 rows, got {config}")
         if multi_block_tma and (config.tile[2] % BLOCK or "k" not in (a_major, b_major)):
             raise ValueError(f"multi_block_tma takes operands along k, and tiles of {BLOCK} of it, got {config.tile}")
         if accumulate and config.overlapping:
@@ -95,14 +96,15 @@ class GemmSm90(GemmBase):
         # Consumer warpgroups of a tile, and of the CTA
         self.partners = 1 if config.ping_pong else self.mma_rows // 64
         self.consumers = self.partners * self.turns
-        self.producer_registers, self.consumer_registers = REGISTERS[config.ping_pong]
+        registers = REGISTERS_OF_THREE if self.consumers == 3 else REGISTERS[config.ping_pong]
+        self.producer_registers, self.consumer_registers = registers
         # Tiles of K whose products run while the next ones are issued. Where another warpgroup fills the tensor cores'
         # time none, and slots are free earlier: 256x14336x4096 49.6 -> 48.2 us, but 256x4096x14336 in one 54.6 -> 60.7
         self.in_flight = 0 if self.partners > 1 else 1
         # A slot no longer in flight is free after the first part of a tile's products: with none in flight that is all
         self.chunks = max(config.tile[2] // CHUNK, 1) if self.in_flight else 1
         # Without one at each tile of K ptxas has every product of some of these kernels waited for alone
-        self.fence_each_tile = config.tile[1] >= 192 or config.ping_pong
+        self.fence_each_tile = config.tile[1] >= 192 or config.ping_pong or self.partners == 3
         if self.stages <= self.in_flight:
             raise ValueError(f"config.stages must be more than {self.in_flight}, got {self.stages}")
 
