@@ -646,11 +646,12 @@ def _rows(
 ) -> list[int]:
     """Numbers of rows that between them meet every choice that depends on them; ``widths``: of the products' results.
 
-    Tiles end at multiples of 128 rows where there are more than 512 rows and columns. From 64 tiles of 128 x 256 a CTA
-    on, the kernel of the least time a tile wins whatever the number. Where the rows are summed over, powers of two do.
+    Tiles end at multiples of 128 rows where there are more than 512 rows and columns, of 16 where there are not. From
+    64 tiles of 128 x 256 a CTA on, the kernel of the least time a tile wins whatever the number. Where the rows are
+    summed over, powers of two do.
     """
     last = max([2**15, *(64 * num_sms * 2**15 // width for width in widths if width > 256)])
-    lattice = {*range(1, 513), *range(640, last + 1, 128), *(2**i for i in range(16, 25)), *more}
+    lattice = {*range(1, 513), *range(528, 4096, 16), *range(640, last + 1, 128), *(2**i for i in range(16, 25)), *more}
     found = {(choices(m), m % 64 == 0): m for m in sorted(lattice, reverse=True)}
     # One that is no multiple of anything has the choices of the multiple of 128 above it
     return sorted({*found.values(), *(m - 1 for m in found.values() if m > 512)})

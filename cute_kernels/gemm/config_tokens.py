@@ -19,14 +19,14 @@ FEWEST, MOST = 17, 512
 # Measured, by least squares and least loss over 270 shapes and 119 kernels (bench/experiments/gemm.md).
 # Cycles of TMA for BLOCK elements of a row, and for a row beyond the matrix's end; of an instruction's products, to its
 # nominal ones; between a warpgroup's products of two tiles of K
-ROW, ROW_BEYOND, PRODUCT, DEPTH = 0.832, 4.09, 0.961, 23.9
+ROW, ROW_BEYOND, PRODUCT, DEPTH = 0.832, 4.09, 0.961, 15.0
 CYCLES = 1800.0  # in a microsecond
 # Bytes in a microsecond: from DRAM; weights from L2, tokens from L2; of a CTA's first tile
 DRAM, WEIGHTS, TOKENS, FIRST = 5.5e6, 8.28e6, 69.0e6, 0.05e6
 LATENCY = 0.753  # microseconds from a free slot to its next tile
 # Microseconds: of a kernel beside its products; for each doubling of its cluster; of each further tile of a CTA; of
-# storing an element of a tile
-LAUNCH, CLUSTER, TILE, STORE = 4.19, 0.157, 0.261, 3.58e-05
+# storing an element of a tile, and of one that leaves transposed by TMA
+LAUNCH, CLUSTER, TILE, STORE, STORE_TRANSPOSED = 4.19, 0.157, 0.261, 3.58e-05, 2.8e-05
 TURN = 0.02  # of TILE, where warpgroups take tiles in turn
 NORM = 2.24  # of the times that overlap: more is closer to the longest of them
 RESIDENT = 0.92  # share of the SMs that clusters of four find room on: 30 of them on an H200
@@ -42,16 +42,20 @@ def _kernel(
 ) -> Kernel:
     """A kernel with as many stages as fit.
 
-    Parts of a tile on their way out need room, too, and of 128 rows always: tokens may be the other operand.
+    Parts of a tile on their way out need room, too, and of 128 rows always: tokens may be the other operand. Where one
+    warpgroup stores such a tile transposed results leave by TMA, too: 1 to 4 % less of 3 to 6 shapes for each kernel.
+    Of 64 rows it is within 1 %, and a stage less costs 2 to 4 %.
     """
     room = SHARED_MEMORY - (2 * rows * 64 if rows == 128 or not tokens_along_n else 0)
     stages = min(room // ((rows + columns) * depth * 2), 16)
     group = 1 if tokens_along_n else 8
-    return GemmConfig((rows, columns, depth), cluster, stages, group, ping_pong, overlapping=True), tokens_along_n
+    by_tma = tokens_along_n and ping_pong and rows == 128
+    return GemmConfig((rows, columns, depth), cluster, stages, group, ping_pong, True, by_tma), tokens_along_n
 
 
 SOME_TOKENS: tuple[Kernel, ...] = (
     _kernel(32, 16, 256, (1, 2)),
+    _kernel(32, 32, 128, (1, 2)),
     _kernel(32, 48, 256, (1, 1)),
     _kernel(64, 16, 256, (1, 2)),
     _kernel(64, 32, 128, (1, 1)),
@@ -69,23 +73,26 @@ SOME_TOKENS: tuple[Kernel, ...] = (
     _kernel(128, 80, 64, (1, 2), ping_pong=True),
     _kernel(128, 80, 64, (2, 1), ping_pong=True),
     _kernel(128, 96, 64, (1, 2), ping_pong=True),
-    _kernel(128, 96, 64, (2, 1), ping_pong=True),
     _kernel(128, 112, 64, (1, 2), ping_pong=True),
     _kernel(128, 112, 128, (1, 1)),
     _kernel(128, 128, 64, (1, 2), ping_pong=True),
     _kernel(128, 160, 64, (1, 2), ping_pong=True),
     _kernel(128, 192, 64, (1, 2), ping_pong=True),
-    (GemmConfig((64, 32, 128), (2, 1), 8, 8, overlapping=True), False),
+    _kernel(64, 32, 128, (2, 1), tokens_along_n=False),
     _kernel(64, 80, 128, (2, 1), tokens_along_n=False),
-    _kernel(64, 160, 64, (2, 1), tokens_along_n=False),
+    _kernel(64, 96, 64, (2, 1), tokens_along_n=False, ping_pong=True),
+    _kernel(64, 96, 64, (4, 1), tokens_along_n=False, ping_pong=True),
+    _kernel(64, 144, 64, (2, 1), tokens_along_n=False, ping_pong=True),
     _kernel(128, 80, 128, (2, 1), tokens_along_n=False),
-    _kernel(128, 96, 128, (2, 2), tokens_along_n=False),
+    _kernel(128, 112, 64, (2, 1), tokens_along_n=False),
     _kernel(128, 128, 64, (1, 2), tokens_along_n=False, ping_pong=True),
+    _kernel(128, 144, 64, (2, 1), tokens_along_n=False),
     _kernel(128, 160, 64, (2, 1), tokens_along_n=False, ping_pong=True),
     _kernel(128, 192, 64, (2, 1), tokens_along_n=False),
+    _kernel(128, 208, 64, (2, 1), tokens_along_n=False),
     _kernel(128, 224, 64, (2, 1), tokens_along_n=False),
-    _kernel(128, 256, 64, (1, 2), tokens_along_n=False),
     _kernel(128, 256, 64, (2, 1), tokens_along_n=False),
+    _kernel(192, 144, 64, (1, 2), tokens_along_n=False),
 )
 
 
@@ -138,6 +145,7 @@ def estimate(kernel: Kernel, tokens: int, weights: int, k: int, num_sms: int) ->
     latency = waves * k_tiles / slots * LATENCY
 
     first = 2 * (rows + columns) * depth / FIRST
+    store = STORE_TRANSPOSED if tokens_along_n and config.transposed_store else STORE
     further, stored = (TURN * TILE, 1) if config.ping_pong else (TILE, waves)  # the other warpgroup hides the rest
-    beside = LAUNCH + CLUSTER * math.log2(size) + first + further * (waves - 1) + STORE * rows * columns * stored
+    beside = LAUNCH + CLUSTER * math.log2(size) + first + further * (waves - 1) + store * rows * columns * stored
     return beside + sum(time**NORM for time in (tma, products, dram, l2, latency)) ** (1 / NORM)

@@ -29,7 +29,7 @@ TARGETS = [(12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 40
 TOKENS = [1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 100, 128, 257, 512, 4096]
 # Rows and columns of calls that together get every kernel
 SIZES = [*TOKENS, 9, 32, 48, 192, 200, 256, 1024, 2048, 3072, 6144, 8192, *(n for n, _ in TARGETS), 151936]
-SIZES += [24, 72, 80, 112, 160, 224, 320, 384, 448, 2880, 3584, 5120]
+SIZES += [24, 72, 80, 112, 160, 224, 320, 384, 448, 1536, 2880, 3584, 5120, 7168, 18944, 25600]
 ACTIVATIONS = ["relu", "silu", "gelu"]
 # Which dimension of a (M, K) and b (K, N) has neighbouring elements
 LAYOUTS = [("k", "k"), ("k", "n"), ("m", "k"), ("m", "n")]
