@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import MAX_HEAD_SIZE
-from cute_kernels.attention.config import FEW_ROWS, SHORT, UNBOUNDED, WARPGROUP_ROWS, grid_for
+from cute_kernels.attention.config import FEW_ROWS, MANY_SPLITS, SHORT, UNBOUNDED, WARPGROUP_ROWS, grid_for
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
@@ -591,17 +591,19 @@ def _fused_attention(model: Model, num_sms: int) -> None:
             lse = _empty(*lse_shape(rows, packed), dtype=FP32)
             tensors = results, rows, keys, values, results, lse, None
             attention_backward.function(*tensors, True, 1.0, left, -1, softcap, sinks, **options)
-    # A token of one sequence, whose splits are CTAs of their own, and more rows; chunks of so many that a CTA has all
-    # splits of a tile; a prompt whose tiles fill the GPU, by the forward's kernel
-    split = grid_for(d).split
-    calls = (1, 1), (1, FEW_ROWS + 1), (4 * num_sms, WARPGROUP_ROWS), (1, 2 * WARPGROUP_ROWS * num_sms)
+    # A token of one sequence, whose splits are CTAs of their own, and more rows, of few splits and of many; chunks of
+    # so many that a CTA has all splits of a tile; a prompt whose tiles fill the GPU, by the forward's kernel
+    many = MANY_SPLITS + 1
+    calls = (1, 1, 2), (1, FEW_ROWS + 1, 2), (1, 1, many), (1, FEW_ROWS + 1, many)
+    calls += (4 * num_sms, WARPGROUP_ROWS, 2), (1, 2 * WARPGROUP_ROWS * num_sms, 2)
     lefts = (UNBOUNDED, 4, SHORT) if model.has_window else (UNBOUNDED,)
     # Packed queries are those of transformers' continuous batching, a window's keys then in pages of their own
     layouts = (0, False, lefts), (PAGE_SIZE, False, lefts), (PAGE_SIZE, True, lefts), (WINDOW_PAGE, True, lefts[1:])
-    for (batch, queries), (page_size, packed, lefts) in itertools.product(calls, layouts):
+    for (batch, queries, splits), (page_size, packed, lefts) in itertools.product(calls, layouts):
+        length = splits * grid_for(d).split
         for left in lefts:
-            size = page_size or 2 * split
-            pages = 2 * split // size
+            size = page_size or length
+            pages = length // size
             keys, values = (_empty(batch * pages, size, pairs, n, dtype=dtype) for n in (d, dv))
             table = _empty(batch, pages, **int32) if page_size else None
             q, out = _empty(batch, queries, heads, d, dtype=dtype), _empty(batch, queries, heads, dv, dtype=dtype)
@@ -611,7 +613,7 @@ def _fused_attention(model: Model, num_sms: int) -> None:
             if page_size == PAGE_SIZE:
                 new = q[..., :pairs, :], out[..., :pairs, :]
                 attention_append.function(*new, keys, values, used, table, starts, queries)
-            options = queries, 2 * split, page_size == PAGE_SIZE, left, 0, softcap, 1.0
+            options = queries, length, page_size == PAGE_SIZE, left, 0, softcap, 1.0
             of_heads = None if sinks is None else sinks.to(model.parameter_dtype)
             attention_decode.function(q, keys, values, used, table, starts, of_heads, out, lse, *options)
 
