@@ -69,7 +69,7 @@ def test_as_many_ctas_as_there_are_tiles(shape):
 def test_entries_count_as_work(arch):
     """Many small ones leave no SM idle: they get tiles that are as large as they are, not narrow ones."""
     assert choose(arch, 512, 512, 64, 132)[0].tile[1] < choose(arch, 512, 512, 64, 132, entries=64)[0].tile[1]
-    assert choose(arch, 100, 100, 64, 132)[0].tile[0] == 64
+    assert choose(arch, 100, 100, 64, 132)[0].tile[0] <= 64
     assert choose(arch, 100, 100, 64, 132, entries=300)[0].tile[0] == 128
     sizes = (1, 8, 16, 33, 64, 100, 200, 257, 1024)
     for m, n, k, entries in itertools.product(sizes, sizes, (64, 4096), (1, 3, 64, 300)):
