@@ -653,10 +653,12 @@ def _rows(
     summed over, powers of two do.
     """
     last = max([2**15, *(64 * num_sms * 2**15 // width for width in widths if width > 256)])
-    lattice = {*range(1, 513), *range(528, 4096, 16), *range(640, last + 1, 128), *(2**i for i in range(16, 25)), *more}
-    found = {(choices(m), m % 64 == 0): m for m in sorted(lattice, reverse=True)}
-    # One that is no multiple of anything has the choices of the multiple of 128 above it
-    return sorted({*found.values(), *(m - 1 for m in found.values() if m > 512)})
+    wide = {*range(1, 513), *range(640, last + 1, 128), *(2**i for i in range(16, 25)), *more}
+    found: set[int] = set()
+    for lattice in (wide, range(528, 4096, 16)):  # apart, or the second would have the place of the first's multiples
+        found |= {*{(choices(m), m % 64 == 0): m for m in sorted(lattice, reverse=True)}.values()}
+    # One that is no multiple of anything has the choices of the multiple above it
+    return sorted(found | {m - 1 for m in found if m > 512})
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
