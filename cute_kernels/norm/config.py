@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.row_layout import (
     MANY_CTAS,
+    MAX_CLUSTER,
     RING_BYTES,
-    WARP_SIZE,
     Access,
     RowConfig,
+    RowLayout,
     clusters_for,
     row_layout,
     with_stages,
@@ -195,31 +196,20 @@ def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
         elif kind == "layer" and 8192 < n <= 16384:
             warps, ctas_per_sm, columns = {16: 16}, 1, 4096
     config = _config(spec, clusters_for(n, columns), warps, ctas_per_sm)
-    if spec.access.vec == 1 and save == "input" and len(itemsizes) == 2 and n > 16384:
-        return _read_twice(spec, config)
+    if spec.access.vec == 1 and save == "input" and len(itemsizes) == 2 and _sums_ahead(kind, config.layout):
+        config = replace(config, layout=replace(config.layout, reload=True), ahead=config.layout.stages > 1)
     return config
 
 
-def _read_twice(spec: NormBackwardSpec, config: NormConfig) -> NormConfig:
-    """Geometry of wide odd rows that a team reads again after their sums, where ``config`` has one or two rows at once.
+def _sums_ahead(kind: str, layout: RowLayout) -> bool:
+    """Whether a team sums its next odd row before it waits for the messages of this one, which it then reads again.
 
-    Between its two passes such a row takes no registers: those of 12 warps hold dw, db and weight for as many teams as
-    there is room for with three stages each. The stages hold the row whose messages are on their way, the next row,
-    which is summed meanwhile, and one that loads. Wider rows have two teams of two stages, which wait for their
-    messages while the next row loads, and the 8 warps whose registers hold 76 elements a thread. Where no two teams
-    fit, 16 warps share a row.
-    H200, bf16, us, one row at once: layer 885x151643 356, summed ahead 312; rms 289, so 232.
+    H200, bf16, us: layer 885x151643 356, so 312; 2192x61229 294, so 257; rms 885x151643 289, so 232. With more warps a
+    row, or in clusters of 8, it loses: layer 2671x50257 318, so 331; 4194x32003 233, so 242. More columns would spill.
     """
-    layout = config.layout
-    for stages, teams, warps in ((3, 4, 12), (3, 3, 12), (3, 2, 12), (2, 2, 8)):
-        elements = -(-layout.columns_per_cta // (warps // teams * WARP_SIZE))
-        if layout.teams < min(stages, teams) and elements <= 76:
-            found = _config(spec, layout.cluster, {elements: warps}, ctas_per_sm=1)
-            if found.layout.teams == teams and found.layout.stages >= stages:
-                return replace(found, layout=replace(found.layout, reload=True), ahead=stages > 2)
-    if 131072 < layout.n <= 196608:  # more columns would spill
-        return replace(config, layout=replace(layout, reload=True), ahead=layout.stages > 1)
-    return config
+    if layout.n > 131072:
+        return layout.n <= 196608
+    return kind == "layer" and layout.cluster == MAX_CLUSTER and layout.teams == 2 and layout.chunks > 28
 
 
 def _config(

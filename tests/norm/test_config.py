@@ -214,32 +214,6 @@ def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
     assert config.persistent_clusters(132, math.inf) == math.inf
 
 
-@pytest.mark.parametrize(
-    "kind, n, dtype, rows, ahead",
-    [
-        ("layer", 20479, BF16, 3, False),  # in registers
-        ("layer", 32003, BF16, 3, True),
-        ("layer", 50257, BF16, 4, True),
-        ("layer", 61229, BF16, 3, True),
-        ("layer", 100001, BF16, 2, True),
-        ("layer", 151643, BF16, 2, False),
-        ("layer", 155651, BF16, 1, True),
-        ("rms", 65535, BF16, 3, False),
-        ("rms", 65537, BF16, 3, True),
-        ("rms", 100001, BF16, 2, True),
-        ("rms", 151643, BF16, 2, False),
-        ("layer", 65537, FP32, 2, False),
-    ],
-)
-def test_several_wide_odd_rows_are_in_flight(kind, n, dtype, rows, ahead):
-    """A next row that is summed ahead has a stage of its own, beside that of a row which loads."""
-    config = backward_config("sm_90a", backward_spec(n, Access(1, False, False), kind, saved=dtype, dy=dtype))
-    layout = config.layout
-    assert (layout.teams, config.ahead) == (rows, ahead)
-    assert layout.reload or n in (20479, 65535)
-    assert layout.stages >= (3 if ahead else 2) and config.ctas_per_sm == 1
-
-
 @pytest.mark.parametrize("kind, sums, first", [("rms", 1, 33_800), ("layer", 2, 16_904)])
 def test_a_thread_adds_all_partial_rows_where_they_are_few_and_wide(kind, sums, first):
     """From the width on whose sums of partial rows took more than one wave of CTAs; the order stays that of 32 rows."""
