@@ -16,9 +16,8 @@ from 1/16 of the keys to all of them). The direction ``append`` writes new keys 
 ``torch`` is torch's attention with cuDNN, over gathered keys where they lie in pages: the gathering is not timed.
 ``flash_attn_4`` is ``flash_attn.cute``, which has one split on Hopper. Both are full: their causal mask is top-left or
 the same for one query. ``merges_last`` and ``merges_late`` are ours whose splits a tile's last CTA merges, and all CTAs
-at the end; ``loads_first`` is the former, which loads all splits of a tile before it merges one. ``flash_attn_3``
-chooses its splits itself. ``flashinfer`` plans its splits for the lengths; the plan is not timed. ``read_floor`` only
-reads as many bytes as the keys and values have.
+at the end. ``flash_attn_3`` chooses its splits itself. ``flashinfer`` plans its splits for the lengths;
+the plan is not timed. ``read_floor`` only reads as many bytes as the keys and values have.
 """
 
 from __future__ import annotations
@@ -222,18 +221,18 @@ def _cute_kernels(case: Decode, inputs: Inputs) -> harness.Call:
 
 
 @functools.cache
-def _launches(merges_late: bool, loads_first: bool) -> LaunchCache:
+def _launches(merges_late: bool) -> LaunchCache:
     return LaunchCache(decode.DecodeLaunches)
 
 
-def _merges(merges_late: bool, loads_first: bool, case: Decode, inputs: Inputs) -> harness.Call:
+def _merges(merges_late: bool, case: Decode, inputs: Inputs) -> harness.Call:
     """Our call with one of the ways to merge splits."""
 
     def config(*sizes: int) -> DecodeConfig:
         found = decode_config(*sizes)
-        return replace(found, merges_late=merges_late and not found.sequential, loads_first=loads_first)
+        return replace(found, merges_late=merges_late and not found.sequential)
 
-    call, entries = _cute_kernels(case, inputs), _launches(merges_late, loads_first)
+    call, entries = _cute_kernels(case, inputs), _launches(merges_late)
 
     def with_config() -> tuple[Tensor]:
         with mock.patch.multiple(decode, decode_config=config, _decode=entries):
@@ -321,16 +320,15 @@ def _read_floor(case: Decode, inputs: Inputs) -> harness.Call | None:
 
 PROVIDERS: dict[str, Callable[[Decode, Inputs], harness.Call | None]] = {
     "cute_kernels": _cute_kernels,
-    "merges_last": functools.partial(_merges, False, False),
-    "merges_late": functools.partial(_merges, True, False),
-    "loads_first": functools.partial(_merges, False, True),
+    "merges_last": functools.partial(_merges, False),
+    "merges_late": functools.partial(_merges, True),
     "torch": _torch,
     "flash_attn_3": _flash_attn_3,
     "flash_attn_4": _flash_attn_4,
     "flashinfer": _flashinfer,
     FLOOR: _read_floor,
 }
-DEFAULTS = tuple(name for name in PROVIDERS if not name.startswith(("merges", "loads")))
+DEFAULTS = tuple(name for name in PROVIDERS if not name.startswith("merges"))
 PACKAGES = {
     "flash_attn_3": ("flash_attn_interface",),
     "flash_attn_4": ("flash_attn.cute",),

@@ -102,9 +102,6 @@ class ForwardConfig:
             across; else with both.
         last_first: tiles of windows are taken as causal ones are, the last ones of all heads first; else head by head.
         q_steps: steps of 16 channels of q that a warpgroup's scores take from registers; the others from shared memory.
-        merges_beside_scores: a split that ends, not a tile's first one, is merged beside the scores of the block behind
-            the next split's first one; else beside nothing. With ``scores_ahead``, up to 128 channels.
-        slots_by_bits: slots of the blocks in flight are bits of a block's number, else remainders. With a power of two.
     """
 
     warpgroups: int
@@ -115,8 +112,6 @@ class ForwardConfig:
     masks_by_side: bool = False
     last_first: bool = False
     q_steps: int = 0
-    merges_beside_scores: bool = False
-    slots_by_bits: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -197,10 +192,9 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes. Calls take the first one and the last one, of 64 channels the first three, of
-# 128 also the second one; others are for tests. Candidates are that of 80, which runs as 96, those with
-# ``merges_beside_scores`` or ``slots_by_bits``, those of windows with ``q_steps``, and of 128 the last one for packed
-# sequences, softcap and sinks: bench/experiments/attention.md
+# The configs for each pair of head sizes. Calls take the first one and that with ``q_steps``, of 64 channels also the
+# next two, of 128 the next; others are for tests. That of 80, which runs as 96, is a candidate:
+# bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (
         ForwardConfig(3, 4),
@@ -208,13 +202,11 @@ FORWARD_CONFIGS = {
         ForwardConfig(2, 4, q_stages=2, masks_by_side=True),
         ForwardConfig(1, 4),
         ForwardConfig(3, 2, False),
-        ForwardConfig(3, 4, slots_by_bits=True),
     ),
     (80, 80): (ForwardConfig(3, 2, False, False),),
     (96, 96): (
         ForwardConfig(2, 3),
         ForwardConfig(1, 2),
-        ForwardConfig(2, 3, q_steps=6, merges_beside_scores=True),
         ForwardConfig(2, 3, q_steps=6),
     ),
     (128, 128): (
@@ -222,18 +214,12 @@ FORWARD_CONFIGS = {
         ForwardConfig(2, 2, masks_by_side=True, last_first=True),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2, False),
-        ForwardConfig(2, 2, masks_by_side=True, last_first=True, q_steps=8),
-        ForwardConfig(2, 2, masks_by_side=True, last_first=True, q_steps=8, merges_beside_scores=True),
-        ForwardConfig(2, 2, masks_by_side=True, last_first=True, q_steps=8, slots_by_bits=True),
-        ForwardConfig(2, 2, q_steps=8, merges_beside_scores=True),
-        ForwardConfig(2, 2, q_steps=8, slots_by_bits=True),
         ForwardConfig(2, 2, q_steps=8),
     ),
     (192, 128): (
         ForwardConfig(2, 2),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2, False),
-        ForwardConfig(2, 2, q_steps=8, slots_by_bits=True),
         ForwardConfig(2, 2, q_steps=8),
     ),
     (192, 192): (
@@ -246,7 +232,6 @@ FORWARD_CONFIGS = {
         ForwardConfig(2, 2, False),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2),
-        ForwardConfig(2, 2, False, q_steps=4, slots_by_bits=True),
         ForwardConfig(2, 2, False, q_steps=4),
     ),
 }
@@ -322,14 +307,11 @@ class DecodeConfig:
         few_rows: a tile has at most ``FEW_ROWS``: of its two rows a thread computes the first one alone.
         merges_late: splits are merged when no item is left, a row by a warp, by all CTAs; else a tile's by the CTA that
             keeps the last one of it. Not with ``sequential``.
-        loads_first: the CTA that keeps the last one loads all splits, of more than 16 as many, before it merges one;
-            else the compiler moves loads behind merges.
     """
 
     sequential: bool = False
     few_rows: bool = False
     merges_late: bool = False
-    loads_first: bool = False
 
 
 class AppendSpec(NamedTuple):

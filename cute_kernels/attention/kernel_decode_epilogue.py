@@ -30,7 +30,6 @@ MERGERS = MERGE_WARPS * WARP_SIZE  # threads that merge
 GROUP_BARRIER, MERGE_BARRIER = 1, 2  # of the warpgroup that computes, of those that merge
 VECTOR = 8  # numbers of a row that a thread merges together
 MERGED_AHEAD = 16  # splits whose numbers a thread that merges loads together
-FEW_SPLITS = 4  # with ``loads_first`` no more are loaded where there are no more
 PAIR = 2  # neighbours in a thread's registers
 
 
@@ -161,30 +160,17 @@ class DecodeEpilogue(DecodeItems, Products):
             row, column = number // vectors, number % vectors
             maximum, total = Float32(-math.inf), Float32(0.0)
             merged.fill(0.0)
-            if const_expr(self.loads_first):
-                place = rows.row_id + row, column
-                if splits <= FEW_SPLITS:
-                    begin = opaque(Int32(0))  # else the compiler knows that without the branch there is no fourth one
-                    maximum, total = self.merge_loaded(
-                        partials, sums, place, splits, begin, FEW_SPLITS, maximum, total, merged
-                    )
-                else:
-                    for begin in cutlass.range(0, splits, MERGED_AHEAD, unroll=1):
-                        maximum, total = self.merge_loaded(
-                            partials, sums, place, splits, begin, MERGED_AHEAD, maximum, total, merged
-                        )
-            else:
-                for begin in cutlass.range(0, splits, MERGED_AHEAD, unroll=1):
-                    for i in cutlass.range_constexpr(MERGED_AHEAD):
-                        split = cutlass.min(begin + i, splits - 1)
-                        numbers = cute.local_tile(partials[split, rows.row_id + row, None], (VECTOR,), (column,))
-                        cute.autovec_copy(sums[split, rows.row_id + row, None], both[None, i])
-                        cute.autovec_copy(numbers, found[None, i])
-                    for i in cutlass.range_constexpr(MERGED_AHEAD):
-                        if begin + i < splits:
-                            maximum, total, a, b = merge_row(maximum, total, both[0, i], both[1, i], self.score_scale)
-                            for e in cutlass.range_constexpr(VECTOR):
-                                merged[e] = merge_element(merged[e], a, found[e, i], b)
+            for begin in cutlass.range(0, splits, MERGED_AHEAD, unroll=1):
+                for i in cutlass.range_constexpr(MERGED_AHEAD):
+                    split = cutlass.min(begin + i, splits - 1)
+                    numbers = cute.local_tile(partials[split, rows.row_id + row, None], (VECTOR,), (column,))
+                    cute.autovec_copy(sums[split, rows.row_id + row, None], both[None, i])
+                    cute.autovec_copy(numbers, found[None, i])
+                for i in cutlass.range_constexpr(MERGED_AHEAD):
+                    if begin + i < splits:
+                        maximum, total, a, b = merge_row(maximum, total, both[0, i], both[1, i], self.score_scale)
+                        for e in cutlass.range_constexpr(VECTOR):
+                            merged[e] = merge_element(merged[e], a, found[e, i], b)
             token = rows.first_query + (first + row) // self.group
             head = rows.pair * self.group + (first + row) % self.group
             empty, reciprocal, of_row = finish_row(maximum, total, self.score_scale, self.sink_of(head))
@@ -193,44 +179,6 @@ class DecodeEpilogue(DecodeItems, Products):
             for e in cutlass.range_constexpr(VECTOR):
                 rounded[e] = finish_element(merged[e], empty, reciprocal).to(self.dtype)
             cute.autovec_copy(rounded, cute.local_tile(out[rows.dense, token, head, None], (VECTOR,), (column,)))
-
-    @cute.jit
-    def merge_loaded(
-        self,
-        partials: cute.Tensor,
-        sums: cute.Tensor,
-        place: tuple,
-        splits: Int32,
-        begin: Int32,
-        number: cutlass.Constexpr[int],
-        maximum: Float32,
-        total: Float32,
-        merged: cute.Tensor,
-    ):
-        """``number`` splits from ``begin`` on, as many as there are, into (``maximum``, ``total``, ``merged``).
-
-        ``place``: the row in the workspace, and which vector of it. Both branches need all loads: the compiler moves
-        one that a branch alone needs into it.
-        """
-        row, column = place
-        found = cute.make_rmem_tensor((VECTOR, number), Float32)
-        both = cute.make_rmem_tensor((PAIR, number), Float32)
-        for i in cutlass.range_constexpr(number):
-            split = cutlass.min(begin + i, splits - 1)
-            cute.autovec_copy(sums[split, row, None], both[None, i])
-            cute.autovec_copy(cute.local_tile(partials[split, row, None], (VECTOR,), (column,)), found[None, i])
-        if begin + number <= splits:
-            for i in cutlass.range_constexpr(number):
-                maximum, total, a, b = merge_row(maximum, total, both[0, i], both[1, i], self.score_scale)
-                for e in cutlass.range_constexpr(VECTOR):
-                    merged[e] = merge_element(merged[e], a, found[e, i], b)
-        else:
-            for i in cutlass.range_constexpr(number):
-                exists = begin + i < splits
-                maximum, total, a, b = merge_row(maximum, total, both[0, i], both[1, i], self.score_scale, exists)
-                for e in cutlass.range_constexpr(VECTOR):
-                    merged[e] = merge_element(merged[e], a, found[e, i], b, exists)
-        return maximum, total
 
     @cute.jit
     def end_split(

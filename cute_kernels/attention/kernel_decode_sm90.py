@@ -65,7 +65,6 @@ class DecodeSm90(DecodeProducer, DecodeEpilogue, LateMerge):
         self.box_rows = spec.page_rows or self.block
         self.boxes = self.block // self.box_rows  # of a block
         self.sequential, self.few_rows, self.merges_late = config.sequential, config.few_rows, config.merges_late
-        self.loads_first = config.loads_first
         self.thread_rows = 1 if config.few_rows else ROWS
         self.stages = decode_slots(spec.head_size, spec.head_size_v)
         self.slot_size = self.block * max(self.width, self.width_v)

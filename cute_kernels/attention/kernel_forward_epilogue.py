@@ -51,25 +51,19 @@ class ForwardEpilogue(ForwardTiles, Products):
                 cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
         else:
             warpgroup.wait_group(0)
-            self.merge_split(output, maximum, total, thread)
+            merged_maximum, merged_total = per_row(), per_row()
+            self.load_rows(merged_maximum, merged_total, thread)
+            a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
+            self.keep_rows(merged_maximum, merged_total, thread)
+            for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
+                if const_expr(self.in_workspace and i % 4 == 0):  # no registers for more loads in flight
+                    self.meet()
+                cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
+                for e in cutlass.range_constexpr(VECTOR):
+                    r = row_of(e)
+                    vector[e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
+                cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
         output.fill(0.0)
-
-    @cute.jit
-    def merge_split(self, output: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, thread: Int32):
-        """A split, not the tile's first one, into (M, L, A); ``total``: of whole rows."""
-        vector = cute.make_rmem_tensor((VECTOR,), Float32)
-        merged_maximum, merged_total = per_row(), per_row()
-        self.load_rows(merged_maximum, merged_total, thread)
-        a, b = merge_rows(merged_maximum, merged_total, maximum, total, self.score_scale)
-        self.keep_rows(merged_maximum, merged_total, thread)
-        for i in cutlass.range_constexpr(cute.size(output) // VECTOR):
-            if const_expr(self.in_workspace and i % 4 == 0):  # no registers for more loads in flight
-                self.meet()
-            cute.autovec_copy(self.A[None, thread, i, self.wg], vector)
-            for e in cutlass.range_constexpr(VECTOR):
-                r = row_of(e)
-                vector[e] = merge_element(vector[e], a[r], output[i * VECTOR + e], b[r])
-            cute.autovec_copy(vector, self.A[None, thread, i, self.wg])
 
     def kept_row(self, thread: Int32, r: int) -> cute.Tensor:
         """(M, L) of one of the thread's rows; its four lanes write the same."""

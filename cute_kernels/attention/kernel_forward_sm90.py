@@ -33,7 +33,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.attention.config import (
@@ -48,7 +47,7 @@ from cute_kernels.attention.kernel_forward_epilogue import VECTOR, ForwardEpilog
 from cute_kernels.attention.kernel_forward_producer import ForwardProducer
 from cute_kernels.attention.kernel_forward_tiles import Blocks, Tile
 from cute_kernels.attention.kernel_matrices import by_columns, by_rows, ragged
-from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, quad_sum, reset, softmax_step
+from cute_kernels.attention.kernel_row import ROWS, cap, first_column, hide, per_row, reset, softmax_step
 from cute_kernels.attention.kernel_threads import WARP_SIZE, WARPGROUP, opaque, row_of_thread
 from cute_kernels.common.dtypes import cutlass_dtype
 from jit_cache import Program, compiled
@@ -78,8 +77,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.ping_pong = config.ping_pong and config.warpgroups > 1
         self.scores_ahead, self.q_stages, self.last_first = config.scores_ahead, config.q_stages, config.last_first
         self.masks_by_side = config.masks_by_side and self.window
-        self.q_steps, self.merges_beside_scores = config.q_steps, config.merges_beside_scores
-        self.slots_by_bits = config.slots_by_bits
+        self.q_steps = config.q_steps
         self.takes_q = 16 * self.q_steps == self.head_size and not self.in_workspace  # all of it: its place is free
         self.tile_rows = config.tile_rows
         self.paged = spec.page_rows > 0
@@ -349,8 +347,6 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         first_split, end_split = first // self.split_blocks, cute.ceil_div(last, self.split_blocks)
         for split in cutlass.range(first_split, end_split, unroll=1):
             begin = cutlass.max(split * self.split_blocks, first) + 1
-            if const_expr(self.merges_beside_scores):  # the second block, too, was at the border
-                begin += Int32(select_(split > first_split + 1, Int32(1), Int32(0)))
             end = cutlass.min((split + 1) * self.split_blocks, last)
             if const_expr(self.window):
                 seen_first = cutlass.min(cutlass.max(blocks.seen_first, begin), end)
@@ -362,14 +358,7 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
                 self.next_block(tensors, state, tile, first_row, n, start, queries, False)
             for n in cutlass.range(seen_end, end, unroll=1):  # keys before the window are in the blocks before
                 self.next_block(tensors, state, tile, first_row, n, start, queries, True, not self.masks_by_side)
-            if const_expr(self.merges_beside_scores):
-                if (split > first_split) & (end + 1 < last):
-                    self.border_blocks(tensors, state, tile, first_row, blocks, end, start, queries)
-                elif end < last:
-                    self.border_block(
-                        tensors, state, tile, first_row, blocks, end, start, queries, split == first_split
-                    )
-            elif end < last:
+            if end < last:
                 self.border_block(tensors, state, tile, first_row, blocks, end, start, queries, split == first_split)
 
     @cute.jit
@@ -455,62 +444,6 @@ class ForwardSm90(ForwardProducer, ForwardEpilogue):
         self.end_split(output, ended_maximum, ended_total, is_first)
         self.release(self.v_empty + v_slot)
         self.round_weights(scores, weights)
-
-    @cute.jit
-    def border_blocks(
-        self,
-        tensors: tuple,
-        state: tuple,
-        tile: tuple,
-        first_row: Int32,
-        blocks: tuple,
-        n: Int32,
-        start: Int32,
-        queries: Int32,
-    ):
-        """``border_block`` behind a split that is not the first one, and block n + 1, beside whose scores it is merged.
-
-        No branch is between these scores and the product with the values, which starts from zero: zeros in O's place
-        would be alive beside O, which is merged, and ptxas would wait for each product.
-        """
-        output, weights = tensors
-        maximum, total, rescale = state
-        scores = cute.make_rmem_tensor(self.scores_shape, Float32)
-        v_slot = self.issue_products(tensors, scores, n, start, queries)
-        ended_maximum, ended_total = per_row(), per_row()
-        for r in cutlass.range_constexpr(ROWS):
-            ended_maximum[r], ended_total[r] = maximum[r], quad_sum(total[r])
-        reset(maximum, total)
-        if const_expr(self.spec.softcap):
-            cap(scores, self.before_tanh)
-        if (n < blocks.seen_first) | (n >= blocks.seen_end):
-            self.hide_keys(scores, tile, first_row, n)
-        softmax_step(scores, maximum, total, rescale, self.score_scale)
-        self.wait_for_output()
-        self.release(self.v_empty + v_slot)
-        self.round_weights(scores, weights)
-
-        following = cute.make_rmem_tensor(self.scores_shape, Float32)
-        k_slot, k_phase = self.place_in_ring(start + n + 1)
-        v_slot, v_phase = self.place_in_ring(start + n)
-        cute.arch.mbarrier_wait(self.k_full + k_slot, k_phase)
-        self.wait_for_turn()
-        warpgroup.fence()
-        self.score(following, k_slot, queries)
-        self.pass_turn()
-        self.merge_split(output, ended_maximum, ended_total, opaque(self.thread))
-        cute.arch.mbarrier_wait(self.v_full + v_slot, v_phase)
-        warpgroup.fence()
-        self.add_values(tensors, v_slot, from_zero=True)
-        warpgroup.wait_group(1)
-        self.release(self.k_empty + k_slot)
-        if const_expr(self.spec.softcap):
-            cap(following, self.before_tanh)
-        if (n + 1 < blocks.seen_first) | (n + 1 >= blocks.seen_end):
-            self.hide_keys(following, tile, first_row, n + 1)
-        self.weigh(tensors, state, following)
-        self.release(self.v_empty + v_slot)
-        self.round_weights(following, weights)
 
     @cute.jit
     def issue_products(self, tensors: tuple, scores: cute.Tensor, n: Int32, start: Int32, queries: Int32):

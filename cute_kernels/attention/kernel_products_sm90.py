@@ -42,11 +42,10 @@ class Products:
         self.tCrK = qk_mma.make_fragment_B(qk_slice.partition_B(self.sK))
         self.tCrV = pv_mma.make_fragment_B(pv_slice.partition_B(self.sV))
         # Atoms whose products start from zero, or are added
-        self.qk_first, self.qk_next = (cute.make_mma_atom(qk_mma.op) for _ in range(2))
-        self.pv_first, self.pv_next = (cute.make_mma_atom(pv_mma.op) for _ in range(2))
-        for first, following in ((self.qk_first, self.qk_next), (self.pv_first, self.pv_next)):
-            first.set(warpgroup.Field.ACCUMULATE, False)
-            following.set(warpgroup.Field.ACCUMULATE, True)
+        self.qk_first, self.qk_next, self.pv_next = (cute.make_mma_atom(m.op) for m in (qk_mma, qk_mma, pv_mma))
+        self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
+        self.qk_next.set(warpgroup.Field.ACCUMULATE, True)
+        self.pv_next.set(warpgroup.Field.ACCUMULATE, True)
         if self.q_steps:
             mma = self.tiled_mma(self.block, False, in_registers=True)
             self.rq_first, self.rq_next = (cute.make_mma_atom(mma.op) for _ in range(2))
@@ -76,12 +75,11 @@ class Products:
         rows = cute.local_tile(self.sQ[None, None, wg], (WARPGROUP_ROWS, 16 * self.q_steps), (0, 0))
         cute.copy(copy, copy.get_slice(thread).partition_S(rows), copy.retile(self.rQ))
 
-    def add_values(self, tensors: tuple, slot: Int32, from_zero: bool = False):
-        """Issue O += p v of a block: ``serial_k16`` onto O, or from zero, whatever O is."""
+    def add_values(self, tensors: tuple, slot: Int32):
+        """Issue O += p v of a block: ``serial_k16`` onto O."""
         output, weights = tensors
         for k16 in range(self.block // 16):
-            atom = self.pv_first if from_zero and k16 == 0 else self.pv_next
-            cute.gemm(atom, output, weights[None, None, k16], self.tCrV[None, None, k16, slot], output)
+            cute.gemm(self.pv_next, output, weights[None, None, k16], self.tCrV[None, None, k16, slot], output)
         warpgroup.commit_group()
 
     def round_weights(self, scores: cute.Tensor, weights: cute.Tensor):
@@ -103,19 +101,12 @@ class Products:
         output, _ = tensors
         maximum, total, rescale = state
         moved = softmax_step(scores, maximum, total, rescale, self.score_scale, self.thread_rows)
-        self.wait_for_output()
+        # The exponentials stay before the wait for O only if a branch is between them: ptxas moves them behind it. The
+        # wait is not in the branch, which a warp may take alone: all of a warpgroup execute the same one
+        for _ in cutlass.range(Int32(-self.score_scale), unroll=1):  # not once, which the compiler does not know
+            cute.arch.sync_warp()
+        warpgroup.wait_group(0)
         if cute.arch.vote_any_sync(moved):
             for i in cutlass.range_constexpr(cute.size(output)):
                 if cutlass.const_expr(row_of(i) < self.thread_rows):
                     output[i] = rescale_element(output[i], rescale[row_of(i)])
-
-    @cute.jit
-    def wait_for_output(self):
-        """All products, behind the exponentials of a block.
-
-        They stay before the wait only if a branch is between them: ptxas moves them behind it. The wait is not in the
-        branch, which a warp may take alone: all of a warpgroup execute the same one.
-        """
-        for _ in cutlass.range(Int32(-self.score_scale), unroll=1):  # not once, which the compiler does not know
-            cute.arch.sync_warp()
-        warpgroup.wait_group(0)

@@ -11,12 +11,8 @@ class Rings:
     The n-th block of all that a CTA loads takes slot n modulo ``stages``.
     """
 
-    slots_by_bits = False  # slots and phases are bits of n, whose sign the compiler need not mind; 2, 4 or 8 stages
-
     def place_in_ring(self, count: Int32) -> tuple:
         """(slot, phase)"""
-        if self.slots_by_bits:
-            return count & (self.stages - 1), count >> (self.stages.bit_length() - 1) & 1
         return count % self.stages, count // self.stages % 2
 
     @cute.jit

@@ -179,21 +179,11 @@ def merge_factors(merged_maximum: Float32, maximum: Float32, score_scale: Float3
 
 
 def merge_row(
-    merged_maximum: Float32,
-    merged_total: Float32,
-    maximum: Float32,
-    total: Float32,
-    score_scale: Float32,
-    exists: Boolean | None = None,
+    merged_maximum: Float32, merged_total: Float32, maximum: Float32, total: Float32, score_scale: Float32
 ) -> tuple:
-    """A split's (m, l), l of the whole row, into (M, L), as they are if there is no such split.
-
-    Returns those, and what A and what O are multiplied with.
-    """
+    """A split's (m, l), l of the whole row, into (M, L). Returns those, and what A and what O are multiplied with."""
     after, a, b = merge_factors(merged_maximum, maximum, score_scale)
-    if exists is not None:
-        after = choose(exists, after, merged_maximum)
-    return after, merge_element(merged_total, a, total, b, exists), a, b
+    return after, merge_element(merged_total, a, total, b), a, b
 
 
 def maxima_before(merged_maximum: Float32, maximum: Float32, lane: Int32, lanes: int) -> tuple:

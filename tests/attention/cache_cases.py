@@ -18,15 +18,14 @@ from cute_kernels.runtime import launches
 # A CTA has a split, all splits, or the forward's kernel serves
 WAYS = ("parallel", "sequential", "forward")
 LATE = "late"  # as parallel, but splits are merged when no item is left
-LOADS_FIRST = "loads first"  # as parallel, but all splits of a tile are loaded before one is merged
 
 
 def choose_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Calls over a cache go this way, whatever their sizes."""
 
     def config(head_size_v: int, rows: int, most_rows: int, *sizes: int) -> DecodeConfig:
-        few_rows = way in ("parallel", LATE, LOADS_FIRST) and most_rows <= FEW_ROWS
-        return DecodeConfig(way == "sequential", few_rows, merges_late=way == LATE, loads_first=way == LOADS_FIRST)
+        few_rows = way in ("parallel", LATE) and most_rows <= FEW_ROWS
+        return DecodeConfig(way == "sequential", few_rows, merges_late=way == LATE)
 
     monkeypatch.setattr(launch_decode, "decode_config", config)
     monkeypatch.setattr(launch_decode, "prefills", lambda *sizes: way == "forward")

@@ -11,15 +11,13 @@ from tests.norm.test_compile import check_record
 from tests.ptx import compile_in, kernels_in, left_to_ptxas
 
 PARALLEL, SEQUENTIAL, FEW = DecodeConfig(), DecodeConfig(sequential=True), DecodeConfig(few_rows=True)
-LATE, LOADS_FIRST = DecodeConfig(merges_late=True), DecodeConfig(loads_first=True)
+LATE = DecodeConfig(merges_late=True)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "config",
-    [PARALLEL, SEQUENTIAL, FEW, LATE, LOADS_FIRST],
-    ids=["parallel", "sequential", "few rows", "late", "loads first"],
+    "config", [PARALLEL, SEQUENTIAL, FEW, LATE], ids=["parallel", "sequential", "few rows", "late"]
 )
 @pytest.mark.parametrize(
     "spec",

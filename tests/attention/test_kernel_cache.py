@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.launch import decode as launch_decode
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.targets import target_of
-from tests.attention.cache_cases import LATE, LOADS_FIRST, WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
+from tests.attention.cache_cases import LATE, WAYS, Layout, Sequences, cached, choose_way, packed, rows_of
 from tests.attention.cases import BF16, FP16, HEAD_SIZES, SPLIT, bits, rms
 from tests.precompiled import precompile
 
@@ -62,10 +61,9 @@ def precompiled():
     late = [DecodeSpec(BF16, *size, True, rows) for size in (*((d, d) for d in HEAD_SIZES), *SIZES) for rows in (0, 16)]
     late.append(DecodeSpec(BF16, 128, 128, True, 16, True, BF16))
     jobs += [
-        (decode_sm90, ("sm_90a", spec, replace(config, few_rows=few)))
+        (decode_sm90, ("sm_90a", spec, DecodeConfig(few_rows=few, merges_late=True)))
         for spec in late
         for few in (False, True)
-        for config in (DecodeConfig(merges_late=True), DecodeConfig(loads_first=True))
     ]
     forwards = [ForwardSpec(dtype, d, True, d) for d in HEAD_SIZES for dtype in (BF16, FP16)]
     for d, dv in SIZES:
@@ -145,22 +143,6 @@ def test_late_merges(size, walk, generator):
     sequences = Sequences.make(lengths, 4, 1, d, BF16, generator, dv)
     for queries, layout in (([1] * 5, Layout()), ([1, 2, 1, 40, 1], Layout(16))):
         assert_rows(sequences, lengths, queries, layout)
-
-
-@pytest.mark.parametrize("size", [*((d, d) for d in HEAD_SIZES), *SIZES], ids=str)
-def test_loads_before_merges(size, walk, generator):
-    """Up to four splits, up to as many as are loaded together, and more; few rows of a tile, and others."""
-    from cute_kernels.attention.kernel_decode_epilogue import FEW_SPLITS, MERGED_AHEAD
-
-    walk(LOADS_FIRST)
-    d, dv = size
-    split = grid_for(d, dv).split
-    numbers = 2, 3, FEW_SPLITS, FEW_SPLITS + 1, MERGED_AHEAD - 1, MERGED_AHEAD, MERGED_AHEAD + 1
-    lengths = [300, *((n - 1) * split + 77 for n in numbers), FEW_SPLITS * split]
-    for group in (5, 16):
-        sequences = Sequences.make(lengths, group, 1, d, BF16, generator, dv)
-        for queries, layout in (([1] * 9, Layout()), ([1, 2, 1, 40, 1, 1, 1, 3, 1], Layout(16))):
-            assert_rows(sequences, lengths, queries, layout)
 
 
 def test_late_merges_of_other_calls(walk, monkeypatch, generator):

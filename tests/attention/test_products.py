@@ -4,7 +4,6 @@ import pytest
 
 from cute_kernels.attention.config import (
     BACKWARD_CONFIGS,
-    FORWARD_CONFIGS,
     HEAD_SIZES,
     WARPGROUP_ROWS,
     BackwardConfig,
@@ -81,19 +80,6 @@ def test_other_configs_of_the_forward(sizes):
     spec = ForwardSpec(BF16, sizes[0], True, sizes[1])
     for config in configs_for("sm_90a", spec):
         assert not is_serialized(forward_sm90.obtain("sm_90a", spec, config))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_q_in_registers_at_256_channels_with_slots_by_bits(causal):
-    """With a causal mask and slots by division ptxas moves the exponentials behind the wait for O."""
-    from cute_kernels.attention.kernel_forward_sm90 import forward_sm90
-
-    (config,) = (config for config in FORWARD_CONFIGS[256, 256] if config.slots_by_bits)
-    kernel = forward_sm90.obtain("sm_90a", ForwardSpec(BF16, 256, causal, 256), config)
-    assert not is_serialized(kernel)
-    assert min(exponentials_beside_products(kernel)) >= grid_for(256).block // 2
 
 
 # Neither packed nor in pages, and both: the two change no product
