@@ -223,7 +223,7 @@ SECTIONS = {
         ),
         has_copy=False,
         note="quack is tuned for each shape. Triton is a persistent batch-invariant kernel with one fixed tile, "
-        "written here. Reading the weights is no product: a kernel that does nothing else. With bias_gelu our gelu is "
+        "written here. Reading alone is no product: it reads the weights. With bias_gelu our gelu is "
         "exact, cuBLASLt's is approximate. A training step at the GPU's power limit does not gain what a product alone "
         "gains.",
     ),
@@ -262,9 +262,9 @@ SECTIONS = {
         "Shapes are batch x length x heads x heads of keys and values x head size.",
         has_copy=False,
         not_peers=("one_split",),
-        note="torch is SDPA with its cuDNN backend, torch_flash with its own; of windows and packed sequences it is "
-        "flex_attention, which torch_flex is elsewhere. flash_attn_4 is 4.0.0b36. one_split is our kernel without the "
-        "splits of its contract. Reading is a kernel that only reads the keys and values.",
+        note="torch is SDPA with its cuDNN backend, for windows and packed sequences its flex_attention; flash is SDPA "
+        "with torch's own kernels. flash-attn-4 is 4.0.0b36. Ours without splits has other bits than the contract: it "
+        "says what the splits cost. Reading alone reads the keys and values.",
     ),
     "moe": Section(
         "Experts",
@@ -346,8 +346,8 @@ SECTIONS = {
         "A training step of whole models",
         "Forward and backward of one sequence; shapes are layers x tokens x channels. Ours attends by `attention`; "
         "batch_invariant is the whole model under the promise, compiled that by `torch.compile`; torch attends by "
-        "cuDNN, torch_flash by its own kernels, batch_invariant_ops, torch in that package's mode, by products and a "
-        "softmax.",
+        "cuDNN (flash: by its own kernels), and has transformers' experts; batch_invariant_ops is torch in that "
+        "package's mode, which attends by products and a softmax.",
         has_copy=False,
         has_peaks=True,
         not_peers=("batch_invariant", "compiled"),

@@ -29,8 +29,13 @@ NAMES = {  # providers, in the order of the columns
     "equal_bmm": "bmm of equal groups",
     "dense": "one weight",
     "bf16": "ours, bf16 weights",
-    "read": "reading weights",
-    "read_floor": "reading the weights",
+    "read": "reading alone",
+    "read_floor": "reading alone",
+    "flash_attn_4": "flash-attn-4",
+    "flash_attn_4_deterministic": "flash-attn-4, deterministic",
+    "torch_flash": "torch, flash",
+    "torch_flex": "torch, flex_attention",
+    "one_split": "ours, without splits",
 }
 FLOORS = ("bare_products", "read_floor")  # compute less than the op: no peers
 LABELS = {  # variants and dtypes in the table's first column
