@@ -228,7 +228,7 @@ def test_speed_table():
                 result = harness.Result(float(factor), 9.0, 30.0, 5.0, 0, error, {})
                 lines += harness.lines(harness.Measurement(gemm.case, 8.0, {provider: result}, {}), ENVIRONMENT)
     table = rows(report.speed_table(report.SECTIONS["gemm"], saved.newest(lines)))
-    assert table[0] == ["op", "shape", "ours, µs", "cuBLAS", "quack", "Triton", "reading the weights"]
+    assert table[0] == ["op", "shape", "ours, µs", "cuBLAS", "quack", "Triton", "reading alone"]
     assert ["", "1x4096x4096", "**10.0**", "1.100", "1.200", "1.300", "1.400"] in table
     assert ["", "8192x8192x8192", "**10.0**", "1.100", "1.200", "1.300", "–"] in table
     assert {"mm fwd", "mm fwd, decode", "mm dA", "mm dB", "linear dB, accumulate"} < {row[0] for row in table}
