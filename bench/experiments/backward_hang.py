@@ -173,7 +173,7 @@ def block_of(ticket: int) -> tuple[int, int]:
 
 
 def diagnose(counters: list[int]) -> list[str]:
-    """What the counters of a launch say: values that cannot be, and tickets that are taken and not done."""
+    """A launch by its counters: values that cannot be, and tickets that are taken and not done."""
     ticket, rest = counters[0], counters[1:]
     dq = lambda m, h: rest[m * HEADS + h]  # noqa: E731
     dkv = lambda n, p: rest[TILES * HEADS + n * PAIRS + p]  # noqa: E731
