@@ -367,10 +367,8 @@ def tree_of(variant: str) -> Path:
 
 def run_child(mode: str, variant: str, seconds: float, name: str, options) -> tuple[str, int, subprocess.Popen | None]:
     """("hang", launches, process), ("end", launches, None) or ("failed", 0, None)."""
-    tree, out = (
-        tree_of(variant),
-        (options.out if variant == "base" else Path("/tmp")) / f"{name}.txt",
-    )  # 8 files come back
+    tree = tree_of(variant)
+    out = (options.out.resolve() if variant == "base" else Path("/tmp")) / f"{name}.txt"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH")))),
         "CUDA_SCALE_LAUNCH_QUEUES": "4x",
@@ -425,7 +423,7 @@ def ask_gdb(process: subprocess.Popen, name: str, options) -> None:
         return
     script = Path("/tmp/commands.gdb")
     lines = ["set pagination off", "set confirm off", "set width 0", "info cuda kernels"]
-    for block in (*range(132),):
+    for block in range(132):
         lines += [
             f"echo BLOCK {block}\\n",
             f"cuda block ({block},0,0) thread (0,0,0)",
