@@ -54,6 +54,7 @@ def backwards(quick: bool = False) -> list[AttentionBackward]:
     cases += [Attention(2, 8192, 32, 8, 128, "full")]
     if not quick:
         cases += [Attention(1, 4096, 32, 8, 128, variant) for variant in ("causal", "full")]
+        cases += [Attention(1, 8192, 32, 8, 64, "causal")]
     return [AttentionBackward(*(getattr(case, name) for name in names)) for case in cases]
 
 

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.kernel_backward_blocks import Block
-from cute_kernels.attention.kernel_backward_tiles import COMPUTE, VECTOR, WARPGROUP, WARPGROUPS
+from cute_kernels.attention.kernel_backward_tiles import COMPUTE, VECTOR, WARP_SIZE, WARPGROUP, WARPGROUPS
 from cute_kernels.attention.kernel_threads import opaque
 
 
@@ -75,10 +75,10 @@ class BackwardSums:
                 self.stage_sums((dk, dv)[which], self.staged_sums(which))
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet()
+            if const_expr(turn == 0):
+                if (self.tidx < WARP_SIZE) & (member != 0):
+                    wait_as_warp(counter, member)
             if self.tidx == 0:
-                if const_expr(turn == 0):
-                    if member != 0:
-                        wait_for(counter, member)
                 for which in turns[turn]:
                     target = dkv_sums.iterator + (Int64(line) * 2 + which) * most
                     source = self.staged_sums(which)[None, 0, 0, 0].iterator
@@ -117,9 +117,25 @@ class BackwardSums:
 
 @cute.jit
 def wait_for(counter: cute.Pointer, value: Int32):
-    """Until a counter has a value. What was written before it was counted may then be read, and added to."""
+    """Until a counter has a value. What was written before it was counted may then be read, and added to.
+
+    By a warp's only thread: see ``wait_as_warp``.
+    """
     found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while found != value:
+        found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async")
+
+
+@cute.jit
+def wait_as_warp(counter: cute.Pointer, value: Int32):
+    """``wait_for`` by all lanes of a warp that has more to do.
+
+    Were one lane to poll, its loop would yield (YIELD in SASS). The hardware then lets the other lanes go on from the
+    place where they meet it (BSYNC), and all use that place's register again further on: the warp never comes together.
+    """
+    found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while cute.arch.vote_any_sync(found != value):
         found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async")
 

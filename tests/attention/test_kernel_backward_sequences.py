@@ -1,6 +1,7 @@
-"""Packed sequences in the backward of attention on a GPU, other work on the SMs, graphs, a second device."""
+"""Packed sequences in the backward of attention on a GPU, other work on the SMs, graphs, a second device, many runs."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -137,3 +138,21 @@ def test_a_second_device(sizes, generator):
         return gradients_of(lambda q, k, v: attention(q, k, v, causal=True), inputs, saved.dout.to(device))
 
     assert_same([t.to("cuda:0") for t in run("cuda:1")], run("cuda:0"))
+
+
+@HEADS
+def test_groups_again_and_again(sizes, generator):
+    """CTAs of a group's heads wait for each other in ways that differ from run to run; warps must come together again.
+
+    A kernel whose warps did not hung in one of 100 runs of 64 channels (H200).
+    """
+    saved = Saved(case_of(sizes, 1, 8192, 8192, 32, 8), generator)
+    wanted, done = saved.run(), torch.cuda.Event()
+    for _ in range(20):
+        found = [saved.run() for _ in range(30)]
+        done.record()
+        end = time.monotonic() + 60
+        while not done.query():
+            assert time.monotonic() < end, "a kernel hangs"
+        for gradients in found:
+            assert_same(gradients, wanted)

@@ -12,7 +12,7 @@ from tests.fakes import fake_kernels
 
 def test_cases():
     names = [case.case(d).name for case in bench_attention_backward.backwards() for d in case.directions]
-    assert len(set(names)) == len(names) == len(bench_attention.attentions()) + 3
+    assert len(set(names)) == len(names) == len(bench_attention.attentions()) + 4
     assert all(".bwd." in name for name in names)
 
 
