@@ -53,10 +53,10 @@ def test_flex_attention_keeps_what_its_backward_reads(monkeypatch):
     from torch._functorch import config
 
     monkeypatch.delattr(torch._functorch, "config")
-    monkeypatch.setattr(config, "donated_buffer", True)
     case = AttentionBackward(1, 70, 4, 2, 64, "packed")
-    bench_attention.PROVIDERS["torch"](case, bench_attention_backward.make_inputs(case, "cpu"))
-    assert not config.donated_buffer
+    with config.patch(donated_buffer=True):
+        bench_attention.PROVIDERS["torch"](case, bench_attention_backward.make_inputs(case, "cpu"))
+        assert not config.donated_buffer
 
 
 @pytest.mark.parametrize(
