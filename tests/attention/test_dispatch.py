@@ -240,8 +240,8 @@ def test_no_grad_is_enough(generator):
 def test_the_config_follows_from_the_head_size_alone():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
-    # Of 64 two others where rows see few keys, of 128 one of windows, of all but 64 one without other options
-    assert len(found) == 2 * len(config.HEAD_SIZES) - 1 + 3
+    # The first one; of 64 two others where rows see few keys, of all but 64 q in registers, of 128 both of windows, too
+    assert len(found) == 2 * len(config.HEAD_SIZES) - 1 + 2 + 2
 
 
 def test_few_keys_take_tiles_of_fewer_rows(jobs, generator):
@@ -269,6 +269,7 @@ def test_windows_of_128_channels_take_the_last_tiles_first():
     window = config.ForwardSpec(BF16, 128, False, window=True)
     for spec, wanted in (
         (window, True),
+        (window._replace(softcap=True, sinks=True), True),
         (window._replace(packed_q=True, packed_k=True), False),
         (window._replace(used_k=True, cached=True), False),
         (config.ForwardSpec(BF16, 128, True), False),
@@ -278,14 +279,20 @@ def test_windows_of_128_channels_take_the_last_tiles_first():
 
 
 @pytest.mark.parametrize("sizes", config.HEAD_SIZES, ids=str)
-def test_q_is_in_registers_without_other_options(sizes):
-    for causal in (True, False):
-        spec = config.ForwardSpec(BF16, sizes[0], causal, sizes[1])
-        wanted = sizes[0] > 64 and not (causal and sizes[0] == 256)
-        assert (config.forward_config(spec).q_steps > 0) == wanted
-        for other in ("softcap", "sinks", "packed_q", "packed_k", "used_k", "padded", "cached"):
-            assert not config.forward_config(spec._replace(**{other: True})).q_steps
-        assert not config.forward_config(spec._replace(causal=False, window=True)).q_steps
+def test_where_q_is_in_registers(sizes):
+    """At 128 channels but for caches and fp16 with softcap, at more and at 96 without other options, at 64 nowhere."""
+
+    def in_registers(spec: config.ForwardSpec) -> bool:
+        return config.forward_config(spec).q_steps > 0
+
+    for causal, window in ((True, False), (False, False), (False, True)):
+        spec = config.ForwardSpec(BF16, sizes[0], causal, sizes[1], window)
+        with_options = sizes[0] == 128
+        assert in_registers(spec) == (with_options or (sizes[0] > 64 and not window))
+        for other in ("softcap", "sinks", "packed_q", "packed_k", "used_k", "padded"):
+            assert in_registers(spec._replace(**{other: True})) == with_options
+        assert not in_registers(spec._replace(used_k=True, cached=True))
+        assert not in_registers(spec._replace(dtype=FP16, softcap=True))
 
 
 def test_the_order_of_tiles():

@@ -166,6 +166,7 @@ def test_every_config_and_number_of_ctas(causal, head_size, generator):
     """T10, T11: rows of a tile, warpgroups, turns, stages; 1, 7, 66, all SMs."""
     for case in (
         Case(2, 2 * SPLIT + 77, 2 * SPLIT + 77, 4, 2, head_size, causal),
+        Case(1, 3 * SPLIT + 300, 3 * SPLIT + 300, 2, 1, head_size, causal),
         Case(3, 65, 300, 2, 1, head_size, causal),
         Case(1, 300, 65, 2, 1, head_size, causal),
     ):

@@ -36,7 +36,7 @@ OPTIONS = [
     {"causal": True, "softcap": 5.0},
     {"window": (700, 10), "softcap": 20.0, "sinks": SINKS},
 ]
-OWN_ROWS = [OPTIONS[3], OPTIONS[7], *OPTIONS[-4:]]
+OWN_ROWS = [OPTIONS[3], OPTIONS[7], *OPTIONS[-5:]]
 FEW = [OPTIONS[2], *OPTIONS[-5:]]  # each kernel once
 MOST = (64, 64), (128, 128)  # head sizes with all options and configs; others with each kernel that a call takes
 SIZES_AND_OPTIONS = [(sizes, options, BF16) for sizes in HEAD_SIZES for options in (OPTIONS if sizes in MOST else FEW)]
@@ -139,6 +139,18 @@ def test_rows_are_their_own(options, sizes, generator):
                 *inputs, *found, sizes[0] ** -0.5, left, right, options.get("softcap", 0.0), sinks
             )
             assert_same(found, wanted)
+
+
+def test_every_config_of_long_windows(generator):
+    """Of several splits, which begin and end in any block of one."""
+    length, left = 4 * SPLIT + 300, 2 * SPLIT - 1
+    inputs = make_inputs(case_of((128, 128), length, length), generator)
+    wanted = run(inputs, window=(left, 0))
+    spec = spec_of({"window": (left, 0)}, (128, 128))
+    for config in configs_of(spec):
+        found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
+        ForwardLaunch.of(target_of(0), spec, config).run(*inputs, *found, 128**-0.5, left, 0)
+        assert_same(found, wanted)
 
 
 def test_large_sinks(generator):

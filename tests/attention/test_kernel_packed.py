@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import attention
-from cute_kernels.attention.config import ForwardSpec
+from cute_kernels.attention.config import FORWARD_CONFIGS, UNBOUNDED, ForwardSpec, window_bounds
+from cute_kernels.attention.launch.forward import ForwardLaunch
+from cute_kernels.runtime.targets import target_of
 from tests.attention.cases import BF16, HEAD_SIZES, SPLIT, Case, Inputs, make_inputs, make_packed
 from tests.attention.on_gpu import HOPPER, assert_same, forward_job, run
 from tests.precompiled import precompile
@@ -24,12 +26,19 @@ def precompiled():
     dense, packed = (), (True, True)
     used = (False, False, True), (True, False, True), (True, True, True)
     masks = (True, False), (False, False), (False, True)  # causal, window
-    precompile(
+    jobs = [
         forward_job(ForwardSpec(BF16, d, causal, d, window, False, False, *packing))
         for d in HEAD_SIZES
         for causal, window in masks
         for packing in (dense, packed, *(() if window else used))
-    )
+    ]
+    in_shared_memory = FORWARD_CONFIGS[128, 128][0]
+    jobs += [forward_job(packed_spec(128, causal, window), in_shared_memory) for causal, window in masks]
+    precompile(jobs)
+
+
+def packed_spec(head_size: int, causal: bool, window: bool) -> ForwardSpec:
+    return ForwardSpec(BF16, head_size, causal, head_size, window, packed_q=True, packed_k=True)
 
 
 def by_sequence(tensors: Inputs, lengths: dict, mask: dict, used: Tensor | None = None):
@@ -62,6 +71,20 @@ def test_sequences_are_dense_ones(mask, head_size, generator):
     assert (out[-70:] == 0).all() and (lse[:, -70:] == -math.inf).all()
     more = {**lengths, "max_seqlen_q": 3000, "max_seqlen_k": 5000}
     assert_same(run(tensors, **mask, **more), found)
+
+
+@MASKS
+def test_queries_in_shared_memory(mask, generator):
+    """The first config of 128 channels, which no call of packed sequences takes, has the bits of the one they take."""
+    tensors, lengths = make_packed(Case(1, 1, 1, 4, 2, 128), LENGTHS_Q, LENGTHS_K, generator)
+    wanted = run(tensors, **mask, **lengths)
+    found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
+    left, right = window_bounds(mask.get("causal", False), mask.get("window"))
+    spec = packed_spec(128, "causal" in mask, left != UNBOUNDED)
+    launch = ForwardLaunch.of(target_of(0), spec, FORWARD_CONFIGS[128, 128][0])
+    starts = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
+    launch.run(*tensors, *found, 128**-0.5, left, right, 0.0, None, *starts, lengths["max_seqlen_q"])
+    assert_same(found, wanted)
 
 
 @HEADS

@@ -88,7 +88,8 @@ def test_every_config_and_number_of_ctas(causal, number, sizes, generator):
         pytest.skip("there are fewer configs")
     config = FORWARD_CONFIGS[sizes][number]
     _, split = grid_for(*sizes)
-    for len_q, len_k in ((2 * split + 77, 2 * split + 77), (65, 300), (300, 65)):
+    several = 2 * split + 77, 3 * split + 300
+    for len_q, len_k in (*zip(several, several, strict=True), (65, 300), (300, 65)):
         _, inputs = inputs_of(sizes, len_q, len_k, causal, generator)
         wanted = run(inputs, causal)
         launch = ForwardLaunch.of(target_of(0), ForwardSpec(BF16, sizes[0], causal, sizes[1]), config)
