@@ -27,7 +27,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -53,6 +53,8 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.launch import forward
 from cute_kernels.attention.launch.forward import ForwardLaunch
+from cute_kernels.attention.op.gradients import PLANS
+from cute_kernels.runtime.launches import bounded
 from cute_kernels.runtime.targets import target_of
 from jit_cache import command
 from jit_cache import compile as jit_compile
@@ -241,9 +243,12 @@ def _calls(function: Callable[..., Tensor], inputs: Inputs) -> Calls:
     return forward_backward.autograd_calls(function, (inputs.q, inputs.k, inputs.v), incoming)
 
 
-def _cute_kernels(case: Attention, inputs: Inputs, context: contextlib.AbstractContextManager | None = None) -> Calls:
-    """Our calls, in a context that may be entered again."""
-    context = context or contextlib.nullcontext()
+def _cute_kernels(
+    case: Attention,
+    inputs: Inputs,
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Calls:
+    """Our calls, each in a context."""
     options: dict[str, Any] = {"causal": case.causal, "window": case.window, "sinks": inputs.sinks}
     if inputs.starts is not None:
         longest = max(case.lengths)
@@ -251,7 +256,7 @@ def _cute_kernels(case: Attention, inputs: Inputs, context: contextlib.AbstractC
         options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with context:
+        with context():
             return attention(q, k, v, **options)
 
     return _calls(call, inputs)
@@ -362,9 +367,14 @@ def with_config(number: int, case: Attention, inputs: Inputs) -> Calls | None:
     if number >= len(candidates):
         return None
     sizes, config = candidates[number]
-    with_kernel = mock.patch.multiple(
-        forward, forward_config=lambda *arguments: config, kernel_sizes=lambda *arguments: sizes
-    )
+    choices = {"forward_config": lambda *arguments: config, "kernel_sizes": lambda *arguments: sizes}
+    guarded = bounded()
+
+    @contextlib.contextmanager
+    def with_kernel() -> Iterator[None]:
+        with mock.patch.multiple(forward, **choices), mock.patch.object(PLANS, "guarded", guarded):
+            yield
+
     return _cute_kernels(case, inputs, with_kernel)
 
 

@@ -1,4 +1,4 @@
-"""The one cache between a call and its launch: Spec -> what launches it.
+"""The one cache of kernels between a call and its launch: Spec -> what launches it.
 
 A Spec is a NamedTuple of all that a kernel is specialised on, in ``config.py`` of its family: the launch makes one of
 its tensors, the builder takes the same one, and ``prewarm.py`` lists them. (A NamedTuple of 12 fields is made in 0.5 us

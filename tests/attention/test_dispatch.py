@@ -1,7 +1,10 @@
 """The kernels' path of attention on the CPU, plain torch in place of the kernel."""
 
+import contextlib
 import math
+import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import attention
 from cute_kernels.attention import config, launch, prewarm, reference
 from cute_kernels.attention.launch.forward import regular
+from cute_kernels.attention.op.gradients import PLANS
 from cute_kernels.runtime import launches
 from tests.attention.cases import (
     BF16,
@@ -233,8 +237,9 @@ def test_threads_that_make_the_first_call_together(generator):
 def test_no_grad_is_enough(generator):
     q, k, v = make_inputs(Case(1, 2, 2, 1, 1), generator)
     q.requires_grad_()
-    with torch.no_grad():
-        assert not attention(q, k, v).requires_grad
+    for enabled in (False, True, False, True):
+        with torch.set_grad_enabled(enabled):
+            assert attention(q, k, v).requires_grad is enabled
 
 
 def test_the_config_follows_from_the_head_size_alone():
@@ -300,3 +305,76 @@ def test_the_order_of_tiles():
     assert config.pairs_tiles(spec, 2048, 132, 32, 8192) and not config.pairs_tiles(spec, 2048, 132, 16, 16384)
     assert not config.pairs_tiles(spec, 500, 132, 32, 8192)
     assert not config.pairs_tiles(spec._replace(causal=False), 2048, 132, 32, 8192)
+
+
+def recorded(arch: str, num_sms: int):
+    """Fake kernels that compute nothing; yields a list of (builder's arguments, shapes and numbers of each launch)."""
+    seen = []
+
+    def load(builder, *arguments):
+        def function(*values):
+            described = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+            seen.append((builder, arguments, described))
+
+        return function
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(fake_kernels(arch, num_sms=num_sms))
+    stack.enter_context(mock.patch.object(launches, "load", load))
+    return stack, seen
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("head_size", [64, 72, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_plan_launches_what_the_operator_launches(causal, head_size, arch, generator):
+    """At the first call and at another one, with a gradient and without; the operator has no plan."""
+    for sizes in ((1, 1, 1, 1, 1), (3, 200, 300, 4, 2), (2, 700, 64, 2, 1), (9, 300, 2000, 8, 8)):
+        inputs = make_inputs(Case(*sizes, head_size), generator)
+        stack, seen = recorded(arch, 7)
+        with stack:
+            for tensors in (inputs, [t.requires_grad_() for t in inputs]):
+                for _ in range(2):
+                    attention(*tensors, causal=causal)
+            assert len(PLANS.guarded) == 1
+            launch.attention_forward.function(*(t.detach() for t in inputs), causal, head_size**-0.5)
+        assert len(seen) == 5 and all(other == seen[4] for other in seen)
+
+
+def test_calls_by_a_plan(generator):
+    """Results, gradients and what is observed; nothing is checked again."""
+    case = Case(2, 5, 9, 4, 2, causal=True)
+    inputs = [t.requires_grad_() for t in make_inputs(case, generator)]
+
+    def call(scale: float | None = None):
+        with launches.observed() as seen:
+            out, lse = attention(*inputs, causal=True, scale=scale, return_lse=True)
+        gradients = torch.autograd.grad((out.float().sum() + lse.sum()), inputs)
+        return (out, lse, *gradients), [(kernel.name, *rest) for kernel, *rest in seen if "forward" in kernel.name]
+
+    first, seen = call()
+    other, _ = call(0.5)
+    with mock.patch.object(sys.modules[attention.__module__], "check_attention", side_effect=AssertionError):
+        for scale, wanted in ((None, first), (0.5, other)):
+            found, again = call(scale)
+            assert again == seen and all(map(same_bits, found, wanted))
+            assert same_bits(attention(*inputs, causal=True, scale=scale), wanted[0])
+    assert not same_bits(first[0], other[0])
+
+
+@pytest.mark.parametrize("options", [{"causal": 1}, {"scale": True}, {"softcap": False}, {"window": ()}], ids=str)
+def test_a_bad_option_after_a_good_one(options, generator):
+    """1, 1.0 and True are equal, but not all of them are good."""
+    inputs = make_inputs(Case(1, 5, 5, 1, 1), generator)
+    attention(*inputs, causal=True, scale=1.0)
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        attention(*inputs, **{"causal": True, "scale": 1.0} | options)
+
+
+def test_no_plan_under_autocast(generator):
+    """Its dtype may be another one at the next call."""
+    inputs = make_inputs(Case(1, 5, 5, 1, 1), generator)
+    for dtype in (BF16, FP16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert attention(*inputs).dtype is dtype
+    assert not PLANS.guarded

@@ -30,7 +30,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.sharding import is_dtensor, register
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, observe, observers
-from cute_kernels.runtime.operators import empty, functional_operator
+from cute_kernels.runtime.operators import contiguous_strides, empty, empty_strided, functional_operator
 from cute_kernels.runtime.targets import Target
 
 
@@ -144,28 +144,43 @@ def attention_into(
         nothing_seen(out, lse, sinks, cu_seqlens_q)
         return lse
     left, right = window_bounds(causal, (left, right))
-    window = left != UNBOUNDED or right not in (0, UNBOUNDED)
-    sizes = q.shape[-1], v.shape[-1]
-    d, dv = kernel_sizes(*sizes)
-    spec = ForwardSpec(
-        q.dtype,
-        d,
-        right == 0 and not window,
-        dv,
-        window,
-        softcap != 0.0,
-        sinks is not None,
-        packed,
-        packed_k,
-        seqused_k is not None,
-        sizes != (d, dv),
-    )
+    spec = forward_spec(q, v, left, right, softcap, sinks is not None, packed, packed_k, seqused_k is not None)
     seen = min(max_seqlen_k if packed_k else k.shape[1], left + right + 1)
     launch = forward_launch(q.get_device(), spec, forward_config(spec, seen))
     launch.run(
         q, k, v, out, lse, scale, left, right, softcap, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k
     )
     return lse
+
+
+def forward_spec(
+    q: Tensor,
+    v: Tensor,
+    left: int,
+    right: int,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    packed_q: bool = False,
+    packed_k: bool = False,
+    used_k: bool = False,
+) -> ForwardSpec:
+    """Of a call; ``left`` and ``right`` as of ``window_bounds``."""
+    window = left != UNBOUNDED or right not in (0, UNBOUNDED)
+    sizes = q.shape[-1], v.shape[-1]
+    d, dv = kernel_sizes(*sizes)
+    return ForwardSpec(
+        q.dtype,
+        d,
+        right == 0 and not window,
+        dv,
+        window,
+        softcap != 0.0,
+        sinks,
+        packed_q,
+        packed_k,
+        used_k,
+        sizes != (d, dv),
+    )
 
 
 def nothing_seen(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
@@ -236,30 +251,22 @@ class ForwardLaunch(NamedTuple):
         if spec.packed_q:
             sequences = cu_seqlens_q.shape[0] - 1
             num_tiles = min(len_q // rows + sequences, -(-max_seqlen_q // rows) * sequences) * heads
-            num_ctas = num_tiles  # which SM has which is up to the hardware: their work is not known
         else:
             num_tiles = -(-len_q // rows) * batch * heads
-            num_ctas = min(num_tiles, self.num_sms)
         if observers:
             sequences = cu_seqlens_q.shape[0] - 1 if spec.packed_q else batch
             longest = max_seqlen_q if spec.packed_q else len_q
             observe(self, (sequences, heads, longest, k.shape[1], q.shape[3]), q.get_device())
-        workspace, numbers = None, self.config.workspace_numbers(spec)
-        if numbers:
-            num_ctas = min(num_tiles, self.num_sms)
-            workspace = empty(q, (num_ctas * numbers,), torch.float32)
         sequences_k, len_k = k.shape[:2]
         if page_table is not None:
             sequences_k, len_k = batch, len_k * page_table.shape[1]
         kv_heads = max(batch, sequences_k) * k.shape[2]
-        paired = not spec.packed_q and pairs_tiles(spec, num_tiles, self.num_sms, kv_heads, len_k)
-        score_scale, before_tanh = score_factors(scale, softcap)[::-1]
-        q, k, v, out = regular(q), regular(k), regular(v), regular(out)
+        size, numbers = self.work(num_tiles, kv_heads, len_k, scale, left, right, softcap)
         self.function(
-            q,
-            k,
-            v,
-            out,
+            regular(q),
+            regular(k),
+            regular(v),
+            regular(out),
             lse,
             sinks,
             cu_seqlens_q,
@@ -267,15 +274,67 @@ class ForwardLaunch(NamedTuple):
             seqused_k,
             page_table,
             appended,
-            workspace,
-            score_scale,
-            before_tanh,
-            left,
-            right,
-            num_tiles,
-            int(paired),
-            num_ctas,
+            empty(q, (size,), torch.float32) if size else None,
+            *numbers,
         )
+
+    def work(
+        self, num_tiles: int, kv_heads: int, len_k: int, scale: float, left: int, right: int, softcap: float
+    ) -> tuple[int, tuple]:
+        """(fp32 numbers of the workspace, what the kernel's entry takes behind its tensors)."""
+        in_workspace, packed = self.config.workspace_numbers(self.spec), self.spec.packed_q
+        # A CTA for each packed tile: which SM has which is up to the hardware, their work is not known
+        num_ctas = num_tiles if packed and not in_workspace else min(num_tiles, self.num_sms)
+        paired = not packed and pairs_tiles(self.spec, num_tiles, self.num_sms, kv_heads, len_k)
+        before_tanh, score_scale = score_factors(scale, softcap)
+        return num_ctas * in_workspace, (score_scale, before_tanh, left, right, num_tiles, int(paired), num_ctas)
+
+
+class ForwardPlan(NamedTuple):
+    """All that follows from the sizes of a call without windows, softcap, sinks and lengths.
+
+    Attributes:
+        out, lse: shape and strides of what is allocated.
+        workspace: fp32 numbers.
+        numbers: what the kernel's entry takes behind its tensors.
+        shape: for ``observe``.
+    """
+
+    launch: ForwardLaunch
+    out: tuple[tuple[int, ...], tuple[int, ...]]
+    lse: tuple[tuple[int, ...], tuple[int, ...]]
+    workspace: int
+    numbers: tuple
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> ForwardPlan | None:
+        """None: no kernel is launched, or not with these strides."""
+        if not q.numel() or not k.numel() or any(regular(t) is not t for t in (q, k, v)):
+            return None
+        (batch, len_q, heads, d), (_, len_k, pairs, _) = q.shape, k.shape
+        left, right = window_bounds(causal, None)
+        spec = forward_spec(q, v, left, right)
+        launch = forward_launch(q.get_device(), spec, forward_config(spec, len_k))
+        num_tiles = -(-len_q // launch.config.tile_rows) * batch * heads
+        out, lse = (batch, len_q, heads, v.shape[3]), lse_shape(q, False)
+        return ForwardPlan(
+            launch,
+            (out, contiguous_strides(out)),
+            (lse, contiguous_strides(lse)),
+            *launch.work(num_tiles, batch * pairs, len_k, scale, left, right, 0.0),
+            (batch, heads, len_q, len_k, d),
+        )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse), as ``attention_forward``."""
+        out = empty_strided(q, *self.out, q.dtype)
+        lse = empty_strided(q, *self.lse, torch.float32)
+        workspace = empty(q, (self.workspace,), torch.float32) if self.workspace else None
+        if observers:
+            observe(self.launch, self.shape, q.get_device())
+        self.launch.function(q, k, v, out, lse, None, None, None, None, None, None, workspace, *self.numbers)
+        return out, lse
 
 
 def regular(t: Tensor) -> Tensor:

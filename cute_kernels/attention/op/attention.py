@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.attention import reference
 from cute_kernels.attention.checks import (
@@ -12,14 +13,21 @@ from cute_kernels.attention.checks import (
     Lengths,
     Window,
     check_attention,
+    check_layout,
     check_out,
     check_sizes,
     check_values,
 )
-from cute_kernels.attention.op.gradients import check_differentiable, differentiable_attention, forward
+from cute_kernels.attention.op.gradients import (
+    PLANS,
+    AttentionPlan,
+    check_differentiable,
+    differentiable_attention,
+    forward,
+)
 from cute_kernels.runtime.autograd import autocasts
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, uses_reference
+from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -118,8 +126,36 @@ def attention(
         >>> attention(q, q, v, causal=True)[0, :, 0, 0]
         tensor([0.0000, 0.5000])
     """
+    lengths = DENSE
+    if (
+        cu_seqlens_q is not None
+        or cu_seqlens_k is not None
+        or max_seqlen_q is not None
+        or max_seqlen_k is not None
+        or seqused_k is not None
+    ):
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    may_have_plan = (
+        not is_dynamo_compiling()
+        and lengths is DENSE
+        and window is None
+        and sinks is None
+        and out is None
+        and backend is None
+        and not check
+        and type(causal) is bool
+        and (scale is None or type(scale) is float)
+        and type(softcap) is float
+        and not softcap
+    )
+    if may_have_plan:
+        plan = PLANS.find((causal, scale), q, k, v)
+        if plan is not None:
+            results = plan.run(q, k, v)
+            return results if return_lse else results[0]
     if isinstance(q, Tensor) and autocasts(q):
         q, k, v = _autocast(q, k, v)
+        may_have_plan = False
     if uses_reference("attention", q, backend):
         return reference.attention(
             q,
@@ -142,15 +178,6 @@ def attention(
     softcap = as_float(softcap)
     if scale is not None:
         scale = as_float(scale)
-    lengths = DENSE
-    if (
-        cu_seqlens_q is not None
-        or cu_seqlens_k is not None
-        or max_seqlen_q is not None
-        or max_seqlen_k is not None
-        or seqused_k is not None
-    ):
-        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     check_attention(q, k, v, causal, window, softcap, sinks, scale, KERNEL_DTYPES, lengths)
     if out is not None:
         check_out(out, q, v)
@@ -158,6 +185,13 @@ def attention(
     if check:
         check_values(q, k, lengths)
     wants_gradient = differentiates(q, k, v, sinks)
+    if may_have_plan and mode_of(q, k, v).eager:
+        check_layout(q, k, v)
+        plan = AttentionPlan.of(q, k, v, causal, scale, wants_gradient)
+        if plan is not None:
+            PLANS.keep((causal, scale), plan, q, k, v)
+            results = plan.run(q, k, v)
+            return results if return_lse else results[0]
     if wants_gradient:
         check_differentiable(out)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import check_layout
-from cute_kernels.attention.launch import attention_backward, attention_forward, attention_into
-from cute_kernels.runtime.autograd import apply, first_derivative_only
+from cute_kernels.attention.launch import ForwardPlan, attention_backward, attention_forward, attention_into
+from cute_kernels.runtime.autograd import apply, eager_apply, first_derivative_only
 from cute_kernels.runtime.operators import mode_of
+from cute_kernels.runtime.plans import Plans
 
 
 def check_differentiable(out: Tensor | None) -> None:
@@ -31,14 +34,56 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *options: objec
 def differentiable_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     """``forward`` with a backward."""
     causal, scale, left, right, softcap, sinks, *lengths = options
-    return apply(_Attention, q, k, v, sinks, (causal, scale, left, right, softcap), *lengths)
+    return apply(_Attention, q, k, v, sinks, (causal, scale, left, right, softcap), None, *lengths)
+
+
+class AttentionPlan(NamedTuple):
+    """A forward that is ready to be launched, and what a backward is told if a gradient is wanted."""
+
+    forward: ForwardPlan
+    differentiates: bool
+    options: tuple[bool, float, int, int, float]
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, differentiates: bool
+    ) -> AttentionPlan | None:
+        """The plan of plain tensors; None as of ``ForwardPlan.of``."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        forward = ForwardPlan.of(q, k, v, causal, scale)
+        return None if forward is None else AttentionPlan(forward, differentiates, (causal, scale, -1, -1, 0.0))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        if self.differentiates:
+            return _eager_attention(q, k, v, None, self.options, self.forward)
+        return self.forward.run(q, k, v)
+
+
+PLANS: Plans[AttentionPlan] = Plans()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k):
-        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
-        out, lse = forward(q, k, v, None, *options, sinks, *lengths)
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        sinks,
+        options,
+        plan,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        seqused_k=None,
+    ):
+        if plan is None:
+            lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+            out, lse = forward(q, k, v, None, *options, sinks, *lengths)
+        else:
+            out, lse = plan.run(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
         ctx.options, ctx.longest = options, (max_seqlen_q, max_seqlen_k)
         ctx.set_materialize_grads(False)
@@ -49,7 +94,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, sinks, *starts, used_k = saved = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 11
         mode = mode_of(dout, dlse, *saved, *ctx.longest)
         dout = torch.zeros_like(out) if dout is None else _gradient_rows(dout, mode.eager)
         if dlse is not None:
@@ -57,7 +102,10 @@ class _Attention(torch.autograd.Function):
         lengths = *starts, *ctx.longest, used_k
         gradients = mode.of(attention_backward)(dout, q, k, v, out, lse, dlse, *ctx.options, sinks, *lengths)
         needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
-        return *(gradient if needs else None for gradient, needs in needed), *(None,) * 6
+        return *(gradient if needs else None for gradient, needs in needed), *(None,) * 7
+
+
+_eager_attention = eager_apply(_Attention)
 
 
 def _gradient_rows(t: Tensor, eager: bool) -> Tensor:
