@@ -165,9 +165,9 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
 
     With q in registers, us, causal and full: 96 channels 417 -> 393, 775 -> 753 (4x4096, 16 heads), 128 913 -> 898,
     1815 -> 1759 (2x8192, 16), 192/128 864 -> 832 (4x4096, 24), 192/192 893 -> 835, 1680 -> 1557 (2x8192, 10), 256
-    910 -> 892, 1742 -> 1716 (2x8192, 8). 128 channels, causal: packed 368 -> 364 (16k tokens, 16 heads), softcap
-    1112 -> 1097, sinks 945 -> 915 (2x8192, 16). Not timed: at 128 seqused_k and fewer channels, which take q so;
-    caches, and other sizes with other options, which do not. fp16 with softcap would spill at 128, 88 to 112 bytes.
+    917 -> 901, 1742 -> 1716 (2x8192, 8). 128 channels, causal: softcap 1116 -> 1077, sinks 937 -> 919 (2x8192, 16), but
+    packed 360 -> 364 (16k tokens, 16 heads). Not timed: at 128 seqused_k and fewer channels, which take q so; caches,
+    and other sizes with other options, which do not. fp16 with softcap would spill at 128, 88 to 112 bytes.
     """
     configs, dense = FORWARD_CONFIGS[spec.sizes], not (spec.packed_q or spec.cached)
     if spec.head_size == 64:
@@ -177,7 +177,7 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
             return configs[2]
         return configs[1] if spec.causal or spec.window else configs[0]
     if spec.head_size == 128:
-        in_registers = not (spec.cached or (spec.softcap and spec.dtype == torch.float16))
+        in_registers = dense and not (spec.softcap and spec.dtype == torch.float16)
         if spec.window and dense:
             return configs[-2 if in_registers else 1]
         return configs[-1 if in_registers else 0]

@@ -104,15 +104,10 @@ def test_other_configs_compile_without_spills(config):
     assert not is_serialized(kernel)
 
 
-PACKED = {"packed_q": True, "packed_k": True}
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options",
-    [{}, PACKED, {"softcap": True}, {"sinks": True}, {"used_k": True}, {**PACKED, "used_k": True}, {"padded": True}],
-    ids=str,
+    "options", [{}, {"softcap": True}, {"sinks": True}, {"used_k": True}, {"padded": True}], ids=str
 )
 @pytest.mark.parametrize("mask", [{"causal": True}, {}, {"window": True}], ids=str)
 def test_queries_in_registers_with_other_options(mask, options):

@@ -285,7 +285,9 @@ def test_windows_of_128_channels_take_the_last_tiles_first():
 
 @pytest.mark.parametrize("sizes", config.HEAD_SIZES, ids=str)
 def test_where_q_is_in_registers(sizes):
-    """At 128 channels but for caches and fp16 with softcap, at more and at 96 without other options, at 64 nowhere."""
+    """At 128 channels but for packed queries, caches and fp16 with softcap, at more and at 96 without other options, at
+    64 nowhere.
+    """
 
     def in_registers(spec: config.ForwardSpec) -> bool:
         return config.forward_config(spec).q_steps > 0
@@ -294,8 +296,9 @@ def test_where_q_is_in_registers(sizes):
         spec = config.ForwardSpec(BF16, sizes[0], causal, sizes[1], window)
         with_options = sizes[0] == 128
         assert in_registers(spec) == (with_options or (sizes[0] > 64 and not window))
-        for other in ("softcap", "sinks", "packed_q", "packed_k", "used_k", "padded"):
+        for other in ("softcap", "sinks", "packed_k", "used_k", "padded"):
             assert in_registers(spec._replace(**{other: True})) == with_options
+        assert not in_registers(spec._replace(packed_q=True))
         assert not in_registers(spec._replace(used_k=True, cached=True))
         assert not in_registers(spec._replace(dtype=FP16, softcap=True))
 

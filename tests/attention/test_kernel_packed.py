@@ -32,8 +32,8 @@ def precompiled():
         for causal, window in masks
         for packing in (dense, packed, *(() if window else used))
     ]
-    in_shared_memory = FORWARD_CONFIGS[128, 128][0]
-    jobs += [forward_job(packed_spec(128, causal, window), in_shared_memory) for causal, window in masks]
+    in_registers = FORWARD_CONFIGS[128, 128][-1]
+    jobs += [forward_job(packed_spec(128, causal, window), in_registers) for causal, window in masks]
     precompile(jobs)
 
 
@@ -74,14 +74,14 @@ def test_sequences_are_dense_ones(mask, head_size, generator):
 
 
 @MASKS
-def test_queries_in_shared_memory(mask, generator):
-    """The first config of 128 channels, which no call of packed sequences takes, has the bits of the one they take."""
+def test_queries_in_registers(mask, generator):
+    """The last config of 128 channels, which no call of packed sequences takes, has the bits of the one they take."""
     tensors, lengths = make_packed(Case(1, 1, 1, 4, 2, 128), LENGTHS_Q, LENGTHS_K, generator)
     wanted = run(tensors, **mask, **lengths)
     found = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
     left, right = window_bounds(mask.get("causal", False), mask.get("window"))
     spec = packed_spec(128, "causal" in mask, left != UNBOUNDED)
-    launch = ForwardLaunch.of(target_of(0), spec, FORWARD_CONFIGS[128, 128][0])
+    launch = ForwardLaunch.of(target_of(0), spec, FORWARD_CONFIGS[128, 128][-1])
     starts = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
     launch.run(*tensors, *found, 128**-0.5, left, right, 0.0, None, *starts, lengths["max_seqlen_q"])
     assert_same(found, wanted)
