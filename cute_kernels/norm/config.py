@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cute_kernels.common.row_layout import (
     MANY_CTAS,
-    MAX_CLUSTER,
     RING_BYTES,
+    WARP_SIZE,
     Access,
     RowConfig,
-    RowLayout,
     clusters_for,
     row_layout,
     with_stages,
@@ -196,20 +195,34 @@ def backward_config(arch: str, spec: NormBackwardSpec) -> NormConfig:
         elif kind == "layer" and 8192 < n <= 16384:
             warps, ctas_per_sm, columns = {16: 16}, 1, 4096
     config = _config(spec, clusters_for(n, columns), warps, ctas_per_sm)
-    if spec.access.vec == 1 and save == "input" and len(itemsizes) == 2 and _sums_ahead(kind, config.layout):
-        config = replace(config, layout=replace(config.layout, reload=True), ahead=config.layout.stages > 1)
+    if spec.access.vec == 1 and save == "input" and len(itemsizes) == 2 and n > 16384:
+        return _read_twice(spec, config)
     return config
 
 
-def _sums_ahead(kind: str, layout: RowLayout) -> bool:
-    """Whether a team sums its next odd row before it waits for the messages of this one, which it then reads again.
+def _read_twice(spec: NormBackwardSpec, config: NormConfig) -> NormConfig:
+    """Geometry of wide odd rows that a team reads again after their sums, where ``config`` has few rows at once.
 
-    H200, bf16, us: layer 885x151643 356, so 312; 2192x61229 294, so 257; rms 885x151643 289, so 232. With more warps a
-    row, or in clusters of 8, it loses: layer 2671x50257 318, so 331; 4194x32003 233, so 242. More columns would spill.
+    Between its two passes such a row takes no registers: they hold dw, db and weight of as many teams as have two
+    stages each: one for the row whose messages are on their way, while the next row loads into the other. 16 warps
+    have registers for 32 elements a thread, 12 for 38, 8 for 76. The fewest warps for most teams: what a row waits for
+    grows with its warps. Where no two teams fit, 16 warps share a row and sum the next one before they wait for the
+    messages of this one; two teams and more take longer that way.
+    H200, bf16, us, layer: 2671x50257 224, with 16 warps 235, 319 held by two teams; 4194x32003 210, 12 warps 218, 226;
+    2192x61229 219, 3 teams 233, 259; 1748x76801 220, 432; 1342x100001 231, 12 warps 249, 414; 1118x120001 223, 285;
+    885x151643 267, one that sums ahead 312. rms: 1748x76801 216, 326; 885x151643 220, 231; but three teams that hold
+    their rows take as long: 2192x61229 216, 217.
     """
-    if layout.n > 131072:
-        return layout.n <= 196608
-    return kind == "layer" and layout.cluster == MAX_CLUSTER and layout.teams == 2 and layout.chunks > 28
+    layout, fewest = config.layout, 3 if spec.kind == "rms" else 4
+    for teams, warps, most in ((4, 12, 34), (4, 16, 32), (3, 12, 38), (2, 8, 76)):
+        elements = -(-layout.columns_per_cta // (warps // teams * WARP_SIZE))
+        if layout.teams < min(teams, fewest) and elements <= most:
+            found = _config(spec, layout.cluster, {elements: warps}, ctas_per_sm=1)
+            if found.layout.teams == teams:
+                return replace(found, layout=replace(found.layout, reload=True))
+    if 131072 < layout.n <= 196608:  # more columns would spill
+        return replace(config, layout=replace(layout, reload=True), ahead=layout.stages > 1)
+    return config
 
 
 def _config(

@@ -463,20 +463,30 @@ class NormBackward:
                 if const_expr(self.kind == "layer"):
                     shift = s * (sums[1] * (1.0 / n))
 
-                if const_expr(layout.reload):
-                    rX = self.centred(load_row(sX, t, has_column, in_range, layout), rB, tile_mu[j])
-                    rdY = load_row(sdY, t, has_column, in_range, layout)
                 if const_expr(dh_out is not None):
                     sdH = self.ring.row(dh_out, tiles[2], slot, tile_row, row, column)
                 if const_expr(j == layout.rows_per_thread - 1 and not late_release):
                     if leads:
                         self.ring.refill(streams, tiles, mbars, slot, next_tile, num_tiles, column)
 
+                # Read again piece by piece: all of them would wait at the barrier in registers. No load passes a store
+                # to shared memory, so a piece is loaded before the one ahead of it is written, where registers allow
+                early = const_expr(int(ahead))
+                loaded = []
+                if const_expr(layout.reload):
+                    loaded = [self.load_pieces(sX, sdY, t, k, both(in_range, has_column[k])) for k in range(early)]
                 self.store.begin(team)
                 for k in cutlass.range_constexpr(len(pieces)):
                     piece, inside = pieces[k], both(in_range, has_column[k])
-                    dy_piece = piece_of(rdY, piece, layout).load()
-                    xc = piece_of(rX, piece, layout).load()
+                    if const_expr(layout.reload):
+                        if const_expr(k + early < len(pieces)):
+                            is_in_row = both(in_range, has_column[k + early])
+                            loaded = [*loaded, self.load_pieces(sX, sdY, t, k + early, is_in_row)]
+                        xc, dy_piece = loaded[k]
+                        xc = self.centred_piece(xc, piece, rB, tile_mu[j])
+                    else:
+                        xc = piece_of(rX, piece, layout).load()
+                        dy_piece = piece_of(rdY, piece, layout).load()
                     scaled = dy_piece * s
                     pdW, pdB = piece_of(rdW, piece, layout), piece_of(rdB, piece, layout)
                     if const_expr(self.saved == "output"):
@@ -549,14 +559,24 @@ class NormBackward:
 
     @cute.jit
     def centred(self, rX, rB, mu):
-        """Saved input: x - mean. Saved output: y - bias."""
+        """``centred_piece`` of all pieces of a row."""
         for k in cutlass.range_constexpr(len(self.layout.pieces)):
             pX = piece_of(rX, self.layout.pieces[k], self.layout)
-            if const_expr(self.kind == "layer" and self.saved == "input"):
-                pX.store(pX.load() - mu)
-            if const_expr(rB is not None):
-                pX.store(pX.load() - piece_of(rB, self.layout.pieces[k], self.layout).load().to(Float32))
+            pX.store(self.centred_piece(pX.load(), self.layout.pieces[k], rB, mu))
         return rX
+
+    def load_pieces(self, sX, sdY, t, k: int, inside) -> tuple:
+        """The k-th piece of a row of each matrix."""
+        return tuple(load_piece(matrix, t, self.layout.pieces[k], inside, self.layout) for matrix in (sX, sdY))
+
+    @cute.jit
+    def centred_piece(self, x, piece: cutlass.Constexpr, rB, mu):
+        """Saved input: x - mean. Saved output: y - bias."""
+        if const_expr(self.kind == "layer" and self.saved == "input"):
+            x = x - mu
+        if const_expr(rB is not None):
+            x = x - piece_of(rB, piece, self.layout).load().to(Float32)
+        return x
 
     @cute.jit
     def offset_weight(self, rW, piece: cutlass.Constexpr):

@@ -64,6 +64,10 @@ CASES = [
     Case("layer", 1001, bias=BF16),
     Case("layer", 50257, bias=BF16),
     Case("rms", 61229),
+    Case("layer", 32003, bias=BF16),
+    Case("rms", 100001),
+    Case("layer", 155647, bias=BF16),
+    Case("rms", 155647, bias=BF16),
 ]
 
 

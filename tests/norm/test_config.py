@@ -214,6 +214,36 @@ def test_backward(saved, dy, dh, save, n, arch, kind, unaligned, packed):
     assert config.persistent_clusters(132, math.inf) == math.inf
 
 
+@pytest.mark.parametrize(
+    "kind, n, dtype, rows, mode",
+    [
+        ("layer", 16385, BF16, 4, "again"),
+        ("layer", 20481, BF16, 4, "again"),
+        ("layer", 32003, BF16, 4, "again"),
+        ("layer", 40959, BF16, 4, "again"),
+        ("layer", 50257, BF16, 4, "again"),
+        ("layer", 65535, BF16, 4, "again"),
+        ("layer", 65537, BF16, 3, "again"),
+        ("layer", 100001, BF16, 2, "again"),
+        ("layer", 155647, BF16, 2, "again"),
+        ("layer", 155651, BF16, 1, "ahead"),
+        ("layer", 50257, FP32, 3, "again"),
+        ("layer", 65537, FP32, 2, "again"),
+        ("rms", 65535, BF16, 3, "held"),
+        ("rms", 65537, BF16, 3, "again"),
+        ("rms", 100001, BF16, 2, "again"),
+        ("rms", 155647, BF16, 2, "again"),
+        ("rms", 155651, BF16, 1, "ahead"),
+    ],
+)
+def test_several_wide_odd_rows_are_in_flight(kind, n, dtype, rows, mode):
+    """Held in registers, or read again: then each has a stage for the next row, which one row alone sums ahead."""
+    config = backward_config("sm_90a", backward_spec(n, Access(1, False, False), kind, saved=dtype, dy=dtype))
+    layout = config.layout
+    assert (layout.teams, layout.reload, config.ahead) == (rows, mode != "held", mode == "ahead")
+    assert layout.stages >= 2 and layout.staged and config.ctas_per_sm == 1
+
+
 @pytest.mark.parametrize("kind, sums, first", [("rms", 1, 33_800), ("layer", 2, 16_904)])
 def test_a_thread_adds_all_partial_rows_where_they_are_few_and_wide(kind, sums, first):
     """From the width on whose sums of partial rows took more than one wave of CTAs; the order stays that of 32 rows."""

@@ -7,7 +7,7 @@ from tests.norm.cases import BF16, FP32, Case, Inputs, call_and_differentiate, m
 
 # Packed narrow rows, rows of several warps, rows off 16 bytes, rows of a cluster, rows read twice
 CASES = [
-    *(Case("rms", n) for n in (64, 769, 1024, 4096, 10007, 16384, 262144)),
+    *(Case("rms", n) for n in (64, 769, 1024, 4096, 10007, 16384, 100001, 151643, 262144)),
     *(Case("layer", n, weight=FP32, bias=FP32) for n in (64, 769, 1024, 4096, 16384, 32768, 50257, 61229, 151643)),
     Case("rms", 64, residual=BF16, dh=True),
     Case("rms", 4096, residual=FP32, dh=True),
@@ -74,6 +74,7 @@ ODD = [
     Case("rms", 10007, FP32, weight=FP32),
     Case("layer", 16383, bias=BF16),
     Case("layer", 50257, weight=FP32, bias=FP32),
+    Case("rms", 151643),
 ]
 
 

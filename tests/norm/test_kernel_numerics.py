@@ -30,7 +30,7 @@ from tests.norm.cases import (
 )
 
 WIDTHS = [1, 3, 64, 100, 128, 512, 769, 1024, 1536, 2880, 4096, 5120, 7168, 12288, 16384, 32768, 131072, 262144]
-WIDTHS += [1001, 2235, 10007, 50257, 151643]  # odd ones, of a warp to a cluster
+WIDTHS += [1001, 2235, 10007, 50257, 100001, 151643]  # odd ones, of a warp to a cluster
 # rms_norm with weights of x's dtype, layer_norm with fp32 weights: both are common; fp32 weights have fp32 gradients
 BY_WIDTH = [Case("rms", n) for n in WIDTHS] + [Case("layer", n, weight=FP32, bias=FP32) for n in WIDTHS]
 # Rows of a few columns that do not fill 16 bytes: dw and db take more shared memory than the rows

@@ -14,6 +14,7 @@ CASES = {
         # racecheck takes no account of barrier 0 where a team of several warps has fewer rows than another
         Case("rms", 50257, rows=18),
         Case("layer", 61229, rows=40),
+        Case("rms", 151643, rows=28),
         Case("rms", 1001, rows=65),
     ],
     "few_wide": [Case("layer", 98312, weight=FP32, bias=FP32, rows=3)],
