@@ -19,7 +19,7 @@ from cute_kernels.attention.config import FEW_ROWS, MANY_SPLITS, SHORT, UNBOUNDE
 from cute_kernels.attention.launch import attention_append, attention_backward, attention_decode, attention_forward
 from cute_kernels.attention.launch.forward import lse_shape
 from cute_kernels.gemm.config import EPILOGUE_K, choose
-from cute_kernels.gemm.config_grouped import DECODE, MANY_ROWS
+from cute_kernels.gemm.config_grouped import DECODE, MANY_ROWS, ONE_TILE, SOME
 from cute_kernels.gemm.config_mxfp8 import DECODE as MXFP8_DECODE
 from cute_kernels.gemm.fp32 import product as fp32_product
 from cute_kernels.gemm.launch import gemm
@@ -352,7 +352,7 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
         for table in (None, _empty(2, e, **int32)):
             moe.moe_plan.function(indices, table, offs, _empty(2 * k, **int32), indices, offs, align)
     # Rows of an expert by which products choose their kernel
-    for mean in (*DECODE, max(DECODE) + 1, MANY_ROWS):
+    for mean in (*DECODE, SOME, ONE_TILE, ONE_TILE + 1, MANY_ROWS):
         slots = _empty(mean * e, **int32)
         rows, z, h = (_empty(mean * e, n, dtype=dtype) for n in (c, 2 * f, f))
         given = indices if oai else None, up_bias
@@ -372,6 +372,11 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
             ones = _empty(mean * e, 8, dtype=dtype).t()[:1]
             grouped_sums.function(ones, of_bias, offs, dtype)
             grouped_sums_into.function(ones, of_bias, offs, _empty(e, 1, n, dtype=FP32))
+    # Of a tile an expert products choose by their number, too: a rank may have a share of them
+    for share in (n for n in range(1, e) if e % n == 0):
+        for b in (up, down, down.mT, up.mT):
+            rows = _empty(ONE_TILE * share, b.shape[1], dtype=dtype)
+            grouped_rows.function(rows, b[:share], offs[:share], dtype)
     if oai:
         _linear(model, arch, num_sms, e, c, FP32)  # rows' products with down_bias
     elif dtype is torch.bfloat16 and not (c % 32 or f % 32):

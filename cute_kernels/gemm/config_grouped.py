@@ -76,8 +76,14 @@ def grouped_arguments(arch: str, spec: GroupedSpec, k: int, config: GemmConfig |
 # Rows of a group along M: the last tile is partly empty, so none has more than 128 rows, and pairs are along N. H200,
 # us, up of Qwen3-30B, gpt-oss-120b, T=8192, random groups, a probe: 636, 1919; of a cooperative 128 x 256 691, 2482
 PING_PONG_192 = GemmConfig((128, 192, 64), (1, 2), 4, 8, ping_pong=True)
+PING_PONG_160 = GemmConfig((128, 160, 64), (1, 2), 5, 8, ping_pong=True)
 PING_PONG_128 = GemmConfig((128, 128, 64), (1, 2), 5, 8, ping_pong=True)
-ROWS = (PING_PONG_192, PING_PONG_128)
+ROWS = (PING_PONG_192, PING_PONG_160, PING_PONG_128)
+# The price of a column, by a tile's columns, where an SM has tiles of many rows. H200, time by that with 192 columns:
+# 160, N=2880 (0.938 as many), gpt-oss-120b, random and skew, means of 256 to 512 rows 0.927 to 0.966, 128 rows 1.04,
+# equal groups 0.92; N=4096 (0.985), DeepSeek-V3, 128 to 512 rows 0.975 to 0.986. 128, N=4096 (0.970), DeepSeek-V3, 256
+# to 512 rows 0.963 to 0.976, Qwen3-235B 0.972 to 0.975, Mixtral 1.003, 1.006. Of N=14336 160 have 0.987: not measured
+COLUMN_PRICE = {192: 1.0, 160: 1.015, 128: 1.02}
 # Sums; a tile of fp32 that is read and written is worth hiding. H200, into fp32, time with prefetches by that without:
 # 128 columns, up of Qwen3-30B, T=2048, 8192, of 64 experts of DeepSeek-V3, T=2048, a down of 1408 columns 0.90, 0.96,
 # 0.92, 1.00; 192 columns, whose sums take half as much again of L2, down of Qwen3-30B, up of gpt-oss-120b, Mixtral,
@@ -106,11 +112,26 @@ DECODE = {
     7: GemmConfig((64, 16, 128), (1, 1), 10, 1),
     24: GemmConfig((64, 32, 128), (1, 1), 8, 1),
 }
+# More rows, along M again, of SM90; up to a mean of so many a group has one tile as a rule. H200, time by bmm's of the
+# mean, and by the fastest of 128 rows: 32, 33 rows, Mixtral up 1.03, 0.99, and 0.96, down 1.02, 0.99, and 0.94, 0.92;
+# DeepSeek-V3, Qwen3, gpt-oss-120b 0.99 to 1.02, and 0.94 to 0.97; 40 rows 0.95 to 1.11 of the fastest, 64 1.04 to 1.28.
+# 16 rows, by tiles of 32 along N: Mixtral up 0.95, down 1.01
+SOME = 36
+SOME_ROWS = GemmConfig((64, 128, 128), (1, 1), 4, 1)
+# Mean of a group's rows up to which it has one tile of 128 as a rule
+ONE_TILE = 64
 
 
 def many_rows(arch: str) -> tuple[GemmConfig, ...]:
     """Tiles of 128 rows of a group."""
-    return ROWS if arch == "sm_90a" else _together(ROWS)
+    return ROWS if arch == "sm_90a" else _together((PING_PONG_192, PING_PONG_128))
+
+
+def rows_kernels(arch: str) -> tuple[tuple[GemmConfig, bool], ...]:
+    """(config, transposed) of all kernels of rows, but for that of any strides."""
+    some = ((SOME_ROWS, False),) if arch == "sm_90a" else ()
+    few = ((config, True) for config in DECODE.values())
+    return (*((config, False) for config in many_rows(arch)), *some, *few)
 
 
 def sums(arch: str) -> tuple[SumsConfig, ...]:
@@ -129,17 +150,31 @@ def candidates(arch: str, ragged: str) -> tuple[tuple[GemmConfig | None, bool], 
     """(config, transposed) of all kernels that a call may be given to; None: the one for operands of any stride."""
     if ragged == "sums":
         return ((None, False), *((config, False) for config in sums(arch)))
-    few = ((config, True) for config in DECODE.values())
-    return ((None, False), *((config, False) for config in many_rows(arch)), *few)
+    return ((None, False), *rows_kernels(arch))
 
 
-def choose_rows(arch: str, rows: int, groups: int, n: int) -> tuple[GemmConfig, bool]:
-    """(kernel, whether it computes the transposed product) for ``rows`` of ``groups`` groups with matrices of n."""
+def choose_rows(arch: str, rows: int, groups: int, n: int, num_sms: int) -> tuple[GemmConfig, bool]:
+    """(kernel, whether it computes the transposed product) for ``rows`` of ``groups`` groups with matrices of n.
+
+    Up to ONE_TILE rows a group on the mean the host knows how many tiles there are, and the columns of the busiest SM
+    count; of as many, narrow tiles are faster. H200, 64 rows, 160 and 128 columns, time by that with 192: Mixtral up
+    0.94, 0.96, down 0.88, 0.84; DeepSeek-V3 up 0.95, 0.99, down 0.98, 0.99; Qwen3-30B up 0.98, 0.96, down 1.00, 0.97;
+    gpt-oss-120b up 0.98, 1.00, down 0.95, 1.01. Beyond, it is the columns of all tiles, each at its price.
+    """
     mean = -(-rows // max(min(groups, rows), 1))
     for most, config in DECODE.items():
         if mean <= most:
             return config, True
-    return min(many_rows(arch), key=lambda config: _padded(n, config)), False
+    if arch == "sm_90a" and mean <= SOME:
+        return SOME_ROWS, False
+
+    def cost(config: GemmConfig) -> tuple[float, int]:
+        columns = config.tile[1]
+        if mean <= ONE_TILE:
+            return _busiest(n, groups, config, num_sms), columns
+        return _padded(n, config) * COLUMN_PRICE[columns], columns
+
+    return min(many_rows(arch), key=cost), False
 
 
 def choose_sums(arch: str, m: int, n: int, rows: int, groups: int, accumulate: bool) -> tuple[GemmConfig, bool]:
@@ -163,10 +198,17 @@ def choose_sums(arch: str, m: int, n: int, rows: int, groups: int, accumulate: b
     return min(sums(arch), key=cost), False
 
 
-def _padded(size: int, config: GemmConfig, mode: int = 1) -> float:
-    """Columns that tiles of a size have, each 4 % dearer the narrower they are, as in ``config._cost_of_many``."""
-    tile = config.tile[mode] * config.cluster[mode]
-    return -(-size // tile) * tile * (1 + 13 / config.tile[1])
+def _busiest(size: int, groups: int, config: GemmConfig, num_sms: int) -> int:
+    """Columns that the busiest SM computes of a size, where each group has one tile along its rows."""
+    _, cluster = config.cluster
+    tiles = groups * (_padded(size, config) // (config.tile[1] * cluster))
+    return -(-tiles // max(num_sms // cluster, 1)) * config.tile[1]
+
+
+def _padded(size: int, config: GemmConfig) -> int:
+    """Columns that tiles of a size have."""
+    tile = config.tile[1] * config.cluster[1]
+    return -(-size // tile) * tile
 
 
 def tiles_bound(rows: int, groups: int, n: int, config: GemmConfig | None, transposed: bool) -> int:

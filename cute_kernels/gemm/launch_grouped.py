@@ -59,8 +59,10 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
     m, n, k, groups = sizes
     is_rows = spec.ragged == "rows"
     if candidate is None:
-        arch = target.arch
-        candidate = choose_rows(arch, m, groups, n) if is_rows else choose_sums(arch, m, n, k, groups, spec.accumulate)
+        if is_rows:
+            candidate = choose_rows(target.arch, m, groups, n, target.num_sms)
+        else:
+            candidate = choose_sums(target.arch, m, n, k, groups, spec.accumulate)
     config, transposed = candidate
     if config is None or spec.a_major is None:
         config, transposed = None, False

@@ -19,7 +19,7 @@ from cute_kernels.gemm.config import (
     many_tokens,
     more_tokens,
 )
-from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, grouped_arguments, many_rows, sums
+from cute_kernels.gemm.config_grouped import GroupedSpec, grouped_arguments, rows_kernels, sums
 from cute_kernels.gemm.config_mxfp8 import GroupedMxfp8Spec
 from cute_kernels.gemm.config_tokens import SOME_TOKENS
 from cute_kernels.runtime.targets import expect_arch
@@ -69,8 +69,7 @@ def _grouped(arch: str) -> Iterator[tuple[Any, tuple]]:
     """Rows of experts, forward and dx; their weights' gradients, bf16 and accumulated in fp32."""
     from cute_kernels.gemm.kernel_grouped import grouped
 
-    rows = [(config, False) for config in many_rows(arch)] + [(config, True) for config in DECODE.values()]
-    for config, transposed in rows:
+    for config, transposed in rows_kernels(arch):
         for b_major in ("k", "n"):
             spec = GroupedSpec(BF16, BF16, "rows", b_major=b_major)
             yield grouped, grouped_arguments(arch, spec, BLOCK, config, transposed)

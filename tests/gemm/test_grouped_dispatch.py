@@ -1,12 +1,14 @@
 """The kernels' path of grouped_mm on the CPU, ``serial_k16`` in plain torch in their place; the tests are the GPU's."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config_grouped import DECODE, GroupedSpec, candidates, choose_sums
+from cute_kernels.gemm.config_grouped import DECODE, ONE_TILE, SOME, GroupedSpec, candidates, choose_rows, choose_sums
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
@@ -52,21 +54,47 @@ def test_every_kernel_computes(ragged, arch, generator):
 
 
 def test_who_is_chosen():
-    """By the mean number of rows: a tile of tokens on N that is wider for few of them; pairs along N for many."""
-    for rows, transposed, width in (
-        (5, True, 8),
-        (20, True, 8),
-        (35, True, 16),
-        (120, True, 32),
-        (125, False, 192),
-        (5000, False, 192),
+    """By the mean number of rows: a tile of tokens on N that is wider for few of them; along M for more, for many in
+    pairs along N.
+    """
+    for rows, transposed, height, width in (
+        (5, True, 64, 8),
+        (20, True, 64, 8),
+        (35, True, 64, 16),
+        (120, True, 64, 32),
+        (121, False, 64, 128),
+        (180, False, 64, 128),
+        (181, False, 128, 128),
+        (320, False, 128, 128),
+        (321, False, 128, 192),
+        (5000, False, 128, 192),
     ):
         a, b = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, 64, 1536, dtype=BF16)
         with observed() as launches:
             grouped_mm(a, b, offs_of([rows, 0, 0, 0, 0], "cpu"))
         ((launch, _, _),) = launches
-        assert launch.transposed == transposed and launch.config.tile[1] == width, rows
+        assert launch.transposed == transposed and launch.config.tile[:2] == (height, width), rows
         assert launch.num_ctas <= 132 and launch.num_ctas % launch.config.cluster[1] == 0
+
+
+def test_up_to_a_tile_a_group_waves_count():
+    """Columns of the busiest SM of 132, as H200 had it: Mixtral's down has 88, 104, 128 pairs of tiles on 66."""
+    for groups, n, width in ((8, 4096, 128), (8, 28672, 160), (64, 4096, 128), (64, 7168, 128), (128, 2048, 128)):
+        for mean in (SOME + 1, ONE_TILE):
+            assert choose_rows("sm_90a", mean * groups, groups, n, 132)[0].tile[:2] == (128, width), (groups, n)
+    for n, width in ((5760, 160), (2880, 160), (1536, 128)):
+        assert choose_rows("sm_90a", ONE_TILE * 128, 128, n, 132)[0].tile[1] == width, n
+    assert choose_rows("sm_90a", ONE_TILE * 8, 8, 4096, 176)[0].tile[1] == 192  # one wave of 88
+
+
+@pytest.mark.parametrize("mean", [ONE_TILE + 1, 512])
+def test_of_many_rows_columns_count(mean):
+    """Of the models' sizes 2880 is 18 tiles of 160; at 4096 192 and 160 have 128 and 64 columns too many."""
+    widths = {192: (768, 1408, 1536, 3072, 5760, 7168, 14336, 28672), 160: (2880,), 128: (2048, 2816, 4096)}
+    for width, sizes in widths.items():
+        for groups, n in itertools.product((8, 128), sizes):
+            config, transposed = choose_rows("sm_90a", mean * groups, groups, n, 132)
+            assert config.tile[:2] == (128, width) and not transposed, n
 
 
 def test_who_is_chosen_to_sum():
@@ -84,8 +112,8 @@ def test_who_is_chosen_to_sum():
 def test_a_layer_finds_its_kernels_precompiled(arch):
     """Forward, dx and dweight, with main_grad, of any number of rows."""
     with fake_kernels(arch, computes=False) as jobs:
-        for rows in (5, *(5 * most for most in DECODE), 5000):
-            for n in (1536, 256):
+        for rows in (5, *(5 * most for most in (*DECODE, SOME, ONE_TILE)), 5000):
+            for n in (1536, 256, 2880):
                 x, weight = torch.zeros(rows, 64, dtype=BF16), torch.zeros(5, n, 64, dtype=BF16)
                 offs = offs_of([rows, 0, 0, 0, 0], "cpu")
                 run_grouped(x, weight.mT, offs, x.new_zeros(rows, n))

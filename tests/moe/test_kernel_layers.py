@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import check_invariance, moe
-from cute_kernels.gemm.config_grouped import DECODE, many_rows
+from cute_kernels.gemm.config_grouped import many_rows, rows_kernels
 from cute_kernels.runtime.launches import observed
 from tests.gemm.cases import here
 from tests.moe.cases import BF16, FP16, FP32, assert_same_bits, make_layer, randn, run_layer
@@ -80,20 +80,23 @@ def test_all_experts(experts, k, dtype, generator):
 
 
 def test_batches_of_a_real_layer(generator):
-    """Qwen3-30B's: products choose each of their kernels in turn, and a token's bits are those among 512."""
-    layer = make_layer(512, 2048, 768, 128, generator)
+    """Qwen3-30B's: products choose each of their kernels of few rows in turn, and of many; a token's bits are those
+    among 1100.
+    """
+    layer = make_layer(1100, 2048, 768, 128, generator)
     whole, used = run_layer(layer, 8), set()
-    for count in (1, 2, 7, 8, 31, 64, 96, 200, 256, 512):
-        index = torch.randperm(512, generator=generator, device="cuda")[:count]
+    for count in (1, 2, 7, 8, 31, 64, 96, 200, 256, 512, 700, 1100):
+        index = torch.randperm(1100, generator=generator, device="cuda")[:count]
         with torch.no_grad(), observed() as launches:
             y = moe.experts(layer.x[index], moe.route(layer.logits[index], 8), layer.gate_up, layer.down)
         used |= {launch.config for launch, _, _ in launches}
         assert_same_bits(y, whole["y"][index], f"{count} tokens")
-    assert set(DECODE.values()) < used and used & set(many_rows(here()))
+    many = set(many_rows(here()))
+    assert {config for config, _ in rows_kernels(here())} - many < used and used & many
     for count in (1, 20, 100, 300):
-        found = run_layer(layer, 8, slice(512 - count, 512))
+        found = run_layer(layer, 8, slice(1100 - count, 1100))
         for name in ("y", "dx", "dlogits"):
-            assert_same_bits(found[name], whole[name][512 - count :], f"{name} of {count}")
+            assert_same_bits(found[name], whole[name][1100 - count :], f"{name} of {count}")
 
 
 def test_first_call_inside_a_graph_capture(generator):

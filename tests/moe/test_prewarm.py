@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels import grouped_mm, moe, nn
-from cute_kernels.gemm.config_grouped import MANY_ROWS
+from cute_kernels.gemm.config_grouped import MANY_ROWS, ONE_TILE, SOME
 from cute_kernels.prewarm import for_config
 from tests.fakes import fake_kernels
 from tests.moe.cases import BF16, FP32, randn, run_layer
@@ -37,6 +37,27 @@ def test_gpt_oss(arch, generator):
             routing = moe.route(layer.logits.requires_grad_(), 2)
             moe.experts(layer.x, routing, gate_up, down, **given, **options).backward(layer.dy)
     assert_known(jobs, arch, model_type="gpt_oss")
+
+
+@pytest.mark.parametrize("hidden", [64, 2880, 4096])
+def test_rows_of_experts(hidden):
+    """Of each mean at which another kernel may be chosen, forward and backward."""
+    rows = [8 * mean for mean in (1, 24, 25, SOME, SOME + 1, ONE_TILE, ONE_TILE + 1, 512)]
+    offs, weight = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 144, hidden, dtype=BF16)
+    with fake_kernels(computes=False) as jobs:
+        for count in rows:
+            grouped_mm(torch.zeros(count, hidden, dtype=BF16), weight.mT, offs)
+            grouped_mm(torch.zeros(count, 144, dtype=BF16), weight, offs)
+    assert_known(jobs, hidden_size=hidden)
+
+
+def test_rows_of_a_rank_s_experts():
+    """Of 16 of 128 experts of gpt-oss' sizes: tiles of 128 columns, which those of all of them never have."""
+    offs, weight = torch.zeros(16, dtype=torch.int32), torch.empty(16, 2880, 5760, dtype=BF16)
+    with fake_kernels(computes=False) as jobs:
+        grouped_mm(torch.empty(16 * ONE_TILE, 2880, dtype=BF16), weight, offs)
+    sizes = {"hidden_size": 2880, "moe_intermediate_size": 2880, "num_local_experts": 128}
+    assert_known(jobs, model_type="gpt_oss", **sizes)
 
 
 def test_many_rows():
