@@ -82,7 +82,10 @@ ROWS = (PING_PONG_192, PING_PONG_160, PING_PONG_128)
 # The price of a column, by a tile's columns, where an SM has tiles of many rows. H200, time by that with 192 columns:
 # 160, N=2880 (0.938 as many), gpt-oss-120b, random and skew, means of 256 to 512 rows 0.927 to 0.966, 128 rows 1.04,
 # equal groups 0.92; N=4096 (0.985), DeepSeek-V3, 128 to 512 rows 0.975 to 0.986. 128, N=4096 (0.970), DeepSeek-V3, 256
-# to 512 rows 0.963 to 0.976, Qwen3-235B 0.972 to 0.975, Mixtral 1.003, 1.006. Of N=14336 160 have 0.987: not measured
+# to 512 rows 0.963 to 0.976, Qwen3-235B 0.972 to 0.975, Mixtral 1.003, 1.006. Of N=14336 160 have 0.987: not measured.
+# But matrices along n, from which TMA reads 160 columns by 32, are not read that way a few times each: dA of up of
+# gpt-oss-120b, 256 rows, the bench's time by bmm's 1.30 with 192 columns, 1.37 with 160, equal groups 1.05, 1.19; of
+# gpt-oss-20b, 1024 rows, 1.14, 1.07 and 1.09, 1.00
 COLUMN_PRICE = {192: 1.0, 160: 1.015, 128: 1.02}
 # Sums; a tile of fp32 that is read and written is worth hiding. H200, into fp32, time with prefetches by that without:
 # 128 columns, up of Qwen3-30B, T=2048, 8192, of 64 experts of DeepSeek-V3, T=2048, a down of 1408 columns 0.90, 0.96,
@@ -153,7 +156,9 @@ def candidates(arch: str, ragged: str) -> tuple[tuple[GemmConfig | None, bool], 
     return ((None, False), *rows_kernels(arch))
 
 
-def choose_rows(arch: str, rows: int, groups: int, n: int, num_sms: int) -> tuple[GemmConfig, bool]:
+def choose_rows(
+    arch: str, rows: int, groups: int, n: int, num_sms: int, b_major: str | None = "k"
+) -> tuple[GemmConfig, bool]:
     """(kernel, whether it computes the transposed product) for ``rows`` of ``groups`` groups with matrices of n.
 
     Up to ONE_TILE rows a group on the mean the host knows how many tiles there are, and the columns of the busiest SM
@@ -174,7 +179,10 @@ def choose_rows(arch: str, rows: int, groups: int, n: int, num_sms: int) -> tupl
             return _busiest(n, groups, config, num_sms), columns
         return _padded(n, config) * COLUMN_PRICE[columns], columns
 
-    return min(many_rows(arch), key=cost), False
+    configs = many_rows(arch)
+    if b_major == "n" and ONE_TILE < mean < MANY_ROWS:
+        configs = tuple(config for config in configs if config.tile[1] % 64 == 0)
+    return min(configs, key=cost), False
 
 
 def choose_sums(arch: str, m: int, n: int, rows: int, groups: int, accumulate: bool) -> tuple[GemmConfig, bool]:

@@ -60,7 +60,7 @@ def launch_of(target: Target, spec: GroupedSpec, sizes: Sizes, candidate: tuple 
     is_rows = spec.ragged == "rows"
     if candidate is None:
         if is_rows:
-            candidate = choose_rows(target.arch, m, groups, n, target.num_sms)
+            candidate = choose_rows(target.arch, m, groups, n, target.num_sms, spec.b_major)
         else:
             candidate = choose_sums(target.arch, m, n, k, groups, spec.accumulate)
     config, transposed = candidate

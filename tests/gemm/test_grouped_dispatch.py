@@ -8,7 +8,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cute_kernels import grouped_mm
 from cute_kernels.gemm import prewarm
-from cute_kernels.gemm.config_grouped import DECODE, ONE_TILE, SOME, GroupedSpec, candidates, choose_rows, choose_sums
+from cute_kernels.gemm.config_grouped import (
+    DECODE,
+    MANY_ROWS,
+    ONE_TILE,
+    SOME,
+    GroupedSpec,
+    candidates,
+    choose_rows,
+    choose_sums,
+)
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_gpu, fake_kernels
 from tests.gemm.cases import assert_same_bits
@@ -95,6 +104,11 @@ def test_of_many_rows_columns_count(mean):
         for groups, n in itertools.product((8, 128), sizes):
             config, transposed = choose_rows("sm_90a", mean * groups, groups, n, 132)
             assert config.tile[:2] == (128, width) and not transposed, n
+
+
+def test_matrices_along_n_that_are_read_a_few_times_have_no_160_columns():
+    for mean, width in ((ONE_TILE + 1, 192), (MANY_ROWS - 1, 192), (MANY_ROWS, 160)):
+        assert choose_rows("sm_90a", mean * 8, 8, 2880, 132, "n")[0].tile[1] == width, mean
 
 
 def test_who_is_chosen_to_sum():
