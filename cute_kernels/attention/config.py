@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LOG2E = math.log2(math.e)
 # Head sizes of q and k, and of v, that kernels have; others run as the first one that is as large
@@ -177,7 +178,7 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
             return configs[2]
         return configs[1] if spec.causal or spec.window else configs[0]
     if spec.head_size == 128:
-        in_registers = dense and not (spec.softcap and spec.dtype == torch.float16)
+        in_registers = dense and not (spec.softcap and str(spec.dtype) == "torch.float16")
         if spec.window and dense:
             return configs[-2 if in_registers else 1]
         return configs[-1 if in_registers else 0]
