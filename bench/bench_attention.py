@@ -53,7 +53,7 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.launch import forward
 from cute_kernels.attention.launch.forward import ForwardLaunch
-from cute_kernels.attention.op.gradients import PLANS
+from cute_kernels.attention.op.gradients import CALLS
 from cute_kernels.runtime.launches import bounded
 from cute_kernels.runtime.targets import target_of
 from jit_cache import command
@@ -372,7 +372,7 @@ def with_config(number: int, case: Attention, inputs: Inputs) -> Calls | None:
 
     @contextlib.contextmanager
     def with_kernel() -> Iterator[None]:
-        with mock.patch.multiple(forward, **choices), mock.patch.object(PLANS, "guarded", guarded):
+        with mock.patch.multiple(forward, **choices), mock.patch.object(CALLS, "guarded", guarded):
             yield
 
     return _cute_kernels(case, inputs, with_kernel)

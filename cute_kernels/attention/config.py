@@ -178,7 +178,8 @@ def forward_config(spec: ForwardSpec, seen: int = UNBOUNDED) -> ForwardConfig:
             return configs[2]
         return configs[1] if spec.causal or spec.window else configs[0]
     if spec.head_size == 128:
-        in_registers = dense and not (spec.softcap and str(spec.dtype) == "torch.float16")
+        spills = spec.softcap and str(spec.dtype) == "torch.float16"
+        in_registers = dense and not spec.packed_k and not spills
         if spec.window and dense:
             return configs[-2 if in_registers else 1]
         return configs[-1 if in_registers else 0]
@@ -198,8 +199,8 @@ def pairs_tiles(spec: ForwardSpec, num_tiles: int, num_sms: int, kv_heads: int, 
     return len_k <= 4096 if spec.head_size == 64 else 8 * kv_heads > num_sms
 
 
-# The configs for each pair of head sizes. Calls take the first one and the last one, of 64 channels the first three, of
-# 128 the first two and the last two; others are for tests. That of 80, which runs as 96, is a candidate:
+# The configs for each pair of head sizes. Calls take the first one and the last one, of 64 channels only the first
+# three, of 128 the first two and the last two; others are for tests. That of 80, which runs as 96, is a candidate:
 # bench/experiments/attention.md
 FORWARD_CONFIGS = {
     (64, 64): (

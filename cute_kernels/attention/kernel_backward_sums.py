@@ -131,8 +131,9 @@ def wait_for(counter: cute.Pointer, value: Int32):
 def wait_as_warp(counter: cute.Pointer, value: Int32):
     """``wait_for`` by all lanes of a warp that has more to do.
 
-    Were one lane to poll, its loop would yield (YIELD in SASS). The hardware then lets the other lanes go on from the
-    place where they meet it (BSYNC), and all use that place's register again further on: the warp never comes together.
+    Were one lane to poll, its loop would yield (YIELD in SASS). The other lanes then seem to go on from the place where
+    they meet it (BSYNC), and all use that place's register again further on: the warp never comes together, and hangs
+    (bench/experiments/attention.md).
     """
     found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while cute.arch.vote_any_sync(found != value):

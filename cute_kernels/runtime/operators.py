@@ -2,7 +2,8 @@
 
 A launch is a function that only writes to tensors it is given, registered as an operator of the same name. Eager calls
 on plain tensors run the function. While a graph is traced, or for tensor subclasses, the operator is called; its fake
-does nothing, since nothing is returned. No other module asks which of the two it is, and it is asked once:
+does nothing, since nothing is returned. No other module asks which of the two it is, but for ``guarded.py``, whose
+guards find calls like earlier eager ones; and it is asked once:
 
 - A forward or a backward begins with ``mode = mode_of(...)`` of its tensors. It checks layouts and addresses if
   ``mode.eager``, allocates with ``mode.empty`` and launches with ``mode.of(launch)(...)``.

@@ -56,7 +56,7 @@ def sampled(arch: str) -> list:
     ]
 
 
-# fp16 takes the same code: four of its kernels stand for it, two with softcap, which q in registers would spill
+# fp16 takes nearly the same code: four of its kernels stand for it, two with softcap, which q in registers would spill
 JOBS = [job for arch in ("sm_90a", "sm_100a") for job in sampled(arch)]
 JOBS += [
     job

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cute_kernels import attention
 from cute_kernels.attention import config, launch, prewarm, reference
 from cute_kernels.attention.launch.forward import regular
-from cute_kernels.attention.op.gradients import PLANS
+from cute_kernels.attention.op.gradients import CALLS
 from cute_kernels.runtime import launches
 from tests.attention.cases import (
     BF16,
@@ -242,7 +242,7 @@ def test_no_grad_is_enough(generator):
             assert attention(q, k, v).requires_grad is enabled
 
 
-def test_the_config_follows_from_the_head_size_alone():
+def test_how_many_configs_calls_take():
     jobs = (arguments for _, arguments in prewarm.specializations("sm_90a"))
     found = {(job[1].sizes, job[2]) for job in jobs if isinstance(job[1], config.ForwardSpec)}
     # The first one; of 64 two others where rows see few keys, of all but 64 q in registers, of 128 both of windows, too
@@ -285,8 +285,8 @@ def test_windows_of_128_channels_take_the_last_tiles_first():
 
 @pytest.mark.parametrize("sizes", config.HEAD_SIZES, ids=str)
 def test_where_q_is_in_registers(sizes):
-    """At 128 channels but for packed queries, caches and fp16 with softcap, at more and at 96 without other options, at
-    64 nowhere.
+    """At 128 channels but for packed sequences, caches and fp16 with softcap, at more and at 96 without other options,
+    at 64 nowhere.
     """
 
     def in_registers(spec: config.ForwardSpec) -> bool:
@@ -296,9 +296,10 @@ def test_where_q_is_in_registers(sizes):
         spec = config.ForwardSpec(BF16, sizes[0], causal, sizes[1], window)
         with_options = sizes[0] == 128
         assert in_registers(spec) == (with_options or (sizes[0] > 64 and not window))
-        for other in ("softcap", "sinks", "packed_k", "used_k", "padded"):
+        for other in ("softcap", "sinks", "used_k", "padded"):
             assert in_registers(spec._replace(**{other: True})) == with_options
-        assert not in_registers(spec._replace(packed_q=True))
+        for other in ("packed_q", "packed_k"):
+            assert not in_registers(spec._replace(**{other: True}))
         assert not in_registers(spec._replace(used_k=True, cached=True))
         assert not in_registers(spec._replace(dtype=FP16, softcap=True))
 
@@ -330,8 +331,8 @@ def recorded(arch: str, num_sms: int):
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("head_size", [64, 72, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_plan_launches_what_the_operator_launches(causal, head_size, arch, generator):
-    """At the first call and at another one, with a gradient and without; the operator has no plan."""
+def test_a_cached_call_launches_what_the_operator_launches(causal, head_size, arch, generator):
+    """At the first call and at another one, with a gradient and without; the operator has no entry."""
     for sizes in ((1, 1, 1, 1, 1), (3, 200, 300, 4, 2), (2, 700, 64, 2, 1), (9, 300, 2000, 8, 8)):
         inputs = make_inputs(Case(*sizes, head_size), generator)
         stack, seen = recorded(arch, 7)
@@ -339,12 +340,12 @@ def test_a_plan_launches_what_the_operator_launches(causal, head_size, arch, gen
             for tensors in (inputs, [t.requires_grad_() for t in inputs]):
                 for _ in range(2):
                     attention(*tensors, causal=causal)
-            assert len(PLANS.guarded) == 1
+            assert len(CALLS.guarded) == 1
             launch.attention_forward.function(*(t.detach() for t in inputs), causal, head_size**-0.5)
         assert len(seen) == 5 and all(other == seen[4] for other in seen)
 
 
-def test_calls_by_a_plan(generator):
+def test_cached_calls(generator):
     """Results, gradients and what is observed; nothing is checked again."""
     case = Case(2, 5, 9, 4, 2, causal=True)
     inputs = [t.requires_grad_() for t in make_inputs(case, generator)]
@@ -374,10 +375,10 @@ def test_a_bad_option_after_a_good_one(options, generator):
         attention(*inputs, **{"causal": True, "scale": 1.0} | options)
 
 
-def test_no_plan_under_autocast(generator):
+def test_autocast_is_not_cached(generator):
     """Its dtype may be another one at the next call."""
     inputs = make_inputs(Case(1, 5, 5, 1, 1), generator)
     for dtype in (BF16, FP16):
         with torch.autocast("cpu", dtype=dtype):
             assert attention(*inputs).dtype is dtype
-    assert not PLANS.guarded
+    assert not CALLS.guarded

@@ -3,10 +3,10 @@
 from cute_kernels.attention.launch.append import attention_append
 from cute_kernels.attention.launch.backward import attention_backward
 from cute_kernels.attention.launch.decode import attention_decode
-from cute_kernels.attention.launch.forward import ForwardPlan, attention_forward, attention_into
+from cute_kernels.attention.launch.forward import ForwardCall, attention_forward, attention_into
 
 __all__ = [
-    "ForwardPlan",
+    "ForwardCall",
     "attention_append",
     "attention_backward",
     "attention_decode",

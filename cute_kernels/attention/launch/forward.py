@@ -290,7 +290,7 @@ class ForwardLaunch(NamedTuple):
         return num_ctas * in_workspace, (score_scale, before_tanh, left, right, num_tiles, int(paired), num_ctas)
 
 
-class ForwardPlan(NamedTuple):
+class ForwardCall(NamedTuple):
     """All that follows from the sizes of a call without windows, softcap, sinks and lengths.
 
     Attributes:
@@ -308,7 +308,7 @@ class ForwardPlan(NamedTuple):
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> ForwardPlan | None:
+    def of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> ForwardCall | None:
         """None: no kernel is launched, or not with these strides."""
         if not q.numel() or not k.numel() or any(regular(t) is not t for t in (q, k, v)):
             return None
@@ -318,7 +318,7 @@ class ForwardPlan(NamedTuple):
         launch = forward_launch(q.get_device(), spec, forward_config(spec, len_k))
         num_tiles = -(-len_q // launch.config.tile_rows) * batch * heads
         out, lse = (batch, len_q, heads, v.shape[3]), lse_shape(q, False)
-        return ForwardPlan(
+        return ForwardCall(
             launch,
             (out, contiguous_strides(out)),
             (lse, contiguous_strides(lse)),

@@ -19,8 +19,8 @@ from cute_kernels.attention.checks import (
     check_values,
 )
 from cute_kernels.attention.op.gradients import (
-    PLANS,
-    AttentionPlan,
+    CALLS,
+    AttentionCall,
     check_differentiable,
     differentiable_attention,
     forward,
@@ -135,27 +135,15 @@ def attention(
         or seqused_k is not None
     ):
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    may_have_plan = (
-        not is_dynamo_compiling()
-        and lengths is DENSE
-        and window is None
-        and sinks is None
-        and out is None
-        and backend is None
-        and not check
-        and type(causal) is bool
-        and (scale is None or type(scale) is float)
-        and type(softcap) is float
-        and not softcap
-    )
-    if may_have_plan:
-        plan = PLANS.find((causal, scale), q, k, v)
-        if plan is not None:
-            results = plan.run(q, k, v)
+    may_be_cached = lengths is DENSE and _has_no_options(causal, window, softcap, sinks, scale, out, backend, check)
+    if may_be_cached:
+        call = CALLS.get((causal, scale), q, k, v)
+        if call is not None:
+            results = call.run(q, k, v)
             return results if return_lse else results[0]
     if isinstance(q, Tensor) and autocasts(q):
         q, k, v = _autocast(q, k, v)
-        may_have_plan = False
+        may_be_cached = False
     if uses_reference("attention", q, backend):
         return reference.attention(
             q,
@@ -185,12 +173,12 @@ def attention(
     if check:
         check_values(q, k, lengths)
     wants_gradient = differentiates(q, k, v, sinks)
-    if may_have_plan and mode_of(q, k, v).eager:
+    if may_be_cached and mode_of(q, k, v).eager:
         check_layout(q, k, v)
-        plan = AttentionPlan.of(q, k, v, causal, scale, wants_gradient)
-        if plan is not None:
-            PLANS.keep((causal, scale), plan, q, k, v)
-            results = plan.run(q, k, v)
+        call = AttentionCall.of(q, k, v, causal, scale, wants_gradient)
+        if call is not None:
+            results = call.run(q, k, v)
+            CALLS.put((causal, scale), call, q, k, v)
             return results if return_lse else results[0]
     if wants_gradient:
         check_differentiable(out)
@@ -201,6 +189,22 @@ def attention(
     options = causal, scale, left, right, softcap, sinks, *lengths
     results = differentiable_attention(q, k, v, *options) if wants_gradient else forward(q, k, v, out, *options)
     return results if return_lse else results[0]
+
+
+def _has_no_options(causal, window, softcap, sinks, scale, out, backend, check) -> bool:
+    """Whether a call is given none but these that ``CALLS`` tells apart, of the types that they should have."""
+    return (
+        not is_dynamo_compiling()
+        and window is None
+        and sinks is None
+        and out is None
+        and backend is None
+        and not check
+        and type(causal) is bool
+        and (scale is None or type(scale) is float)
+        and type(softcap) is float
+        and not softcap
+    )
 
 
 def _autocast(*tensors: object) -> list:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.checks import check_layout
-from cute_kernels.attention.launch import ForwardPlan, attention_backward, attention_forward, attention_into
+from cute_kernels.attention.launch import ForwardCall, attention_backward, attention_forward, attention_into
 from cute_kernels.runtime.autograd import apply, eager_apply, first_derivative_only
+from cute_kernels.runtime.guarded import GuardedCache
 from cute_kernels.runtime.operators import mode_of
-from cute_kernels.runtime.plans import Plans
 
 
 def check_differentiable(out: Tensor | None) -> None:
@@ -37,21 +37,21 @@ def differentiable_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) 
     return apply(_Attention, q, k, v, sinks, (causal, scale, left, right, softcap), None, *lengths)
 
 
-class AttentionPlan(NamedTuple):
+class AttentionCall(NamedTuple):
     """A forward that is ready to be launched, and what a backward is told if a gradient is wanted."""
 
-    forward: ForwardPlan
+    forward: ForwardCall
     differentiates: bool
     options: tuple[bool, float, int, int, float]
 
     @staticmethod
     def of(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, differentiates: bool
-    ) -> AttentionPlan | None:
-        """The plan of plain tensors; None as of ``ForwardPlan.of``."""
+    ) -> AttentionCall | None:
+        """Of plain tensors; None as of ``ForwardCall.of``."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        forward = ForwardPlan.of(q, k, v, causal, scale)
-        return None if forward is None else AttentionPlan(forward, differentiates, (causal, scale, -1, -1, 0.0))
+        forward = ForwardCall.of(q, k, v, causal, scale)
+        return None if forward is None else AttentionCall(forward, differentiates, (causal, scale, -1, -1, 0.0))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
@@ -60,7 +60,7 @@ class AttentionPlan(NamedTuple):
         return self.forward.run(q, k, v)
 
 
-PLANS: Plans[AttentionPlan] = Plans()
+CALLS: GuardedCache[AttentionCall] = GuardedCache()
 
 
 class _Attention(torch.autograd.Function):
@@ -72,18 +72,18 @@ class _Attention(torch.autograd.Function):
         v,
         sinks,
         options,
-        plan,
+        call,
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         max_seqlen_q=None,
         max_seqlen_k=None,
         seqused_k=None,
     ):
-        if plan is None:
+        if call is None:
             lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
             out, lse = forward(q, k, v, None, *options, sinks, *lengths)
         else:
-            out, lse = plan.run(q, k, v)
+            out, lse = call.run(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
         ctx.options, ctx.longest = options, (max_seqlen_q, max_seqlen_k)
         ctx.set_materialize_grads(False)

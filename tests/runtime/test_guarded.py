@@ -1,4 +1,4 @@
-"""Plans: what an earlier call came to is found by calls like it, and by no other."""
+"""The guarded cache: an entry is found by calls like its own, and by no other."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.plans import MAX_GUARDS, Plans
+from cute_kernels.runtime.guarded import MAX_GUARDS, GuardedCache
 
 
 class Subclass(Tensor):
@@ -24,18 +24,18 @@ def pair(**options) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def plans():
-    plans, (a, b) = Plans(), pair()
-    plans.keep("options", "plan", a, b)
-    return plans
+def cache():
+    cache, (a, b) = GuardedCache(), pair()
+    cache.put("options", "entry", a, b)
+    return cache
 
 
-def test_calls_like_it(plans):
+def test_calls_like_it(cache):
     for _ in range(2):
-        assert plans.find("options", *pair()) == "plan"
-    assert plans.find("others", *pair()) is None
+        assert cache.get("options", *pair()) == "entry"
+    assert cache.get("others", *pair()) is None
     launches.forget()
-    assert plans.find("options", *pair()) is None
+    assert cache.get("options", *pair()) is None
 
 
 OTHERS = {
@@ -55,10 +55,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_tensors(plans, other):
+def test_other_tensors(cache, other):
     a, b = pair()
-    assert plans.find("options", OTHERS[other](a), b) is None
-    assert plans.find("options", *pair()) == "plan"
+    assert cache.get("options", OTHERS[other](a), b) is None
+    assert cache.get("options", *pair()) == "entry"
 
 
 @pytest.mark.parametrize(
@@ -72,57 +72,57 @@ def test_other_tensors(plans, other):
     ],
     ids=["inference", "autocast", "fake", "dispatch", "forward_ad"],
 )
-def test_other_modes(plans, mode):
+def test_other_modes(cache, mode):
     a, b = pair()
     with mode():
-        assert plans.find("options", a, b) is None
-    assert plans.find("options", a, b) == "plan"
+        assert cache.get("options", a, b) is None
+    assert cache.get("options", a, b) == "entry"
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.functionalize])
-def test_transforms(plans, transform):
+def test_transforms(cache, transform):
     a, b = pair()
     found = []
 
     def function(x: Tensor) -> Tensor:
-        found.append(plans.find("options", a, b))
+        found.append(cache.get("options", a, b))
         return x.sum()
 
     transform(function)(torch.ones(2))
-    assert found == [None] and plans.find("options", a, b) == "plan"
+    assert found == [None] and cache.get("options", a, b) == "entry"
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_gradients_that_are_not_wanted(first):
     """A guard does not tell."""
-    plans, (a, b) = Plans(), pair(requires_grad=True)
+    cache, (a, b) = GuardedCache(), pair(requires_grad=True)
     with torch.set_grad_enabled(first):
-        plans.keep("options", "plan", a, b)
+        cache.put("options", "entry", a, b)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            assert plans.find("options", a, b) == ("plan" if enabled is first else None)
+            assert cache.get("options", a, b) == ("entry" if enabled is first else None)
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, forward_ad.dual_level])
 def test_what_is_not_kept(context):
     """A tensor that is given twice; a call that may want a tangent."""
-    plans, (a, b) = Plans(), pair()
+    cache, (a, b) = GuardedCache(), pair()
     with context():
-        plans.keep("options", "plan", a, *([a] if context is contextlib.nullcontext else [b]))
-    assert not plans.guarded
+        cache.put("options", "entry", a, *([a] if context is contextlib.nullcontext else [b]))
+    assert not cache.guarded
 
 
 def test_the_newest_layouts_stay():
-    plans = Plans()
+    cache = GuardedCache()
     layouts = [torch.zeros(4, 64)[:, :8].as_strided((4, 8), (8 * i, 1)) for i in range(1, MAX_GUARDS + 3)]
     for i, a in enumerate(layouts):
-        plans.keep("options", i, a)
-    assert [plans.find("options", a) for a in layouts] == [None, None, *range(2, MAX_GUARDS + 2)]
+        cache.put("options", i, a)
+    assert [cache.get("options", a) for a in layouts] == [None, None, *range(2, MAX_GUARDS + 2)]
 
 
 def test_no_tensor_is_held():
-    plans, (a, b) = Plans(), pair()
-    plans.keep("options", "plan", a, b)
+    cache, (a, b) = GuardedCache(), pair()
+    cache.put("options", "entry", a, b)
     gone = weakref.ref(a)
     del a
     gc.collect()
