@@ -28,6 +28,7 @@ NEEDED = "torch.library.get_kernel", "torch._C._stash_obj_in_tls"
 SKIPPED = frozenset(["aten", "cute_kernels", "prim", "prims", "profiler", "inductor", "_native"])
 VMAP = "FuncTorchBatched"
 TRANSFORMS = "FuncTorchDynamicLayerFrontMode"  # where torch takes linear apart, in any transform of functions
+SELECT = "BackendSelect"  # above the kernels of all backends
 
 # Under vmap torch makes several operators of each, which round in between
 SUMS = ("addmm", "addmv", "baddbmm", "addbmm", "addr")
@@ -88,7 +89,10 @@ class Registration:
                 torchs = self._torchs(op, self.backend) if has_kernel(name, self.backend) else _missing(op)
                 yield op, self.backend, _replaced(op, treatment, torchs)
             elif treatment.kind == "refused" and has_kernel(name, self.backend):
-                yield op, self.backend, _refused(op, treatment, self._torchs(op, self.backend))
+                if op.namespace == "c10d":
+                    yield op, SELECT, _collective(op, treatment, self.backend)
+                else:
+                    yield op, self.backend, _refused(op, treatment, self._torchs(op, self.backend))
         linear = torch.ops.aten.linear.default
         yield linear, TRANSFORMS, _transformed_linear(self.backend.lower(), self._torchs(linear, TRANSFORMS))
         for name in TAKEN_APART:
@@ -228,6 +232,26 @@ def _refused(op: OpOverload, treatment: Treatment, torchs: Kernel) -> Kernel:
             return torchs(keyset, *args, **kwargs)
         finally:
             thread.inside = False
+
+    return kernel
+
+
+def _collective(op: OpOverload, treatment: Treatment, backend: str) -> Kernel:
+    """``_refused`` of a collective, above the backends, so that torch's kernel runs without Python's lock.
+
+    A thread of the process group may drop a tensor, for which it wants that lock, while it holds the group's own, which
+    the kernel wants.
+    """
+    key, select = (getattr(torch._C.DispatchKey, name) for name in (backend, SELECT))
+    below = torch._C._dispatch_keyset_full_after(select)
+
+    def torchs(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keyset & below, *args, **kwargs)
+
+    refused = _refused(op, treatment, torchs)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return (refused if keyset.has(key) else torchs)(keyset, *args, **kwargs)
 
     return kernel
 
