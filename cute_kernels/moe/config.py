@@ -64,12 +64,21 @@ class GatherSpec(NamedTuple):
     Attributes:
         weighted: a row is multiplied with its slot's weight.
         dots: also the product of each row with another one, for its slot.
+        warps: that share a token; 1 with ``dots``.
     """
 
     dtype: torch.dtype
     k: int
     weighted: bool = False
     dots: bool = False
+    warps: int = 1
+
+
+class BulkGatherSpec(NamedTuple):
+    """Rows of experts from rows of tokens, ``k`` slots each, by the bulk-copy engine."""
+
+    dtype: torch.dtype
+    k: int
 
 
 class CombineSpec(NamedTuple):
