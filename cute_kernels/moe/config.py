@@ -105,6 +105,7 @@ class GateSpec(NamedTuple):
         weighted: of gradients: a row's is multiplied with its slot's weight, and so is h, which is stored, too.
         function: "geglu": h = gelu(g) u; "silu": h = silu(z), z of as many columns.
         biased: z has the bias of its row's expert added before.
+        ahead: vectors of h of a lane whose parts of z are on their way at once.
     """
 
     dtype: torch.dtype
@@ -114,3 +115,4 @@ class GateSpec(NamedTuple):
     weighted: bool = False
     function: str = "swiglu"
     biased: bool = False
+    ahead: int = 1
