@@ -1,4 +1,4 @@
-"""Runs PTX with barriers on the CPU: TMA, mbarriers, ldmatrix, mma, pairs of bf16, beside what ``ptx_threads`` knows.
+"""Runs a product's PTX on the CPU: TMA, mbarriers, ldmatrix, mma, pairs of bf16, beside what ``ptx_threads`` knows.
 
 A warp runs until it waits for an mbarrier, or meets its CTA; then another does. Copies are done when they are issued.
 """
@@ -14,7 +14,7 @@ from tests.ptx_threads import POISON, SHARED, WARP, Kernel, Memory, collective, 
 # The loop around a wait
 WAIT = re.compile(r"\{[^{}]*LAB_WAIT:\s*mbarrier\.try_wait\.\S+ P1, (\[\S+\]), (%r\d+), \d+;.*?DONE:\s*\}", re.DOTALL)
 OPERANDS = re.compile(r"\{[^}]*\}|\[(?:[^][{}]|\{[^}]*\})*\]|[^,\s]+")
-NOTHING = ("prefetch", "fence", "griddepcontrol", "cp.async.bulk.commit", "cp.async.bulk.wait")
+NOTHING = ("prefetch", "fence", "griddepcontrol")
 SIGNED = {"s8": (3, 0x80), "s16": (2, 0x8000)}  # of a part of a word: bytes that it may begin at, its sign
 UNSIGNED = {"u8": (3, 0xFF), "b8": (3, 0xFF), "u16": (2, 0xFFFF), "b16": (2, 0xFFFF)}
 # Of a result r and operands a, b, c
@@ -72,13 +72,6 @@ class ProductKernel(Kernel):
             matrix, _, at = parts[1].strip("[]").partition(",")
             at = ", ".join(f"signed({value})" for value in several(at))
             statements = [f"barriers.copy({place(parts[0])}, {operand(matrix)}, ({at},), {place(parts[2])})"]
-        elif name.startswith("cp.async.bulk."):
-            source, size = place(parts[1]), operand(parts[2])
-            spaces = ("shared", "memory") if name.startswith("cp.async.bulk.shared") else ("memory", "shared")
-            (target, given), to = spaces, place(parts[0])
-            statements = [f"{target}[{to} >> 2 : {to} + {size} >> 2] = {given}[{source} >> 2 : {source} + {size} >> 2]"]
-            if target == "shared":
-                statements += [f"barriers.complete({place(parts[3])}, -{size})"]
         elif name.startswith("ldmatrix"):
             targets = several(parts[0])
             statements = [f"{', '.join(targets)} = yield 'ldmatrix', ({len(targets)}, {place(parts[1])})"]

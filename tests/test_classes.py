@@ -14,7 +14,6 @@ import cute_kernels
 from cute_kernels.cli.demo import ARCHS, representatives
 from cute_kernels.gemm.config import BLOCK
 from cute_kernels.gemm.config_grouped import GroupedSpec, sums
-from cute_kernels.moe.config import BulkGatherSpec
 from cute_kernels.mxfp8.config import DualConfig
 from jit_cache.prewarm import discover
 from tests.gemm import test_compile as test_gemm_compile
@@ -33,8 +32,7 @@ def shipped(family: str, arch: str) -> list:
 
 def others(family: str, arch: str) -> list:
     """Kernels of classes that are not the first of a builder: products by any strides, in turns, transposed, in blocks;
-    rows of experts by bulk copies; the quantizers' ring; hyper-connections that the tables do not have; the norms' sums
-    of few, wide rows; filters.
+    the quantizers' ring; hyper-connections that the tables do not have; the norms' sums of few, wide rows; filters.
     """
     if family == "gemm":
         from cute_kernels.gemm.kernel import gemm
@@ -50,10 +48,6 @@ def others(family: str, arch: str) -> list:
         calls = [call for calls in test_mhc_compile.CALLS.values() for call in calls]
         table = {builder for builder, _ in shipped("mhc", arch)}
         return [job for job in representatives(test_mhc_compile.jobs_of(arch, *calls)) if job[0] not in table]
-    if family == "moe":
-        from cute_kernels.moe.kernel.bulk_rows import bulk_gather
-
-        return [(bulk_gather, (arch, BulkGatherSpec(BF16, 8)))]
     if family == "mxfp8":
         rings = (job for job in shipped("mxfp8", arch) if any(isinstance(value, DualConfig) for value in job[1]))
         return list(rings)[:1]

@@ -64,21 +64,12 @@ class GatherSpec(NamedTuple):
     Attributes:
         weighted: a row is multiplied with its slot's weight.
         dots: also the product of each row with another one, for its slot.
-        warps: that share a token; 1 with ``dots``.
     """
 
     dtype: torch.dtype
     k: int
     weighted: bool = False
     dots: bool = False
-    warps: int = 1
-
-
-class BulkGatherSpec(NamedTuple):
-    """Rows of experts from rows of tokens, ``k`` slots each, by the bulk-copy engine."""
-
-    dtype: torch.dtype
-    k: int
 
 
 class CombineSpec(NamedTuple):
@@ -105,7 +96,6 @@ class GateSpec(NamedTuple):
         weighted: of gradients: a row's is multiplied with its slot's weight, and so is h, which is stored, too.
         function: "geglu": h = gelu(g) u; "silu": h = silu(z), z of as many columns.
         biased: z has the bias of its row's expert added before.
-        ahead: vectors of h of a lane whose parts of z are on their way at once.
     """
 
     dtype: torch.dtype
@@ -115,4 +105,3 @@ class GateSpec(NamedTuple):
     weighted: bool = False
     function: str = "swiglu"
     biased: bool = False
-    ahead: int = 1

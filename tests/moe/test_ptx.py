@@ -8,7 +8,6 @@ from cute_kernels import moe
 from cute_kernels.moe.config import PLAN_THREADS, WARP, WARPS, plan_blocks
 from tests.moe.cases import ROUTERS, ties
 from tests.ptx import compile_in
-from tests.ptx_products import ProductKernel
 from tests.ptx_threads import POISON, Kernel, Memory
 
 pytestmark = [
@@ -16,7 +15,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of divisions by 0
 ]
 EXPERTS, K = 40, 4  # of plans and rows
-SHARED_K = 6  # of rows whose tokens have a CTA
 CHOSEN = [ROUTERS[1], ROUTERS[5], ROUTERS[6]]
 
 
@@ -32,8 +30,7 @@ def folder(tmp_path_factory):
     """With the PTX of all kernels."""
     program = f"""
 import torch
-from cute_kernels.moe.config import BulkGatherSpec, GatherSpec, PlanSpec, RouteSpec
-from cute_kernels.moe.kernel.bulk_rows import bulk_gather
+from cute_kernels.moe.config import GatherSpec, PlanSpec, RouteSpec
 from cute_kernels.moe.kernel.plan import plan
 from cute_kernels.moe.kernel.route import route
 from cute_kernels.moe.kernel.rows import gather
@@ -42,8 +39,6 @@ for has_table in (False, True):
 for spec in ({", ".join(map(spec_of, CHOSEN))}):
     route("sm_90a", spec)
 gather("sm_90a", GatherSpec(torch.bfloat16, {K}))
-gather("sm_90a", GatherSpec(torch.bfloat16, {SHARED_K}, warps={WARPS}))
-bulk_gather("sm_90a", BulkGatherSpec(torch.bfloat16, {K}))
 """
     found = tmp_path_factory.mktemp("ptx")
     compile_in(found, program)
@@ -110,44 +105,20 @@ def test_route(router, folder, generator):
         torch.testing.assert_close(torch.from_numpy(found_weights.view(np.float32)), wanted.weights, equal_nan=True)
 
 
-PERMUTED = ((5, 24, 9, 1, 3), (40, 1032, 16, 16, 5), (9, 8, 3, 16, 1))  # tokens, columns, experts, align, CTAs
-
-
-def permuted(case, k, launch, generator):
-    """Launches permute's kernel of the case's random plan, and compares what it wrote."""
-    tokens, hidden, experts, align, ctas = case
-    plan = moe.plan(torch.randint(-1, experts + 1, (tokens, k), generator=generator), experts, align=align)
-    x = torch.randint(-(2**15), 2**15, (tokens, hidden), generator=generator).to(torch.int16)
-    memory, rows = Memory(), len(plan.slots)
-    source, _ = memory.array(x.numpy())
-    slots, _ = memory.array(plan.slots.numpy())
-    positions, _ = memory.array(plan.positions.numpy())
-    target, found = memory.array(int32(rows, hidden // 2))
-    matrices = [{0: at, 8: size, 12: hidden, 16: hidden} for at, size in ((source, tokens), (target, rows))]
-    launch(ctas, [matrices[0], {0: slots, 8: rows}, {0: positions, 8: tokens}, matrices[1]], memory)
-    wanted = torch.where((plan.slots >= 0)[:, None], x[plan.slots.clamp(min=0) // k], 0)
-    assert np.array_equal(found.view(np.int16).reshape(rows, hidden), wanted.numpy())
-    assert (memory.words[memory.end - 64 :] == POISON).all()
-
-
-@pytest.mark.parametrize("k", [K, SHARED_K])
-def test_permute(k, folder, generator):
-    """Each row of a token's slots, zeros elsewhere, nothing beside; rows shorter and longer than the loads at once."""
-    kernel = Kernel(text_of(folder, f"*rowsGather*_{k}_{k}_1_*.ptx"))
-
-    def launch(ctas, listed, memory):
+def test_permute(folder, generator):
+    """Each row of a token's slots, zeros elsewhere, nothing beside; rows shorter and longer than a warp's loads."""
+    kernel = Kernel(text_of(folder, "*rowsGather*.ptx"))
+    for tokens, hidden, experts, align, ctas in ((5, 24, 9, 1, 3), (40, 1032, 16, 16, 5), (9, 8, 3, 16, 1)):
+        plan = moe.plan(torch.randint(-1, experts + 1, (tokens, K), generator=generator), experts, align=align)
+        x = torch.randint(-(2**15), 2**15, (tokens, hidden), generator=generator).to(torch.int16)
+        memory, rows = Memory(), len(plan.slots)
+        source, _ = memory.array(x.numpy())
+        slots, _ = memory.array(plan.slots.numpy())
+        positions, _ = memory.array(plan.positions.numpy())
+        target, found = memory.array(int32(rows, hidden // 2))
+        matrices = [{0: at, 8: size, 12: hidden, 16: hidden} for at, size in ((source, tokens), (target, rows))]
+        listed = [matrices[0], {0: slots, 8: rows}, {0: positions, 8: tokens}, matrices[1]]
         kernel.launch(ctas, WARPS * WARP, listed, memory)
-
-    for case in (*PERMUTED, *[(3, 8200, 3, 1, 2)] * (k == SHARED_K)):
-        permuted(case, k, launch, generator)
-
-
-def test_permute_by_bulk_copies(folder, generator):
-    """The same; rows shorter and longer than what is in shared memory."""
-    kernel = ProductKernel(text_of(folder, "*BulkGather*.ptx"))
-
-    def launch(ctas, listed, memory):
-        kernel.run(ctas, WARP, listed, memory, {})
-
-    for case in (*PERMUTED, (5, 16392, 3, 1, 2)):
-        permuted(case, K, launch, generator)
+        wanted = torch.where((plan.slots >= 0)[:, None], x[plan.slots.clamp(min=0) // K], 0)
+        assert np.array_equal(found.view(np.int16).reshape(rows, hidden), wanted.numpy())
+        assert (memory.words[memory.end - 64 :] == POISON).all()

@@ -30,7 +30,6 @@ class Gate:
         self.interleaved, self.limit, self.alpha = spec.interleaved, spec.limit, spec.alpha
         self.weighted, self.biased = spec.weighted, spec.biased
         self.has_u, self.is_gelu = spec.function != "silu", spec.function == "geglu"
-        self.ahead = spec.ahead
 
     @cute.jit
     def __call__(self, z, slots, experts, bias, h, num_ctas: Int32, stream):
@@ -48,29 +47,12 @@ class Gate:
             if const_expr(self.biased):
                 slot = slots[row]
                 expert = experts[cutlass.max(slot, 0)] if slot >= 0 else Int32(-1)
-            if const_expr(self.ahead == 1):
-                for v in cutlass.range(lane, vectors, WARP, unroll=2):
-                    self.store_value(self.load_pair(z, bias, expert, row, v, vectors), h, row, v)
-            else:
-                for begin in cutlass.range(lane, vectors, self.ahead * WARP):
-                    places = [begin + i * WARP for i in range(self.ahead)]
-                    # Beyond the row's end its last vector, so that no load waits for a condition
-                    pairs = [
-                        self.load_pair(z, bias, expert, row, cutlass.min(place, vectors - 1), vectors)
-                        for place in places
-                    ]
-                    for i in cutlass.range_constexpr(self.ahead):
-                        if places[i] < vectors:
-                            self.store_value(pairs[i], h, row, places[i])
-
-    @cute.jit
-    def store_value(self, pair, h, row: Int32, v: Int32):
-        """A vector of h, of its g and u."""
-        g, u = pair
-        values = cute.make_rmem_tensor(g.shape, Float32)
-        for i in cutlass.range_constexpr(cute.size(g)):
-            values[i] = self.value(*self.gated(g[i], u[i])[:3])
-        store(values, h, row, v)
+            for v in cutlass.range(lane, vectors, WARP, unroll=2):
+                g, u = self.load_pair(z, bias, expert, row, v, vectors)
+                values = cute.make_rmem_tensor(g.shape, Float32)
+                for i in cutlass.range_constexpr(cute.size(g)):
+                    values[i] = self.value(*self.gated(g[i], u[i])[:3])
+                store(values, h, row, v)
 
     @cute.jit
     def load_part(self, z, bias, expert: Int32, row: Int32, v: Int32):

@@ -1,4 +1,4 @@
-"""Tokens' rows to experts' rows and back, a warp or several a row, 16 bytes a lane.
+"""Tokens' rows to experts' rows and back, a warp a row, 16 bytes a lane.
 
     gather   row of the token --> times the weight of each slot --> rows of the experts by positions; others get zeros
              (permute; combine's backward). A token's row is read once, however many rows lie between its copies
@@ -38,7 +38,6 @@ class Gather:
 
     def __init__(self, spec: GatherSpec):
         self.k, self.weighted, self.dots = spec.k, spec.weighted, spec.dots
-        self.warps, self.skips = spec.warps, spec.warps > 1
 
     @cute.jit
     def __call__(self, x, slots, positions, weights, other, out, dots, num_ctas: Int32, stream):
@@ -52,8 +51,7 @@ class Gather:
         bidx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         # A few tokens are on as many SMs
-        team, lane, thread = tidx // (self.warps * WARP), tidx % WARP, tidx % (self.warps * WARP)
-        first, step = cute.arch.make_warp_uniform(team) * grid + bidx, grid * (WARPS // self.warps)
+        first, step, lane = cute.arch.make_warp_uniform(tidx // WARP) * grid + bidx, grid * WARPS, tidx % WARP
         cute.arch.griddepcontrol_wait()
         for token in cutlass.range(first, x.shape[0], step):
             row, weight = Int32(-1), Float32(1.0)
@@ -69,16 +67,16 @@ class Gather:
                         if lane == 0:
                             dots[token, j] = total
             else:
-                self.copy(x, out, token, row, weight, thread)
+                self.copy(x, out, token, row, weight, lane)
         for begin in cutlass.range(first, slots.shape[0], step * WARP):
-            self.clear(slots, out, begin, step, lane, thread)
+            self.clear(slots, out, begin, step, lane)
 
     @cute.jit
-    def copy(self, x, out, token: Int32, row: Int32, weight: Float32, thread: Int32):
+    def copy(self, x, out, token: Int32, row: Int32, weight: Float32, lane: Int32):
         """A token's row to those of its slots, of which lane j has the j-th, and its weight."""
-        vectors, threads = x.shape[1] * x.element_type.width // 128, const_expr(self.warps * WARP)
-        for begin in cutlass.range(0, vectors, AHEAD * threads):
-            places = [begin + i * threads + thread for i in range(AHEAD)]
+        vectors = x.shape[1] * x.element_type.width // 128
+        for begin in cutlass.range(0, vectors, AHEAD * WARP):
+            places = [begin + i * WARP + lane for i in range(AHEAD)]
             loaded = [load(x, token, place, place < vectors) for place in places]
             for j in cutlass.range(self.k, unroll=2):
                 to, factor = cute.arch.shuffle_sync(row, j), cute.arch.shuffle_sync(weight, j)
@@ -112,7 +110,7 @@ class Gather:
         return cute.arch.warp_reduction(total, operator.add)
 
     @cute.jit
-    def clear(self, slots, out, begin: Int32, step: Int32, lane: Int32, thread: Int32):
+    def clear(self, slots, out, begin: Int32, step: Int32, lane: Int32):
         """Zeros to those of 32 rows, one each ``step``, that have no slot."""
         vectors = out.shape[1] * out.element_type.width // 128
         zeros = cute.make_rmem_tensor((128 // out.element_type.width,), out.element_type)
@@ -120,12 +118,10 @@ class Gather:
         row, slot = begin + lane * step, Int32(0)
         if row < slots.shape[0]:
             slot = slots[row]
-        unused, end = cute.arch.vote_ballot_sync(slot < 0), Int32(WARP)
-        if const_expr(self.skips):
-            end -= cute.arch.clz(unused)
-        for i in cutlass.range(end, unroll=1):
+        unused = cute.arch.vote_ballot_sync(slot < 0)
+        for i in cutlass.range(WARP, unroll=1):
             if (unused >> i) & 1 == 1:
-                for v in cutlass.range(thread, vectors, self.warps * WARP):
+                for v in cutlass.range(lane, vectors, WARP):
                     cute.autovec_copy(zeros, vector_at(out, begin + i * step, v))
 
 
