@@ -164,7 +164,7 @@ def forward_spec(
     packed_k: bool = False,
     used_k: bool = False,
 ) -> ForwardSpec:
-    """Of a call; ``left`` and ``right`` as of ``window_bounds``."""
+    """The Spec of a call; ``left`` and ``right`` as ``window_bounds`` returns them."""
     window = left != UNBOUNDED or right not in (0, UNBOUNDED)
     sizes = q.shape[-1], v.shape[-1]
     d, dv = kernel_sizes(*sizes)
@@ -261,7 +261,7 @@ class ForwardLaunch(NamedTuple):
         if page_table is not None:
             sequences_k, len_k = batch, len_k * page_table.shape[1]
         kv_heads = max(batch, sequences_k) * k.shape[2]
-        size, numbers = self.work(num_tiles, kv_heads, len_k, scale, left, right, softcap)
+        size, scalars = self.scalars(num_tiles, kv_heads, len_k, scale, left, right, softcap)
         self.function(
             regular(q),
             regular(k),
@@ -275,13 +275,13 @@ class ForwardLaunch(NamedTuple):
             page_table,
             appended,
             empty(q, (size,), torch.float32) if size else None,
-            *numbers,
+            *scalars,
         )
 
-    def work(
+    def scalars(
         self, num_tiles: int, kv_heads: int, len_k: int, scale: float, left: int, right: int, softcap: float
     ) -> tuple[int, tuple]:
-        """(fp32 numbers of the workspace, what the kernel's entry takes behind its tensors)."""
+        """(fp32 numbers of the workspace, the scalars that the kernel takes behind its tensors)."""
         in_workspace, packed = self.config.workspace_numbers(self.spec), self.spec.packed_q
         # A CTA for each packed tile: which SM has which is up to the hardware, their work is not known
         num_ctas = num_tiles if packed and not in_workspace else min(num_tiles, self.num_sms)
@@ -296,7 +296,7 @@ class ForwardCall(NamedTuple):
     Attributes:
         out, lse: shape and strides of what is allocated.
         workspace: fp32 numbers.
-        numbers: what the kernel's entry takes behind its tensors.
+        scalars: the kernel's, behind its tensors.
         shape: for ``observe``.
     """
 
@@ -304,7 +304,7 @@ class ForwardCall(NamedTuple):
     out: tuple[tuple[int, ...], tuple[int, ...]]
     lse: tuple[tuple[int, ...], tuple[int, ...]]
     workspace: int
-    numbers: tuple
+    scalars: tuple
     shape: tuple[int, ...]
 
     @staticmethod
@@ -322,7 +322,7 @@ class ForwardCall(NamedTuple):
             launch,
             (out, contiguous_strides(out)),
             (lse, contiguous_strides(lse)),
-            *launch.work(num_tiles, batch * pairs, len_k, scale, left, right, 0.0),
+            *launch.scalars(num_tiles, batch * pairs, len_k, scale, left, right, 0.0),
             (batch, heads, len_q, len_k, d),
         )
 
@@ -333,7 +333,7 @@ class ForwardCall(NamedTuple):
         workspace = empty(q, (self.workspace,), torch.float32) if self.workspace else None
         if observers:
             observe(self.launch, self.shape, q.get_device())
-        self.launch.function(q, k, v, out, lse, None, None, None, None, None, None, workspace, *self.numbers)
+        self.launch.function(q, k, v, out, lse, None, None, None, None, None, None, workspace, *self.scalars)
         return out, lse
 
 

@@ -191,8 +191,11 @@ def attention(
     return results if return_lse else results[0]
 
 
-def _has_no_options(causal, window, softcap, sinks, scale, out, backend, check) -> bool:
-    """Whether a call is given none but these that ``CALLS`` tells apart, of the types that they should have."""
+def _has_no_options(
+    causal: object, window: object, softcap: object, sinks: object, scale: object, out: object, backend: object,
+    check: object,
+) -> bool:  # fmt: skip
+    """Whether ``causal`` and ``scale``, of the right types, are the only options of a call that is not traced."""
     return (
         not is_dynamo_compiling()
         and window is None

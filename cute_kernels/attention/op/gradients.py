@@ -48,7 +48,7 @@ class AttentionCall(NamedTuple):
     def of(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, differentiates: bool
     ) -> AttentionCall | None:
-        """Of plain tensors; None as of ``ForwardCall.of``."""
+        """For plain tensors; None where ``ForwardCall.of`` is."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         forward = ForwardCall.of(q, k, v, causal, scale)
         return None if forward is None else AttentionCall(forward, differentiates, (causal, scale, -1, -1, 0.0))
