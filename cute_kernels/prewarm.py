@@ -372,7 +372,7 @@ def _experts(model: Model, arch: str, num_sms: int) -> None:
             ones = _empty(mean * e, 8, dtype=dtype).t()[:1]
             grouped_sums.function(ones, of_bias, offs, dtype)
             grouped_sums_into.function(ones, of_bias, offs, _empty(e, 1, n, dtype=FP32))
-    # Of a tile an expert products choose by their number, too: a rank may have a share of them
+    # Where an expert has one tile, the number of experts counts, too: a rank may have a share of them
     for share in (n for n in range(1, e) if e % n == 0):
         for b in (up, down, down.mT, up.mT):
             rows = _empty(ONE_TILE * share, b.shape[1], dtype=dtype)

@@ -117,7 +117,7 @@ class BackwardSums:
 
 @cute.jit
 def wait_for(counter: cute.Pointer, value: Int32):
-    """Until a counter has a value. What was written before it was counted may then be read, and added to.
+    """Until a counter has a value. Then all that was written before it was counted may be read, and added to.
 
     By a warp's only thread: see ``wait_as_warp``.
     """

@@ -162,7 +162,7 @@ def choose_rows(
     """(kernel, whether it computes the transposed product) for ``rows`` of ``groups`` groups with matrices of n.
 
     Up to ONE_TILE rows a group on the mean the host knows how many tiles there are, and the columns of the busiest SM
-    count; of as many, narrow tiles are faster. H200, 64 rows, 160 and 128 columns, time by that with 192: Mixtral up
+    count; at equal counts narrow tiles win. H200, 64 rows, 160 and 128 columns, time by that with 192: Mixtral up
     0.94, 0.96, down 0.88, 0.84; DeepSeek-V3 up 0.95, 0.99, down 0.98, 0.99; Qwen3-30B up 0.98, 0.96, down 1.00, 0.97;
     gpt-oss-120b up 0.98, 1.00, down 0.95, 1.01. Beyond, it is the columns of all tiles, each at its price.
     """

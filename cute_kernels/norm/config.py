@@ -206,9 +206,9 @@ def _read_twice(spec: NormBackwardSpec, config: NormConfig) -> NormConfig:
     Between its two passes such a row takes no registers: they hold dw, db and weight of as many teams as have two
     stages each: one for the row whose messages are on their way, while the next row loads into the other. 16 warps
     have registers for 32 elements a thread, 12 for 38, 8 for 76 (with 72, at 147001 columns, a thread spills 8 to 32
-    bytes). The fewest warps for most teams: what a row waits for
-    grows with its warps. Where no two teams fit, 16 warps share a row and sum the next one before they wait for the
-    messages of this one; two teams and more take longer that way.
+    bytes). Most teams come first, then fewest warps: a row's waits grow with its warps. Where no two teams fit, 16
+    warps share a row and sum the next one before they wait for the messages of this one; two teams and more take
+    longer that way.
     H200, bf16, us, layer: 2671x50257 224, with 16 warps 235, 319 held by two teams; 4194x32003 210, 12 warps 218, 226;
     2192x61229 219, 3 teams 233, 259; 1748x76801 220, 432; 1342x100001 231, 12 warps 249, 414; 1118x120001 223, 285;
     885x151643 267, one that sums ahead 312. rms: 1748x76801 216, 326; 885x151643 220, 231; but three teams that hold
