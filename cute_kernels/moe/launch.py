@@ -6,13 +6,11 @@ Each launch is also an operator, ``cute_kernels::<name>``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from cute_kernels.moe.config import (
-    CTAS_PER_SM,
-    WARPS,
     CombineSpec,
     GateSpec,
     GatherSpec,
@@ -26,23 +24,12 @@ from cute_kernels.runtime.operators import operator
 from cute_kernels.runtime.targets import Target
 
 
-class WarpRows(NamedTuple):
-    """A kernel with a warp a row, and how many CTAs of it are resident."""
-
-    function: Callable[..., None]
-    most_ctas: int
-
-    def ctas(self, rows: int) -> int:
-        """The number of CTAs for so many rows."""
-        return min(-(-rows // WARPS), self.most_ctas)
-
-
 def _cache(module: str, builder: str) -> LaunchCache:
-    def make(target: Target, spec: Any) -> WarpRows:
+    def make(target: Target, spec: Any) -> Callable[..., None]:
         import importlib
 
         found = getattr(importlib.import_module(f"cute_kernels.moe.kernel.{module}"), builder)
-        return WarpRows(launches.load(found, target.arch, spec), target.num_sms * CTAS_PER_SM)
+        return launches.load(found, target.arch, spec)
 
     return LaunchCache(make)
 
@@ -77,7 +64,7 @@ def moe_route(
         k = indices.shape[1]
         spec = RouteSpec(num_experts, k, score, bias is not None, groups, kept_groups, normalize, given is not None)
         launch = _route.get(logits.get_device(), spec)
-        launch.function(logits, bias, given, indices, weights, eps, scale, launch.ctas(tokens))
+        launch(logits, bias, given, indices, weights, eps, scale)
 
 
 @operator(
@@ -100,7 +87,7 @@ def moe_route_backward(
     if tokens:
         spec = RouteSpec(num_experts, indices.shape[1], score, normalize=normalize)
         launch = _route_backward.get(logits.get_device(), spec)
-        launch.function(dweights, logits, indices, dlogits, eps, scale, launch.ctas(tokens))
+        launch(dweights, logits, indices, dlogits, eps, scale)
 
 
 @operator(
@@ -121,7 +108,7 @@ def moe_plan(
     indices = indices.view(-1)
     launch = _plan.get(indices.get_device(), PlanSpec(offs.shape[0], align, table is not None))
     of_warp = plan_blocks(indices.shape[0])[1]
-    launch.function(indices, table, offs, slots, positions.view(-1), counts, of_warp)
+    launch(indices, table, offs, slots, positions.view(-1), counts, of_warp)
 
 
 @operator(
@@ -144,7 +131,7 @@ def moe_gather(
     if slots.shape[0] and x.shape[1]:
         spec = GatherSpec(x.dtype, positions.shape[1], weights is not None, dots is not None)
         launch = _gather.get(x.get_device(), spec)
-        launch.function(x, slots, positions, weights, other, out, dots, launch.ctas(slots.shape[0]))
+        launch(x, slots, positions, weights, other, out, dots)
 
 
 @operator(
@@ -163,7 +150,7 @@ def moe_combine(
     tokens, k = positions.shape
     if tokens and rows.shape[1]:
         launch = _combine.get(rows.get_device(), CombineSpec(rows.dtype, k, weights is not None, bias is not None))
-        launch.function(rows, positions, weights, experts, bias, y, launch.ctas(tokens))
+        launch(rows, positions, weights, experts, bias, y)
 
 
 @operator(
@@ -187,7 +174,7 @@ def moe_gate(
         spec = GateSpec(z.dtype, interleaved, limit, alpha, function=function, biased=bias is not None)
         launch = _gate.get(z.get_device(), spec)
         experts = None if experts is None else experts.view(-1)
-        launch.function(z, slots, experts, bias, h, launch.ctas(z.shape[0]))
+        launch(z, slots, experts, bias, h)
 
 
 @operator(
@@ -215,4 +202,4 @@ def moe_gate_backward(
         spec = GateSpec(z.dtype, interleaved, limit, alpha, weights is not None, function, bias is not None)
         launch = _gate_backward.get(z.get_device(), spec)
         weights, experts, dweights = (None if t is None else t.view(-1) for t in (weights, experts, dweights))
-        launch.function(dh, z, slots, weights, experts, bias, dz, h, dweights, launch.ctas(z.shape[0]))
+        launch(dh, z, slots, weights, experts, bias, dz, h, dweights)

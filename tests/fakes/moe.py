@@ -10,9 +10,9 @@ from cute_kernels.moe.reference import Plan
 SCORES = {"chosen": "softmax_of_topk", "softmax": "softmax", "sigmoid": "sigmoid"}
 
 
-def route(static, logits, bias, given, indices, weights, eps, scale, num_ctas) -> None:
+def route(static, logits, bias, given, indices, weights, eps, scale) -> None:
     spec = static["spec"]
-    assert num_ctas >= 1 and logits.shape[1] == spec.num_experts and indices.shape[1] == spec.k
+    assert logits.shape[1] == spec.num_experts and indices.shape[1] == spec.k
     assert (bias is not None) == spec.has_bias and (given is not None) == spec.replays
     groups = None if spec.groups == 1 else (spec.groups, spec.kept_groups)
     found = _route(spec, logits, eps, scale, bias=bias, groups=groups, indices=given)
@@ -20,7 +20,7 @@ def route(static, logits, bias, given, indices, weights, eps, scale, num_ctas) -
     weights.copy_(found.weights)
 
 
-def route_backward(static, dweights, logits, indices, dlogits, eps, scale, num_ctas) -> None:
+def route_backward(static, dweights, logits, indices, dlogits, eps, scale) -> None:
     spec = static["spec"]
     valid = (indices >= 0) & (indices < spec.num_experts)
     places = indices.clamp(0, spec.num_experts - 1).long()
@@ -54,7 +54,7 @@ def plan(static, indices, table, offs, slots, positions, counts, of_warp) -> Non
         target.copy_(result.view(-1)[: len(target)])
 
 
-def gather(static, x, slots, positions, weights, other, out, dots, num_ctas) -> None:
+def gather(static, x, slots, positions, weights, other, out, dots) -> None:
     spec = static["spec"]
     assert (weights is not None) == spec.weighted and (dots is not None) == (other is not None) == spec.dots
     assert positions.shape == (len(x), spec.k)
@@ -66,7 +66,7 @@ def gather(static, x, slots, positions, weights, other, out, dots, num_ctas) -> 
         dots[token, slot] = (rows.double() * other[places].double()).sum(1).float()
 
 
-def combine(static, rows, positions, weights, experts, bias, y, num_ctas) -> None:
+def combine(static, rows, positions, weights, experts, bias, y) -> None:
     spec = static["spec"]
     assert (bias is not None) == (experts is not None) == spec.biased
     if bias is not None:
@@ -79,13 +79,13 @@ def combine(static, rows, positions, weights, experts, bias, y, num_ctas) -> Non
     y.copy_(reference.combine(rows, Plan(nothing, slots, positions, nothing), weights))
 
 
-def gate(static, z, slots, experts, bias, h, num_ctas) -> None:
+def gate(static, z, slots, experts, bias, h) -> None:
     spec = static["spec"]
     assert (slots is not None) == spec.biased
     h.copy_(_gate(spec, _biased(spec, z, slots, experts, bias)))
 
 
-def gate_backward(static, dh, z, slots, weights, experts, bias, dz, h, dweights, num_ctas) -> None:
+def gate_backward(static, dh, z, slots, weights, experts, bias, dz, h, dweights) -> None:
     spec = static["spec"]
     assert (weights is not None) == (h is not None) == (dweights is not None) == spec.weighted
     gradient, z = dh.float(), _biased(spec, z, slots, experts, bias)

@@ -100,15 +100,16 @@ def test_route(router, folder, generator):
         (indices, found), (weights, found_weights) = (memory.array(int32(tokens, k)) for _ in range(2))
         numbers = [{0: int(np.float32(value).view(np.uint32))} for value in (router.eps, router.scale)]
         outputs = [{0: indices, 8: tokens}, {0: weights, 8: tokens}]
-        kernel.launch(2, WARPS * WARP, [{0: table, 8: tokens, 16: experts}, *bias, *outputs, *numbers], memory)
+        listed = [{0: table, 8: tokens, 16: experts}, *bias, *outputs, *numbers]
+        kernel.launch(-(-tokens // WARPS), WARPS * WARP, listed, memory)
         assert np.array_equal(found, wanted.indices.numpy())
         torch.testing.assert_close(torch.from_numpy(found_weights.view(np.float32)), wanted.weights, equal_nan=True)
 
 
 def test_permute(folder, generator):
-    """Each row of a token's slots, zeros elsewhere, nothing beside; rows shorter and longer than a warp's loads."""
+    """Each row of a token's slots, zeros elsewhere, nothing beside; rows shorter and longer than a CTA's loads."""
     kernel = Kernel(text_of(folder, "*rowsGather*.ptx"))
-    for tokens, hidden, experts, align, ctas in ((5, 24, 9, 1, 3), (40, 1032, 16, 16, 5), (9, 8, 3, 16, 1)):
+    for tokens, hidden, experts, align in ((5, 24, 9, 1), (40, 1032, 16, 16), (9, 8, 3, 16), (3, 8200, 3, 1)):
         plan = moe.plan(torch.randint(-1, experts + 1, (tokens, K), generator=generator), experts, align=align)
         x = torch.randint(-(2**15), 2**15, (tokens, hidden), generator=generator).to(torch.int16)
         memory, rows = Memory(), len(plan.slots)
@@ -118,7 +119,7 @@ def test_permute(folder, generator):
         target, found = memory.array(int32(rows, hidden // 2))
         matrices = [{0: at, 8: size, 12: hidden, 16: hidden} for at, size in ((source, tokens), (target, rows))]
         listed = [matrices[0], {0: slots, 8: rows}, {0: positions, 8: tokens}, matrices[1]]
-        kernel.launch(ctas, WARPS * WARP, listed, memory)
+        kernel.launch(max(tokens, -(-rows // WARPS)), WARPS * WARP, listed, memory)
         wanted = torch.where((plan.slots >= 0)[:, None], x[plan.slots.clamp(min=0) // K], 0)
         assert np.array_equal(found.view(np.int16).reshape(rows, hidden), wanted.numpy())
         assert (memory.words[memory.end - 64 :] == POISON).all()

@@ -17,10 +17,11 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.common.gemm_epilogue import GELU_END, LOG2_PHI
 from cute_kernels.moe.config import WARP, WARPS, GateSpec
-from cute_kernels.moe.kernel.warp_rows import first_row, load, store, symbolic_list, symbolic_rows, wide
+from cute_kernels.moe.kernel.warp_rows import load, row_of_warp, store, symbolic_list, symbolic_rows, warp_grid, wide
 from jit_cache import Program, compiled
 
 LOG2_E = 1.4426950408889634
+PAIRS = 2  # of vectors of g and u that are on a lane's way at once
 
 
 class Gate:
@@ -32,27 +33,38 @@ class Gate:
         self.has_u, self.is_gelu = spec.function != "silu", spec.function == "geglu"
 
     @cute.jit
-    def __call__(self, z, slots, experts, bias, h, num_ctas: Int32, stream):
+    def __call__(self, z, slots, experts, bias, h, stream):
         self.kernel(z, slots, experts, bias, h).launch(
-            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+            grid=warp_grid(h.shape[0]), block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, z, slots, experts, bias, h):
-        first, step, lane = first_row()
+        row, lane = row_of_warp()
         vectors = h.shape[1] * h.element_type.width // 128
         cute.arch.griddepcontrol_wait()
-        for row in cutlass.range(first, h.shape[0], step):
+        if row < h.shape[0]:
             expert = Int32(-1)
             if const_expr(self.biased):
                 slot = slots[row]
                 expert = experts[cutlass.max(slot, 0)] if slot >= 0 else Int32(-1)
-            for v in cutlass.range(lane, vectors, WARP, unroll=2):
-                g, u = self.load_pair(z, bias, expert, row, v, vectors)
-                values = cute.make_rmem_tensor(g.shape, Float32)
-                for i in cutlass.range_constexpr(cute.size(g)):
-                    values[i] = self.value(*self.gated(g[i], u[i])[:3])
-                store(values, h, row, v)
+            for begin in cutlass.range(lane, vectors, PAIRS * WARP):
+                places = [begin + i * WARP for i in range(PAIRS)]
+                # Beyond the row's end its last vector, so that no load waits for a condition
+                inside = [cutlass.min(place, vectors - 1) for place in places]
+                pairs = [self.load_pair(z, bias, expert, row, v, vectors) for v in inside]
+                for i in cutlass.range_constexpr(PAIRS):
+                    if places[i] < vectors:
+                        self.store_value(pairs[i], h, row, places[i])
+
+    @cute.jit
+    def store_value(self, pair, h, row: Int32, v: Int32):
+        """A vector of h, of its g and u."""
+        g, u = pair
+        values = cute.make_rmem_tensor(g.shape, Float32)
+        for i in cutlass.range_constexpr(cute.size(g)):
+            values[i] = self.value(*self.gated(g[i], u[i])[:3])
+        store(values, h, row, v)
 
     @cute.jit
     def load_part(self, z, bias, expert: Int32, row: Int32, v: Int32):
@@ -107,18 +119,18 @@ class GateBackward(Gate):
     """dz, and with weights the weighted h and their gradients; see the builder ``gate_backward``."""
 
     @cute.jit
-    def __call__(self, dh, z, slots, weights, experts, bias, dz, h, dweights, num_ctas: Int32, stream):
+    def __call__(self, dh, z, slots, weights, experts, bias, dz, h, dweights, stream):
         self.kernel(dh, z, slots, weights, experts, bias, dz, h, dweights).launch(
-            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+            grid=warp_grid(dh.shape[0]), block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, dh, z, slots, weights, experts, bias, dz, h, dweights):
-        first, step, lane = first_row()
+        row, lane = row_of_warp()
         vectors = dh.shape[1] * dh.element_type.width // 128
         alpha = const_expr(1.0 if self.alpha is None else self.alpha)
         cute.arch.griddepcontrol_wait()
-        for row in cutlass.range(first, dh.shape[0], step):
+        if row < dh.shape[0]:
             slot, weight, total, expert = Int32(-1), Float32(1.0), Float32(0.0), Int32(-1)
             if const_expr(self.weighted or self.biased):
                 slot = slots[row]
@@ -210,7 +222,6 @@ def gate(arch: str, spec: GateSpec) -> Program:
         symbolic_list(Int32, rows) if spec.biased else None,
         *_bias(spec, slots, wide_columns),
         symbolic_rows(dtype, rows, columns),
-        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -230,6 +241,5 @@ def gate_backward(arch: str, spec: GateSpec) -> Program:
         symbolic_rows(dtype, rows, wide_columns),
         symbolic_rows(dtype, rows, columns) if weighted else None,
         symbolic_list(Float32, slots) if weighted else None,
-        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -18,7 +18,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.moe.config import WARP, WARPS, RouteSpec
-from cute_kernels.moe.kernel.warp_rows import first_row, symbolic_list, symbolic_table
+from cute_kernels.moe.kernel.warp_rows import row_of_warp, symbolic_list, symbolic_table, warp_grid
 from jit_cache import Program, compiled
 
 LOG2_E = 1.4426950408889634
@@ -34,22 +34,22 @@ class Route:
         self.per_lane = -(-spec.num_experts // WARP)
 
     @cute.jit
-    def __call__(self, logits, bias, given, indices, weights, eps: Float32, scale: Float32, num_ctas: Int32, stream):
+    def __call__(self, logits, bias, given, indices, weights, eps: Float32, scale: Float32, stream):
         self.kernel(logits, bias, given, indices, weights, eps, scale).launch(
-            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+            grid=warp_grid(logits.shape[0]), block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, logits, bias, given, indices, weights, eps: Float32, scale: Float32):
         k = const_expr(self.spec.k)
-        first, step, lane = first_row()
+        token, lane = row_of_warp()
         of_warps = SmemAllocator().allocate_tensor(
             Int32, cute.make_layout((2, WARP, WARPS), stride=(WARP, 1, 2 * WARP)), 16
         )
-        candidates = of_warps[None, None, first % WARPS]
+        candidates = of_warps[None, None, token % WARPS]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # a plan, which may get ready until this has ended
-        for token in cutlass.range(first, logits.shape[0], step):
+        if token < logits.shape[0]:
             values, has_nan = self.load_logits(logits, token, lane)
             expert = Int32(-1)
             if const_expr(self.spec.replays):
@@ -253,17 +253,17 @@ class RouteBackward(Route):
     """See the builder ``route_backward``."""
 
     @cute.jit
-    def __call__(self, dweights, logits, indices, dlogits, eps: Float32, scale: Float32, num_ctas: Int32, stream):
+    def __call__(self, dweights, logits, indices, dlogits, eps: Float32, scale: Float32, stream):
         self.kernel(dweights, logits, indices, dlogits, eps, scale).launch(
-            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+            grid=warp_grid(logits.shape[0]), block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, dweights, logits, indices, dlogits, eps: Float32, scale: Float32):
         k, experts = const_expr(self.spec.k), const_expr(self.spec.num_experts)
-        first, step, lane = first_row()
+        token, lane = row_of_warp()
         cute.arch.griddepcontrol_wait()
-        for token in cutlass.range(first, logits.shape[0], step):
+        if token < logits.shape[0]:
             values, has_nan = self.load_logits(logits, token, lane)
             expert, gradient = Int32(-1), Float32(0.0)
             if lane < k:
@@ -345,7 +345,6 @@ def route(arch: str, spec: RouteSpec) -> Program:
         weights,
         Float32(1.0),
         Float32(1.0),
-        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -362,6 +361,5 @@ def route_backward(arch: str, spec: RouteSpec) -> Program:
         logits,
         Float32(1.0),
         Float32(1.0),
-        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

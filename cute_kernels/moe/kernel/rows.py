@@ -1,8 +1,10 @@
-"""Tokens' rows to experts' rows and back, a warp a row, 16 bytes a lane.
+"""Tokens' rows to experts' rows and back, 16 bytes a lane.
 
     gather   row of the token --> times the weight of each slot --> rows of the experts by positions; others get zeros
-             (permute; combine's backward). A token's row is read once, however many rows lie between its copies
+             (permute; combine's backward)
     combine  positions, sorted --> rows of the experts, one after the other, in fp32 --> row of the token
+
+Each has a CTA a token: few tokens are at work at once, and a row is read or written in one piece.
 
 ``combine`` adds in ascending position, which is ascending expert: a token's bits depend on its rows and weights and on
 the set of its experts. A product is rounded, then added.
@@ -19,7 +21,6 @@ from cute_kernels.common.dtypes import cutlass_dtype
 from cute_kernels.moe.config import WARP, WARPS, CombineSpec, GatherSpec
 from cute_kernels.moe.kernel.warp_rows import (
     AHEAD,
-    first_row,
     load,
     store,
     symbolic_list,
@@ -31,6 +32,7 @@ from cute_kernels.moe.kernel.warp_rows import (
 from jit_cache import Program, compiled
 
 NEAREST = RoundingMode.NEAREST_EVEN
+AT_ONCE = 16  # rows of a token that combine loads before it adds them
 
 
 class Gather:
@@ -40,7 +42,9 @@ class Gather:
         self.k, self.weighted, self.dots = spec.k, spec.weighted, spec.dots
 
     @cute.jit
-    def __call__(self, x, slots, positions, weights, other, out, dots, num_ctas: Int32, stream):
+    def __call__(self, x, slots, positions, weights, other, out, dots, stream):
+        # More CTAs than tokens where rows without a slot would make these long
+        num_ctas = cutlass.max(x.shape[0], cute.ceil_div(slots.shape[0], WARPS))
         self.kernel(x, slots, positions, weights, other, out, dots).launch(
             grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
         )
@@ -48,35 +52,34 @@ class Gather:
     @cute.kernel
     def kernel(self, x, slots, positions, weights, other, out, dots):
         tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        # A few tokens are on as many SMs
-        first, step, lane = cute.arch.make_warp_uniform(tidx // WARP) * grid + bidx, grid * WARPS, tidx % WARP
+        token, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         cute.arch.griddepcontrol_wait()
-        for token in cutlass.range(first, x.shape[0], step):
+        if token < x.shape[0]:
             row, weight = Int32(-1), Float32(1.0)
             if lane < self.k:
                 row = positions[token, lane]
                 if const_expr(self.weighted):
                     weight = weights[token, lane]
             if const_expr(self.dots):
-                for j in cutlass.range(self.k, unroll=1):
+                for j in cutlass.range(warp, self.k, WARPS, unroll=1):
                     to, factor = cute.arch.shuffle_sync(row, j), cute.arch.shuffle_sync(weight, j)
                     if to >= 0:
                         total = self.copy_and_multiply(x, other, out, token, to, factor, lane)
                         if lane == 0:
                             dots[token, j] = total
             else:
-                self.copy(x, out, token, row, weight, lane)
-        for begin in cutlass.range(first, slots.shape[0], step * WARP):
-            self.clear(slots, out, begin, step, lane)
+                self.copy(x, out, token, row, weight, tidx)
+        for begin in cutlass.range(token, slots.shape[0], step * WARP):
+            self.clear(slots, out, begin, step, tidx)
 
     @cute.jit
-    def copy(self, x, out, token: Int32, row: Int32, weight: Float32, lane: Int32):
-        """A token's row to those of its slots, of which lane j has the j-th, and its weight."""
-        vectors = x.shape[1] * x.element_type.width // 128
-        for begin in cutlass.range(0, vectors, AHEAD * WARP):
-            places = [begin + i * WARP + lane for i in range(AHEAD)]
+    def copy(self, x, out, token: Int32, row: Int32, weight: Float32, thread: Int32):
+        """A token's row to those of its slots, of which lane j of each warp has the j-th, and its weight."""
+        vectors, threads = x.shape[1] * x.element_type.width // 128, const_expr(WARPS * WARP)
+        for begin in cutlass.range(0, vectors, AHEAD * threads):
+            places = [begin + i * threads + thread for i in range(AHEAD)]
             loaded = [load(x, token, place, place < vectors) for place in places]
             for j in cutlass.range(self.k, unroll=2):
                 to, factor = cute.arch.shuffle_sync(row, j), cute.arch.shuffle_sync(weight, j)
@@ -110,18 +113,18 @@ class Gather:
         return cute.arch.warp_reduction(total, operator.add)
 
     @cute.jit
-    def clear(self, slots, out, begin: Int32, step: Int32, lane: Int32):
+    def clear(self, slots, out, begin: Int32, step: Int32, thread: Int32):
         """Zeros to those of 32 rows, one each ``step``, that have no slot."""
         vectors = out.shape[1] * out.element_type.width // 128
         zeros = cute.make_rmem_tensor((128 // out.element_type.width,), out.element_type)
         zeros.fill(0)
-        row, slot = begin + lane * step, Int32(0)
+        row, slot = begin + thread % WARP * step, Int32(0)
         if row < slots.shape[0]:
             slot = slots[row]
         unused = cute.arch.vote_ballot_sync(slot < 0)
-        for i in cutlass.range(WARP, unroll=1):
+        for i in cutlass.range(WARP - cute.arch.clz(unused), unroll=1):
             if (unused >> i) & 1 == 1:
-                for v in cutlass.range(lane, vectors, WARP):
+                for v in cutlass.range(thread, vectors, WARPS * WARP):
                     cute.autovec_copy(zeros, vector_at(out, begin + i * step, v))
 
 
@@ -130,41 +133,49 @@ class Combine:
 
     def __init__(self, spec: CombineSpec):
         self.k, self.weighted, self.biased = spec.k, spec.weighted, spec.biased
+        self.ctas_per_sm = min(3, max(1, 24 // spec.k))  # or ptxas takes registers until it is one or two
 
     @cute.jit
-    def __call__(self, rows, positions, weights, experts, bias, y, num_ctas: Int32, stream):
+    def __call__(self, rows, positions, weights, experts, bias, y, stream):
         self.kernel(rows, positions, weights, experts, bias, y).launch(
-            grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+            grid=[y.shape[0], 1, 1],
+            block=[WARPS * WARP, 1, 1],
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=0,
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, rows, positions, weights, experts, bias, y):
-        first, step, lane = first_row()
+        tidx, _, _ = cute.arch.thread_idx()
+        token, _, _ = cute.arch.block_idx()
         vectors = rows.shape[1] * rows.element_type.width // 128
         cute.arch.griddepcontrol_wait()
-        for token in cutlass.range(first, y.shape[0], step):
-            position, weight, expert = self.sorted_slots(positions, weights, experts, token, lane)
-            places = [cute.arch.shuffle_sync(position, j) for j in range(self.k)]
-            factors = [cute.arch.shuffle_sync(weight, j) for j in range(self.k)]
-            of_bias = None
-            if const_expr(self.biased):
-                of_bias = [cute.arch.shuffle_sync(expert, j) for j in range(self.k)]
-            for v in cutlass.range(lane, vectors, WARP):
-                loaded = [load(rows, cutlass.max(place, 0), v, place >= 0) for place in places]
-                sums = cute.make_rmem_tensor(loaded[0].shape, Float32)
-                sums.fill(0.0)
-                for j in cutlass.range_constexpr(self.k):
-                    values = wide(loaded[j])
+        position, weight, expert = self.sorted_slots(positions, weights, experts, token, tidx % WARP)
+        places = [cute.arch.shuffle_sync(position, j) for j in range(self.k)]
+        factors = [cute.arch.shuffle_sync(weight, j) for j in range(self.k)]
+        of_bias = None
+        if const_expr(self.biased):
+            of_bias = [cute.arch.shuffle_sync(expert, j) for j in range(self.k)]
+        for v in cutlass.range(tidx, vectors, WARPS * WARP):
+            sums = cute.make_rmem_tensor((128 // rows.element_type.width,), Float32)
+            sums.fill(0.0)
+            for begin in cutlass.range_constexpr(0, self.k, AT_ONCE):
+                part = places[begin : begin + AT_ONCE]
+                loaded = [load(rows, cutlass.max(place, 0), v, place >= 0) for place in part]
+                for i in cutlass.range_constexpr(len(part)):
+                    j, values = const_expr(begin + i), wide(loaded[i])
                     if const_expr(self.biased):
-                        added = wide(load(bias, cutlass.max(of_bias[j], 0), v, places[j] >= 0))
+                        added = wide(load(bias, cutlass.max(of_bias[j], 0), v, part[i] >= 0))
                         values.store(values.load() + added.load())
-                    if places[j] >= 0:
-                        for i in cutlass.range_constexpr(cute.size(sums)):
-                            product = values[i]
+                    if part[i] >= 0:
+                        for e in cutlass.range_constexpr(cute.size(sums)):
+                            product = values[e]
                             if const_expr(self.weighted):
-                                product = cute.math.mul(values[i], factors[j], rounding=NEAREST)
-                            sums[i] = cute.math.add(sums[i], product, rounding=NEAREST)
-                store(sums, y, token, v)
+                                product = cute.math.mul(values[e], factors[j], rounding=NEAREST)
+                            sums[e] = cute.math.add(sums[e], product, rounding=NEAREST)
+            store(sums, y, token, v)
 
     @cute.jit
     def sorted_slots(self, positions, weights, experts, token: Int32, lane: Int32):
@@ -214,7 +225,6 @@ def gather(arch: str, spec: GatherSpec) -> Program:
         symbolic_rows(dtype, rows, columns) if spec.dots else None,
         symbolic_rows(dtype, rows, columns),
         symbolic_table(Float32, tokens, spec.k) if spec.dots else None,
-        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -234,6 +244,5 @@ def combine(arch: str, spec: CombineSpec) -> Program:
         symbolic_table(Int32, tokens, spec.k) if spec.biased else None,
         symbolic_rows(dtype, cute.sym_int(), columns) if spec.biased else None,
         symbolic_rows(dtype, tokens, columns),
-        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

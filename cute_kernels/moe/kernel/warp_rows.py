@@ -1,4 +1,4 @@
-"""The base of kernels with a warp for each row: their walk, and 16 bytes a lane of a row."""
+"""The base of kernels of routing and of rows: which row a warp has, and 16 bytes a lane of a row."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -9,12 +9,16 @@ AHEAD = 4  # vectors of a lane that are on their way at once
 
 
 @cute.jit
-def first_row() -> tuple:
-    """(row of this warp, rows that all warps have at once, lane)."""
+def row_of_warp() -> tuple:
+    """(row of this warp, lane), where each warp of ``warp_grid`` has a row."""
     tidx, _, _ = cute.arch.thread_idx()
     bidx, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
-    return bidx * WARPS + cute.arch.make_warp_uniform(tidx // WARP), grid * WARPS, tidx % WARP
+    return bidx * WARPS + cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
+
+
+def warp_grid(rows: Int32) -> list:
+    """A grid of CTAs of WARPS warps, as many as rows. They are not resident at once: an SM gets a CTA when one ends."""
+    return [cute.ceil_div(rows, WARPS), 1, 1]
 
 
 @cute.jit
