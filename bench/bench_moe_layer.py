@@ -86,7 +86,8 @@ def steps(quick: bool = False) -> list[Step]:
     """Every case."""
     if quick:
         return [Step(op, "qwen3-30b", 8192) for op in (*ROWS, "route", "experts")]
-    found = [Step(op, model, 8192) for op in ROWS for model in ("qwen3-30b", "gpt-oss-120b", "deepseek-v3")]
+    models = "qwen3-30b", "gpt-oss-120b", "deepseek-v3"
+    found = [Step(op, model, tokens) for op in ROWS for model in models for tokens in (128, 2048, 8192)]
     found += [Step("route", model, tokens) for model in ROUTED for tokens in (1, 128, 8192)]
     found += [Step("experts", model, 8192) for model in MODELS]
     found += [Step("experts", "qwen3-30b", 8192, "skew")]
