@@ -15,6 +15,7 @@ def compile_in(folder: Path, program: str) -> None:
     environment = {
         **os.environ,
         "JIT_CACHE_DIR": str(folder / "cache"),
+        "JIT_CACHE_BUNDLE": "",
         "JIT_CACHE_MODE": "on",
         "CUTE_DSL_KEEP": "ptx",
         "CUTE_DSL_DUMP_DIR": str(folder),

@@ -9,7 +9,7 @@ from tests.bench.test_harness import FakeDevice
 
 def test_cases():
     names = bench_moe_layer.forward_backward.names(bench_moe_layer.steps())
-    assert len(set(names)) == len(names) == 71 * 3 + 2 * 3 + 9 + 2 * (7 + 1 + 5)
+    assert len(set(names)) == len(names) == 3 * 3 * 2 + 3 * 3 * 2 + 9 + 2 * (7 + 1 + 5)
     quick = set(bench_moe_layer.forward_backward.names(bench_moe_layer.steps(quick=True)))
     assert quick < set(names)
     assert Step("permute", "qwen3-30b", 10).case("fwd").bytes == 2 * 90 * 2048

@@ -133,7 +133,7 @@ class Combine:
 
     def __init__(self, spec: CombineSpec):
         self.k, self.weighted, self.biased = spec.k, spec.weighted, spec.biased
-        self.ctas_per_sm = min(3, max(1, 24 // spec.k))  # or ptxas takes registers until it is one or two
+        self.ctas_per_sm = min(4, max(1, 24 // spec.k))  # or ptxas takes registers until it is one or two
 
     @cute.jit
     def __call__(self, rows, positions, weights, experts, bias, y, stream):
