@@ -436,6 +436,7 @@ def draw_bits(lines: Sequence[Line]) -> str:
     return figures.bits(lines[0]["gpu"], {case: cases[case] for case in quiet_last})
 
 
+FORWARD = ("fwd", "prefill", "append", "decode")
 # bar group -> its family, and which of its lines
 BAR_GROUPS: dict[str, tuple[str, Callable[[Line], bool]]] = {
     "Norms": ("norm", lambda line: True),
@@ -443,7 +444,10 @@ BAR_GROUPS: dict[str, tuple[str, Callable[[Line], bool]]] = {
     "… of up to 512 rows": ("gemm", lambda line: line["variant"] in ("decode", "tokens")),
     "Reductions": ("reduction", lambda line: True),
     "Log-probabilities": ("log_prob", lambda line: "loss" not in line["variant"]),
+    "Attention": ("attention", lambda line: line["op"] == "attention"),
+    "… over a cache": ("attention", lambda line: line["op"] == "attention_with_kv_cache"),
     "Products of experts": ("moe", lambda line: line["op"] == "grouped_mm"),
+    "Layers of experts": ("moe", lambda line: line["op"] == "experts"),
     "Hyper-connections": ("mhc", lambda line: line["op"] == "layer"),
     "Block-scaled fp8": ("mxfp8", lambda line: True),
 }
@@ -457,7 +461,7 @@ def draw_peers(lines: Sequence[Line]) -> str:
         best: dict[str, list[float]] = {}
         for case in cases:
             if peer := case.best_peer(peers):
-                direction = "forward" if case.line["direction"] == "fwd" else "backward"
+                direction = "forward" if case.line["direction"] in FORWARD else "backward"
                 best.setdefault(direction, []).append(case.ratios[peer])
         if best:
             names = ", ".join(NAMES.get(peer, peer) for peer in peers)

@@ -85,6 +85,8 @@ def check_route(
     expect_int(op, "k", k)
     if not 0 < k <= min(MAX_K, experts):
         fail(op, "k", f"be from 1 to {min(MAX_K, experts)}", k)
+    if tokens * k > MAX_SIZE:
+        fail(op, "logits", f"have tokens of at most {MAX_SIZE} slots", f"{tokens} tokens, k = {k}")
     if score not in SCORES:
         fail(op, "score", f"be one of {SCORES}", repr(score))
     expect_float(op, "eps", eps)

@@ -21,6 +21,7 @@ BAD = [
     (lambda: moe.route(LOGITS, 9), ValueError, "route: k must be from 1 to 8, got 9"),
     (lambda: moe.route(torch.zeros(2, 64), 33), ValueError, "route: k must be from 1 to 32, got 33"),
     (lambda: moe.route(LOGITS, 2.0), TypeError, "route: k must be an int"),
+    (lambda: moe.route(LOGITS[:1].expand(2**30, 8), 2), ValueError, "route: logits must have tokens of at most"),
     (lambda: moe.route(LOGITS, 2, score="relu"), ValueError, "route: score must be one of"),
     (lambda: moe.route(LOGITS, 2, bias=LOGITS[0]), ValueError, "route: bias must be None but for sigmoid scores"),
     (

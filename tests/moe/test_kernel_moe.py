@@ -188,7 +188,8 @@ def slots_of(tokens, k, experts, generator):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(
-    "tokens, k, experts, hidden", [(37, 2, 8, 64), (300, 8, 128, 2048), (5, 1, 3, 8), (9, 6, 64, 1400)]
+    "tokens, k, experts, hidden",
+    [(37, 2, 8, 64), (300, 8, 128, 2048), (5, 1, 3, 8), (9, 6, 64, 1400), (13, 32, 40, 2056), (7, 20, 32, 8200)],
 )
 def test_rows(tokens, k, experts, hidden, dtype, generator):
     """permute copies; combine's bits are the reference's, which names each operation."""
@@ -203,8 +204,8 @@ def test_rows(tokens, k, experts, hidden, dtype, generator):
         assert_same_bits(moe.combine(rows, plan, given), reference.combine(rows, plan, given))
 
 
-def test_gradients_of_rows(generator):
-    tokens, k, experts, hidden = 61, 4, 16, 136
+@pytest.mark.parametrize("tokens, k, experts, hidden", [(61, 4, 16, 136), (11, 20, 32, 2056)])
+def test_gradients_of_rows(tokens, k, experts, hidden, generator):
     plan = moe.plan(slots_of(tokens, k, experts, generator), experts, align=16)
     x = randn(tokens, hidden, generator=generator, dtype=BF16).requires_grad_()
     dout = randn(len(plan.slots), hidden, generator=generator, dtype=BF16)

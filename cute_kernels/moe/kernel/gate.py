@@ -21,7 +21,8 @@ from cute_kernels.moe.kernel.warp_rows import load, row_of_warp, store, symbolic
 from jit_cache import Program, compiled
 
 LOG2_E = 1.4426950408889634
-PAIRS = 2  # of vectors of g and u that are on a lane's way at once
+# Vectors of g and u that a lane has in flight. H200, 8192 rows of 2880: one is 0.80 of the copy, two are 0.91
+PAIRS = 2
 
 
 class Gate:

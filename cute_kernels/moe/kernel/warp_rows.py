@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.moe.config import WARP, WARPS
 
-AHEAD = 4  # vectors of a lane that are on their way at once
+AHEAD = 4  # vectors that a lane has in flight
 
 
 @cute.jit
@@ -17,7 +17,7 @@ def row_of_warp() -> tuple:
 
 
 def warp_grid(rows: Int32) -> list:
-    """A grid of CTAs of WARPS warps, as many as rows. They are not resident at once: an SM gets a CTA when one ends."""
+    """A grid with a warp a row. Not all CTAs are resident at once: an SM gets the next one when one ends."""
     return [cute.ceil_div(rows, WARPS), 1, 1]
 
 
