@@ -6,6 +6,8 @@ Matrices have contiguous rows, results are contiguous. Each launch is also an op
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from torch import Tensor
 from cute_kernels.common.row_layout import SUM_COLUMNS
 from cute_kernels.norm.config import NormBackwardSpec, NormForwardSpec, backward_config, forward_config, many_ctas
 from cute_kernels.runtime import launches
+from cute_kernels.runtime.autograd import as_rows
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import empty, operator
+from cute_kernels.runtime.operators import alias, contiguous_strides, empty, empty_strided, operator
 from cute_kernels.runtime.rows import RowLaunch, access_of
 from cute_kernels.runtime.targets import Target
 
@@ -37,10 +40,26 @@ def norm_forward(
     weight_offset: float,
 ) -> None:
     """y, h = x + residual, and statistics: fp32 (1, rows), rstd; or (2, rows), rstd and mean."""
-    rows, n = x.shape
+    rows = x.shape[0]
     if not rows:
         return
-    x_dtype, y_dtype = x.dtype, y.dtype
+    num_statistics = 0 if statistics is None else statistics.shape[0]
+    launch = _forward_launch(x, residual, weight, bias, y.dtype, h is not None, num_statistics, kind, weight_offset)
+    launch.function(x, residual, weight, bias, y, h, statistics, eps, launch.clusters(rows))
+
+
+def _forward_launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    y_dtype: torch.dtype,
+    has_h: bool,
+    num_statistics: int,
+    kind: str,
+    weight_offset: float,
+) -> RowLaunch:
+    n, x_dtype = x.shape[1], x.dtype
     widest = x_dtype.itemsize if y_dtype is x_dtype else max(x_dtype.itemsize, y_dtype.itemsize)
     residual_dtype = weight_dtype = bias_dtype = None
     pointers = 0
@@ -60,13 +79,88 @@ def norm_forward(
         bias_dtype,
         y_dtype,
         weight_offset,
-        h is not None,
-        0 if statistics is None else statistics.shape[0],
+        has_h,
+        num_statistics,
         not pointers & 15,
         access_of(n, widest, x, residual),
     )
-    launch = _forward.get(x.get_device(), spec)
-    launch.function(x, residual, weight, bias, y, h, statistics, eps, launch.clusters(rows))
+    return _forward.get(x.get_device(), spec)
+
+
+class NormForwardCall(NamedTuple):
+    """All that follows from the sizes of a forward.
+
+    Attributes:
+        y: shape and strides; h has them, too.
+        h_dtype, statistics: the dtype; shape and strides. None where there is none.
+        matrices: their shape, and strides of x, the residual and y, where x has more or less than two dimensions.
+    """
+
+    function: Callable[..., None]
+    y: tuple[tuple[int, ...], tuple[int, ...]]
+    y_dtype: torch.dtype
+    h_dtype: torch.dtype | None
+    statistics: tuple[tuple[int, ...], tuple[int, ...]] | None
+    matrices: tuple[tuple[int, ...], ...] | None
+    eps: float
+    clusters: int
+
+    @staticmethod
+    def of(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        y_dtype: torch.dtype,
+        has_h: bool,
+        num_statistics: int,
+        kind: str,
+        eps: float,
+        weight_offset: float,
+    ) -> NormForwardCall | None:
+        """For plain tensors; None: no kernel is launched."""
+        if not x.numel():
+            return None
+        y, rows, residual_rows, matrices = tuple(x.shape), x, residual, None
+        if len(y) != 2:
+            rows = as_rows(f"{kind}_norm", "x", x)
+            residual_rows = None if residual is None else as_rows(f"{kind}_norm", "residual", residual)
+            shape, strides = tuple(rows.shape), rows.stride()
+            of_residual = strides if residual_rows is None else residual_rows.stride()
+            matrices = shape, strides, of_residual, contiguous_strides(shape)
+        launch = _forward_launch(
+            rows, residual_rows, weight, bias, y_dtype, has_h, num_statistics, kind, weight_offset
+        )
+        num_rows = rows.shape[0]
+        statistics = num_statistics, num_rows
+        return NormForwardCall(
+            launch.function,
+            (y, contiguous_strides(y)),
+            y_dtype,
+            residual.dtype if has_h else None,
+            (statistics, contiguous_strides(statistics)) if num_statistics else None,
+            matrices,
+            eps,
+            launch.clusters(num_rows),
+        )
+
+    def run(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(y, h, statistics), None where they are not asked for."""
+        y, h, statistics = empty_strided(x, *self.y, self.y_dtype), None, None
+        if self.h_dtype is not None:
+            h = empty_strided(x, *self.y, self.h_dtype)
+        if self.statistics is not None:
+            statistics = empty_strided(x, *self.statistics, torch.float32)
+        y_rows, h_rows = y, h
+        if self.matrices is not None:
+            shape, of_x, of_residual, of_y = self.matrices
+            x, y_rows = alias(x, shape, of_x), alias(y, shape, of_y)
+            residual = None if residual is None else alias(residual, shape, of_residual)
+            h_rows = None if h is None else alias(h, shape, of_y)
+        self.function(x, residual, weight, bias, y_rows, h_rows, statistics, self.eps, self.clusters)
+        return y, h, statistics
 
 
 @operator(

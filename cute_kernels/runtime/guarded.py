@@ -54,9 +54,14 @@ class GuardedCache(Generic[E]):
     def put(self, options: Hashable, entry: E, *tensors: Tensor) -> None:
         """Keep the entry of a call that was checked, whose mode is eager, and which has been launched.
 
-        Not kept: where a forward-mode derivative may be wanted, or a tensor is given twice, which guards refuse.
+        Not kept: where a forward-mode derivative may be wanted, where a tensor starts elsewhere than on 16 bytes, or
+        is given twice, which guards refuse.
         """
-        if forward_ad._current_level < 0 and len(set(map(id, tensors))) == len(tensors):
+        if (
+            forward_ad._current_level < 0
+            and len(set(map(id, tensors))) == len(tensors)
+            and not any(t.data_ptr() & 15 for t in tensors)
+        ):
             key = _key(options, tensors)
             guard = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[])  # none is dynamic
             self.guarded[key] = ((guard.check, entry), *self.guarded.get(key, ())[: MAX_GUARDS - 1])
