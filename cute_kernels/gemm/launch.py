@@ -16,8 +16,9 @@ from cute_kernels.gemm.config import CONTRACT, GemmConfig, GemmSpec, choose, gem
 from cute_kernels.gemm.config_tokens import resident_clusters
 from cute_kernels.gemm.reference import activate
 from cute_kernels.runtime import launches
+from cute_kernels.runtime.autograd import as_rows
 from cute_kernels.runtime.launches import LaunchCache, bounded, observe, observers
-from cute_kernels.runtime.operators import alias, operator
+from cute_kernels.runtime.operators import Layout, alias, contiguous_strides, empty_strided, operator
 from cute_kernels.runtime.rows import contiguous_dim
 from cute_kernels.runtime.targets import Target
 
@@ -131,24 +132,20 @@ def gemm(
     entries = a_shape[0] if batched else 1
     if not (m and n and k and entries):
         return _sum_nothing(d, z, bias, activation, accumulate)
-    a_dim, b_dim, a_major, b_major = contiguous_dim(a, a_shape), contiguous_dim(b, b_shape), None, None
-    if a_dim and b_dim:
-        a_major = "k" if (a_dim == -1) != trans_a else "m"
-        b_major = "k" if (b_dim == -1) != trans_b else "n"
-    spec = GemmSpec(
-        a.dtype,
+    launch, a_dim, b_dim = _launch(
+        a,
+        b,
+        bias,
+        (m, n, k, entries),
         d.dtype,
-        None if bias is None else bias.dtype,
         activation,
         z is not None,
         accumulate,
         valid_k is not None,
-        batched,
-        a_major,
-        b_major,
+        trans_a,
+        trans_b,
         _rows_aligned(d, n) and (z is None or _rows_aligned(z, n)),
     )
-    launch = _gemm.get(a.get_device(), spec).of((m, n, k, entries))
     if observers:
         observe(launch, (entries, m, n, k) if batched else (m, n, k), a.get_device())
     if launch.config is None:  # takes a (M, K) and b (N, K), read as torch reads them: a sign may be left to the reader
@@ -167,6 +164,108 @@ def gemm(
     if launch.transposed:
         a, b = b, a
     launch.function(a, b, d, z, bias, valid_k, launch.num_ctas)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    has_z: bool,
+    accumulate: bool,
+    has_valid_k: bool,
+    trans_a: bool,
+    trans_b: bool,
+    rows_aligned: bool,
+) -> tuple[GemmLaunch, int, int]:
+    """The launch, and the dimensions that a and b are read along."""
+    a_dim, b_dim, a_major, b_major = contiguous_dim(a, a.shape), contiguous_dim(b, b.shape), None, None
+    if a_dim and b_dim:
+        a_major = "k" if (a_dim == -1) != trans_a else "m"
+        b_major = "k" if (b_dim == -1) != trans_b else "n"
+    spec = GemmSpec(
+        a.dtype,
+        dtype,
+        None if bias is None else bias.dtype,
+        activation,
+        has_z,
+        accumulate,
+        has_valid_k,
+        a.dim() == 3,
+        a_major,
+        b_major,
+        rows_aligned,
+    )
+    return _gemm.get(a.get_device(), spec).of(shape), a_dim, b_dim
+
+
+class GemmCall(NamedTuple):
+    """All that follows from the sizes of a product of matrices whose result is new.
+
+    Attributes:
+        d: shape and strides; z has them, too.
+        a, b, matrix: shapes and strides of a, of b, of d and z as the kernel takes them, where they are others.
+        shape: for ``observe``.
+    """
+
+    launch: GemmLaunch
+    d: Layout
+    dtype: torch.dtype
+    has_z: bool
+    a: Layout | None
+    b: Layout | None
+    matrix: Layout | None
+    shape: tuple[int, int, int]
+
+    @staticmethod
+    def of(
+        a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, activation: str | None, has_z: bool,
+        trans_b: bool,
+    ) -> GemmCall | None:  # fmt: skip
+        """For plain tensors, a of any dimensions; None: no kernel is launched, or that for any stride."""
+        rows = as_rows("linear", "x", a)
+        (m, k), n = rows.shape, b.shape[1 if trans_b else 0]
+        if not (m and n and k):
+            return None
+        aligned = not n * dtype.itemsize & 15
+        launch, a_dim, b_dim = _launch(
+            rows, b, bias, (m, n, k, 1), dtype, activation, has_z, False, False, False, trans_b, aligned
+        )
+        if launch.config is None or (bias is not None and bias.is_neg()):
+            return None
+        d, matrix = (*a.shape[:-1], n), (m, n)
+        turned_a, turned_b = rows.mT if a_dim == -2 else rows, b.mT if b_dim == -2 else b
+        return GemmCall(
+            launch,
+            (d, contiguous_strides(d)),
+            dtype,
+            has_z,
+            None if turned_a is a else (tuple(turned_a.shape), turned_a.stride()),
+            None if turned_b is b else (tuple(turned_b.shape), turned_b.stride()),
+            None if d == matrix else (matrix, contiguous_strides(matrix)),
+            (m, n, k),
+        )
+
+    def run(self, a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """d and, if it is saved, z."""
+        launch = self.launch
+        if observers:
+            observe(launch, self.shape, a.get_device())
+        d = empty_strided(a, *self.d, self.dtype)
+        z = empty_strided(a, *self.d, self.dtype) if self.has_z else None
+        d_rows, z_rows = d, z
+        if self.matrix is not None:
+            d_rows, z_rows = alias(d, *self.matrix), None if z is None else alias(z, *self.matrix)
+        if self.a is not None:
+            a = alias(a, *self.a)
+        if self.b is not None:
+            b = alias(b, *self.b)
+        if launch.transposed:
+            a, b = b, a
+        launch.function(a, b, d_rows, z_rows, bias, None, launch.num_ctas)
+        return d, z
 
 
 # An operator of its own, so that a compiler of graphs does not put its own arithmetic, and other bits, in its place

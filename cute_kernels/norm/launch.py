@@ -17,7 +17,7 @@ from cute_kernels.norm.config import NormBackwardSpec, NormForwardSpec, backward
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.autograd import as_rows
 from cute_kernels.runtime.launches import LaunchCache
-from cute_kernels.runtime.operators import alias, contiguous_strides, empty, empty_strided, operator
+from cute_kernels.runtime.operators import Layout, alias, contiguous_strides, empty, empty_strided, operator
 from cute_kernels.runtime.rows import RowLaunch, access_of
 from cute_kernels.runtime.targets import Target
 
@@ -97,10 +97,10 @@ class NormForwardCall(NamedTuple):
     """
 
     function: Callable[..., None]
-    y: tuple[tuple[int, ...], tuple[int, ...]]
+    y: Layout
     y_dtype: torch.dtype
     h_dtype: torch.dtype | None
-    statistics: tuple[tuple[int, ...], tuple[int, ...]] | None
+    statistics: Layout | None
     matrices: tuple[tuple[int, ...], ...] | None
     eps: float
     clusters: int
@@ -128,9 +128,7 @@ class NormForwardCall(NamedTuple):
             shape, strides = tuple(rows.shape), rows.stride()
             of_residual = strides if residual_rows is None else residual_rows.stride()
             matrices = shape, strides, of_residual, contiguous_strides(shape)
-        launch = _forward_launch(
-            rows, residual_rows, weight, bias, y_dtype, has_h, num_statistics, kind, weight_offset
-        )
+        launch = _forward_launch(rows, residual_rows, weight, bias, y_dtype, has_h, num_statistics, kind, weight_offset)
         num_rows = rows.shape[0]
         statistics = num_statistics, num_rows
         return NormForwardCall(

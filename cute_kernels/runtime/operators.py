@@ -35,6 +35,7 @@ _library = torch.library.Library("cute_kernels", "DEF")
 _EAGER_TENSORS = (Tensor, Parameter)
 _ORDINARY = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.dtype))
 _ordinary = _ORDINARY.issuperset
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 OPERATORS: dict[str, Callable[..., None]] = {}  # name -> launch; all that ``operator`` registered
 FUNCTIONAL_OPERATORS: dict[str, Callable[..., Any]] = {}  # and ``functional_operator``
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch's CPU builds

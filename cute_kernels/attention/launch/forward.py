@@ -30,7 +30,7 @@ from cute_kernels.attention.config import (
 from cute_kernels.attention.sharding import is_dtensor, register
 from cute_kernels.runtime import launches
 from cute_kernels.runtime.launches import LaunchCache, observe, observers
-from cute_kernels.runtime.operators import contiguous_strides, empty, empty_strided, functional_operator
+from cute_kernels.runtime.operators import Layout, contiguous_strides, empty, empty_strided, functional_operator
 from cute_kernels.runtime.targets import Target
 
 
@@ -301,8 +301,8 @@ class ForwardCall(NamedTuple):
     """
 
     launch: ForwardLaunch
-    out: tuple[tuple[int, ...], tuple[int, ...]]
-    lse: tuple[tuple[int, ...], tuple[int, ...]]
+    out: Layout
+    lse: Layout
     workspace: int
     scalars: tuple
     shape: tuple[int, ...]

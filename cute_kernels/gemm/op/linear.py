@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.gemm import reference
 from cute_kernels.gemm.checks import Activation, check_linear
-from cute_kernels.gemm.launch import activation_backward, gemm
+from cute_kernels.gemm.launch import GemmCall, activation_backward, gemm
 from cute_kernels.runtime.autograd import (
     apply,
     as_rows,
+    eager_apply,
     first_derivative_only,
     gradient_buffer,
     gradient_rows,
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
+from cute_kernels.runtime.guarded import GuardedCache
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.rows import contiguous_dim
 
@@ -76,13 +81,35 @@ def linear(
         >>> linear(x, weight, torch.ones(4)).shape
         torch.Size([2, 4])
     """
+    may_be_cached = (
+        not is_dynamo_compiling()
+        and num_valid_tokens is None
+        and backend is None
+        and (out_dtype is None or type(out_dtype) is torch.dtype)
+        and (activation is None or type(activation) is str)
+    )
+    if may_be_cached:
+        given = (x, weight) if bias is None else (x, weight, bias)
+        key = out_dtype, activation, bias is None
+        call = CALLS.get(key, *given)
+        if call is not None:
+            return call.run(x, weight, bias)
     if uses_reference("linear", x, backend):
         return reference.linear(
             x, weight, bias, out_dtype=out_dtype, activation=activation, num_valid_tokens=num_valid_tokens
         )
     check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
-    if differentiates(x, weight, bias):
-        return apply(_LinearFunction, x, weight, bias, out_dtype, activation, num_valid_tokens)
+    wants_gradient = differentiates(x, weight, bias)
+    if may_be_cached and mode_of(x, weight, bias).eager:
+        has_z = wants_gradient and activation in SAVE_PREACT
+        forward = GemmCall.of(x, weight, bias, out_dtype or x.dtype, activation, has_z, False)
+        if forward is not None:
+            call = LinearCall(forward, wants_gradient, activation)
+            y = call.run(x, weight, bias)
+            CALLS.put(key, call, *given)
+            return y
+    if wants_gradient:
+        return apply(_LinearFunction, x, weight, bias, out_dtype, activation, num_valid_tokens, None)
     return _linear_forward(x, weight, bias, out_dtype, activation, False)[0]
 
 
@@ -107,10 +134,29 @@ def _linear_forward(
     return y, z
 
 
+class LinearCall(NamedTuple):
+    """A product that is ready to be launched, and what a backward is told if a gradient is wanted."""
+
+    forward: GemmCall
+    differentiates: bool
+    activation: Activation | None
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.differentiates:
+            return _eager_linear(x, weight, bias, None, self.activation, None, self.forward)
+        return self.forward.run(x, weight, bias)[0]
+
+
+CALLS: GuardedCache[LinearCall] = GuardedCache()
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, out_dtype, activation, num_valid_tokens):
-        y, z = _linear_forward(x, weight, bias, out_dtype, activation, activation in SAVE_PREACT)
+    def forward(ctx, x, weight, bias, out_dtype, activation, num_valid_tokens, call):
+        if call is None:
+            y, z = _linear_forward(x, weight, bias, out_dtype, activation, activation in SAVE_PREACT)
+        else:
+            y, z = call.run(x, weight, bias)
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, weight, bias, y if activation == "relu" else z, num_valid_tokens)
         ctx.activation = activation
@@ -151,4 +197,7 @@ class _LinearFunction(torch.autograd.Function):
             tokens = dz.shape[0]
             ones = dz.new_ones((1, tokens + -tokens % 8))[:, :tokens]  # a row that TMA can read, whatever its length
             product(dz, ones, into_bias.unsqueeze(1), None, None, num_valid_tokens, None, dbias is None, True, False)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
+
+
+_eager_linear = eager_apply(_LinearFunction)
