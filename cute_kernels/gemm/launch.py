@@ -224,7 +224,7 @@ class GemmCall(NamedTuple):
         a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, activation: str | None, has_z: bool,
         trans_b: bool,
     ) -> GemmCall | None:  # fmt: skip
-        """For plain tensors, a of any dimensions; None: no kernel is launched, or that for any stride."""
+        """For plain tensors, linear's x of any dimensions; None: no kernel is launched, or that for any stride."""
         rows = as_rows("linear", "x", a)
         (m, k), n = rows.shape, b.shape[1 if trans_b else 0]
         if not (m and n and k):

@@ -279,10 +279,8 @@ def _norm(
     )
     if may_be_cached:
         given = [t for t in (x, weight, bias, residual) if t is not None]
-        key = (
-            op, eps, weight_offset, save, out_dtype, bool(return_residual),
-            weight is None, bias is None, residual is None,
-        )  # fmt: skip
+        absent = weight is None, bias is None, residual is None
+        key = op, eps, weight_offset, save, out_dtype, bool(return_residual), absent
         call = CALLS.get(key, *given)
         if call is not None:
             y, h = call.run(x, weight, bias, residual)

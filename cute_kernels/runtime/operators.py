@@ -8,7 +8,8 @@ guards find calls like earlier eager ones; and it is asked once:
 - A forward or a backward begins with ``mode = mode_of(...)`` of its tensors. It checks layouts and addresses if
   ``mode.eager``, allocates with ``mode.empty`` and launches with ``mode.of(launch)(...)``.
 - A launch that is called alone asks for itself: a quantizer's, or one that replaces an operator of torch's.
-- Inside a launch all tensors are plain and nobody asks: ``empty``, ``empties`` and ``empty_strided`` allocate.
+- Inside a launch, or a guarded call, all tensors are plain and nobody asks: ``empty``, ``empties`` and
+  ``empty_strided`` allocate.
 
 What launches nothing and compares memory calls ``same_memory``, or ``has_address`` of ``runtime/strict.py``.
 """

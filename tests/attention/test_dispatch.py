@@ -1,6 +1,5 @@
 """The kernels' path of attention on the CPU, plain torch in place of the kernel."""
 
-import contextlib
 import math
 import sys
 from functools import partial
@@ -27,7 +26,7 @@ from tests.attention.cases import (
     make_packed,
     same_bits,
 )
-from tests.fakes import fake_kernels
+from tests.fakes import fake_kernels, recorded_launches
 from tests.runtime.thread_cases import first_calls
 
 
@@ -311,23 +310,6 @@ def test_the_order_of_tiles():
     assert not config.pairs_tiles(spec._replace(causal=False), 2048, 132, 32, 8192)
 
 
-def recorded(arch: str, num_sms: int):
-    """Fake kernels that compute nothing; yields a list of (builder's arguments, shapes and numbers of each launch)."""
-    seen = []
-
-    def load(builder, *arguments):
-        def function(*values):
-            described = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
-            seen.append((builder, arguments, described))
-
-        return function
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(fake_kernels(arch, num_sms=num_sms))
-    stack.enter_context(mock.patch.object(launches, "load", load))
-    return stack, seen
-
-
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("head_size", [64, 72, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -335,8 +317,7 @@ def test_a_cached_call_launches_what_the_operator_launches(causal, head_size, ar
     """At the first call and at another one, with a gradient and without; the operator has no entry."""
     for sizes in ((1, 1, 1, 1, 1), (3, 200, 300, 4, 2), (2, 700, 64, 2, 1), (9, 300, 2000, 8, 8)):
         inputs = make_inputs(Case(*sizes, head_size), generator)
-        stack, seen = recorded(arch, 7)
-        with stack:
+        with recorded_launches(arch, num_sms=7) as seen:
             for tensors in (inputs, [t.requires_grad_() for t in inputs]):
                 for _ in range(2):
                     attention(*tensors, causal=causal)

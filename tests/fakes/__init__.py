@@ -66,6 +66,24 @@ def fake_kernels(arch: str = "sm_90a", computes: bool = True, num_sms: int = NUM
         yield jobs
 
 
+@contextlib.contextmanager
+def recorded_launches(arch: str = "sm_90a", num_sms: int = NUM_SMS) -> Iterator[list[tuple]]:
+    """``fake_kernels`` that compute nothing. Yields a list of (builder, its arguments, what it is launched with), the
+    tensors as (shape, strides, dtype).
+    """
+    seen: list[tuple] = []
+
+    def load(builder: Any, *arguments: Any) -> Callable[..., None]:
+        def function(*values: Any) -> None:
+            described = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+            seen.append((builder, arguments, described))
+
+        return function
+
+    with fake_kernels(arch, num_sms=num_sms), mock.patch.object(launches, "load", load):
+        yield seen
+
+
 @functools.cache
 def _registration(backend: str) -> Registration:
     """Made once: it asks for 800 kernels of torch's."""

@@ -4,6 +4,9 @@
 are the GPU's own, where their sizes allow it.
 """
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -11,10 +14,11 @@ from torch.autograd import forward_ad
 
 from cute_kernels import linear, mm
 from cute_kernels.gemm.config import candidates
-from cute_kernels.gemm.launch import gemm
+from cute_kernels.gemm.launch import GemmCall, gemm
 from cute_kernels.runtime.launches import observed
-from tests.fakes import fake_kernels
+from tests.fakes import fake_kernels, recorded_launches
 from tests.gemm.cases import (
+    BF16,
     FP16,
     FP32,
     Case,
@@ -200,3 +204,126 @@ def test_any_candidate_computes(generator):
             assert_same_bits(mm(a, b), wanted)
             mm(a[:, 1:], b[1:])
         assert [launch[2:4] for launch, _, _ in products] == [(transposed, config), (False, None)]
+
+
+OPS = [sys.modules[function.__module__] for function in (mm, linear)]
+
+
+def num_entries() -> int:
+    return sum(len(guarded) for op in OPS for guarded in op.CALLS.guarded.values())
+
+
+def uncached():
+    """Within it no call gets an entry."""
+    return mock.patch.object(GemmCall, "of", lambda *arguments: None)
+
+
+def calls_of(generator, requires_grad, m=6, n=48, k=64):
+    """(function, arguments, options), each with another entry."""
+    x, weight = (randn(*shape, generator=generator).to(BF16) for shape in ((m, k), (n, k)))
+    bias = randn(n, generator=generator)
+    by_columns = x.t().contiguous().t()
+    calls = [
+        (mm, (x, weight.t()), {}),
+        (mm, (x, weight.t()), {"out_dtype": FP32}),
+        (mm, (x, weight.t().contiguous()), {}),
+        (mm, (x.to(FP16), weight.t().to(FP16)), {}),
+        (linear, (x, weight), {}),
+        (linear, (x, weight, bias), {}),
+        (linear, (x, weight, bias.to(BF16)), {}),
+        (linear, (x, weight), {"out_dtype": FP32}),
+        (linear, (x, weight), {"activation": "relu"}),
+        (linear, (x, weight, bias), {"activation": "gelu"}),
+        (linear, (x, weight.t().contiguous().t()), {}),
+        (linear, (x.view(2, -1, k), weight, bias), {"activation": "silu"}),
+        (linear, (x[0], weight), {}),
+        (linear, (x.repeat(1, 2)[:, :k], weight), {}),
+    ]
+    if m % 8 == 0:  # else TMA does not read the columns
+        calls += [(mm, (by_columns, weight.t()), {}), (linear, (by_columns, weight), {})]
+    return [
+        (function, tuple(t.detach().requires_grad_(requires_grad) for t in tensors), options)
+        for function, tensors, options in calls
+    ]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
+@pytest.mark.parametrize("sizes", [(6, 48, 64), (8, 48, 64), (304, 1024, 128), (2000, 24, 72), (2, 1, 8)], ids=str)
+def test_a_cached_call_launches_what_another_launches(sizes, autograd, arch, generator):
+    """At the first call and at another one; it is observed, too."""
+    for function, tensors, options in calls_of(generator, autograd, *sizes):
+        outputs = []
+        with recorded_launches(arch, num_sms=7) as seen, observed() as told:
+            with uncached():
+                outputs.append(function(*tensors, **options))
+            assert not num_entries()
+            outputs += [function(*tensors, **options) for _ in range(2)]
+            assert num_entries() == (told[0][0].config is not None)
+        assert len({(t.shape, t.stride(), t.dtype, t.requires_grad) for t in outputs}) == 1
+        assert outputs[0].requires_grad == autograd
+        names = [(launch.name, *rest) for launch, *rest in told]
+        assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
+        assert len(names) == 3 and names[0] == names[1] == names[2]
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
+def test_cached_calls(autograd, generator):
+    """Each that differs has an entry of its own; results and gradients, and nothing is checked again."""
+    calls, wanted = calls_of(generator, autograd), []
+
+    def results(function, tensors, options):
+        y = function(*tensors, **options)
+        return [y.detach(), *(torch.autograd.grad(y, tensors, torch.ones_like(y)) if autograd else ())]
+
+    for call in calls:
+        with uncached():
+            wanted.append(results(*call))
+    for count, call in enumerate(calls):
+        assert num_entries() == count
+        results(*call)
+    function, tensors, _ = calls[0]
+    with torch.no_grad():
+        function(*tensors)
+    assert num_entries() == len(calls) + 1
+    refuse = mock.Mock(side_effect=AssertionError)
+    with mock.patch.object(OPS[0], "check_mm", refuse), mock.patch.object(OPS[1], "check_linear", refuse):
+        for call, each in zip(calls, wanted, strict=True):
+            for found, other in zip(results(*call), each, strict=True):
+                assert_same_bits(found, other)
+        with mock.patch("cute_kernels.gemm.launch.GemmSpec", refuse), torch.no_grad():
+            assert not function(*tensors).requires_grad
+
+
+def test_calls_without_an_entry(generator):
+    """Strides that TMA does not read, one tensor given twice, no rows, an output or tokens given, the reference."""
+    x, weight = (randn(*shape, generator=generator).to(BF16) for shape in ((64, 64), (64, 64)))
+    for _ in range(2):
+        mm(x[:, :60].contiguous(), weight[:60])
+        mm(x, x)
+        mm(x[:0], weight)
+        mm(x, weight, out=torch.empty_like(x))
+        mm(x, weight, backend="reference")
+        linear(x, weight, num_valid_tokens=torch.ones(1, dtype=torch.int32))
+    assert not num_entries()
+
+
+@pytest.mark.parametrize(
+    "options", [{"out_dtype": ["float32"]}, {"activation": ["relu"]}, {"backend": "cuda"}], ids=str
+)
+def test_a_bad_option_after_a_good_call(options, generator):
+    x, weight = (randn(*shape, generator=generator).to(BF16) for shape in ((6, 64), (48, 64)))
+    linear(x, weight)
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        linear(x, weight, **options)
+
+
+def test_a_main_grad_after_a_cached_call(generator):
+    """It is looked for at every call."""
+    x, weight = (randn(*shape, generator=generator).to(BF16).requires_grad_() for shape in ((6, 64), (48, 64)))
+    linear(x, weight).sum().backward()
+    gradient, weight.grad = weight.grad, None
+    weight.main_grad = torch.zeros(48, 64)
+    linear(x, weight).sum().backward()
+    assert num_entries() == 1 and weight.grad is None
+    assert gradient.any() and torch.equal(weight.main_grad.to(BF16), gradient)

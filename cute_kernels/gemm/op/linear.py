@@ -142,6 +142,7 @@ class LinearCall(NamedTuple):
     activation: Activation | None
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y."""
         if self.differentiates:
             return _eager_linear(x, weight, bias, None, self.activation, None, self.forward)
         return self.forward.run(x, weight, bias)[0]

@@ -109,6 +109,7 @@ class MmCall(NamedTuple):
     differentiates: bool
 
     def run(self, a: Tensor, b: Tensor) -> Tensor:
+        """a b."""
         if self.differentiates:
             return _eager_mm(a, b, None, self.forward)
         return self.forward.run(a, b, None)[0]
