@@ -21,7 +21,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.guarded import GuardedCache
+from cute_kernels.runtime.guarded import GuardedCache, guardable
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.real import as_float
 
@@ -303,7 +303,7 @@ def _norm(
     options = op, kind, eps, weight_offset, save, out_dtype
     wants_gradient = differentiates(x, weight, bias, residual)
     call = None
-    if may_be_cached and mode_of(x, weight, bias, residual).eager:
+    if may_be_cached and guardable(*given):
         call = NormCall.of(options, x, weight, bias, residual, wants_gradient, bool(return_residual))
     if call is not None:
         y, h = call.run(x, weight, bias, residual)

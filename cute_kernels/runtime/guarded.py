@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from cute_kernels.runtime.launches import bounded
+from cute_kernels.runtime.operators import is_eager
 
 MAX_GUARDS = 4  # of calls with the same device, shapes and options; the newest stay
 
@@ -52,19 +53,23 @@ class GuardedCache(Generic[E]):
         return None
 
     def put(self, options: Hashable, entry: E, *tensors: Tensor) -> None:
-        """Keep the entry of a call that was checked, whose mode is eager, and which has been launched.
+        """Keep the entry of a call that was checked and launched, whose tensors are ``guardable``."""
+        key = _key(options, tensors)
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[])  # none is dynamic
+        self.guarded[key] = ((guard.check, entry), *self.guarded.get(key, ())[: MAX_GUARDS - 1])
 
-        Not kept: where a forward-mode derivative may be wanted, where a tensor starts elsewhere than on 16 bytes, or
-        is given twice, which guards refuse.
-        """
-        if (
-            forward_ad._current_level < 0
-            and len(set(map(id, tensors))) == len(tensors)
-            and not any(t.data_ptr() & 15 for t in tensors)
-        ):
-            key = _key(options, tensors)
-            guard = TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[])  # none is dynamic
-            self.guarded[key] = ((guard.check, entry), *self.guarded.get(key, ())[: MAX_GUARDS - 1])
+
+def guardable(*tensors: Tensor) -> bool:
+    """Whether a call may have an entry: eager, without forward-mode derivatives, all tensors on 16 bytes.
+
+    A tensor that is given twice is refused by guards.
+    """
+    return (
+        is_eager(*tensors)
+        and forward_ad._current_level < 0
+        and len(set(map(id, tensors))) == len(tensors)
+        and not any([t.data_ptr() & 15 for t in tensors])
+    )
 
 
 def _key(options: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.runtime import launches
-from cute_kernels.runtime.guarded import MAX_GUARDS, GuardedCache
+from cute_kernels.runtime.guarded import MAX_GUARDS, GuardedCache, guardable
 
 
 class Subclass(Tensor):
@@ -103,13 +103,15 @@ def test_gradients_that_are_not_wanted(first):
 
 
 def test_what_is_not_kept():
-    """A tensor that is given twice, or does not start on 16 bytes; a call that may want a tangent."""
-    cache, (a, b) = GuardedCache(), pair()
-    cache.put("options", "entry", a, a)
-    cache.put("options", "entry", a, torch.zeros(129)[1:].view(8, 16))
-    with forward_ad.dual_level():
-        cache.put("options", "entry", a, b)
-    assert not cache.guarded
+    """A tensor that is given twice, or does not start on 16 bytes; a subclass; other modes."""
+    a, b = pair()
+    assert guardable(a, b)
+    assert not guardable(a, a)
+    assert not guardable(a, torch.zeros(129)[1:].view(8, 16))
+    assert not guardable(a, b.as_subclass(Subclass))
+    for mode in (forward_ad.dual_level, TorchDispatchMode):
+        with mode():
+            assert not guardable(a, b)
 
 
 def test_the_newest_layouts_stay():

@@ -27,7 +27,8 @@ from cute_kernels.attention.op.gradients import (
 )
 from cute_kernels.runtime.autograd import autocasts
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
+from cute_kernels.runtime.guarded import guardable
+from cute_kernels.runtime.operators import differentiates, uses_reference
 from cute_kernels.runtime.real import as_float
 
 
@@ -173,7 +174,7 @@ def attention(
     if check:
         check_values(q, k, lengths)
     wants_gradient = differentiates(q, k, v, sinks)
-    if may_be_cached and mode_of(q, k, v).eager:
+    if may_be_cached and guardable(q, k, v):
         check_layout(q, k, v)
         call = AttentionCall.of(q, k, v, causal, scale, wants_gradient)
         if call is not None:

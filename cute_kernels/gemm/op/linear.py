@@ -21,7 +21,7 @@ from cute_kernels.runtime.autograd import (
     needs_gradient,
 )
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.guarded import GuardedCache
+from cute_kernels.runtime.guarded import GuardedCache, guardable
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 from cute_kernels.runtime.rows import contiguous_dim
 
@@ -100,7 +100,7 @@ def linear(
         )
     check_linear(x, weight, bias, out_dtype, activation, num_valid_tokens)
     wants_gradient = differentiates(x, weight, bias)
-    if may_be_cached and mode_of(x, weight, bias).eager:
+    if may_be_cached and guardable(*given):
         has_z = wants_gradient and activation in SAVE_PREACT
         forward = GemmCall.of(x, weight, bias, out_dtype or x.dtype, activation, has_z, False)
         if forward is not None:

@@ -14,7 +14,7 @@ from cute_kernels.gemm.checks import check_mm, check_separate
 from cute_kernels.gemm.launch import GemmCall, gemm
 from cute_kernels.runtime.autograd import apply, eager_apply, first_derivative_only
 from cute_kernels.runtime.checks import Backend
-from cute_kernels.runtime.guarded import GuardedCache
+from cute_kernels.runtime.guarded import GuardedCache, guardable
 from cute_kernels.runtime.operators import differentiates, mode_of, uses_reference
 
 
@@ -73,7 +73,7 @@ def mm(
     if out is not None:
         return _mm_into(out, a, b)
     wants_gradient = differentiates(a, b)
-    if may_be_cached and mode_of(a, b).eager:
+    if may_be_cached and guardable(a, b):
         forward = GemmCall.of(a, b, None, out_dtype or a.dtype, None, False, True)
         if forward is not None:
             call = MmCall(forward, wants_gradient)
