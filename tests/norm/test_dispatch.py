@@ -111,6 +111,7 @@ def test_cached_calls(kind, norm, generator):
         ((x, weight), {"out_dtype": FP32}),
         ((x, weight), {"save": "output"}),
         ((x, weight, bias), {}),
+        ((x, None, bias), {}),
         ((x, weight), {"residual": residual}),
         ((x, weight), {"residual": residual, "return_residual": True}),
         ((x, bias), {}),
@@ -138,15 +139,17 @@ def test_cached_calls(kind, norm, generator):
         assert num_entries() == count
         results(arguments, options)
     with torch.no_grad():
-        norm(kind, inputs.x, inputs.weight)
-    assert num_entries() == len(calls) + 1
+        norm(kind, inputs.x, inputs.weight, eps=0.5)
+        assert num_entries() == len(calls) + 1
+        norm("layer" if kind == "rms" else "rms", inputs.x, inputs.weight, eps=0.5)
+        assert num_entries() == len(calls) + 2
     refuse = mock.Mock(side_effect=AssertionError)
     with mock.patch.object(op, "check_norm", refuse), mock.patch("cute_kernels.norm.launch.NormForwardSpec", refuse):
         for (arguments, options), each in zip(calls, wanted, strict=True):
             for t, other in zip(results(arguments, options), each, strict=True):
                 assert t.dtype is other.dtype and torch.equal(t, other)
         with torch.no_grad():
-            assert not norm(kind, inputs.x, inputs.weight).requires_grad
+            assert not norm(kind, inputs.x, inputs.weight, eps=0.5).requires_grad
 
 
 def test_calls_without_an_entry(norm, generator):
