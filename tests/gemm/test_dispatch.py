@@ -249,7 +249,7 @@ def calls_of(generator, requires_grad, m=6, n=48, k=64):
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("autograd", [False, True], ids=["no_grad", "autograd"])
-@pytest.mark.parametrize("sizes", [(6, 48, 64), (8, 48, 64), (304, 1024, 128), (2000, 24, 72), (2, 1, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [(6, 48, 64), (8, 48, 64), (304, 1024, 128), (2000, 20, 72), (2, 1, 8)], ids=str)
 def test_a_cached_call_launches_what_another_launches(sizes, autograd, arch, generator):
     """At the first call and at another one; it is observed, too."""
     for function, tensors, options in calls_of(generator, autograd, *sizes):
