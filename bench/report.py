@@ -464,7 +464,7 @@ def draw_peers(lines: Sequence[Line]) -> str:
                 direction = "forward" if case.line["direction"] in FORWARD else "backward"
                 best.setdefault(direction, []).append(case.ratios[peer])
         if best:
-            names = ", ".join(NAMES.get(peer, peer) for peer in peers)
+            names = ", ".join(dict.fromkeys(NAMES.get(peer, peer).partition(",")[0] for peer in peers))
             bars[title] = names, {direction: geometric_mean(ratios) for direction, ratios in best.items()}
     return figures.peers(lines[0]["gpu"], bars) if bars else ""
 
