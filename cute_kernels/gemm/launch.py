@@ -132,19 +132,21 @@ def gemm(
     entries = a_shape[0] if batched else 1
     if not (m and n and k and entries):
         return _sum_nothing(d, z, bias, activation, accumulate)
-    launch, a_dim, b_dim = _launch(
+    a_dim, b_dim = contiguous_dim(a, a_shape), contiguous_dim(b, b_shape)
+    launch = _launch(
         a,
         b,
         bias,
         (m, n, k, entries),
         d.dtype,
         activation,
-        z is not None,
-        accumulate,
-        valid_k is not None,
-        trans_a,
+        (a_dim, b_dim),
         trans_b,
         _rows_aligned(d, n) and (z is None or _rows_aligned(z, n)),
+        has_z=z is not None,
+        accumulate=accumulate,
+        has_valid_k=valid_k is not None,
+        trans_a=trans_a,
     )
     if observers:
         observe(launch, (entries, m, n, k) if batched else (m, n, k), a.get_device())
@@ -173,15 +175,17 @@ def _launch(
     shape: Shape,
     dtype: torch.dtype,
     activation: str | None,
-    has_z: bool,
-    accumulate: bool,
-    has_valid_k: bool,
-    trans_a: bool,
+    read_along: tuple[int, int],
     trans_b: bool,
     rows_aligned: bool,
-) -> tuple[GemmLaunch, int, int]:
-    """The launch, and the dimensions that a and b are read along."""
-    a_dim, b_dim, a_major, b_major = contiguous_dim(a, a.shape), contiguous_dim(b, b.shape), None, None
+    *,
+    has_z: bool,
+    accumulate: bool = False,
+    has_valid_k: bool = False,
+    trans_a: bool = False,
+) -> GemmLaunch:
+    """``read_along``: ``contiguous_dim`` of a and of b. ``dtype``, ``rows_aligned``: of what is written."""
+    (a_dim, b_dim), a_major, b_major = read_along, None, None
     if a_dim and b_dim:
         a_major = "k" if (a_dim == -1) != trans_a else "m"
         b_major = "k" if (b_dim == -1) != trans_b else "n"
@@ -198,25 +202,25 @@ def _launch(
         b_major,
         rows_aligned,
     )
-    return _gemm.get(a.get_device(), spec).of(shape), a_dim, b_dim
+    return _gemm.get(a.get_device(), spec).of(shape)
 
 
 class GemmCall(NamedTuple):
-    """All that follows from the sizes of a product of matrices whose result is new.
+    """What a product needs at each call, found once: the launch, and the layout of each tensor. Its result is new.
 
     Attributes:
-        d: shape and strides; z has them, too.
-        a, b, matrix: shapes and strides of a, of b, of d and z as the kernel takes them, where they are others.
+        d_layout, d_dtype: of the result; z has them, too.
+        a_matrix, b_matrix, d_matrix: layouts as the kernel takes them; None: as they are.
         shape: for ``observe``.
     """
 
     launch: GemmLaunch
-    d: Layout
-    dtype: torch.dtype
+    d_layout: Layout
+    d_dtype: torch.dtype
     has_z: bool
-    a: Layout | None
-    b: Layout | None
-    matrix: Layout | None
+    a_matrix: Layout | None
+    b_matrix: Layout | None
+    d_matrix: Layout | None
     shape: tuple[int, int, int]
 
     @staticmethod
@@ -224,16 +228,19 @@ class GemmCall(NamedTuple):
         a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, activation: str | None, has_z: bool,
         trans_b: bool,
     ) -> GemmCall | None:  # fmt: skip
-        """For plain tensors, linear's x of any dimensions; None: no kernel is launched, or that for any stride."""
+        """Of plain tensors; a may have any number of dimensions, as linear's x.
+
+        None: there is nothing to sum, TMA cannot read an operand, or the bias has a lazy sign.
+        """
         rows = as_rows("linear", "x", a)
         (m, k), n = rows.shape, b.shape[1 if trans_b else 0]
-        if not (m and n and k):
+        a_dim, b_dim = contiguous_dim(rows, rows.shape), contiguous_dim(b, b.shape)
+        if not (m and n and k and a_dim and b_dim) or (bias is not None and bias.is_neg()):
             return None
-        aligned = not n * dtype.itemsize & 15
-        launch, a_dim, b_dim = _launch(
-            rows, b, bias, (m, n, k, 1), dtype, activation, has_z, False, False, False, trans_b, aligned
-        )
-        if launch.config is None or (bias is not None and bias.is_neg()):
+        aligned = not n * dtype.itemsize & 15  # a new matrix starts on 16 bytes, and so do its rows then
+        shape, read_along = (m, n, k, 1), (a_dim, b_dim)
+        launch = _launch(rows, b, bias, shape, dtype, activation, read_along, trans_b, aligned, has_z=has_z)
+        if launch.config is None:
             return None
         d, matrix = (*a.shape[:-1], n), (m, n)
         turned_a, turned_b = rows.mT if a_dim == -2 else rows, b.mT if b_dim == -2 else b
@@ -253,15 +260,15 @@ class GemmCall(NamedTuple):
         launch = self.launch
         if observers:
             observe(launch, self.shape, a.get_device())
-        d = empty_strided(a, *self.d, self.dtype)
-        z = empty_strided(a, *self.d, self.dtype) if self.has_z else None
+        d = empty_strided(a, *self.d_layout, self.d_dtype)
+        z = empty_strided(a, *self.d_layout, self.d_dtype) if self.has_z else None
         d_rows, z_rows = d, z
-        if self.matrix is not None:
-            d_rows, z_rows = alias(d, *self.matrix), None if z is None else alias(z, *self.matrix)
-        if self.a is not None:
-            a = alias(a, *self.a)
-        if self.b is not None:
-            b = alias(b, *self.b)
+        if self.d_matrix is not None:
+            d_rows, z_rows = alias(d, *self.d_matrix), None if z is None else alias(z, *self.d_matrix)
+        if self.a_matrix is not None:
+            a = alias(a, *self.a_matrix)
+        if self.b_matrix is not None:
+            b = alias(b, *self.b_matrix)
         if launch.transposed:
             a, b = b, a
         launch.function(a, b, d_rows, z_rows, bias, None, launch.num_ctas)

@@ -275,12 +275,13 @@ def _norm(
         and type(eps) is float
         and type(weight_offset) is float
         and type(save) is str
+        and type(return_residual) is bool
         and (out_dtype is None or type(out_dtype) is torch.dtype)
     )
     if may_be_cached:
         given = [t for t in (x, weight, bias, residual) if t is not None]
-        absent = weight is None, bias is None, residual is None
-        key = op, eps, weight_offset, save, out_dtype, bool(return_residual), absent
+        absent = weight is None, bias is None, residual is None  # (x, weight) is not (x, bias)
+        key = op, eps, weight_offset, save, out_dtype, return_residual, absent
         call = CALLS.get(key, *given)
         if call is not None:
             y, h = call.run(x, weight, bias, residual)
@@ -304,7 +305,7 @@ def _norm(
     wants_gradient = differentiates(x, weight, bias, residual)
     call = None
     if may_be_cached and guardable(*given):
-        call = NormCall.of(options, x, weight, bias, residual, wants_gradient, bool(return_residual))
+        call = NormCall.of(options, x, weight, bias, residual, wants_gradient, return_residual)
     if call is not None:
         y, h = call.run(x, weight, bias, residual)
         CALLS.put(key, call, *given)

@@ -1,4 +1,4 @@
-"""A cache of calls behind guards: one like an earlier call checks nothing, makes no Spec, and launches at once.
+"""A cache of calls behind guards: a call like an earlier one skips the checks, makes no Spec, and launches at once.
 
 One of torch's guards, as Dynamo's graphs have them, tells that a call is like an earlier one (0.3 us for three tensors;
 their shapes, strides and dtypes as a key take 1.2; CPU). It compares each tensor's type, dtype, device, sizes, strides,
@@ -62,7 +62,7 @@ class GuardedCache(Generic[E]):
 def guardable(*tensors: Tensor) -> bool:
     """Whether a call may have an entry: eager, without forward-mode derivatives, all tensors on 16 bytes.
 
-    A tensor that is given twice is refused by guards.
+    Not one that is given a tensor twice: torch's guards hold for no such call.
     """
     return (
         is_eager(*tensors)

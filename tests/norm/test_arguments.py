@@ -98,6 +98,7 @@ VALUE_ERRORS = [
 TYPE_ERRORS = [
     ({"x": zeros(ROWS, N, dtype=torch.float64)}, "x must have dtype bfloat16, float16, float32, got torch.float64"),
     ({"x": zeros(ROWS, N, dtype=torch.int64)}, "x must have dtype bfloat16, float16, float32, got torch.int64"),
+    ({"x": [1.0], "return_residual": zeros(2)}, "x must be a torch.Tensor, got list"),
     ({"out_dtype": [BF16]}, "out_dtype must be a torch.dtype such as torch.bfloat16, got [torch.bfloat16]"),
     ({"weight": [1.0] * N}, "weight must be a torch.Tensor, got list"),
     ({"weight": zeros(N, dtype=torch.float64)}, "weight must have dtype bfloat16, float16, float32, got torch.float64"),
