@@ -206,7 +206,7 @@ def _launch(
 
 
 class GemmCall(NamedTuple):
-    """What a product needs at each call, found once: the launch, and the layout of each tensor. Its result is new.
+    """A product that is ready to be launched: the kernel, and the layout of each tensor. It allocates its result.
 
     Attributes:
         d_layout, d_dtype: of the result; z has them, too.
@@ -228,7 +228,7 @@ class GemmCall(NamedTuple):
         a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, activation: str | None, has_z: bool,
         trans_b: bool,
     ) -> GemmCall | None:  # fmt: skip
-        """Of plain tensors; a may have any number of dimensions, as linear's x.
+        """For plain tensors; a may have any number of dimensions, as linear's x.
 
         None: there is nothing to sum, TMA cannot read an operand, or the bias has a lazy sign.
         """

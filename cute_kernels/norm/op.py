@@ -348,7 +348,7 @@ def _forward(
 
 
 def _num_statistics(kind: str, save: str) -> int:
-    """What a backward needs: rstd, and the mean for a layer norm whose input is saved."""
+    """How many a backward needs: rstd, and the mean for a layer norm whose input is saved."""
     return 2 if kind == "layer" and save == "input" else 1
 
 

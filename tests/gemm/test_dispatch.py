@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from cute_kernels import linear, mm
-from cute_kernels.gemm.config import candidates
+from cute_kernels.gemm.config import GemmSpec, candidates
 from cute_kernels.gemm.launch import GemmCall, gemm
 from cute_kernels.runtime.launches import observed
 from tests.fakes import fake_kernels, recorded_launches
@@ -306,6 +306,9 @@ def test_calls_without_an_entry(generator):
         mm(x, weight, backend="reference")
         linear(x, weight, num_valid_tokens=torch.ones(1, dtype=torch.int32))
     assert not num_entries()
+    with mock.patch("cute_kernels.gemm.launch.GemmSpec", wraps=GemmSpec) as made:
+        mm(x[:, :60].contiguous(), weight[:60])
+    assert made.call_count == 1  # it is seen to have no entry before a Spec is made for one
 
 
 @pytest.mark.parametrize(
